@@ -35,6 +35,8 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.llm import LLM
 
 START_SECONDS = 240.0
+MOST_STOPPED = 0.5
+"""Seconds that clients may have been stopped by the system in a round whose pauses count."""
 PROMPTS = (
     "The quick brown fox",
     "Once upon a time there was a girl who",
@@ -149,7 +151,7 @@ class Cluster:
         found = {label["replica"]: int(label["pid"]) for label in labels}
         return {name: pid for name, pid in found.items() if _is_running(pid)}
 
-    def wait_for(self, num_replicas: int, seconds: float = 120.0) -> dict[str, int]:
+    def wait_for(self, num_replicas: int, seconds: float = 480.0) -> dict[str, int]:
         """Replicas, once there are so many."""
         deadline = time.monotonic() + seconds
         while len(found := self.replicas()) < num_replicas:
@@ -214,6 +216,26 @@ def cluster(
             process.stderr.close()
 
 
+class Pulse:
+    """Notices that this process did not run: what clients waited for then says nothing of the server."""
+
+    def __init__(self) -> None:
+        self._longest = 0.0
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def _beat(self) -> None:
+        last = time.perf_counter()
+        while True:
+            time.sleep(0.05)
+            now = time.perf_counter()
+            self._longest, last = max(self._longest, now - last), now
+
+    def longest(self) -> float:
+        """Seconds without a beat since this was asked last."""
+        longest, self._longest = self._longest, 0.0
+        return longest
+
+
 def under_fire(running: Cluster, bodies: Sequence[dict[str, Any]], kill: Any, delay: float) -> list[Heard]:
     """All streams at once; ``kill`` is called after so many seconds."""
     with ThreadPoolExecutor(len(bodies)) as pool:
@@ -243,6 +265,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 def kill(options: argparse.Namespace) -> int:
     """Kill a replica in the middle of streams, again and again."""
     llm = LLM(options.model, options.method, max_num_seqs=16)
+    pulse = Pulse()
     bodies = [request_of(place, options.max_tokens) for place in range(options.streams)]
     expected = references(llm, bodies)
     draw = random.Random(options.seed)
@@ -257,12 +280,17 @@ def kill(options: argparse.Namespace) -> int:
             victim = draw.choice(sorted(pids.values()))
             sign = signal.SIGSTOP if options.hang else signal.SIGKILL
             delay = draw.uniform(0.05, options.within)
+            pulse.longest()
             heard = under_fire(running, bodies, lambda: os.kill(victim, sign), delay)  # noqa: B023
             if options.hang:
                 os.kill(victim, signal.SIGKILL)
             wrong = differences(heard, expected)
             moved = [one for one in heard if one.failovers]
-            pauses += [one.longest_pause for one in moved]
+            stopped = pulse.longest()
+            if stopped < MOST_STOPPED:
+                pauses += [one.longest_pause for one in moved]
+            else:
+                print(f"  clients did not run for {stopped:.1f} s, so that pauses do not count", flush=True)
             num_moved += len(moved)
             num_wrong += len(wrong)
             print(f"round {turn}: killed {victim} after {delay:.2f} s, {len(moved)} streams moved", flush=True)
@@ -270,7 +298,8 @@ def kill(options: argparse.Namespace) -> int:
                 print("  ", line[:600], flush=True)
     print(
         f"{options.model}: {options.rounds} kills under {options.streams} streams, {num_moved} streams moved, "
-        f"{num_wrong} wrong; pause p50 {quantile(pauses, 0.5):.2f} s, p95 {quantile(pauses, 0.95):.2f} s, "
+        f"{num_wrong} wrong; "
+        f"of {len(pauses)} pauses p50 {quantile(pauses, 0.5):.2f} s, p95 {quantile(pauses, 0.95):.2f} s, "
         f"longest {max(pauses, default=0.0):.2f} s"
     )
     return 1 if num_wrong else 0

@@ -6,11 +6,14 @@ Real engines behind a fleet that breaks where it is told to; Ray is in test_ray.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,15 +22,18 @@ from foretoken import zoo
 from foretoken.config.sampling import SamplingParams
 from foretoken.errors import ConfigError
 from foretoken.llm import LLM
+from foretoken.serve.app import Application
 from foretoken.serve.bridge import Ticket
-from foretoken.serve.errors import ApiError
+from foretoken.serve.errors import ApiError, stopping
 from foretoken.serve.ray.affinity import Affinity
+from foretoken.serve.ray.caller import Called
 from foretoken.serve.ray.config import ClusterConfig
-from foretoken.serve.ray.failover import ClusterBridge, FailoverSettings
+from foretoken.serve.ray.failover import CALLER, Caller, ClusterBridge, FailoverSettings
 from foretoken.serve.ray.figures import ClusterMetrics
-from foretoken.serve.ray.messages import Begun, Facts, Lost, Message, News, Work
+from foretoken.serve.ray.messages import Begun, Distant, Facts, Lost, Message, News, Work
 from foretoken.serve.ray.replica import Replica
 from foretoken.serve.served import Served
+from foretoken.serve.settings import ServerSettings
 
 PROMPT = "The capital of France is a city that"
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -51,7 +57,12 @@ class Breaking:
     def __init__(self, replicas: Sequence[Replica], lives: Sequence[int | None]) -> None:
         self.facts: Facts | None = replicas[0].facts
         self.works: list[Work] = []
+        self.when_changed: Callable[[Facts], None] = lambda facts: None
         self._replicas, self._lives = replicas, lives
+
+    def adopt(self, facts: Facts) -> None:
+        self.facts = facts
+        self.when_changed(facts)
 
     async def generate(self, work: Work) -> AsyncGenerator[Message, None]:
         life = self._lives[min(len(self.works), len(self._lives) - 1)]
@@ -188,9 +199,68 @@ def test_no_text_goes_on_with_other_weights(replicas: list[Replica]) -> None:
     assert len(fleet.works) == FailoverSettings().max_failovers + 1
 
 
-def replacing_weights(work: Work) -> Work:
-    from dataclasses import replace
+def test_a_request_is_read_anew_when_another_model_is_served(replicas: list[Replica], plain: LLM) -> None:
+    """An ingress that has outlived all replicas of its weights answers for those that there are now."""
+    replica = replicas[0]
+    fleet = Breaking([replica], [None])
+    fleet.facts = replace(replica.facts, weights="old", llms={"tiny": replace(replica.facts.llms["tiny"])})
+    metrics = ClusterMetrics("tiny")
+    application = Application(ClusterBridge(fleet, metrics), ServerSettings(), metrics)
+    Distant.serve(application, fleet.facts)
+    fleet.when_changed = partial(Distant.serve, application)
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
+    async def run() -> list[Any]:
+        transport = httpx.ASGITransport(Called(application.build(), has_keys=False))
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            return await asyncio.gather(*[client.post("/v1/completions", json=body, timeout=60) for _ in range(3)])
+
+    answers = asyncio.run(run())
+    (expected,) = plain.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    assert [answer.status_code for answer in answers] == [200] * 3, answers[0].text
+    assert {answer.json()["choices"][0]["text"] for answer in answers} == {expected.outputs[0].text}
+
+
+def test_a_full_queue_sends_away_the_newest_of_who_fills_it(replicas: list[Replica]) -> None:
+    """A client with few requests gets its place; one with as many as anybody is told to come again."""
+
+    class Busy(Breaking):
+        async def generate(self, work: Work) -> AsyncGenerator[Message, None]:
+            await asyncio.sleep(60)
+            yield News()
+
+    async def run() -> None:
+        fleet = Busy(replicas, [None])
+        bridge = ClusterBridge(fleet, ClusterMetrics("tiny"))
+        llm: Any = replicas[0].facts.llms["tiny"]
+
+        def arrive(client: str) -> Ticket:
+            CALLER.set(Caller(client=client))
+            bridge.check_room(1, 20, None)
+            ticket = Ticket(llm, [{"prompt_token_ids": [1]}], [SamplingParams()])
+            bridge.submit(ticket)
+            return ticket
+
+        many = [arrive("many") for _ in range(20)]
+        with pytest.raises(ApiError) as raised:
+            arrive("many")
+        assert (raised.value.status, raised.value.code) == (429, "queue_full")
+        await asyncio.sleep(0)
+        few = [arrive("few") for _ in range(5)]
+        for ticket in many[-5:]:
+            with pytest.raises(ApiError, match="20 requests are waiting"):
+                await ticket.news()
+        with pytest.raises(ApiError, match="no more may"):
+            [arrive("few") for _ in range(20)]
+        bridge.abort_all(stopping())
+        for ticket in (many[0], few[0]):
+            with pytest.raises(ApiError, match="shutting down"):
+                await ticket.news()
+
+    asyncio.run(run())
+
+
+def replacing_weights(work: Work) -> Work:
     return replace(work, weights="others")
 
 
@@ -239,12 +309,22 @@ def test_prompts_go_where_their_beginning_was_read() -> None:
 
 
 def test_no_replica_is_far_ahead_of_the_others() -> None:
-    """All prompts alike: the limit, not the beginning, decides."""
-    affinity = Affinity(block=4, balance=1.25)
+    """All prompts alike: the limit, not the beginning, decides; at every moment, once there are requests enough."""
+    affinity = Affinity(block=4)
     loads = dict.fromkeys("abcd", 0)
-    for _ in range(400):
+    for number in range(1, 401):
         loads[affinity.choose(list(range(8)), "", loads)] += 1
-    assert max(loads.values()) <= 1.3 * sum(loads.values()) / len(loads)
+        if number >= 16:
+            assert max(loads.values()) <= 1.3 * number / len(loads), (number, loads)
+
+
+def test_a_prompt_that_went_elsewhere_was_read_there() -> None:
+    """The replica that was chosen was full, and Ray has taken another."""
+    affinity = Affinity(block=4)
+    chosen = affinity.choose(list(range(8)), "", {"a": 0, "b": 0})
+    (other,) = {"a", "b"} - {chosen}
+    affinity.note(list(range(8)), "", other)
+    assert affinity.choose(list(range(12)), "", {"a": 1, "b": 1}) == other
 
 
 def test_sessions_stay_together_and_lost_replicas_are_left() -> None:

@@ -24,7 +24,7 @@ from foretoken.serve.answering import CLIENT_LEFT, answer
 from foretoken.serve.asking import Asking
 from foretoken.serve.chat import read_chat, read_messages
 from foretoken.serve.completions import read_completion
-from foretoken.serve.errors import ApiError, loading, stopping, unauthorized
+from foretoken.serve.errors import ApiError, ModelChanged, loading, stopping, unauthorized
 from foretoken.serve.fields import Fields
 from foretoken.serve.form import Form
 from foretoken.serve.responses import read_response
@@ -123,17 +123,23 @@ class Application:
         return await self._generate(request, read_response)
 
     async def _generate(self, request: Request, read: Reader) -> Response:
-        served = self._ready()
+        self._ready()
         body = await self._body(request)
-        asking, form = await self._in_reader(read, body, served, self._settings)
         if self._settings.log_requests:
             logger.info("%s: %s", request.url.path, json.dumps(body)[:2000])
         try:
-            return await answer(self._bridge, asking, form, self._settings, request.receive)
+            try:
+                return await self._answer(request, body, read)
+            except ModelChanged:
+                return await self._answer(request, body, read)
         except ApiError as error:
             if error.status == 429:
                 self._metrics.rejected.inc()
             raise
+
+    async def _answer(self, request: Request, body: dict[str, Any], read: Reader) -> Response:
+        asking, form = await self._in_reader(read, body, self._ready(), self._settings)
+        return await answer(self._bridge, asking, form, self._settings, request.receive)
 
     async def _in_reader(self, work: Callable[..., Any], *args: Any) -> Any:
         """Work with a tokenizer, outside of the event loop."""

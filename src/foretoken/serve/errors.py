@@ -66,6 +66,13 @@ class ApiError(Exception):
         return cls(500, f"{what} inside the server ended this request; its log says more", code="internal_error")
 
 
+class ModelChanged(ApiError):
+    """Another model is served than the one that the request was read for; read anew, it can be answered."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "another model is served from now on; try again", code="model_changed")
+
+
 def unauthorized() -> ApiError:
     return ApiError(
         401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'", code="invalid_api_key"

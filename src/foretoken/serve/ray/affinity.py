@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from math import ceil
+from math import ceil, floor
 
 MIN_BALANCE = 1.0
+FEW = 4
+"""Requests of a replica up to which its share is rounded up: among so few, one more is no hot spot."""
 
 
 class Affinity:
@@ -23,7 +25,7 @@ class Affinity:
       max_blocks: that are remembered; the ones that were used longest ago are forgotten.
     """
 
-    def __init__(self, block: int = 64, balance: float = 1.25, max_blocks: int = 1 << 18) -> None:
+    def __init__(self, block: int = 64, balance: float = 1.3, max_blocks: int = 1 << 18) -> None:
         self.num_hits = self.num_chosen = 0
         self._block, self._balance, self._max_blocks = block, max(balance, MIN_BALANCE), max_blocks
         self._reader_of: OrderedDict[Hashable, str] = OrderedDict()
@@ -37,17 +39,27 @@ class Affinity:
         """
         keys = list(self._keys(ids, session))
         reader = next((found for key in reversed(keys) if (found := self._reader_of.get(key)) in loads), None)
-        most = ceil(self._balance * (sum(loads.values()) + 1) / len(loads))
+        share = self._balance * (sum(loads.values()) + 1) / len(loads)
+        most = max(floor(share), min(ceil(share), FEW))
         is_hit = reader is not None and loads[reader] < most
         chosen = reader if reader is not None and is_hit else self._idlest(loads)
         self.num_chosen += 1
         self.num_hits += is_hit
+        self._remember(keys, chosen)
+        return chosen
+
+    def note(self, ids: Sequence[int], session: str, replica: str) -> None:
+        """The prompt has gone to this replica, chosen or not: another was taken because that one was full."""
+        keys = list(self._keys(ids, session))
+        if any(self._reader_of.get(key) != replica for key in keys[-1:]):
+            self._remember(keys, replica)
+
+    def _remember(self, keys: Sequence[Hashable], replica: str) -> None:
         for key in keys:
-            self._reader_of[key] = chosen
+            self._reader_of[key] = replica
             self._reader_of.move_to_end(key)
         while len(self._reader_of) > self._max_blocks:
             self._reader_of.popitem(last=False)
-        return chosen
 
     def _keys(self, ids: Sequence[int], session: str) -> Iterator[Hashable]:
         """One for each whole block, which names all ids up to its end; the session's last."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from functools import partial
@@ -22,7 +22,7 @@ from foretoken.serve.ray.caller import Called
 from foretoken.serve.ray.config import ClusterConfig
 from foretoken.serve.ray.failover import ClusterBridge
 from foretoken.serve.ray.figures import ClusterMetrics
-from foretoken.serve.ray.messages import Facts, Lost, Message, Work
+from foretoken.serve.ray.messages import Distant, Facts, Lost, Message, Work
 from foretoken.serve.ray.replica import Replica
 from foretoken.serve.ray.router import PrefixRouter
 from foretoken.serve.served import Served
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 COLLECTOR = "foretoken-figures"
+NUM_CHECKS = 3
+"""Checks of its health that a replica must miss in a row before Ray replaces it; together they are one stall."""
 PUSH_SECONDS = 1.0
 PAGE_SECONDS = 2.0
 """In which the collector must have answered; without it a page shows the ingress alone."""
@@ -135,7 +137,7 @@ def engines(config: ClusterConfig) -> serve.Application:
         graceful_shutdown_timeout_s=config.drain_seconds,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=2.0,
-        health_check_timeout_s=10.0,
+        health_check_timeout_s=config.limits.stall_timeout / NUM_CHECKS,
         ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixRouter, request_router_kwargs=dict(config.routing)
@@ -150,10 +152,17 @@ class RayFleet:
 
     Attributes:
       facts: what they serve, once they have said so.
+      when_changed: told of it where that has become something else.
     """
 
     def __init__(self) -> None:
         self.facts: Facts | None = None
+        self.when_changed: Callable[[Facts], None] = lambda facts: None
+
+    def adopt(self, facts: Facts) -> None:
+        """Other weights were deployed."""
+        self.facts = facts
+        self.when_changed(facts)
 
     def connect(self, handle: DeploymentHandle) -> None:
         """Ask these engines from now on."""
@@ -183,17 +192,6 @@ class RayFleet:
 # -- ingresses -----------------------------------------------------------------------------------------------------
 
 
-class Distant(Served):
-    """What is served elsewhere."""
-
-    def __init__(self, facts: Facts) -> None:
-        super().__init__(cast(Any, dict(facts.llms)))
-        self.fingerprint, self.weights = facts.fingerprint, facts.weights
-
-    def warm(self) -> None:
-        """Replicas have done so themselves."""
-
-
 class Ingress:
     """The application of `foretoken serve` as Ray Serve runs it."""
 
@@ -203,12 +201,14 @@ class Ingress:
         metrics = ClusterMetrics(config.name, pages)
         bridge = ClusterBridge(fleet, metrics, config.limits)
         self._application = Application(bridge, config.settings, metrics)
+        self._has_keys = bool(config.settings.api_keys)
+        fleet.when_changed = partial(Distant.serve, self._application)
         # Ray sends requests here once this has returned: a rolling update keeps the old ingress as long
         with ThreadPoolExecutor(1, "foretoken-facts") as pool:
             self._application.served = Distant(pool.submit(fleet.learn).result())
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return Called(self._application.build())
+        return Called(self._application.build(), self._has_keys)
 
 
 def build(app_config: Mapping[str, Any]) -> serve.Application:

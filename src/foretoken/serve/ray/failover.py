@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from threading import Thread
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from foretoken.serve.backend import check_tokens
-from foretoken.serve.errors import ApiError
+from foretoken.serve.errors import ApiError, ModelChanged
+from foretoken.serve.fair import OUTPUT_COST, PROMPT_COST, FairQueue, Turn
 from foretoken.serve.ray.journal import Journal
-from foretoken.serve.ray.messages import Begun, Ended, Fleet, Lost, Message, News, Refused, Work
+from foretoken.serve.ray.messages import Begun, Ended, Fleet, Lost, Message, News, Other, Refused, Work
 from foretoken.sessions.prompts import seeded
 
 if TYPE_CHECKING:
@@ -29,8 +31,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("foretoken.serve")
 
-CALLER: ContextVar[tuple[str, str]] = ContextVar("foretoken_caller", default=("", ""))
-"""Id and session of the request that is being answered."""
+
+class Caller(NamedTuple):
+    """Who sent a request.
+
+    Args:
+      request_id: for logs.
+      session: that the client has named, or nothing.
+      client: whose requests take turns with those of others.
+    """
+
+    request_id: str = ""
+    session: str = ""
+    client: str = ""
+
+
+NOBODY = Caller()
+CALLER: ContextVar[Caller] = ContextVar("foretoken_caller", default=NOBODY)
+"""Of the request that is being answered."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +85,8 @@ class ClusterBridge:
         self._fleet, self._metrics, self._load = fleet, metrics, load
         self._settings = settings or FailoverSettings()
         self._open: dict[Ticket, asyncio.Task[None]] = {}
+        self._client_of: dict[Ticket, str] = {}
+        self._queue: FairQueue | None = None
 
     def start(self, when_loaded: Callable[[], None]) -> None:
         """Begin to load; ``when_loaded`` is called in the thread when that has come to an end, well or not."""
@@ -81,18 +101,34 @@ class ClusterBridge:
         Thread(target=run, name="foretoken-cluster", daemon=True).start()
 
     def check_room(self, num_prompt_tokens: int, max_requests: int | None, max_tokens: int | None) -> None:
-        """Raises: ApiError (429) where as many requests, or tokens of their prompts, wait for a replica as may."""
-        waiting = [ticket for ticket in self._open if ticket.is_queued]
-        if max_requests is not None and len(waiting) >= max(1, max_requests):
-            message = f"{len(waiting)} requests are waiting for a replica, and no more may; try again"
-            raise ApiError(429, message, None, "queue_full")
+        """Make room where as many requests wait for a replica as may: the newest of the client with most of them goes.
+
+        Raises: ApiError (429) where that is this client, or as many tokens of prompts wait as may.
+        """
+        waiting = [ticket for ticket in self._open if ticket.is_queued and not ticket.is_abandoned]
         check_tokens(waiting, num_prompt_tokens, max_tokens)
+        if max_requests is None or len(waiting) < max(1, max_requests):
+            return
+        error = ApiError(
+            429, f"{len(waiting)} requests are waiting for a replica, and no more may; try again", None, "queue_full"
+        )
+        counts = Counter(self._client_of[ticket] for ticket in waiting)
+        client, most = counts.most_common(1)[0]
+        if counts[CALLER.get().client] + 1 >= most:
+            raise error
+        newest = next(ticket for ticket in reversed(waiting) if self._client_of[ticket] == client)
+        newest.deliver(error)
+        self.abandon(newest)
 
     def submit(self, ticket: Ticket) -> None:
         """Send a request to a replica."""
         task = asyncio.ensure_future(self._carry(ticket))
-        self._open[ticket] = task
-        task.add_done_callback(lambda _: self._open.pop(ticket, None))
+        self._open[ticket], self._client_of[ticket] = task, CALLER.get().client
+        task.add_done_callback(lambda _: self._forget(ticket))
+
+    def _forget(self, ticket: Ticket) -> None:
+        self._open.pop(ticket, None)
+        self._client_of.pop(ticket, None)
 
     def abandon(self, ticket: Ticket) -> None:
         """End a request on its replica; one that has ended stays as it is."""
@@ -118,7 +154,7 @@ class ClusterBridge:
         except (ApiError, Lost) as error:
             ticket.deliver(error if isinstance(error, ApiError) else _unavailable(str(error)))
         except Exception as error:
-            logger.error("request %s ended in an error", CALLER.get()[0], exc_info=error)
+            logger.error("request %s ended in an error", CALLER.get().request_id, exc_info=error)
             ticket.deliver(error)
         else:
             ticket.deliver(None)
@@ -130,8 +166,10 @@ class ClusterBridge:
         ticket.params = list(params)
         journal = Journal(params)
         ticket.stream = cast(Any, journal)
-        request_id, session = CALLER.get()
-        name = next(name for name, llm in facts.llms.items() if llm is cast(Any, ticket.llm))
+        request_id, session, client = CALLER.get()
+        name = next((name for name, llm in facts.llms.items() if llm is cast(Any, ticket.llm)), None)
+        if name is None:
+            raise ModelChanged
         work = Work(
             request_id,
             name,
@@ -142,7 +180,16 @@ class ClusterBridge:
             session=session,
             wants_trees=ticket.wants_trees,
         )
-        course = _Course(ticket, journal, work, self._metrics)
+        if self._queue is None:
+            self._queue = FairQueue(facts.num_rows)
+        with self._queue.entered(client) as turn:
+            await turn.granted
+            self._queue.charge(turn, PROMPT_COST * ticket.num_prompt_tokens)
+            await self._try(_Course(ticket, journal, work, self._metrics, self._queue, turn))
+
+    async def _try(self, course: _Course) -> None:
+        """One replica after the other, until one brings the request to its end."""
+        request_id, journal = course.work.request_id, course.journal
         for attempt in range(self._settings.max_failovers + 1):
             try:
                 await self._attempt(course)
@@ -169,6 +216,11 @@ class ClusterBridge:
                     case Ended():
                         course.journal.end(message)
                         return
+                    case Other() if course.journal.num_tokens:
+                        raise Lost(f"{message.replica} has other weights than the request was begun on")
+                    case Other():
+                        self._fleet.adopt(message.facts)
+                        raise ModelChanged
                     case Refused() if message.may_work_elsewhere:
                         raise Lost(f"a replica refused the request ({message.message})")
                     case Refused():
@@ -196,9 +248,11 @@ class ClusterBridge:
 class _Course:
     """A request on its way over replicas."""
 
-    def __init__(self, ticket: Ticket, journal: Journal, work: Work, metrics: ClusterMetrics) -> None:
+    def __init__(
+        self, ticket: Ticket, journal: Journal, work: Work, metrics: ClusterMetrics, queue: FairQueue, turn: Turn
+    ) -> None:
         self.ticket, self.journal, self.work = ticket, journal, work
-        self._metrics = metrics
+        self._metrics, self._queue, self._turn = metrics, queue, turn
         self._replica = ""
         self._has_begun = False
         self._is_paused = False
@@ -215,6 +269,7 @@ class _Course:
             self.work = replace(self.work, fingerprint=begun.fingerprint)
         self.ticket.is_queued = False
         self._has_begun = True
+        self._queue.begin(self._turn)
         self.ticket.deliver([])
 
     def deliver(self, news: News) -> None:
@@ -224,6 +279,7 @@ class _Course:
         if self._is_paused:
             self._metrics.pause.observe(perf_counter() - self._last)
         self._is_paused, self._last = False, perf_counter()
+        self._queue.charge(self._turn, OUTPUT_COST * sum(len(delta.token_ids) for delta in deltas))
         self.journal.is_waiting = False
         self.ticket.deliver(deltas)
 

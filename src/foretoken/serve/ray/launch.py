@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from foretoken.errors import ConfigError
@@ -12,6 +13,7 @@ from foretoken.serve.backend import Backend, Figures
 from foretoken.serve.ray.caller import Called
 from foretoken.serve.ray.failover import ClusterBridge
 from foretoken.serve.ray.figures import ClusterMetrics
+from foretoken.serve.ray.messages import Distant
 from foretoken.serve.server import Server
 
 if TYPE_CHECKING:
@@ -75,16 +77,17 @@ def serve_cluster(
         except RuntimeError as error:
             raise ConfigError(f"the replicas did not start: {error}") from None
         fleet.connect(handle)
-        return deployment.Distant(fleet.learn())
+        return Distant(fleet.learn())
 
     def make(loaded: Callable[[], Sequence[LLM]], name: str) -> tuple[Backend, Figures]:
         metrics = ClusterMetrics(name, deployment.pages)
         return ClusterBridge(fleet, metrics, config.limits, loaded), metrics
 
+    wrap = partial(Called, has_keys=bool(config.settings.api_keys))
     try:
-        Server(
-            load, config.name, config.settings, host=host, port=port, say=say, make=make, wrap=Called
-        ).run_until_end()
+        server = Server(load, config.name, config.settings, host=host, port=port, say=say, make=make, wrap=wrap)
+        fleet.when_changed = partial(Distant.serve, server.application)
+        server.run_until_end()
     finally:
         serve.shutdown()
         ray.shutdown()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from foretoken.serve.errors import ApiError
+from foretoken.serve.served import Served
 
 if TYPE_CHECKING:
     from foretoken.config.engine import EngineConfig
@@ -16,11 +17,8 @@ if TYPE_CHECKING:
     from foretoken.llm import LLM
     from foretoken.loading.info import ModelInfo
     from foretoken.model.promise import Promise
-    from foretoken.serve.served import Served
+    from foretoken.serve.app import Application
     from foretoken.sessions.outputs import RequestOutput, StreamOutput
-
-ELSEWHERE = "elsewhere"
-"""Code of a refusal that another replica may not repeat."""
 
 OutputIds = tuple[tuple[int, ...], ...]
 """What each sample of a prompt has said."""
@@ -122,10 +120,18 @@ class Refused:
     @property
     def may_work_elsewhere(self) -> bool:
         """Whether the replica is to blame, and not the request."""
-        return self.status == 503 or self.code == ELSEWHERE
+        return self.status == 503
 
 
-Message = Begun | News | Ended | Refused
+@dataclass(frozen=True)
+class Other:
+    """A replica has other weights than the request was read for: the model was deployed anew."""
+
+    replica: str
+    facts: Facts
+
+
+Message = Begun | News | Ended | Refused | Other
 
 
 class Lost(Exception):
@@ -144,6 +150,9 @@ class Fleet(Protocol):
     @property
     def facts(self) -> Facts | None:
         """What they serve; None before the first has said so."""
+
+    def adopt(self, facts: Facts) -> None:
+        """They serve this from now on."""
 
 
 # -- what replicas are ---------------------------------------------------------------------------------------------
@@ -200,3 +209,19 @@ class Facts:
     def num_rows(self) -> int:
         """Rows that run at once on one replica."""
         return next(iter(self.llms.values())).engine_config.max_num_seqs
+
+
+class Distant(Served):
+    """What is served elsewhere."""
+
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(cast("Any", dict(facts.llms)))
+        self.fingerprint, self.weights = facts.fingerprint, facts.weights
+
+    def warm(self) -> None:
+        """Replicas have done so themselves."""
+
+    @classmethod
+    def serve(cls, application: Application, facts: Facts) -> None:
+        """Let an application answer for what replicas serve from now on."""
+        application.served = cls(facts)

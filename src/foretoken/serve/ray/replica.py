@@ -16,7 +16,7 @@ from prometheus_client import Gauge
 from foretoken.errors import ForetokenError
 from foretoken.serve.bridge import Bridge, Ticket
 from foretoken.serve.metrics import OWN, Metrics
-from foretoken.serve.ray.messages import ELSEWHERE, Begun, Ended, Facts, Message, News, Refused, Work
+from foretoken.serve.ray.messages import Begun, Ended, Facts, Message, News, Other, Refused, Work
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
@@ -72,9 +72,9 @@ class Replica:
     async def generate(self, work: Work) -> AsyncGenerator[Message, None]:
         """Do a request from where it stands; ending early ends it in the engine before the next step."""
         if work.weights != self.facts.weights:
-            yield Refused(503, f"{self.name} has other weights than the request was begun on", None, ELSEWHERE)
+            yield Other(self.name, self.facts)
             return
-        llm = self._served.names[work.name]
+        llm = self._served.names.get(work.name, self._served.llm)  # deployed anew without it: the texts are the same
         try:
             for params in {id(one): one for one in work.params}.values():
                 await asyncio.get_running_loop().run_in_executor(None, llm.prepare, params)

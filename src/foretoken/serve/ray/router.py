@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
 from foretoken.serve.ray.affinity import Affinity
 from foretoken.serve.ray.messages import Work
@@ -30,6 +30,12 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         first = [each for each in fitting if _name(each) == chosen]
         rest = [each for each in fitting if _name(each) != chosen]
         return [first, rest] if rest else [first]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
+        """Remember where a prompt was read that went elsewhere because its replica was full."""
+        work = pending_request.args[0] if pending_request.args else None
+        if isinstance(work, Work):
+            self._affinity.note(work.ids, work.session, str(replica_id.unique_id))
 
 
 def suitable(work: Work, candidates: list[RunningReplica]) -> list[RunningReplica]:

@@ -1,0 +1,107 @@
+"""Turns of requests that wait, so that one client's many do not keep another's few waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+PROMPT_COST = 1.0
+OUTPUT_COST = 2.0
+"""Of each token; the weights of the paper."""
+MAX_CLIENTS = 4096
+"""Of whom it is remembered what they have been served; then the half that was served least is forgotten."""
+
+
+@dataclass
+class Turn:
+    """One request, from its arrival to its end."""
+
+    client: str
+    has_gone: bool = False
+    has_begun: bool = False
+    granted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class FairQueue:
+    """Lets requests go to whatever decodes them, the client first that has been served the least.
+
+    What a client was served is counted in tokens of prompts and, twice, of outputs. A client that comes anew counts as
+    having been served as much as whoever waits with the least, or went last, so that nobody saves up turns (virtual
+    token counter: Sheng, Cao, Li, Zhu, Li, Zhuo, Gonzalez, Stoica 2024, arXiv 2401.00588, algorithm 2). Requests of one
+    client keep their order.
+
+    Only so many may have gone without having begun as ``num_rows``, or as half of those that run: what waits behind
+    this queue waits in the order in which it went.
+
+    Args:
+      num_rows: requests that one replica takes at once.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._waiting: dict[str, deque[Turn]] = {}
+        self._served: dict[str, float] = {}
+        self._least = 0.0
+        self._num_gone = self._num_running = 0
+
+    @contextmanager
+    def entered(self, client: str) -> Iterator[Turn]:
+        """A place in the queue, left at the end of the request."""
+        turn = Turn(client)
+        self._join(turn)
+        self._let_go()
+        try:
+            yield turn
+        finally:
+            self._leave(turn)
+            self._let_go()
+
+    def charge(self, turn: Turn, cost: float) -> None:
+        """The client has been served so much."""
+        self._served[turn.client] = self._served.get(turn.client, self._least) + cost
+
+    def begin(self, turn: Turn) -> None:
+        """The request runs."""
+        if turn.has_gone and not turn.has_begun:
+            turn.has_begun = True
+            self._num_gone, self._num_running = self._num_gone - 1, self._num_running + 1
+            self._let_go()
+
+    def _join(self, turn: Turn) -> None:
+        if turn.client not in self._waiting:
+            least = min((self._served[client] for client in self._waiting), default=self._least)
+            if len(self._served) >= MAX_CLIENTS:
+                self._forget()
+            self._served[turn.client] = max(self._served.get(turn.client, least), least)
+        self._waiting.setdefault(turn.client, deque()).append(turn)
+
+    def _forget(self) -> None:
+        """Keep the half that was served most, and whoever waits: the others lose, and gain, the least by it."""
+        most = sorted(self._served, key=self._served.__getitem__, reverse=True)[: MAX_CLIENTS // 2]
+        self._served = {client: self._served[client] for client in {*most, *self._waiting}}
+
+    def _leave(self, turn: Turn) -> None:
+        if turn.has_begun:
+            self._num_running -= 1
+        elif turn.has_gone:
+            self._num_gone -= 1
+        elif (queue := self._waiting.get(turn.client)) is not None:
+            queue.remove(turn)
+            if not queue:
+                del self._waiting[turn.client]
+
+    def _let_go(self) -> None:
+        """Grant as many turns as may be."""
+        while self._waiting and self._num_gone < max(self._num_rows, self._num_running // 2):
+            client = min(self._waiting, key=self._served.__getitem__)
+            self._least = self._served[client]
+            turn = self._waiting[client].popleft()
+            if not self._waiting[client]:
+                del self._waiting[client]
+            turn.has_gone = True
+            self._num_gone += 1
+            if not turn.granted.done():
+                turn.granted.set_result(None)
