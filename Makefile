@@ -35,7 +35,7 @@ SAME_ON_EVERY_VERSION = $(addprefix tests/test_,real_model.py tree.py) tests/acc
 	tests/verify tests/views
 PIP = -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo picture test test-full test-oldest check lint format bench clean
+.PHONY: setup demo picture test test-full test-oldest check lint format docs bench clean
 
 setup: .venv/.ready
 	@.venv/bin/foretoken --version
@@ -87,6 +87,11 @@ lint: .venv/.ready
 format: .venv/.ready
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
+
+# build/site/index.html: opens from the file system; a warning, such as a link that leads nowhere, is an error
+docs: .venv/.ready
+	.venv/bin/python -m sphinx -b html -W --keep-going -q -c docs -d build/doctrees . build/site
+	@echo "written to build/site/index.html"
 
 bench: .venv/.ready
 	.venv/bin/foretoken bench

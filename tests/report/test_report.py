@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,36 @@ def test_a_choice_of_tune_is_told_from_a_curve_of_info(tmp_path: Path) -> None:
     found = report(read(file), "a")
     assert "it gains 25 %" in found
     assert "suffix, governed 1.25 (1.10-1.40)" in found
+
+
+@pytest.mark.parametrize(("name", "begins"), [("all.svg", b"<?xml"), ("all.png", b"\x89PNG"), ("all.pdf", b"%PDF")])
+def test_charts_are_written_as_a_picture(tmp_path: Path, name: str, begins: bytes) -> None:
+    pytest.importorskip("matplotlib")
+    file, out = tmp_path / "all.jsonl", tmp_path / name
+    curve = {"model": {"name": "tiny"}, "step_cost": {"1": 1.0, "4": 1.6}}
+    lines = [{"result": "methods", **METHODS}, VERDICT, curve]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = CliRunner().invoke(app, ["report", str(file), "--out", str(out), "--title", "three"])
+    assert result.exit_code == 0, result.stderr
+    # speed over all and of two kinds, tokens per step, memory; the curve. The verdict is sentences and a table
+    assert f"6 charts written to {out}" in result.stderr
+    assert out.read_bytes().startswith(begins)
+
+
+def test_a_picture_without_charts_or_matplotlib_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    file, out = tmp_path / "verdict.json", tmp_path / "verdict.svg"
+    file.write_text(json.dumps(VERDICT))
+    result = CliRunner().invoke(app, ["report", str(file), "--out", str(out)])
+    assert result.exit_code == 2
+    assert "there is no chart in these results" in result.stderr
+    result = CliRunner().invoke(app, ["report", str(file), "--out", str(tmp_path / "verdict.xyz")])
+    assert "has no known format" in result.stderr
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = CliRunner().invoke(app, ["report", str(file), "--out", str(out)])
+    assert result.exit_code == 2
+    assert "pip install 'foretoken[plot]'" in result.stderr
+    assert not out.exists()
 
 
 def test_an_interval_holds_the_share_and_stays_a_share() -> None:

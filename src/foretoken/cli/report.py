@@ -9,6 +9,9 @@ import typer
 
 from foretoken.cli.running import exit_codes, say
 
+PAGES = ("", ".html", ".htm")
+"""Endings of what is written as a page; everything else is a picture, by the format that its ending names."""
+
 
 def report(
     results: Annotated[
@@ -20,9 +23,15 @@ def report(
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE.html", help="Where to; beside the results if left out.")
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FILE.html|svg|png",
+            help="Where to; a page beside the results if left out. Its charts as a picture need matplotlib.",
+        ),
     ] = None,
-    title: Annotated[str | None, typer.Option(help="Of the page.")] = None,
+    title: Annotated[str | None, typer.Option(help="Of the page or picture.")] = None,
 ) -> None:
     """Write one HTML page of what was measured, judged or generated. It loads nothing from anywhere.
 
@@ -30,10 +39,17 @@ def report(
     trace, every token by who proposed it, with what was rejected, step by step with the arrow keys.
     """
     with exit_codes():
-        from foretoken.report import read
+        from foretoken.report import read, sections
         from foretoken.report import report as written
         from foretoken.views.trajectory import write_text
 
         place = out or results.with_suffix(".html")
-        write_text(place, written(read(results), title or f"foretoken: {results.name}"))
-        say(f"written to {place}")
+        heading = title or f"foretoken: {results.name}"
+        if place.suffix.lower() in PAGES:
+            write_text(place, written(read(results), heading))
+            say(f"written to {place}")
+        else:
+            from foretoken.report.picture import plot_report
+
+            count = plot_report(sections(read(results)), heading, place)
+            say(f"{count} {'chart' if count == 1 else 'charts'} written to {place}")

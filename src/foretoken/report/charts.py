@@ -1,11 +1,16 @@
-"""Charts and tables as HTML: marks by CSS classes, so that they follow the page's colours, and figures as text."""
+"""What reports are made of: sections of charts, tables and paragraphs, which write themselves as HTML.
+
+Marks have CSS classes, so that they follow the page's colours, and figures are text. `foretoken.report.picture` draws
+the charts into files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from html import escape
+from typing import TypeAlias
 
 WIDTH, LABEL, RIGHT, ROW = 720, 190, 160, 26
 """Of a chart of bars, in units of its own, which the page scales: labels, figures, and one bar."""
@@ -29,89 +34,145 @@ class Bar:
     high: float | None = None
     said: str = ""
 
-
-def section(title: str, *parts: str) -> str:
-    """Parts under a heading; nothing where there are none."""
-    shown = [part for part in parts if part]
-    return f"<section><h2>{escape(title)}</h2>{''.join(shown)}</section>" if shown else ""
-
-
-def paragraph(text: str) -> str:
-    """Escaped text."""
-    return f"<p>{escape(text)}</p>"
+    @property
+    def told(self) -> str:
+        """What stands beside it."""
+        return self.said or f"{self.value:.2f}"
 
 
-def table(heads: Seq[str], rows: Iterable[Seq[object]]) -> str:
+@dataclass(frozen=True)
+class Paragraph:
+    """A sentence or two."""
+
+    text: str
+
+    def html(self) -> str:
+        return f"<p>{escape(self.text)}</p>"
+
+
+@dataclass(frozen=True)
+class Table:
     """The first column is text and the others are figures."""
-    made = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-    top = "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
-    scroll = f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(heads[0], quote=True)}, a table">'
-    return f"{scroll}<table><thead><tr>{top}</tr></thead><tbody>{made}</tbody></table></div>" if made else ""
+
+    heads: Seq[str]
+    rows: Seq[Seq[object]]
+
+    def html(self) -> str:
+        made = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in self.rows)
+        top = "".join(f'<th scope="col">{escape(head)}</th>' for head in self.heads)
+        name = escape(self.heads[0], quote=True)
+        scroll = f'<div class="scroll" tabindex="0" role="region" aria-label="{name}, a table">'
+        return f"{scroll}<table><thead><tr>{top}</tr></thead><tbody>{made}</tbody></table></div>" if made else ""
 
 
-def bars(title: str, found: Seq[Bar], mark: float | None = None) -> str:
+@dataclass(frozen=True)
+class Bars:
     """Horizontal bars with their intervals.
 
     Args:
       mark: a value that a line stands at, such as 1 for the speed of plain decoding.
     """
-    if not found:
-        return ""
-    most = max([mark or 0.0, *(max(bar.value, bar.high or 0.0) for bar in found)]) or 1.0
-    room = WIDTH - LABEL - RIGHT
 
-    def at(value: float) -> float:
-        return LABEL + room * max(0.0, value) / most
+    title: str
+    found: Seq[Bar]
+    mark: float | None = None
 
-    height = ROW * len(found) + 8
-    parts = []
-    for place, bar in enumerate(found):
-        top = 4 + place * ROW
-        middle = top + ROW / 2
-        said = bar.said or f"{bar.value:.2f}"
-        parts.append(f'<text x="{LABEL - 8}" y="{middle + 4}" class="label">{escape(bar.label)}</text>')
-        parts.append(f'<rect x="{LABEL}" y="{top + 4}" width="{at(bar.value) - LABEL:.1f}" height="{ROW - 8}"/>')
-        if bar.low is not None and bar.high is not None:
-            left, right = at(bar.low), at(bar.high)
-            ends = "".join(f"M{x:.1f} {middle - 5}V{middle + 5}" for x in (left, right))
-            parts.append(f'<path class="interval" d="M{left:.1f} {middle}H{right:.1f}{ends}"/>')
-        parts.append(f'<text x="{WIDTH - RIGHT + 8}" y="{middle + 4}">{escape(said)}</text>')
-    if mark is not None:
-        parts.append(f'<path class="mark" d="M{at(mark):.1f} 0V{height}"/>')
-    return _figure(title, WIDTH, height, parts, [(bar.label, bar.said or f"{bar.value:.2f}") for bar in found])
+    def html(self) -> str:
+        if not self.found:
+            return ""
+        most = max([self.mark or 0.0, *(max(bar.value, bar.high or 0.0) for bar in self.found)]) or 1.0
+        room = WIDTH - LABEL - RIGHT
+
+        def at(value: float) -> float:
+            return LABEL + room * max(0.0, value) / most
+
+        height = ROW * len(self.found) + 8
+        parts = []
+        for place, bar in enumerate(self.found):
+            top = 4 + place * ROW
+            middle = top + ROW / 2
+            parts.append(f'<text x="{LABEL - 8}" y="{middle + 4}" class="label">{escape(bar.label)}</text>')
+            parts.append(f'<rect x="{LABEL}" y="{top + 4}" width="{at(bar.value) - LABEL:.1f}" height="{ROW - 8}"/>')
+            if bar.low is not None and bar.high is not None:
+                left, right = at(bar.low), at(bar.high)
+                ends = "".join(f"M{x:.1f} {middle - 5}V{middle + 5}" for x in (left, right))
+                parts.append(f'<path class="interval" d="M{left:.1f} {middle}H{right:.1f}{ends}"/>')
+            parts.append(f'<text x="{WIDTH - RIGHT + 8}" y="{middle + 4}">{escape(bar.told)}</text>')
+        if self.mark is not None:
+            parts.append(f'<path class="mark" d="M{at(self.mark):.1f} 0V{height}"/>')
+        return _figure(self.title, WIDTH, height, parts, [(bar.label, bar.told) for bar in self.found])
 
 
-def lines(title: str, found: Mapping[str, Seq[tuple[float, float]]], across: str) -> str:
+@dataclass(frozen=True)
+class Lines:
     """Curves from the origin of y, their points marked; each is named at its end.
 
     Args:
+      found: points (x, y) by the name of their curve.
       across: what x counts.
     """
-    curves = {name: sorted(points) for name, points in found.items() if points}
-    if not curves:
-        return ""
-    places = [x for points in curves.values() for x, _ in points]
-    least, most = min(places), max(places)
-    top = max(y for points in curves.values() for _, y in points) or 1.0
 
-    def at(x: float, y: float) -> tuple[float, float]:
-        share = (x - least) / (most - least) if most > least else 0.5
-        return MARGIN + (WIDTH - MARGIN - RIGHT) * share, HEIGHT - 36 - (HEIGHT - 60) * y / top
+    title: str
+    found: Mapping[str, Seq[tuple[float, float]]]
+    across: str
 
-    parts = [f'<path class="axis" d="M{MARGIN} 12V{HEIGHT - 36}H{WIDTH - RIGHT}"/>']
-    parts.append(f'<text x="{MARGIN}" y="{HEIGHT - 4}">{escape(across)}</text>')
-    for x in sorted(set(places)):
-        parts.append(f'<text class="tick" x="{at(x, 0)[0]:.1f}" y="{HEIGHT - 20}">{x:g}</text>')
-    for y in (0.0, top / 2, top):
-        parts.append(f'<text class="label" x="{MARGIN - 6}" y="{at(least, y)[1] + 4:.1f}">{y:.2g}</text>')
-    for place, (name, points) in enumerate(curves.items()):
-        drawn = [at(x, y) for x, y in points]
-        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in drawn)
-        parts.append(f'<path class="curve c{place % 4}" d="M{path}"/>')
-        parts += [f'<circle class="c{place % 4}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in drawn]
-        parts.append(f'<text x="{drawn[-1][0] + 8:.1f}" y="{drawn[-1][1] + 4:.1f}">{escape(name)}</text>')
-    rows = [(f"{name}, {x:g}", f"{y:.3g}") for name, points in curves.items() for x, y in points]
-    return _figure(title, WIDTH, HEIGHT, parts, rows)
+    @property
+    def curves(self) -> dict[str, list[tuple[float, float]]]:
+        """Those that have points, in the order of x."""
+        return {name: sorted(points) for name, points in self.found.items() if points}
+
+    def html(self) -> str:
+        curves = self.curves
+        if not curves:
+            return ""
+        places = [x for points in curves.values() for x, _ in points]
+        least, most = min(places), max(places)
+        top = max(y for points in curves.values() for _, y in points) or 1.0
+
+        def at(x: float, y: float) -> tuple[float, float]:
+            share = (x - least) / (most - least) if most > least else 0.5
+            return MARGIN + (WIDTH - MARGIN - RIGHT) * share, HEIGHT - 36 - (HEIGHT - 60) * y / top
+
+        parts = [f'<path class="axis" d="M{MARGIN} 12V{HEIGHT - 36}H{WIDTH - RIGHT}"/>']
+        parts.append(f'<text x="{MARGIN}" y="{HEIGHT - 4}">{escape(self.across)}</text>')
+        for x in sorted(set(places)):
+            parts.append(f'<text class="tick" x="{at(x, 0)[0]:.1f}" y="{HEIGHT - 20}">{x:g}</text>')
+        for y in (0.0, top / 2, top):
+            parts.append(f'<text class="label" x="{MARGIN - 6}" y="{at(least, y)[1] + 4:.1f}">{y:.2g}</text>')
+        for place, (name, points) in enumerate(curves.items()):
+            drawn = [at(x, y) for x, y in points]
+            path = "L".join(f"{x:.1f} {y:.1f}" for x, y in drawn)
+            parts.append(f'<path class="curve c{place % 4}" d="M{path}"/>')
+            parts += [f'<circle class="c{place % 4}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in drawn]
+            parts.append(f'<text x="{drawn[-1][0] + 8:.1f}" y="{drawn[-1][1] + 4:.1f}">{escape(name)}</text>')
+        rows = [(f"{name}, {x:g}", f"{y:.3g}") for name, points in curves.items() for x, y in points]
+        return _figure(self.title, WIDTH, HEIGHT, parts, rows)
+
+
+Part: TypeAlias = Paragraph | Table | Bars | Lines
+
+
+@dataclass(frozen=True)
+class Section:
+    """Parts under a heading."""
+
+    title: str
+    parts: Seq[Part]
+
+    @property
+    def charts(self) -> list[Bars | Lines]:
+        """Those that there is something to draw of."""
+        return [part for part in self.parts if isinstance(part, (Bars, Lines)) and any(part.found)]
+
+    def html(self) -> str:
+        """Nothing where no part has anything to show."""
+        shown = "".join(part.html() for part in self.parts)
+        return f"<section><h2>{escape(self.title)}</h2>{shown}</section>" if shown else ""
+
+
+def section(title: str, *parts: Part | None) -> Section:
+    """Parts under a heading, None left out."""
+    return Section(title, tuple(part for part in parts if part is not None))
 
 
 def _figure(title: str, width: int, height: int, parts: Seq[str], rows: Seq[tuple[str, str]]) -> str:

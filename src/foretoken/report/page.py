@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from foretoken.errors import ConfigError
+from foretoken.report.charts import Section
 from foretoken.report.sections import SECTIONS, plain_table, trace
 from foretoken.views.page import page
 
@@ -70,6 +72,26 @@ def _kind_of(part: str) -> str:
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
+def sections(records: Seq[tuple[str, Mapping[str, Any]]]) -> list[Section]:
+    """What there is to show of the records, in their order; what all traces say together comes last.
+
+    Args:
+      records: with their kinds, as `foretoken.report.read` finds them.
+
+    Raises: ConfigError for a record that lacks what its kind holds.
+    """
+    found = []
+    for kind, record in records:
+        if kind != "trace":
+            with _complaints(kind):
+                found.append(SECTIONS.get(kind, plain_table)(record))
+    traced = [record for kind, record in records if kind == "trace"]
+    if traced:
+        with _complaints("trace"):
+            found.append(trace(traced))
+    return found
+
+
 def report(records: Seq[tuple[str, Mapping[str, Any]]], title: str) -> str:
     """The page: HTML that loads nothing.
 
@@ -78,22 +100,20 @@ def report(records: Seq[tuple[str, Mapping[str, Any]]], title: str) -> str:
 
     Raises: ConfigError for a record that lacks what its kind holds.
     """
-    parts = []
-    kind = "trace"
-    try:
-        for kind, record in records:
-            if kind != "trace":
-                parts.append(SECTIONS.get(kind, plain_table)(record))
-        traced = [record for kind, record in records if kind == "trace"]
-        kind = "trace"
-        if traced:
-            parts.append(trace(traced))
-        told = [_text(record) for record in traced]
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ConfigError(f"a result of kind {kind} lacks what it should hold ({error!r}); {REMEDY}") from None
+    shown = "".join(section.html() for section in sections(records))
+    with _complaints("trace"):
+        told = [_text(record) for kind, record in records if kind == "trace"]
     texts = json.dumps(told).replace("<", "\\u003c")
     filled = page("foretoken.report", "report.html").replace("{{title}}", escape(title))
-    return filled.replace("{{sections}}", "".join(parts)).replace("{{texts}}", texts)
+    return filled.replace("{{sections}}", shown).replace("{{texts}}", texts)
+
+
+@contextmanager
+def _complaints(kind: str) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(f"a result of kind {kind} lacks what it should hold ({error!r}); {REMEDY}") from None
 
 
 def _text(record: Mapping[str, Any]) -> dict[str, Any]:

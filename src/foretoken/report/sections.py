@@ -10,12 +10,12 @@ from typing import Any
 
 from foretoken.bench.accepted import AcceptedLengths
 from foretoken.bench.trial import bootstrap
-from foretoken.report.charts import Bar, bars, lines, paragraph, section, table
+from foretoken.report.charts import Bar, Bars, Lines, Paragraph, Part, Section, Table, section
 
 Record = Mapping[str, Any]
 
 
-def conditions(record: Record) -> str:
+def conditions(record: Record) -> Section:
     """Machine, versions and what was run."""
     facts = record.get("provenance", {})
     versions = ", ".join(f"{name} {number}" for name, number in (facts.get("versions") or {}).items() if number)
@@ -29,15 +29,15 @@ def conditions(record: Record) -> str:
         ("command", facts.get("command")),
         ("time", facts.get("time")),
     ]
-    return section("Conditions", table(("fact", "value"), [row for row in rows if row[1]]))
+    return section("Conditions", Table(("fact", "value"), [row for row in rows if row[1]]))
 
 
-def methods(record: Record) -> str:
+def methods(record: Record) -> Section:
     """A comparison: speed with intervals, over all prompts and by kind; memory; what does not apply."""
     timed = [row for row in record["rows"] if row["comparison"] and row["comparison"]["num_prompts"]]
     timed.sort(key=lambda row: -row["comparison"]["ratio"])
-    parts = [
-        bars("Speed by plain decoding's, all prompts", [_speed(row["method"], row["comparison"]) for row in timed], 1.0)
+    parts: list[Part] = [
+        Bars("Speed by plain decoding's, all prompts", [_speed(row["method"], row["comparison"]) for row in timed], 1.0)
     ]
     for kind in dict.fromkeys(record["kinds"]):
         found = []
@@ -46,23 +46,23 @@ def methods(record: Record) -> str:
             ratios = [ratio for other, ratio in pairs if other == kind and ratio is not None]
             if ratios:
                 found.append(_median(row["method"], ratios))
-        parts.append(bars(f"Speed by plain decoding's, {kind}", found, 1.0))
+        parts.append(Bars(f"Speed by plain decoding's, {kind}", found, 1.0))
     accepted = [Bar(row["method"], row["tokens_per_step"]) for row in timed]
-    parts.append(bars("Tokens per step", accepted, 1.0))
+    parts.append(Bars("Tokens per step", accepted, 1.0))
     held = [row for row in [record["plain"], *record["rows"]] if row["memory_bytes"] is not None]
     memory = [Bar(row["method"], row["memory_bytes"] / 1e6, said=f"{row['memory_bytes'] / 1e6:.0f} MB") for row in held]
-    parts.append(bars("Memory that loading and a first run added", memory))
-    parts.append(table(("does not apply", "reason"), [(one["method"], one["reason"]) for one in record["refused"]]))
+    parts.append(Bars("Memory that loading and a first run added", memory))
+    parts.append(Table(("does not apply", "reason"), [(one["method"], one["reason"]) for one in record["refused"]]))
     for one in record["different"]:
-        parts.append(paragraph(f"{one['arm']} differs from plain decoding where equality is promised."))
+        parts.append(Paragraph(f"{one['arm']} differs from plain decoding where equality is promised."))
     return section("Methods", *parts)
 
 
-def speed(record: Record) -> str:
+def speed(record: Record) -> Section:
     """A table of arms: tokens per second, and how many times faster than each base."""
     rows = record["rows"]
-    parts = [
-        bars(
+    parts: list[Part] = [
+        Bars(
             "Tokens per second",
             [Bar(row["arm"], row["tokens_per_second"]) for row in rows if row["tokens_per_second"] is not None],
         )
@@ -74,13 +74,13 @@ def speed(record: Record) -> str:
             for each in row["comparisons"]
             if each["base"] == base and each["num_prompts"]
         ]
-        parts.append(bars(f"Speed by that of {base}", found, 1.0))
+        parts.append(Bars(f"Speed by that of {base}", found, 1.0))
     rates = [Bar(row["arm"], row["acceptance_rate"]) for row in rows if row["acceptance_rate"] is not None]
-    parts.append(bars("Share of drafted tokens that were accepted", rates))
+    parts.append(Bars("Share of drafted tokens that were accepted", rates))
     return section(f"{record['title']}: {record['sampling']}", *parts)
 
 
-def efficiency(record: Record) -> str:
+def efficiency(record: Record) -> Section:
     """The speeds that were reached beside those that the forwards allow, and what the forwards of a step take."""
     speeds, seconds = [], []
     for row in record["rows"]:
@@ -90,58 +90,61 @@ def efficiency(record: Record) -> str:
             seconds.append(Bar(f"{row['arm']}, {name}", row[key] * 1e3, said=f"{row[key] * 1e3:.2f} ms"))
     return section(
         f"Efficiency, {record['drafter']}",
-        bars("Speed by plain decoding's, and what the forwards allow", speeds, 1.0),
-        bars("Forwards of a step", seconds),
+        Bars("Speed by plain decoding's, and what the forwards allow", speeds, 1.0),
+        Bars("Forwards of a step", seconds),
     )
 
 
-def accepted(record: Record) -> str:
+def accepted(record: Record) -> Section:
     """Accepted lengths of an arm, and acceptance by position."""
     return section(f"Accepted: {record['arm']}, {record['sampling']}", *acceptance(record["steps"]))
 
 
-def batch(record: Record) -> str:
+def batch(record: Record) -> Section:
     """Ragged rows together and one by one."""
     found = [Bar("together", record["together_per_second"]), Bar("one by one", record["alone_per_second"])]
-    return section(f"{record['batch_size']} rows at once: {record['arm']}", bars("Tokens per second", found))
+    return section(f"{record['batch_size']} rows at once: {record['arm']}", Bars("Tokens per second", found))
 
 
-def profile_cell(record: Record) -> str:
+def profile_cell(record: Record) -> Section:
     """Where the time of a step went."""
     profile = record["profile"]
     seconds = {"target": profile["target_seconds"], "drafter": profile["drafter_seconds"], **profile["verb_seconds"]}
     found = [Bar(name, taken * 1e3, said=f"{taken * 1e3:.2f} ms") for name, taken in seconds.items()]
     title = f"Time of a step: {profile['arm']}, {record['sampling']}, context {record['context']}"
-    return section(title, bars("Inside of the models, and outside of them by verb", found))
+    return section(title, Bars("Inside of the models, and outside of them by verb", found))
 
 
-def plain_table(record: Record) -> str:
+def plain_table(record: Record) -> Section:
     """Whatever else a benchmark measured."""
     rows = [
         (name, value) for name, value in record.items() if isinstance(value, (str, int, float)) and name != "result"
     ]
-    return section("Measured", table(("name", "value"), rows))
+    return section("Measured", Table(("name", "value"), rows))
 
 
-def verdict(record: Record) -> str:
+def verdict(record: Record) -> Section:
     """The sentence of verify, and its findings."""
     rows = [(one["feature"], one["check"], one["status"], one["found"]) for one in record["findings"]]
-    said = [paragraph(record["sentence"]), paragraph(f"Promise: {record['promise']}") if record.get("promise") else ""]
-    return section(f"Verdict: {record['status']}", *said, table(("setting", "check", "status", "what was found"), rows))
+    said = [
+        Paragraph(record["sentence"]),
+        Paragraph(f"Promise: {record['promise']}") if record.get("promise") else None,
+    ]
+    return section(f"Verdict: {record['status']}", *said, Table(("setting", "check", "status", "what was found"), rows))
 
 
-def info(record: Record) -> str:
+def info(record: Record) -> Section:
     """The cost curve of a model here."""
     points = {"here": [(float(width), cost) for width, cost in record["step_cost"].items()]}
     memory = record.get("peak_memory_bytes")
     return section(
         f"Cost curve: {record['model']['name']}",
-        lines("Cost of a step over k tokens, by that over one", points, "tokens of a step"),
-        paragraph(f"{memory / 1e6:.0f} MB of memory at most.") if memory else "",
+        Lines("Cost of a step over k tokens, by that over one", points, "tokens of a step"),
+        Paragraph(f"{memory / 1e6:.0f} MB of memory at most.") if memory else None,
     )
 
 
-def profile(record: Record) -> str:
+def profile(record: Record) -> Section:
     """Costs, acceptance and best lengths of tune and tune profile; of tune, why it chose, and what it compared."""
     compared = [
         Bar(one["name"], one["speedup"], one["low"], one["high"], _with_interval(one))
@@ -164,15 +167,15 @@ def profile(record: Record) -> str:
     ]
     return section(
         f"Profile of {record['method']}",
-        paragraph(record["sentence"]) if "sentence" in record else "",
-        bars("Expected speed by plain decoding's, of what was compared", compared, 1.0),
-        bars("Expected speed by plain decoding's, at the best length", found, 1.0),
-        lines("Cost curve: milliseconds of a step", curves, "tokens of a step and row"),
-        bars("Acceptance by position", rates),
+        Paragraph(record["sentence"]) if "sentence" in record else None,
+        Bars("Expected speed by plain decoding's, of what was compared", compared, 1.0),
+        Bars("Expected speed by plain decoding's, at the best length", found, 1.0),
+        Lines("Cost curve: milliseconds of a step", curves, "tokens of a step and row"),
+        Bars("Acceptance by position", rates),
     )
 
 
-def trace(records: Seq[Record]) -> str:
+def trace(records: Seq[Record]) -> Section:
     """What all texts of a trace say together; the token view follows in the page."""
     steps = [step for record in records for step in record["steps"]]
     pooled = Counter((step["drafted"], step["accepted"]) for step in steps if step.get("drafted"))
@@ -192,19 +195,19 @@ def trace(records: Seq[Record]) -> str:
     memory = max((record.get("peak_memory_bytes") or 0 for record in records), default=0)
     governor = next((g for record in records if (g := record["metrics"].get("governor"))), None)
     said = f"{sum(sources.values())} tokens in {len(steps)} steps"
-    parts = [paragraph(said + (f"; {memory / 1e6:.0f} MB of memory at most." if memory else "."))]
+    parts = [Paragraph(said + (f"; {memory / 1e6:.0f} MB of memory at most." if memory else "."))]
     if governor and governor.get("decision"):
-        parts.append(paragraph(f"Governor: {governor['decision']}"))
+        parts.append(Paragraph(f"Governor: {governor['decision']}"))
     return section(
         "What was generated",
         *parts,
-        bars("Who proposed the tokens", who),
-        bars("Tokens per second", rates),
+        Bars("Who proposed the tokens", who),
+        Bars("Tokens per second", rates),
         *acceptance([(*step, count) for step, count in pooled.items()]),
     )
 
 
-def acceptance(steps: Seq[Seq[int]]) -> Iterable[str]:
+def acceptance(steps: Seq[Seq[int]]) -> Iterable[Part]:
     """Accepted lengths, and for each position the chance of a token that came to be tested, with its interval.
 
     Args:
@@ -218,7 +221,7 @@ def acceptance(steps: Seq[Seq[int]]) -> Iterable[str]:
         lengths[kept] += count
     by_length = sorted(lengths.items())
     told = [Bar(str(kept), count, said=f"{count} ({count / found.num_steps:.0%})") for kept, count in by_length]
-    yield bars("Accepted lengths: steps by how many drafted tokens they kept", told)
+    yield Bars("Accepted lengths: steps by how many drafted tokens they kept", told)
     rates = [
         Bar(
             f"position {one.position}",
@@ -228,7 +231,7 @@ def acceptance(steps: Seq[Seq[int]]) -> Iterable[str]:
         )
         for one in found.positions
     ]
-    yield bars("Acceptance by position, of the tokens that came to be tested", rates)
+    yield Bars("Acceptance by position, of the tokens that came to be tested", rates)
 
 
 def _speed(label: str, one: Record) -> Bar:
@@ -249,7 +252,7 @@ def _median(label: str, ratios: Seq[float]) -> Bar:
     return Bar(label, middle, low, high, f"{middle:.2f} ({low:.2f}-{high:.2f})")
 
 
-SECTIONS: Mapping[str, Callable[[Record], str]] = {
+SECTIONS: Mapping[str, Callable[[Record], Section]] = {
     "conditions": conditions,
     "methods": methods,
     "speed": speed,
