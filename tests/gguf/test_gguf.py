@@ -357,6 +357,18 @@ def test_damage_in_the_header_is_seen(file: Path) -> None:
         LLM(file)
 
 
+@pytest.mark.parametrize("count", [2**30, 2**34])
+def test_a_list_as_long_as_the_file_is_not_read(count: int, tmp_path: Path) -> None:
+    """Bytes of a large file would become many times as much memory of Python, until the system ends the process."""
+    path = tmp_path / "m.gguf"
+    key = b"general.tags"
+    front = [struct.pack("<IQQ", 3, 0, 1), struct.pack("<Q", len(key)), key, struct.pack("<IIQ", 9, 0, count)]
+    path.write_bytes(b"".join([b"GGUF", *front]))
+    os.truncate(path, 2**32)  # has holes: it takes no space
+    with pytest.raises(CheckpointError, match=r"more than 128 MiB|truncated or damaged"):
+        read_header(path)
+
+
 def test_any_damage_in_the_header_is_a_typed_error(file: Path) -> None:
     """Bytes of names, lengths and kinds are overwritten, by a seed: what can be noticed is refused, nothing crashes."""
     rng = random.Random(7)

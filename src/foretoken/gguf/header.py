@@ -20,6 +20,8 @@ VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _DEFAULT_ALIGNMENT = 32
+_MOST_BYTES = 2**27
+"""Of a header: vocabularies take some ten MB, and lists of Python take many times the bytes that they are read from."""
 
 
 @dataclass(frozen=True)
@@ -152,10 +154,15 @@ class _Reader:
         return struct.unpack(f"<{count}{code}", self.read(count * struct.calcsize(f"<{code}")))
 
     def read(self, num_bytes: int) -> bytes:
-        left = self.num_bytes - self.stream.tell()
-        if num_bytes > left:
+        position = self.stream.tell()
+        if num_bytes > self.num_bytes - position:
             raise CheckpointError(
                 f"{self.path} ends after {self.num_bytes} bytes, within its header: it is truncated or damaged. "
+                "Download or copy it again"
+            )
+        if num_bytes > _MOST_BYTES - position:
+            raise CheckpointError(
+                f"{self.path} claims a header of more than {_MOST_BYTES >> 20} MiB: a length in it is damaged. "
                 "Download or copy it again"
             )
         return self.stream.read(num_bytes)

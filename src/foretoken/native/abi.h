@@ -17,6 +17,7 @@ struct Matrix {
   const void *scales, *zeros;  // by block of outputs, group, and output; zeros: what a code of 0 stands for, or in bytes
                                // which code stands for 0; null where that is the one in the middle
   int64_t activation_bytes;    // of codes: 2, or 1 for drafts, which need no more: activations are rounded to so many
+  int64_t value_kind;          // of codes: BFLOAT16 or FLOAT32, of what is multiplied and of the result
 };
 
 enum { PAIRS = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3, NIBBLES = 4, BYTES = 5 };
@@ -185,7 +186,7 @@ struct Growing {
 
 extern "C" {
 void foretoken_rows(const Matrix* matrix, const int64_t* outputs, int64_t count, int64_t kind, void* out);
-void multiply_codes(const Matrix* matrix, const float* x, int64_t rows, float* out, int threads);
+void multiply_codes(const Matrix* matrix, const void* x, int64_t rows, void* out, int threads);
 void foretoken_product(const Matrix* matrix, const void* x, int64_t num_rows, void* out, int threads);
 void foretoken_decode_attention(const Attention* call, const void* query, const void* keys, const void* values,
                                 const void* mask, void* out, float* scratch, int threads);

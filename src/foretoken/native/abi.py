@@ -52,7 +52,7 @@ class Matrix(ctypes.Structure):
         *_of(Address, "weight bias"),
         *_of(Integer, "group scale_kind zero_kind"),
         *_of(Address, "scales zeros"),
-        ("activation_bytes", Integer),
+        *_of(Integer, "activation_bytes value_kind"),
     )
 
 

@@ -1,4 +1,4 @@
-// Products of float32 with a matrix of whole numbers: codes of 8 or 4 bits, with scales by output or by output and group of
+// Products of float32 or bfloat16 with a matrix of whole numbers: codes of 8 or 4 bits, with scales by output or by output and group of
 // inputs, and zeros by group where codes are not even about 0.
 //
 // What a row holds is rounded to 16 bits, or to 8 for drafts, with a scale by span of inputs, by itself. Sums over a span are
@@ -15,141 +15,120 @@
 #include <string.h>
 #include <vector>
 
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
 enum { PARTS = CODES_BLOCK / LANES };      // vectors of a block
-enum { MOST_ROWS = LANES == 8 ? 2 : 6 };   // rows that are multiplied at a time, as registers allow
+enum { MOST_ROWS = LANES == 8 ? 2 : 8 };   // rows that are multiplied at a time, as registers allow
+enum { FETCHED = 4096 };                   // bytes of codes ahead of those that are multiplied
+enum { SHARED_NUMBERS = 1 << 14 };         // activations from which on threads share the rounding of rows
 
 // Of what a row is rounded to, by bytes: two, 256 of the first and one of the second, stay within -128 and 127.
 static const float LARGEST[3] = {0.0f, 127.0f, 32639.0f};
 
-// ---- whole numbers --------------------------------------------------------------------------------------------------
-
-#if defined(FORETOKEN_AVX2)
-static inline Whole low_half(Whole bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
-static inline Whole high_half(Whole bytes) { return low_half(_mm256_srli_epi16(bytes, 4)); }
-#else
-static inline Whole low_half(Whole bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
-static inline Whole high_half(Whole bytes) { return low_half(_mm512_srli_epi16(bytes, 4)); }
-#endif
-
 // ---- rows -----------------------------------------------------------------------------------------------------------
 
-// Rows (n, K) in one or two bytes. For every four inputs with VNNI the upper bytes of all, if there are any, then the lower
-// ones; without, in 16 bits, numbers 0 and 2, then 1 and 3.
+// Rows (n, K) in one or two bytes; in two, of every four inputs numbers 0 and 2 lie before 1 and 3, as pairs of codes do.
 namespace {  // others have rounded rows, too
 struct Rounded {
   int64_t inputs, span, spans;  // inputs: with zeros behind the last one
   int64_t bytes, stored;        // of an activation, and of it as it is laid out
   std::vector<uint8_t> values;
   std::vector<float> scales, sums;  // by row and span; of the rounded numbers
-  std::vector<int32_t> starts;      // what sums begin with, since codes are `offset` too large
+  std::vector<int32_t> starts;      // what sums begin with, since codes are too large
+  int32_t excess;                   // by how much; 1 where zeros say by how many
 
-  void take(const Matrix& matrix, const float* x, int64_t rows, int threads) {
+  template <typename T>
+  void take(const Matrix& matrix, const T* x, int64_t rows, int threads) {
     const int64_t given = matrix.inputs, whole = matrix.group ? matrix.group : CODES_SPAN;
-    const int32_t offset = matrix.zeros ? 0 : matrix.kind == BYTES ? 128 : 8;
     span = least(whole, CODES_SPAN), inputs = rounded_up(given, whole), spans = inputs / span;
-    bytes = matrix.activation_bytes, stored = has_vnni ? bytes : 2;
+    bytes = matrix.activation_bytes, stored = has_vnni && matrix.kind == BYTES ? bytes : 2;
+    excess = matrix.zeros ? matrix.zero_kind == BYTES : matrix.kind == BYTES ? 128 : 8;
     values.resize(rows * inputs * stored);
     scales.resize(rows * spans), sums.resize(rows * spans), starts.resize(rows * spans);
-    share_out(rows, rows < 32 ? 1 : threads, [&](int64_t first, int64_t last, int) {
+    share_out(rows, rows * inputs < SHARED_NUMBERS ? 1 : threads, [&](int64_t first, int64_t last, int) {
       for (int64_t row = first; row < last; ++row)
         for (int64_t number = 0; number < spans; ++number)
-          take_span(x + row * given + number * span, least(span, given - number * span), row * spans + number, offset);
+          take_span(x + row * given + number * span, least(span, given - number * span), row * spans + number);
     });
   }
 
-  void take_span(const float* from, int64_t count, int64_t place, int32_t offset) {
-    alignas(64) float numbers[CODES_SPAN];
-    alignas(64) int32_t whole[CODES_SPAN];
-    Vector most = zero(), check = zero();
-    for (int64_t i = 0; i < span; i += LANES) {
-      const Vector value = i < count ? read_first(from + i, count - i) : zero();
-      write(numbers + i, value);
-      most = larger(most, size_of(value)), check = add_product(value, zero(), check);
+  template <typename T>
+  void take_span(const T* from, int64_t count, int64_t place) {
+    Vector numbers[CODES_SPAN / LANES], most = zero(), check = zero();
+    const int64_t vectors = span / LANES;
+    for (int64_t i = 0; i < vectors; ++i) {
+      numbers[i] = i * LANES < count ? read_first(from + i * LANES, count - i * LANES) : zero();
+      most = larger(most, size_of(numbers[i])), check = add_product(numbers[i], zero(), check);
     }
     const bool is_finite = !differ(check, zero());
     const float peak = is_finite ? largest(most) : 0.0f;
     const bool is_usable = peak > 1e-30f && peak < 1e34f;
-    const float factor = is_usable ? LARGEST[bytes] / peak : 0.0f;
-    int32_t sum = 0;
-    for (int64_t i = 0; i < span; ++i) {
-      whole[i] = is_usable ? (int32_t)rintf(numbers[i] * factor) : 0;
-      sum += whole[i];
-    }
+    const Vector factor = all(is_usable ? LARGEST[bytes] / peak : 0.0f);
     uint8_t* to = values.data() + place * span * stored;
-    for (int64_t i = 0; i < span; i += 4, to += 4 * stored)
-      if (stored == 1) {
-        for (int j = 0; j < 4; ++j) to[j] = (uint8_t)whole[i + j];
-      } else if (has_vnni) {
-        for (int j = 0; j < 4; ++j) to[j] = (uint8_t)((whole[i + j] + 128) >> 8), to[4 + j] = (uint8_t)whole[i + j];
-      } else {
-        const int16_t pairs[4] = {(int16_t)whole[i], (int16_t)whole[i + 2], (int16_t)whole[i + 1], (int16_t)whole[i + 3]};
-        memcpy(to, pairs, 8);
-      }
+    Whole total = all_whole(0);
+    for (int64_t i = 0; i < vectors; ++i) {
+      const Whole whole = is_usable ? nearest(numbers[i] * factor) : all_whole(0);
+      total = add_whole(total, whole);
+      if (stored == 1)
+        write_bytes(to + i * LANES, whole);
+      else
+        write_words(to + i * LANES * 2, whole);
+    }
     // what is infinite counts as nothing in a draft, whose keys and values would keep it
     const float scale = is_usable ? peak / LARGEST[bytes] : bytes == 1 || (peak < 1e34f && is_finite) ? 0.0f : NAN;
-    scales[place] = scale, sums[place] = (float)sum * scale, starts[place] = -offset * sum;
+    const int32_t sum = sum_of_whole(total);
+    scales[place] = scale, sums[place] = (float)sum * scale, starts[place] = -excess * sum;
   }
 };
 }
 
 // ---- blocks ---------------------------------------------------------------------------------------------------------
 
-// Adds the products of four inputs of every row and a block of outputs.
-template <int ROWS>
-static inline void add_wide(const Whole (&codes)[PARTS], const uint8_t* values, int64_t stride,
-                            Whole (&sums)[ROWS][PARTS]) {
-  for (int i = 0; i < ROWS; ++i) {
-    const Whole first = four_of(values + i * stride), second = four_of(values + i * stride + 4);
-    for (int j = 0; j < PARTS; ++j)
-      sums[i][j] = add_pairs(add_pairs(sums[i][j], even(codes[j]), first), odd(codes[j]), second);
-  }
+// How sums of a span are scaled: by output alone; by output and group; or so, with zeros, which are codes or what a code of 0
+// stands for.
+enum Scaling { BY_OUTPUT, BY_GROUP, WITH_ZERO_CODES, WITH_ZEROS };
+
+static ALWAYS_INLINE Vector read_as(int64_t kind, const void* from, int64_t place) {
+  return kind == FLOAT16 ? read((const Float16*)from + place) : read((const float*)from + place);
 }
 
-#if !defined(FORETOKEN_AVX2)
-// The same of one byte of each.
-template <int ROWS>
-static WITH_VNNI void add_bytes(const Whole (&codes)[PARTS], const uint8_t* values, int64_t stride,
+// What sums of a span begin with; place: of the zeros of a block and a group.
+template <int SCALING, int ROWS>
+static ALWAYS_INLINE void begin(const Matrix& matrix, const Rounded& x, int64_t at, int64_t place,
                                 Whole (&sums)[ROWS][PARTS]) {
-#pragma GCC unroll 6
-  for (int i = 0; i < ROWS; ++i) {
-    const Whole four = four_of(values + i * stride);
-    for (int j = 0; j < PARTS; ++j) sums[i][j] = _mm512_dpbusd_epi32(sums[i][j], codes[j], four);
-  }
-}
-#endif
-
-// Scales of a block and a group, and what a code of 0 stands for.
-static inline void read_group(const Matrix& matrix, int64_t place, Vector (&scales)[PARTS], Vector (&zeros)[PARTS]) {
-  for (int j = 0; j < PARTS; ++j, place += LANES) {
-    scales[j] = matrix.scale_kind == FLOAT16 ? read((const Float16*)matrix.scales + place)
-                                             : read((const float*)matrix.scales + place);
-    if (!matrix.zeros) continue;
-    zeros[j] = matrix.zero_kind == BYTES     ? zero() - read((const uint8_t*)matrix.zeros + place) * scales[j]
-               : matrix.zero_kind == FLOAT16 ? read((const Float16*)matrix.zeros + place)
-                                             : read((const float*)matrix.zeros + place);
-  }
+  for (int i = 0; i < ROWS; ++i)
+    for (int j = 0; j < PARTS; ++j) {
+      sums[i][j] = all_whole(SCALING == WITH_ZEROS ? 0 : x.starts[at + i * x.spans]);
+      if (SCALING == WITH_ZERO_CODES)
+        sums[i][j] = multiply_whole(sums[i][j], widened((const uint8_t*)matrix.zeros + place + j * LANES));
+    }
 }
 
-// Adds the sums of a span, times their scales, to those of a block; place: of its scales.
-template <int ROWS>
-static inline void add_span(const Matrix& matrix, const Rounded& x, int64_t at, int64_t number, int64_t place,
-                            const Whole (&sums)[ROWS][PARTS], Vector (&totals)[ROWS][PARTS]) {
+// Adds the sums of a span, times their scales, to those of a block; place: of its scales; at: of those of the first row.
+template <int SCALING, int ROWS>
+static ALWAYS_INLINE void add_span(const Matrix& matrix, const Rounded& x, int64_t at, int64_t place,
+                                   const Whole (&sums)[ROWS][PARTS], Vector (&totals)[ROWS][PARTS]) {
+  const float *row_scales = x.scales.data() + at, *row_sums = x.sums.data() + at;
   Vector scales[PARTS], zeros[PARTS];
-  if (matrix.group) read_group(matrix, place, scales, zeros);
-  for (int i = 0; i < ROWS; ++i) {
-    const Vector scale = all(x.scales[at + i * x.spans + number]);
+  for (int j = 0; j < PARTS && SCALING != BY_OUTPUT; ++j) {
+    scales[j] = read_as(matrix.scale_kind, matrix.scales, place + j * LANES);
+    if (SCALING == WITH_ZEROS) zeros[j] = read_as(matrix.zero_kind, matrix.zeros, place + j * LANES);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < ROWS; ++i, row_scales += x.spans, row_sums += x.spans) {
+    const Vector scale = all(*row_scales);
     for (int j = 0; j < PARTS; ++j) {
       const Vector sum = as_floats(sums[i][j]);
-      totals[i][j] = matrix.group ? add_product(sum * scale, scales[j], totals[i][j])
-                                  : add_product(sum, scale, totals[i][j]);
-      if (matrix.zeros) totals[i][j] = add_product(zeros[j], all(x.sums[at + i * x.spans + number]), totals[i][j]);
+      totals[i][j] = SCALING == BY_OUTPUT ? add_product(sum, scale, totals[i][j])
+                                          : add_product(sum * scale, scales[j], totals[i][j]);
+      if (SCALING == WITH_ZEROS) totals[i][j] = add_product(zeros[j], all(*row_sums), totals[i][j]);
     }
   }
 }
 
-template <int ROWS>
+template <int ROWS, typename T>
 static inline void finish(const Matrix& matrix, int64_t row, int64_t first, const float* scales,
-                          const Vector (&totals)[ROWS][PARTS], float* out) {
+                          const Vector (&totals)[ROWS][PARTS], T* out) {
   for (int i = 0; i < ROWS; ++i)
     for (int j = 0; j < PARTS; ++j) {
       const int64_t place = first + LANES * j, count = least(LANES, matrix.outputs - place);
@@ -160,83 +139,125 @@ static inline void finish(const Matrix& matrix, int64_t row, int64_t first, cons
     }
 }
 
-// BITS of a code; STORED: bytes of an activation; VNNI: by instructions that multiply bytes.
-template <int BITS, int STORED, int ROWS, bool VNNI>
-static inline __attribute__((always_inline)) void block_rows(const Matrix& matrix, const Rounded& x, int64_t row,
-                                                             int64_t block, float* out) {
+// Two of the inputs whose codes lie together, in 16 bits: of four numbers 0 and 2, or 1 and 3.
+template <int BITS>
+static inline Whole pair_of(Whole codes, int pair) {
+  if (BITS == 8) return pair ? odd(codes) : even(codes);
+  return pair == 3 ? shifted<12>(codes) : nibbles(pair == 0   ? codes
+                                                  : pair == 1 ? shifted<8>(codes)
+                                                              : shifted<4>(codes));
+}
+
+// Adds the products of a span of every row and a block of outputs. Codes become whole numbers of 16 bits once for all rows.
+template <int BITS, int ROWS, bool VNNI>
+static ALWAYS_INLINE void add_words(const uint8_t* weight, const uint8_t* values, int64_t stride, int64_t inputs,
+                                    Whole (&sums)[ROWS][PARTS]) {
   enum { AT_ONCE = 32 / BITS };  // inputs whose codes lie together
-  const int64_t first = block * CODES_BLOCK, at = row * x.spans, stride = x.inputs * STORED;
-  const int64_t groups = matrix.group ? x.inputs / matrix.group : 1;
+  const uint8_t* end = weight + inputs / AT_ONCE * 4 * CODES_BLOCK;
+  do {
+    Whole codes[PARTS];
+    for (int j = 0; j < PARTS; ++j) codes[j] = read_bytes(weight + 4 * LANES * j);
+    for (int line = 0; line < 2; ++line) _mm_prefetch((const char*)(weight + FETCHED + 64 * line), _MM_HINT_T0);
+#pragma GCC unroll 4
+    for (int pair = 0; pair < AT_ONCE / 2; ++pair) {
+      Whole here[PARTS];
+      for (int j = 0; j < PARTS; ++j) here[j] = pair_of<BITS>(codes[j], pair);
+#pragma GCC unroll 8
+      for (int i = 0; i < ROWS; ++i) {
+        const Whole both = four_of(values + i * stride + pair * 4);
+        for (int j = 0; j < PARTS; ++j)
+          sums[i][j] = VNNI ? add_pairs_at_once(sums[i][j], here[j], both) : add_pairs(sums[i][j], here[j], both);
+      }
+    }
+    weight += 4 * CODES_BLOCK, values += AT_ONCE * 2;
+  } while (weight < end);
+}
+
+// The same of codes and activations in a byte.
+template <int ROWS>
+static ALWAYS_INLINE void add_bytes(const uint8_t* weight, const uint8_t* values, int64_t stride, int64_t inputs,
+                                    Whole (&sums)[ROWS][PARTS]) {
+  const uint8_t* end = weight + inputs * CODES_BLOCK;
+  do {
+    Whole codes[PARTS];
+    for (int j = 0; j < PARTS; ++j) codes[j] = read_bytes(weight + 4 * LANES * j);
+    for (int line = 0; line < 2; ++line) _mm_prefetch((const char*)(weight + FETCHED + 64 * line), _MM_HINT_T0);
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; ++i) {
+      const Whole four = four_of(values + i * stride);
+      for (int j = 0; j < PARTS; ++j) sums[i][j] = add_fours_at_once(sums[i][j], codes[j], four);
+    }
+    weight += 4 * CODES_BLOCK, values += 4;
+  } while (weight < end);
+}
+
+// BITS of a code; STORED: bytes of an activation, one only with VNNI: instructions that multiply and add up at once.
+template <int BITS, int STORED, int SCALING, int ROWS, bool VNNI>
+static ALWAYS_INLINE void block_rows(const Matrix& matrix, const Rounded& x, int64_t row, int64_t block, void* out) {
+  const int64_t first = block * CODES_BLOCK, stride = x.inputs * STORED;
+  const int64_t spans_of_group = SCALING == BY_OUTPUT ? x.spans : matrix.group / x.span;
   const uint8_t* weight = (const uint8_t*)matrix.weight + first * x.inputs * BITS / 8;
   const uint8_t* values = x.values.data() + row * stride;
+  int64_t place = first * (x.spans / spans_of_group), left = spans_of_group;
   Vector totals[ROWS][PARTS];
   for (int i = 0; i < ROWS; ++i)
     for (int j = 0; j < PARTS; ++j) totals[i][j] = zero();
-  for (int64_t number = 0; number < x.spans; ++number) {
-    Whole sums[ROWS][PARTS], upper[ROWS][PARTS];
-    for (int i = 0; i < ROWS; ++i)
-      for (int j = 0; j < PARTS; ++j) {
-        sums[i][j] = all_whole(x.starts[at + i * x.spans + number]);
-        if (VNNI && STORED == 2) upper[i][j] = all_whole(0);
-      }
-    for (int64_t input = 0; input < x.span; input += AT_ONCE, weight += 4 * CODES_BLOCK, values += AT_ONCE * STORED) {
-      Whole codes[PARTS];
-      for (int j = 0; j < PARTS; ++j) codes[j] = read_bytes(weight + 4 * LANES * j);
-      if (row == 0)
-        for (int line = 0; line < 2; ++line) _mm_prefetch((const char*)(weight + 4096 + 64 * line), _MM_HINT_T0);
-      for (int part = 0; part < AT_ONCE / 4; ++part) {
-        Whole here[PARTS];
-        for (int j = 0; j < PARTS; ++j) here[j] = BITS == 8 ? codes[j] : part ? high_half(codes[j]) : low_half(codes[j]);
-#if !defined(FORETOKEN_AVX2)
-        if (VNNI) {
-          if (STORED == 2) add_bytes<ROWS>(here, values + part * 8, stride, upper);
-          add_bytes<ROWS>(here, values + part * 4 * STORED + 4 * (STORED - 1), stride, sums);
-        } else
-#endif
-          add_wide<ROWS>(here, values + part * 8, stride, sums);
-      }
-    }
-#if !defined(FORETOKEN_AVX2)
-    if (VNNI && STORED == 2)
-      for (int i = 0; i < ROWS; ++i)
-        for (int j = 0; j < PARTS; ++j) sums[i][j] = _mm512_add_epi32(_mm512_slli_epi32(upper[i][j], 8), sums[i][j]);
-#endif
-    const int64_t group = matrix.group ? number * x.span / matrix.group : 0;
-    add_span<ROWS>(matrix, x, at, number, first * groups + group * CODES_BLOCK, sums, totals);
+  for (int64_t at = row * x.spans, end = at + x.spans; at < end; ++at) {
+    Whole sums[ROWS][PARTS];
+    begin<SCALING, ROWS>(matrix, x, at, place, sums);
+    if constexpr (STORED == 1)
+      add_bytes<ROWS>(weight, values, stride, x.span, sums);
+    else
+      add_words<BITS, ROWS, VNNI>(weight, values, stride, x.span, sums);
+    weight += x.span * CODES_BLOCK * BITS / 8, values += x.span * STORED;
+    add_span<SCALING, ROWS>(matrix, x, at, place, sums, totals);
+    if (!--left) place += CODES_BLOCK, left = spans_of_group;
   }
-  finish<ROWS>(matrix, row, first, matrix.group ? nullptr : (const float*)matrix.scales + first, totals, out);
-}
-
-template <int BITS, int ROWS>
-static void wide_rows(const Matrix& matrix, const Rounded& x, int64_t row, int64_t block, float* out) {
-  block_rows<BITS, 2, ROWS, false>(matrix, x, row, block, out);
-}
-
-template <int BITS, int STORED, int ROWS>
-static WITH_VNNI void byte_rows(const Matrix& matrix, const Rounded& x, int64_t row, int64_t block, float* out) {
-  block_rows<BITS, STORED, ROWS, true>(matrix, x, row, block, out);
-}
-
-template <int BITS, int STORED, int ROWS>
-static void some_rows(const Matrix& matrix, const Rounded& x, int64_t rows, int64_t row, int64_t block, float* out) {
-  if constexpr (ROWS > 1)
-    if (rows < ROWS) return some_rows<BITS, STORED, ROWS - 1>(matrix, x, rows, row, block, out);
-  if (has_vnni)
-    byte_rows<BITS, STORED, ROWS>(matrix, x, row, block, out);
+  const float* scales = SCALING == BY_OUTPUT ? (const float*)matrix.scales + first : nullptr;
+  if (matrix.value_kind == BFLOAT16)
+    finish<ROWS>(matrix, row, first, scales, totals, (Bfloat16*)out);
   else
-    wide_rows<BITS, ROWS>(matrix, x, row, block, out);
+    finish<ROWS>(matrix, row, first, scales, totals, (float*)out);
 }
 
-template <int BITS, int STORED>
-static void multiply(const Matrix& matrix, const Rounded& x, int64_t rows, float* out, int threads) {
+template <int BITS, int SCALING, int ROWS>
+static void wide_rows(const Matrix& matrix, const Rounded& x, int64_t row, int64_t block, void* out) {
+  block_rows<BITS, 2, SCALING, ROWS, false>(matrix, x, row, block, out);
+}
+
+template <int BITS, int STORED, int SCALING, int ROWS>
+static WITH_VNNI void vnni_rows(const Matrix& matrix, const Rounded& x, int64_t row, int64_t block, void* out) {
+  block_rows<BITS, STORED, SCALING, ROWS, true>(matrix, x, row, block, out);
+}
+
+template <int BITS, int STORED, int SCALING, int ROWS>
+static void some_rows(const Matrix& matrix, const Rounded& x, int64_t rows, int64_t row, int64_t block, void* out) {
+  if constexpr (ROWS > 1)
+    if (rows < ROWS) return some_rows<BITS, STORED, SCALING, ROWS - 1>(matrix, x, rows, row, block, out);
+  if (has_vnni)
+    vnni_rows<BITS, STORED, SCALING, ROWS>(matrix, x, row, block, out);
+  else
+    wide_rows<BITS, SCALING, ROWS>(matrix, x, row, block, out);
+}
+
+template <int BITS, int STORED, int SCALING>
+static void multiply(const Matrix& matrix, const Rounded& x, int64_t rows, void* out, int threads) {
   share_out((matrix.outputs + CODES_BLOCK - 1) / CODES_BLOCK, threads, [&](int64_t first, int64_t last, int) {
     for (int64_t block = first; block < last; ++block)
       for (int64_t row = 0, here; row < rows; row += here) {  // in groups of about the same size
         const int64_t left = rows - row, groups = (left + MOST_ROWS - 1) / MOST_ROWS;
         here = (left + groups - 1) / groups;
-        some_rows<BITS, STORED, MOST_ROWS>(matrix, x, here, row, block, out);
+        some_rows<BITS, STORED, SCALING, MOST_ROWS>(matrix, x, here, row, block, out);
       }
   });
+}
+
+template <int BITS, int STORED>
+static void multiply(const Matrix& matrix, const Rounded& x, int64_t rows, void* out, int threads) {
+  if (!matrix.group) return multiply<BITS, STORED, BY_OUTPUT>(matrix, x, rows, out, threads);
+  if (!matrix.zeros) return multiply<BITS, STORED, BY_GROUP>(matrix, x, rows, out, threads);
+  if (matrix.zero_kind == BYTES) return multiply<BITS, STORED, WITH_ZERO_CODES>(matrix, x, rows, out, threads);
+  multiply<BITS, STORED, WITH_ZEROS>(matrix, x, rows, out, threads);
 }
 
 // One row of the matrix: the very numbers that its codes stand for.
@@ -270,14 +291,17 @@ extern "C" void foretoken_rows(const Matrix* matrix, const int64_t* outputs, int
     }
 }
 
-// (rows, K) in float32 -> (rows, N) in float32.
-extern "C" void multiply_codes(const Matrix* matrix, const float* x, int64_t rows, float* out, int threads) {
+// (rows, K) -> (rows, N), in float32 or bfloat16.
+extern "C" void multiply_codes(const Matrix* matrix, const void* x, int64_t rows, void* out, int threads) {
   static thread_local Rounded rounded;
-  rounded.take(*matrix, x, rows, threads);
+  if (matrix->value_kind == BFLOAT16)
+    rounded.take(*matrix, (const Bfloat16*)x, rows, threads);
+  else
+    rounded.take(*matrix, (const float*)x, rows, threads);
   if (matrix->kind == NIBBLES)
     multiply<4, 2>(*matrix, rounded, rows, out, threads);
   else if (rounded.stored == 1)
-    multiply<8, 1>(*matrix, rounded, rows, out, threads);
+    multiply<8, 1, BY_OUTPUT>(*matrix, rounded, rows, out, threads);
   else
     multiply<8, 2>(*matrix, rounded, rows, out, threads);
 }

@@ -50,6 +50,7 @@ class PackedMatrix:
         zeros: torch.Tensor | None = None,
         group: int = 0,
         activation_bytes: int = 0,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self._size = outputs, inputs = size
         self.packed = packed
@@ -60,11 +61,10 @@ class PackedMatrix:
         self.num_bytes = packed.nbytes + sum(each.nbytes for each in self._kept[1:] if each is not None)
         of_bias, of_scales, of_zeros = (None if each is None else each.data_ptr() for each in self._kept)
         of_kinds = [abi.FLOAT32 if each is None else SCALES[each.dtype] for each in (scales, zeros)]
-        self.fields = abi.Matrix(
-            inputs, outputs, kind, packed.data_ptr(), of_bias, group, *of_kinds, of_scales, of_zeros, activation_bytes
-        )
+        of_codes = group, *of_kinds, of_scales, of_zeros, activation_bytes, KINDS[dtype]
+        self.fields = abi.Matrix(inputs, outputs, kind, packed.data_ptr(), of_bias, *of_codes)
         self.address = ctypes.addressof(self.fields)
-        self.compute_dtype = torch.bfloat16 if kind == abi.PAIRS else torch.float32
+        self.compute_dtype = torch.bfloat16 if kind == abi.PAIRS else dtype
         self.instruction_set = kernels.instruction_set
         self._run, self._unpack = kernels.product, kernels.rows
 
@@ -118,12 +118,21 @@ class CodesMatrix(PackedMatrix):
 
     Args:
       activation_bytes: 2; or 1 of codes of 8 bits, for drafts alone: half of the arithmetic.
+      dtype: float32 or bfloat16, of what is multiplied and of the result.
 
     Exactness: equals the product with ``codes.dense()`` within 2^-16 of the largest of these activations, or half of a
       127th of it; it has the same bits on every CPU.
     """
 
-    def __init__(self, codes: Codes, bias: torch.Tensor | None, kernels: Library, *, activation_bytes: int = 2) -> None:
+    def __init__(
+        self,
+        codes: Codes,
+        bias: torch.Tensor | None,
+        kernels: Library,
+        *,
+        activation_bytes: int = 2,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         outputs, inputs = codes.numbers.shape
         self._bits, self._group = codes.bits, codes.group
         whole = -(-inputs // (codes.group or CODES_SPAN)) * (codes.group or CODES_SPAN)
@@ -137,7 +146,7 @@ class CodesMatrix(PackedMatrix):
         zeros = None if codes.zeros is None else self._by_block(codes.zeros)
         kind, of_bias = (abi.BYTES if codes.bits == 8 else abi.NIBBLES), None if bias is None else bias.detach()
         super().__init__(
-            kernels, (outputs, inputs), kind, packed, of_bias, scales, zeros, codes.group, activation_bytes
+            kernels, (outputs, inputs), kind, packed, of_bias, scales, zeros, codes.group, activation_bytes, dtype
         )
         self.rounding = 2.0 ** (1 - 8 * activation_bytes)
 

@@ -267,7 +267,7 @@ extern "C" void foretoken_product(const Matrix* matrix, const void* x, int64_t n
 #endif
   if (threads < 1) threads = 1;
   if (matrix->kind == NIBBLES || matrix->kind == BYTES)
-    return multiply_codes(matrix, (const float*)x, num_rows, (float*)out, threads);
+    return multiply_codes(matrix, x, num_rows, out, threads);
   const int64_t size = matrix->kind == PAIRS ? 32 : BLOCK, blocks = (matrix->outputs + size - 1) / size;
   const bool is_large = matrix->kind != PAIRS && num_rows >= MANY && matrix->outputs >= WIDE;
   if (is_large && many_floats(matrix, (const float*)x, num_rows, (float*)out, threads)) return;

@@ -80,6 +80,8 @@ def test_a_product_is_right_and_has_the_same_bits_among_any_rows_and_on_any_cpu(
     own = native.library()
     assert own is not None
     assert torch.equal(CodesMatrix(given, bias, own)(x), got)
+    half, x = CodesMatrix(given, bias, kernels(instruction), dtype=torch.bfloat16), x.bfloat16()
+    assert torch.equal(half(x), matrix(x.float()).bfloat16())
 
 
 def test_what_was_rounded_before_is_hardly_rounded_again() -> None:

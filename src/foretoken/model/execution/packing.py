@@ -112,7 +112,7 @@ def _codes_matrix(codes: Codes, bias: torch.Tensor | None, dtype: torch.dtype, d
     """Packed for the library's own kernels; where there are none, the weight that the codes stand for."""
     kernels = library() if dtype in KINDS and device.type == "cpu" else None
     if kernels is not None:
-        return CodesMatrix(codes, bias, kernels)
+        return CodesMatrix(codes, bias, kernels, dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
     weight = codes.dense().to(dtype)
     return OneDNNMatrix(weight, bias) if device.type == "cpu" and packed_dtype(dtype) else DenseMatrix(weight, bias)
 
