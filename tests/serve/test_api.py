@@ -10,6 +10,8 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from foretoken.config.sampling import SamplingParams
+from foretoken.llm import LLM
+from foretoken.serve.served import Served
 from serving import Running
 
 PROMPT = "The quick brown fox"
@@ -189,3 +191,14 @@ def test_offsets_are_characters_of_the_text(running_server: Running, text: str) 
         assert offset == sum(len(part.rstrip("\ufffd")) for part in spelled)
     chunks = running_server.events("/v1/completions", body)
     assert [each for chunk in chunks for each in chunk["choices"][0]["logprobs"]["text_offset"]] == offsets
+
+
+@pytest.mark.smollm2
+def test_a_warm_server_has_compiled_for_long_prompts() -> None:
+    """The first client with more than 64 tokens waited for it."""
+    served = Served({"smollm2": LLM("zoo:smollm2", max_num_seqs=2)})
+    late = "compiled for the first long prompt"
+    if late not in served.llm.target.execution.describe():
+        pytest.skip("nothing is compiled later on this processor")
+    served.warm()
+    assert late not in served.llm.target.execution.describe()

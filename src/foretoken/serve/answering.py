@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
@@ -42,12 +42,12 @@ class Exchange:
 
     def __init__(self, bridge: Backend, asking: Asking, receive: Receive) -> None:
         self.ticket = Ticket(asking.llm, asking.prompts, [asking.params] * len(asking.prompts))
-        self.ticket.wants_trees = asking.returns_drafts
+        self.ticket.wants_news, self.ticket.wants_trees = asking.streams, asking.returns_drafts
         self._bridge = bridge
         self._deadline = self.ticket.arrived + asking.timeout
         self._timeout = asking.timeout
         self._departure = asyncio.ensure_future(_departure(receive))
-        self._next: asyncio.Future[list[StreamOutput] | None] | None = None
+        self._departure.add_done_callback(lambda _: self.ticket.wake())
 
     async def begin(self) -> None:
         """Send the request to the engine, and wait until it has been taken in.
@@ -66,20 +66,20 @@ class Exchange:
 
         Raises: Departed; ApiError after the time of the request; what has ended it.
         """
-        if self._next is None:
-            self._next = asyncio.ensure_future(self.ticket.news())
         left = self._deadline - perf_counter()
-        waited = max(0.0, left if patience is None else min(left, patience))
-        tasks: set[asyncio.Future[Any]] = {self._next, self._departure}
-        await asyncio.wait(tasks, timeout=waited, return_when=asyncio.FIRST_COMPLETED)
+        news: list[StreamOutput] | None = []
+        if not self._departure.done():
+            try:
+                async with asyncio.timeout(max(0.0, left if patience is None else min(left, patience))) as timer:
+                    news = await self.ticket.news()
+            except TimeoutError:
+                if not timer.expired():
+                    raise
         if self._departure.done():
             raise Departed
-        if self._next.done():
-            news, self._next = self._next, None
-            return news.result()
-        if perf_counter() >= self._deadline:
+        if news == [] and perf_counter() >= self._deadline:
             raise ApiError(504, f"the request took longer than its {self._timeout:g} seconds", "timeout", "timeout")
-        return []
+        return news
 
     async def collect(self) -> list[RequestOutput]:
         """The results, at the end."""
@@ -95,14 +95,14 @@ class Exchange:
             for given, output in zip(first.params, outputs, strict=True)
         ]
         self.ticket = Ticket(first.llm, first.prompts, params)
+        self.ticket.wants_news = False
         await self.begin()
 
     def end(self) -> None:
         """Leave nothing behind. Ending twice is harmless."""
         self._bridge.abandon(self.ticket)
-        for task in (self._departure, self._next):
-            if task is not None and not task.cancel() and not task.cancelled():
-                task.exception()  # which nobody waits for any more
+        if not self._departure.cancel() and not self._departure.cancelled():
+            self._departure.exception()  # which nobody waits for any more
 
 
 async def _departure(receive: Receive) -> None:

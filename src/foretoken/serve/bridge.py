@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from foretoken.errors import ForetokenError
 from foretoken.serve.backend import check_tokens
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("foretoken.serve")
 
+News: TypeAlias = "list[StreamOutput] | Exception | None"
+"""What has come for a request; an error that ends it; None at its end."""
+
 
 class Ticket:
     """One request on its way through the engine, which brings news of it step by step.
@@ -33,6 +36,7 @@ class Ticket:
       llm, prompts, params: what is asked for; prompts hold token ids.
 
     Attributes:
+      wants_news: whether anybody waits for what single steps bring, or for the end alone.
       wants_trees: whether its client is shown drafts.
       notes: fields of the answer that tell how it came about.
     """
@@ -43,16 +47,20 @@ class Ticket:
         self.arrived = perf_counter()
         self.is_queued = True
         self.is_abandoned = False
+        self.wants_news = True
         self.wants_trees = False
         self.notes: dict[str, Any] = {}
         self.stream: Stream | None = None
         self._loop = asyncio.get_running_loop()
-        self._news: asyncio.Queue[list[StreamOutput] | Exception | None] = asyncio.Queue()
+        self._news: asyncio.Queue[News] = asyncio.Queue()
 
-    def deliver(self, news: list[StreamOutput] | Exception | None) -> None:
-        """Hand on what has come, from the thread of the engine: None at the end, an error instead of one."""
-        with suppress(RuntimeError):  # the loop has ended, and who waited with it
-            self._loop.call_soon_threadsafe(self._news.put_nowait, news)
+    def deliver(self, news: News) -> None:
+        """Hand on what has come, from the thread of the engine."""
+        deliver_all([(self, news)])
+
+    def wake(self) -> None:
+        """Let who waits look around, from the event loop: it gets nothing new."""
+        self._news.put_nowait([])
 
     async def news(self) -> list[StreamOutput] | None:
         """Wait for what the next steps bring, nothing at first: the engine has taken the request in. None at the end.
@@ -68,6 +76,18 @@ class Ticket:
         """The results, once the request has ended."""
         assert self.stream is not None
         return self.stream.outputs()
+
+
+def deliver_all(came: Sequence[tuple[Ticket, News]]) -> None:
+    """Hand on what has come for requests of one event loop, from the thread of the engine, and wake it once."""
+    if came:
+        with suppress(RuntimeError):  # the loop has ended, and who waited with it
+            came[0][0]._loop.call_soon_threadsafe(_put_all, came)
+
+
+def _put_all(came: Sequence[tuple[Ticket, News]]) -> None:
+    for ticket, news in came:
+        ticket._news.put_nowait(news)
 
 
 class Bridge:
@@ -183,6 +203,7 @@ class Bridge:
 
     def _hand_out(self) -> None:
         num_waiting = 0
+        came: list[tuple[Ticket, News]] = []
         for ticket in list(self._open):
             assert ticket.stream is not None
             try:
@@ -196,10 +217,12 @@ class Bridge:
             num_waiting += ticket.is_queued
             if news:
                 self._metrics.emitted(ticket, news)
-                ticket.deliver(news)
+                if ticket.wants_news:
+                    came.append((ticket, news))
             if ticket.stream.is_finished:
                 self._end(ticket)
-                ticket.deliver(None)
+                came.append((ticket, None))
+        deliver_all(came)
         self._metrics.load(self._num_running, num_waiting)
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:

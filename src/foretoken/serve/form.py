@@ -60,10 +60,14 @@ class Form(ABC):
         """The whole answer at once."""
 
 
+written = json.JSONEncoder(separators=(",", ":")).encode
+"""JSON without spaces."""
+
+
 def event(data: dict[str, Any], name: str = "") -> bytes:
     """A server-sent event."""
-    head = f"event: {name}\n".encode() if name else b""
-    return head + b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {written(data)}\n\n".encode()
 
 
 def parts_of(delta: StreamOutput, by_token: bool) -> list[slice]:
@@ -92,6 +96,7 @@ class ChoicesForm(Form):
         self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
 
         self._chunk = self._frame(is_chunk=True) | ({"usage": None} if asking.stream.include_usage else {})
+        self._beginning = written(self._chunk)[:-1]
 
     def _frame(self, is_chunk: bool) -> dict[str, Any]:
         """What every object begins with."""
@@ -112,7 +117,9 @@ class ChoicesForm(Form):
         return self._chunks(choices, **told)
 
     def _chunks(self, choices: Sequence[dict[str, Any]], **told: Any) -> list[bytes]:
-        return [event({**self._chunk, **told, "choices": [choice]}) for choice in choices]
+        if told:
+            return [event({**self._chunk, **told, "choices": [choice]}) for choice in choices]
+        return [f'data: {self._beginning},"choices":[{written(choice)}]}}\n\n'.encode() for choice in choices]
 
     def ending(self, usage: dict[str, Any], beside: dict[str, Any]) -> list[bytes]:
         told = ({"usage": usage} if self._asking.stream.include_usage else {}) | beside

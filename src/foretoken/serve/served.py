@@ -16,14 +16,16 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.errors import ConfigError
 from foretoken.machine import cpu_digest
 from foretoken.model.execution.packing import weight_sums
+from foretoken.model.promise import MOST_NODES
 from foretoken.serve.errors import ApiError
 from foretoken.serve.fields import shown, wrong_field
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
 
-WARM_TOKENS = 24
-"""Tokens of the text that is generated before the server says it is ready, in two rows, so that all is compiled."""
+WARM_PROMPT, WARM_TOKENS = MOST_NODES + 16, 24
+"""Tokens of the prompt and of the texts that are generated before the server says it is ready, in two rows, so that all
+is compiled: the layers of prompts of more tokens than a step has nodes, too."""
 
 
 class Served:
@@ -147,7 +149,7 @@ class Served:
     def warm(self) -> None:
         """Generate something in every way of drafting, so that the first request finds all compiled."""
         vocab_size = self.llm.target.vocab_size
-        prompt = [token % vocab_size for token in (1, 2, 3, 4) * 8]
+        prompt = [token % 4 % vocab_size for token in range(1, WARM_PROMPT + 1)]
         params = SamplingParams(n=2, max_tokens=WARM_TOKENS, ignore_eos=True, seed=0, detokenize=False)
         for llm in self.llms:
             room = (self.max_model_len or len(prompt) * 4) - 2
