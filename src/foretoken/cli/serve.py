@@ -10,6 +10,7 @@ import typer
 
 from foretoken.cli.options import DraftingOptions, EngineOptions, LoadingOptions, ModelOptions, takes_groups
 from foretoken.cli.running import exit_codes, load_llm, read_text, say
+from foretoken.config.engine import EngineConfig
 from foretoken.errors import ConfigError
 from foretoken.serve.settings import DETAILS, GRANULARITIES, PARSERS, ServerSettings
 
@@ -52,7 +53,15 @@ def serve(
     cors_origins: Annotated[
         list[str] | None, typer.Option(help="Web page that may call the server; may be repeated, * is every one.")
     ] = None,
-    rows: EngineOptions,
+    rows: Annotated[EngineOptions, "max_num_seqs", "max_model_len", "max_kv_bytes"],
+    prefill_chunk_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Prompt tokens that running rows wait for at once. By default 64 on a processor, where later prompts "
+            f"then take over every token that they share, and {EngineConfig.prefill_chunk_size} on a GPU.",
+            show_default=False,
+        ),
+    ] = None,
     num_cached_prefixes: Annotated[
         int, typer.Option(help="Texts whose prompts are kept for others that begin like them; 0 keeps none.")
     ] = 8,
@@ -126,7 +135,12 @@ def serve(
         )
         template = None if chat_template is None else read_text(chat_template)
         config = drafting.config(chosen, loading.profile_file)
-        kept = {"num_cached_prefixes": num_cached_prefixes, "gguf_file": model.gguf_file}
+        chunk_size = _chunk_size(loading.device) if prefill_chunk_size is None else prefill_chunk_size
+        kept = {
+            "num_cached_prefixes": num_cached_prefixes,
+            "gguf_file": model.gguf_file,
+            "prefill_chunk_size": chunk_size,
+        }
         options = {**vars(loading), **vars(rows), **kept}
         if replicas is not None or ray_address is not None:
             from foretoken.serve.ray import check_ray
@@ -153,6 +167,14 @@ def serve(
 
         server = Server(load, names[0], settings, host=host, port=port, say=say)
         server.run_until_end()
+
+
+def _chunk_size(device: str) -> int:
+    """Tokens of a chunk of a prompt, unless the user says: on a processor as many as its kernels of steps take."""
+    from foretoken.loading.models import choose_device
+    from foretoken.model.promise import MOST_NODES
+
+    return MOST_NODES if choose_device(device).type == "cpu" else EngineConfig.prefill_chunk_size
 
 
 def _keys(given: list[str] | None, file: str | None) -> tuple[str, ...]:
