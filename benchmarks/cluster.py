@@ -2,17 +2,25 @@
 
     python benchmarks/cluster.py kill --model zoo:tiny --rounds 20
     python benchmarks/cluster.py overhead --model zoo:smollm2
-    python benchmarks/cluster.py update --model zoo:tiny
+    python benchmarks/cluster.py update --model zoo:tiny --other zoo:smollm2
+    python benchmarks/cluster.py nodes --model zoo:tiny --rounds 5
+    python benchmarks/cluster.py overload --model zoo:tiny
+    python benchmarks/cluster.py job --model zoo:tiny --prompts 1000
+    python benchmarks/cluster.py chats --model zoo:tiny --prompts 60 --data answers.jsonl.xz
 
-"update" runs `foretoken.serve.ray.build` behind Ray's own proxy: while clients ask without a break, another drafter is
-deployed, replicas come and go, and nobody may see an error. Every text is compared
-with the one that `foretoken.LLM` gives for the same request in this process.
+"nodes" kills raylets of a cluster of three and a head; "overload" has one client ask for far more than can be done,
+beside one that asks for little; "job" kills two workers of `foretoken generate --out --replicas`; "chats" counts what
+replicas had read before. "update" runs `foretoken.serve.ray.build` behind Ray's own proxy: while clients ask without a
+break, another drafter is deployed, replicas come and go, or another model comes, and nobody may see an error. Every
+text is compared with the one that `foretoken.LLM` gives for the same request in this process.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import lzma
 import os
 import random
 import re
@@ -21,12 +29,14 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -91,6 +101,8 @@ class Heard:
     error: str = ""
     is_done: bool = False
     failovers: int = 0
+    status: int = 0
+    retry_after: str = ""
 
     @property
     def samples(self) -> list[tuple[Any, ...]]:
@@ -115,14 +127,19 @@ class Heard:
         self.times.append(time.perf_counter())
 
 
-def stream(address: str, body: Mapping[str, Any], timeout: float = 120.0) -> Heard:
+def stream(address: str, body: Mapping[str, Any], timeout: float = 300.0, key: str = "none") -> Heard:
     """One request of a client that counts what it gets."""
     heard = Heard()
+    headers = {"Authorization": f"Bearer {key}"}
     asked = {**body, "stream": True, "return_token_ids": True}
     try:
-        with httpx.stream("POST", f"{address}/v1/completions", json=asked, timeout=timeout) as response:
+        with httpx.stream(
+            "POST", f"{address}/v1/completions", json=asked, timeout=timeout, headers=headers
+        ) as response:
+            heard.status = response.status_code
             if response.status_code != 200:
                 response.read()
+                heard.retry_after = response.headers.get("retry-after", "")
                 heard.error = f"{response.status_code}: {response.text[:300]}"
                 return heard
             heard.times.append(time.perf_counter())
@@ -145,7 +162,8 @@ class Cluster:
 
     def replicas(self) -> dict[str, int]:
         """Process ids by name, of those that the page of figures knows."""
-        page = httpx.get(f"{self.address}/metrics", timeout=10).text
+        headers = {"Authorization": "Bearer one"}  # where there are keys, this is one
+        page = httpx.get(f"{self.address}/metrics", timeout=60, headers=headers).text
         lines = [line for line in page.splitlines() if line.startswith("foretoken:replica_info{")]
         labels = [dict(re.findall(r'(\w+)="([^"]*)"', line)) for line in lines]
         found = {label["replica"]: int(label["pid"]) for label in labels}
@@ -264,6 +282,50 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def kill(options: argparse.Namespace) -> int:
     """Kill a replica in the middle of streams, again and again."""
+
+    def strike(victim: int) -> None:
+        os.kill(victim, signal.SIGSTOP if options.hang else signal.SIGKILL)
+
+    method = ["--method", options.method] if options.method else ["--no-speculation"]
+    rows = ["--max-num-seqs", str(options.streams)]
+    return _rounds(options, cluster(options.model, options.replicas, *rows, *method), strike)
+
+
+def nodes(options: argparse.Namespace) -> int:
+    """Kill the raylet of a replica, and so its machine, again and again; another machine comes in its place."""
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # as Ray spells it
+    from ray.cluster_utils import Cluster as Machines
+
+    small = {"object_store_memory": 80_000_000, "include_dashboard": False}
+    machines = Machines(initialize_head=True, head_node_args={"num_cpus": 0, **small})
+    try:
+        for _ in range(options.replicas + 1):
+            machines.add_node(num_cpus=1, **small)
+
+        def strike(victim: int) -> None:
+            with open(f"/proc/{victim}/stat", encoding="utf-8") as file:
+                raylet = int(file.read().rpartition(")")[2].split()[1])
+            os.kill(raylet, signal.SIGKILL)
+
+        rows = ["--max-num-seqs", str(options.streams), "--method", options.method]
+        running = cluster(options.model, options.replicas, "--ray-address", machines.address, *rows)
+        return _rounds(options, running, strike, lambda: machines.add_node(num_cpus=1, wait=False, **small))
+    finally:
+        machines.shutdown()
+
+
+def _rounds(
+    options: argparse.Namespace,
+    started: AbstractContextManager[Cluster],
+    strike: Callable[[int], None],
+    mend: Callable[[], object] = lambda: None,
+) -> int:
+    """Strike at a replica under streams, again and again.
+
+    Args:
+      strike: given the process of a replica.
+      mend: called after each round.
+    """
     llm = LLM(options.model, options.method, max_num_seqs=16)
     pulse = Pulse()
     bodies = [request_of(place, options.max_tokens) for place in range(options.streams)]
@@ -271,19 +333,18 @@ def kill(options: argparse.Namespace) -> int:
     draw = random.Random(options.seed)
     pauses: list[float] = []
     num_wrong = num_moved = 0
-    method = ["--method", options.method] if options.method else ["--no-speculation"]
     del llm
-    with cluster(options.model, options.replicas, "--max-num-seqs", str(options.streams), *method) as running:
+    with started as running:
         for turn in range(options.rounds):
             pids = running.wait_for(options.replicas)
             time.sleep(1.0)  # until the router has heard of it
             victim = draw.choice(sorted(pids.values()))
-            sign = signal.SIGSTOP if options.hang else signal.SIGKILL
             delay = draw.uniform(0.05, options.within)
             pulse.longest()
-            heard = under_fire(running, bodies, lambda: os.kill(victim, sign), delay)  # noqa: B023
-            if options.hang:
+            heard = under_fire(running, bodies, lambda: strike(victim), delay)  # noqa: B023
+            with suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
+            mend()
             wrong = differences(heard, expected)
             moved = [one for one in heard if one.failovers]
             stopped = pulse.longest()
@@ -293,16 +354,180 @@ def kill(options: argparse.Namespace) -> int:
                 print(f"  clients did not run for {stopped:.1f} s, so that pauses do not count", flush=True)
             num_moved += len(moved)
             num_wrong += len(wrong)
-            print(f"round {turn}: killed {victim} after {delay:.2f} s, {len(moved)} streams moved", flush=True)
+            print(f"round {turn}: {victim} after {delay:.2f} s, {len(moved)} streams moved", flush=True)
             for line in wrong:
                 print("  ", line[:600], flush=True)
     print(
-        f"{options.model}: {options.rounds} kills under {options.streams} streams, {num_moved} streams moved, "
-        f"{num_wrong} wrong; "
-        f"of {len(pauses)} pauses p50 {quantile(pauses, 0.5):.2f} s, p95 {quantile(pauses, 0.95):.2f} s, "
-        f"longest {max(pauses, default=0.0):.2f} s"
+        f"{options.what} {options.model}: {options.rounds} times under {options.streams} streams, {num_moved} streams "
+        f"moved, {num_wrong} wrong; of {len(pauses)} pauses p50 {quantile(pauses, 0.5):.2f} s, "
+        f"p95 {quantile(pauses, 0.95):.2f} s, longest {max(pauses, default=0.0):.2f} s"
     )
     return 1 if num_wrong else 0
+
+
+def overload(options: argparse.Namespace) -> int:
+    """One client asks for far more than can be done, another for little; then nobody, and one request."""
+    bodies = [request_of(place, options.max_tokens) for place in range(options.streams)]
+    expected = references(LLM(options.model, options.method, max_num_seqs=16), bodies)
+    limits = ["--max-num-seqs", "2", "--max-queued-requests", "16", "--api-key", "one", "--api-key", "two"]
+    answers: dict[str, list[tuple[int, Heard, float]]] = {"one": [], "two": []}
+    is_over = threading.Event()
+    with cluster(options.model, options.replicas, "--method", options.method, *limits) as running:
+        running.wait_for(options.replicas)
+
+        def ask(key: str, place: int) -> None:
+            while not is_over.is_set():
+                began = time.perf_counter()
+                heard = stream(running.address, bodies[place % len(bodies)], key=key)
+                answers[key].append((place % len(bodies), heard, time.perf_counter() - began))
+                if heard.status == 429:
+                    is_over.wait(float(heard.retry_after))
+
+        with ThreadPoolExecutor(40) as pool:
+            clients = [pool.submit(ask, "one", place) for place in range(36)]
+            clients += [pool.submit(ask, "two", place) for place in range(4)]
+            time.sleep(options.seconds)
+            is_over.set()
+            for client in clients:
+                client.result()
+        began = time.perf_counter()
+        last = stream(running.address, bodies[0], key="one")
+        recovery = time.perf_counter() - began
+    wrong = differences([last], [expected[0]])
+    for key, heard in answers.items():
+        refused = [one for _, one, _ in heard if one.status != 200]
+        served = [(place, one, took) for place, one, took in heard if one.status == 200]
+        wrong += differences([one for _, one, _ in served], [expected[place] for place, _, _ in served])
+        wrong += [
+            one.error for one in refused if (one.status, one.retry_after) != (429, "1") or "queue_full" not in one.error
+        ]
+        took = [took for *_, took in served]
+        print(
+            f"client {key}: {len(served)} answers, {len(refused)} refusals with 429; answers took p50 "
+            f"{quantile(took, 0.5):.2f} s, p95 {quantile(took, 0.95):.2f} s", flush=True,
+        )  # fmt: skip
+    print(f"{options.model}: {len(wrong)} wrong; an answer after it {recovery:.2f} s")
+    for line in wrong[:10]:
+        print("  ", line[:600])
+    return 1 if wrong else 0
+
+
+def job(options: argparse.Namespace) -> int:
+    """Many prompts into a file, on this machine and by two workers, of which one is killed, twice."""
+    draw = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        prompts = Path(folder, "prompts.jsonl")
+        lines = [f"{draw.choice(PROMPTS)} {place} {draw.choice(PROMPTS)}" for place in range(options.prompts)]
+        prompts.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in lines), encoding="utf-8")
+        command = [
+            sys.executable, "-m", "foretoken", "generate", "--model", options.model, "--raw",
+            "--method", options.method, "--max-new-tokens", str(options.max_tokens), "--temperature", "1",
+            "--seed", "5", "--prompts-file", str(prompts),
+        ]  # fmt: skip
+        whole, parts = Path(folder, "whole.jsonl"), Path(folder, "parts.jsonl")
+        subprocess.run([*command, "--out", str(whole)], check=True, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [*command, "--out", str(parts), "--replicas", "2"], stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        killed = []
+        for share in (0.2, 0.6):
+            while process.poll() is None and _num_lines(parts) < share * options.prompts:
+                time.sleep(0.05)
+            workers = [pid for pid in _descendants(process.pid) if "ray::Worker" in _command(pid)]
+            if workers:
+                victim = draw.choice(workers)
+                os.kill(victim, signal.SIGKILL)
+                killed.append(_num_lines(parts))
+        code = process.wait()
+        is_equal = whole.read_bytes() == parts.read_bytes()
+        print(
+            f"{options.model}: {_num_lines(parts)} of {options.prompts} results, workers killed after {killed}; exit "
+            f"status {code}, {'equal line for line' if is_equal else 'NOT equal'}"
+        )
+    return 0 if is_equal and len(killed) == 2 and code == 0 else 1
+
+
+def chats(options: argparse.Namespace) -> int:
+    """Chats of the shared data, turn after turn: what each replica need not read again, with and without beginnings."""
+    import ray
+    from ray import serve
+
+    from foretoken.serve.ray import build
+    from foretoken.serve.ray.launch import start_ray
+
+    with lzma.open(options.data, "rt", encoding="utf-8") as file:
+        records = [json.loads(line) for line in itertools.islice(file, 4 * options.prompts)]
+    said = [(record["prompt"][:300], record["answer"][:300]) for record in records]
+    talks = [said[place : place + 4] for place in range(0, len(said), 4)]
+    llm = {
+        "max_num_seqs": options.streams,
+        "prefill_chunk_size": 64,
+        "num_cached_prefixes": 2 * len(talks) // options.replicas,
+    }
+    start_ray(None, options.replicas)
+    for label, routing in (("beginnings", {}), ("fewest requests", {"max_blocks": 0})):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = f"http://127.0.0.1:{free.getsockname()[1]}"
+        config = {"model": options.model, "num_replicas": options.replicas, "llm": llm, "routing": routing}
+        serve.start(http_options={"host": "127.0.0.1", "port": int(address.rpartition(":")[2])})
+        serve.run(build(config), name="foretoken", route_prefix="/")
+        num_read = num_cached = 0
+        firsts: list[float] = []
+        draw = random.Random(options.seed)
+
+        def ask(talk: list[tuple[str, str]], turn: int, address: str = address) -> tuple[int, int, float]:
+            text = "".join(f"A: {prompt}\nB: {answer}\n" for prompt, answer in talk[:turn])
+            body = {"prompt": f"{text}A: {talk[turn][0]}\nB:", "max_tokens": 24, "temperature": 0.0}
+            began, first, usage = time.perf_counter(), 0.0, {}
+            asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+            with httpx.stream("POST", f"{address}/v1/completions", json=asked, timeout=300) as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        chunk = json.loads(line.removeprefix("data: "))
+                        first = first or (time.perf_counter() - began if chunk["choices"] else 0.0)
+                        usage = chunk.get("usage") or usage
+            return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], first
+
+        for turn in range(4):
+            order = draw.sample(talks, len(talks))
+            with ThreadPoolExecutor(options.streams) as pool:
+                for read, cached, first in pool.map(ask, order, [turn] * len(order)):
+                    num_read, num_cached = num_read + read, num_cached + cached
+                    firsts.append(first)
+        time.sleep(2.0)  # until replicas have told their figures
+        page = httpx.get(f"{address}/metrics", timeout=60).text
+        counts = [float(n) for n in re.findall(r"^foretoken:request_queue_time_seconds_count\{.*\} (\S+)$", page, re.M)]
+        print(
+            f"{label}: {len(firsts)} requests, {num_cached / num_read:.2f} of {num_read} prompt tokens kept; first "
+            f"token p50 {1e3 * quantile(firsts, 0.5):.0f} ms, p95 {1e3 * quantile(firsts, 0.95):.0f} ms; by replica "
+            f"{counts}", flush=True,
+        )  # fmt: skip
+        serve.shutdown()
+    ray.shutdown()
+    return 0
+
+
+def _num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _descendants(pid: int) -> list[int]:
+    parents = {}
+    for place in Path("/proc").iterdir():
+        if place.name.isdigit():
+            with suppress(OSError):
+                parents[int(place.name)] = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for parent in found:
+        found += [child for child, of in parents.items() if of == parent]
+    return found[1:]
 
 
 def overhead(options: argparse.Namespace) -> int:
@@ -336,8 +561,10 @@ def update(options: argparse.Namespace) -> int:
     from foretoken.serve.ray.launch import start_ray
 
     bodies = [request_of(place, options.max_tokens) for place in range(options.streams)]
-    expected = references(LLM(options.model, max_num_seqs=16), bodies)
-    config = {"model": options.model, "num_cpus": 1, "num_replicas": options.replicas, "drain_seconds": 30.0}
+    models = [options.model, *([options.other] if options.other else [])]
+    expected = [references(LLM(model, max_num_seqs=16), bodies) for model in models]
+    config = {"model": options.model, "num_cpus": 1, "num_replicas": options.replicas, "drain_seconds": 60.0}
+    config["served_model_name"] = ["served"]
     start_ray(None, options.replicas + 2)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -345,11 +572,16 @@ def update(options: argparse.Namespace) -> int:
     is_over = threading.Event()
     wrong: list[str] = []
     counts: list[int] = []
+    by_model = [0] * len(models)
 
     def ask(place: int) -> None:
         while not is_over.is_set():
             heard = stream(f"http://127.0.0.1:{port}", bodies[place])
-            wrong.extend(differences([heard], [expected[place]]))
+            found = [differences([heard], [each[place]]) for each in expected]
+            if [] in found:
+                by_model[found.index([])] += 1
+            else:
+                wrong.extend(found[0])
             counts.append(heard.failovers)
 
     changes = [
@@ -358,6 +590,8 @@ def update(options: argparse.Namespace) -> int:
         ("one replica more", {"num_replicas": options.replicas + 1}),
         ("one replica", {"num_replicas": 1}),
     ]
+    if options.other:
+        changes[2:] = [("another model", {"model": options.other})]
     try:
         with ThreadPoolExecutor(len(bodies)) as pool:
             for label, change in changes:
@@ -366,7 +600,11 @@ def update(options: argparse.Namespace) -> int:
                 if label == "deployed":
                     clients = [pool.submit(ask, place) for place in range(len(bodies))]
                 time.sleep(10.0)
-                print(f"{label}: {len(counts)} answers so far, {sum(counts)} moved, {len(wrong)} wrong", flush=True)
+                print(
+                    f"{label}: {len(counts)} answers so far, {sum(counts)} moved, {len(wrong)} wrong, "
+                    f"by model {by_model}",
+                    flush=True,
+                )
             is_over.set()
             for client in clients:
                 client.result()
@@ -374,7 +612,7 @@ def update(options: argparse.Namespace) -> int:
         is_over.set()
         serve.shutdown()
         ray.shutdown()
-    print(f"{options.model}: {len(counts)} answers, {sum(counts)} moved, {len(wrong)} wrong")
+    print(f"{options.model}: {len(counts)} answers, by model {by_model}, {sum(counts)} moved, {len(wrong)} wrong")
     for line in wrong[:10]:
         print("  ", line[:600])
     return 1 if wrong else 0
@@ -382,7 +620,7 @@ def update(options: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["kill", "overhead", "update"])
+    parser.add_argument("what", choices=list(WHAT))
     parser.add_argument("--model", default="zoo:tiny")
     parser.add_argument("--method", default="ngram")
     parser.add_argument("--replicas", type=int, default=2)
@@ -392,8 +630,23 @@ def main() -> int:
     parser.add_argument("--within", type=float, default=1.5, help="Seconds in which the kill comes.")
     parser.add_argument("--hang", action="store_true", help="Stop the process instead of killing it.")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--other", help="For update: a model to be deployed in the place of the first.")
+    parser.add_argument("--prompts", type=int, default=1000, help="Of a job.")
+    parser.add_argument("--data", default="../shared/data/smollm2/answers.jsonl.xz", help="Of chats.")
+    parser.add_argument("--seconds", type=float, default=20.0, help="Of overload.")
     options = parser.parse_args()
-    return {"kill": kill, "overhead": overhead, "update": update}[options.what](options)
+    return WHAT[options.what](options)
+
+
+WHAT = {
+    "kill": kill,
+    "nodes": nodes,
+    "overload": overload,
+    "job": job,
+    "chats": chats,
+    "overhead": overhead,
+    "update": update,
+}
 
 
 if __name__ == "__main__":

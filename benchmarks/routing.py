@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--prompt-ms", type=float, default=1.5)
     parser.add_argument("--token-ms", type=float, default=25.0)
     parser.add_argument("--load", type=float, default=0.6)
-    parser.add_argument("--balance", type=float, default=1.25)
+    parser.add_argument("--balance", type=float, default=1.3)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     print("| replicas | way | share of prompt tokens kept | first token p50 / p95, ms | served, max / mean | "

@@ -221,6 +221,20 @@ def test_a_request_is_read_anew_when_another_model_is_served(replicas: list[Repl
     assert {answer.json()["choices"][0]["text"] for answer in answers} == {expected.outputs[0].text}
 
 
+def test_a_replica_without_the_way_of_drafting_takes_its_default(replicas: list[Replica], plain: LLM) -> None:
+    """Deployed anew under another name: the texts are the same."""
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)
+    (expected,) = plain.generate(PROMPT, params)
+
+    class Renamed(Breaking):
+        async def generate(self, work: Work) -> AsyncGenerator[Message, None]:
+            async with aclosing(super().generate(replace(work, name="gone"))) as messages:
+                async for message in messages:
+                    yield message
+
+    assert ask(Renamed(replicas, [None]), params).ids[0] == list(expected.outputs[0].token_ids)
+
+
 def test_a_full_queue_sends_away_the_newest_of_who_fills_it(replicas: list[Replica]) -> None:
     """A client with few requests gets its place; one with as many as anybody is told to come again."""
 
