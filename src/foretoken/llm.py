@@ -36,6 +36,7 @@ from foretoken.loading.pairing import Pairing
 from foretoken.loading.sources import check_exists
 from foretoken.loading.stored import save_compressed
 from foretoken.model.cache.prefixes import PrefixStore
+from foretoken.model.default_device import makes_on_cpu
 from foretoken.model.execution.kinds import check_kind
 from foretoken.model.execution.rounding import check_quantization, check_weights
 from foretoken.model.lm import CausalLM
@@ -95,6 +96,7 @@ class LLM:
     """
 
     @known_arguments("LLM", LLM_ALIASES, LLM_ARGUMENTS)
+    @makes_on_cpu
     def __init__(
         self,
         model: ModelLike,
@@ -178,6 +180,7 @@ class LLM:
         if is_zoo(model):
             announce_notes(str(model), [part.method for part in config.parts])
 
+    @makes_on_cpu
     def with_speculative_config(self, speculative_config: SpeculativeLike) -> LLM:
         """The same target in memory with another way of drafting; this LLM stays as it is.
 

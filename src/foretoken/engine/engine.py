@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from time import perf_counter
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +15,7 @@ from foretoken.engine.accepting import accept_rows, choose_all
 from foretoken.engine.admission import Admission
 from foretoken.engine.decoding import emit, observe, propose, undrafted
 from foretoken.engine.drafter import Drafter, PromptChunk
-from foretoken.engine.exclusive_use import ExclusiveUse
+from foretoken.engine.exclusive_use import ExclusiveCall, ExclusiveUse
 from foretoken.engine.features import RowFeatures
 from foretoken.engine.forwards import NO_LIMIT, Forwards
 from foretoken.engine.governing import AnyGovernor, Governing
@@ -274,20 +273,22 @@ class Engine:
 
     # -- steps that break off ----------------------------------------------------------------------------------
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        caller = sys._getframe(2)  # that of the with statement
+    def _exclusive(self) -> ExclusiveCall:
+        return ExclusiveCall(self._enter, self._leave)
+
+    def _enter(self, caller: FrameType) -> None:
         if not self._use.take(caller):
             raise EngineBusyError("this engine is running in another thread; use one engine per thread or a lock")
-        try:
-            if self._is_broken:
-                self._end_all()
-            self._is_broken = True  # unless it comes to its end
-            yield
-            self._is_broken = False
-        except BaseException:
+        if self._is_broken:
             self._end_all()
-            raise
+        self._is_broken = True  # unless it comes to its end
+
+    def _leave(self, is_whole: bool) -> None:
+        try:
+            if is_whole:
+                self._is_broken = False
+            else:
+                self._end_all()
         finally:
             self._use.give_back()
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
+
+from foretoken.model.default_device import cpu_by_default
 
 
 class ExclusiveUse:
@@ -35,6 +38,31 @@ class ExclusiveUse:
     def give_back(self) -> None:
         """Let others in."""
         self._frame = None
+
+
+class ExclusiveCall:
+    """A block that has an engine to itself, and makes tensors on the CPU where no device is named.
+
+    A class, since a generator that Ctrl-C leaves suspended runs its ending when it is collected, which may be in the
+    middle of a later step.
+
+    Args:
+      enter: is given the frame of the with statement.
+      leave: is told whether the block came to its end.
+    """
+
+    def __init__(self, enter: Callable[[FrameType], None], leave: Callable[[bool], None]) -> None:
+        self._enter = enter
+        self._leave = leave
+        self._device = cpu_by_default()
+
+    def __enter__(self) -> None:
+        self._enter(sys._getframe(1))
+        self._device.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        self._device.__exit__(None, None, None)
+        self._leave(kind is None)
 
 
 def is_running(frame: FrameType) -> bool:

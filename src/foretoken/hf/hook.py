@@ -34,6 +34,7 @@ from foretoken.hf.prompts import check_positions, read_rows
 from foretoken.loading.adapters import ADAPTERS, Adapter
 from foretoken.loading.models import load_tokenizer
 from foretoken.loading.pairing import Drafting
+from foretoken.model.default_device import makes_on_cpu
 from foretoken.model.execution.rounding import check_quantization
 from foretoken.model.lm import CausalLM
 from foretoken.model.wrappers import check_unwrapped
@@ -122,6 +123,7 @@ class Speculation:
             "with the same arguments in each process"
         )
 
+    @makes_on_cpu
     def prepare(self, model: PreTrainedModel) -> Speculation:
         """Do now what the first call would do for a model: check, probe and pack it, and load its drafter.
 
@@ -184,6 +186,7 @@ class Speculation:
                 model, input_ids, logits_processor, stopping_criteria, generation_config, theirs, model_kwargs
             )
 
+    @makes_on_cpu
     def _generate(
         self,
         model: PreTrainedModel,

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.loading.info import Loaded, model_name
 from foretoken.loading.pairing import Drafting, Pairing
+from foretoken.model.default_device import makes_on_cpu
 from foretoken.model.lm import CausalLM
 
 MAX_DRAFTINGS = 4
@@ -41,6 +42,7 @@ class Adapter:
     lock: threading.RLock = field(default_factory=threading.RLock)
     _draftings: OrderedDict[Any, Drafting] = field(default_factory=OrderedDict)
 
+    @makes_on_cpu
     def drafting(
         self, model: PreTrainedModel, config: SpeculativeConfig, tokenizer: PreTrainedTokenizerBase | None
     ) -> Drafting:
@@ -75,6 +77,7 @@ class Adapters:
         """Number of models."""
         return len(self._of)
 
+    @makes_on_cpu
     def of(self, model: PreTrainedModel, execution: str = "auto", quantization: str | None = None) -> Adapter:
         """The adapter of a model as it is now, with its linear layers rounded where that is asked for.
 

@@ -75,14 +75,9 @@ class Recorder:
         is_same = returned is not None and read is not None and torch.equal(returned, read)
         self.needs_logits = not is_same
 
-    @contextmanager
-    def recording(self, wanted: Wanted) -> Iterator[None]:
+    def recording(self, wanted: Wanted) -> Recording:
         """Record the forward inside; `output` then has it."""
-        self._wanted = wanted
-        try:
-            yield
-        finally:
-            self._wanted = Wanted()
+        return Recording(self, wanted)
 
     @contextmanager
     def seeing(self) -> Iterator[None]:
@@ -146,6 +141,20 @@ class Recorder:
 
         handle: RemovableHandle = self.layers[index].register_forward_pre_hook(hook, with_kwargs=True)
         return handle
+
+
+class Recording:
+    """See `Recorder.recording`. A class: a generator that Ctrl-C leaves suspended would end a later forward's."""
+
+    def __init__(self, recorder: Recorder, wanted: Wanted) -> None:
+        self._recorder = recorder
+        self._wanted = wanted
+
+    def __enter__(self) -> None:
+        self._recorder._wanted = self._wanted
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder._wanted = Wanted()
 
 
 def _decoder_layers(model: PreTrainedModel, num_layers: int) -> Any:

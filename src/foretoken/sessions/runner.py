@@ -14,6 +14,7 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.exclusive_use import ExclusiveUse
 from foretoken.engine.stats import StepProfile
 from foretoken.errors import EngineBusyError, PromptError
+from foretoken.model.default_device import makes_on_cpu
 from foretoken.sessions.payoff import PayoffWatch
 from foretoken.sessions.prompts import Prompt
 from foretoken.sessions.session import Request, Session
@@ -71,6 +72,7 @@ class Runner:
         """Rows in the cache."""
         return self._engine.num_running
 
+    @makes_on_cpu
     def open(self, prompts: Seq[Prompt], params: Seq[Callable[[int], SamplingParams]]) -> Session:
         """Queue the prompts of one call, all of them or, when one is refused, none.
 

@@ -18,11 +18,13 @@ from foretoken.classic.trace import begin_trace
 from foretoken.classic.utils import printing
 from foretoken.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor
 from foretoken.errors import ConfigError, TreeError
+from foretoken.model.default_device import makes_on_cpu
 
 __all__ = ["ngram_assisted_speculative_generate"]
 
 
 @torch.no_grad()
+@makes_on_cpu
 def ngram_assisted_speculative_generate(
     inputs: Sequence[int],
     ngramstorage: INgramStorage,

@@ -16,11 +16,13 @@ from foretoken.classic.sampling.beams import BeamSearch
 from foretoken.classic.trace import begin_trace
 from foretoken.classic.utils import printing
 from foretoken.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor
+from foretoken.model.default_device import makes_on_cpu
 
 __all__ = ["autoregressive_generate", "beam_search_generate"]
 
 
 @torch.no_grad()
+@makes_on_cpu
 def autoregressive_generate(
     inputs: Sequence[int],
     model: Module,
@@ -64,6 +66,7 @@ def autoregressive_generate(
 
 
 @torch.no_grad()
+@makes_on_cpu
 def beam_search_generate(
     inputs: Sequence[int],
     model: Module,

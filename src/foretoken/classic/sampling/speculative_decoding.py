@@ -20,6 +20,7 @@ from foretoken.classic.utils import printing
 from foretoken.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor
 from foretoken.drafters.lengths import EgagLength, normalised_entropy
 from foretoken.loading.pairing import check_vocab_sizes
+from foretoken.model.default_device import makes_on_cpu
 from foretoken.model.lm import fit_vocabulary
 
 __all__ = ["max_fn", "speculative_generate"]
@@ -36,6 +37,7 @@ def max_fn(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+@makes_on_cpu
 def speculative_generate(
     inputs: Sequence[int],
     drafter: Module,
@@ -94,7 +96,7 @@ def speculative_generate(
             "skip_sample_adjustment draws the token after a rejection from the target's law instead of the residual: "
             "the output no longer has the target's law",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     target_reader = reader_of(target, keeps_cache=use_cache)
     draft_reader = reader_of(drafter, keeps_cache=use_cache)

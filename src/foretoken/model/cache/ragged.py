@@ -5,8 +5,7 @@ This is the only file that owns lengths, commit and rollback.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -141,29 +140,14 @@ class KVCache(Cache):  # type: ignore[misc]
                 raise ShapeError(f"row {row} holds {self.lengths[row]} committed columns; cannot roll back to {length}")
         self.lengths[first_row : first_row + len(lengths)] = lengths
 
-    @contextmanager
-    def kept(self, row: int, first_column: int, last_column: int) -> Iterator[None]:
+    def kept(self, row: int, first_column: int, last_column: int) -> KeptColumns:
         """Let the block write over columns ``first_column`` to ``last_column - 1`` of a row, and put them back.
 
         Inside, the row ends at ``first_column``, so that a forward writes there; afterwards it is as long as before.
 
-        Raises: ShapeError for columns that are not all committed.
+        Raises: ShapeError for columns that are not all committed, when the block begins.
         """
-        length = self.lengths[row]
-        if not 0 <= first_column <= last_column <= length:
-            raise ShapeError(
-                f"columns {first_column}..{last_column - 1} of row {row} cannot be kept: it holds {length} columns"
-            )
-        with torch.inference_mode():
-            saved = [buffer[row, :, first_column:last_column].clone() for buffer in self._buffers()]
-        self.lengths[row] = first_column
-        try:
-            yield
-        finally:
-            with torch.inference_mode():
-                for buffer, columns in zip(self._buffers(), saved, strict=True):
-                    buffer[row, :, first_column:last_column] = columns
-            self.lengths[row] = length
+        return KeptColumns(self, row, first_column, last_column)
 
     # -- rows --------------------------------------------------------------------------------------------------
 
@@ -262,3 +246,28 @@ class KVCache(Cache):  # type: ignore[misc]
             if layer.is_initialized:
                 yield layer.keys
                 yield layer.values
+
+
+class KeptColumns:
+    """See `KVCache.kept`. A class: a generator that Ctrl-C leaves suspended would write them when it is collected."""
+
+    def __init__(self, cache: KVCache, row: int, first_column: int, last_column: int) -> None:
+        self._cache = cache
+        self._row = row
+        self._columns = slice(first_column, last_column)
+
+    def __enter__(self) -> None:
+        first, last, self._length = self._columns.start, self._columns.stop, self._cache.lengths[self._row]
+        if not 0 <= first <= last <= self._length:
+            raise ShapeError(
+                f"columns {first}..{last - 1} of row {self._row} cannot be kept: it holds {self._length} columns"
+            )
+        with torch.inference_mode():
+            self._saved = [buffer[self._row, :, self._columns].clone() for buffer in self._cache._buffers()]
+        self._cache.lengths[self._row] = first
+
+    def __exit__(self, *_: object) -> None:
+        with torch.inference_mode():
+            for buffer, columns in zip(self._cache._buffers(), self._saved, strict=True):
+                buffer[self._row, :, self._columns] = columns
+        self._cache.lengths[self._row] = self._length

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -33,18 +32,23 @@ Seen: TypeAlias = Callable[..., torch.Tensor | None]
 _seen_by: ContextVar[Seen | None] = ContextVar("seen_by", default=None)
 
 
-@contextmanager
-def seen_by(function: Seen) -> Iterator[None]:
+class seen_by:
     """Inside, call a function first with what `grouped_sdpa` is given, and take its result if it has one.
+
+    A class: a generator that Ctrl-C leaves suspended would end what a later block sees, when it is collected.
 
     Args:
       function: of the module, query, key, value and mask, and of the other arguments by name.
     """
-    token = _seen_by.set(function)
-    try:
-        yield
-    finally:
-        _seen_by.reset(token)
+
+    def __init__(self, function: Seen) -> None:
+        self._function = function
+
+    def __enter__(self) -> None:
+        self._token = _seen_by.set(self._function)
+
+    def __exit__(self, *_: object) -> None:
+        _seen_by.reset(self._token)
 
 
 def is_seen() -> bool:

@@ -1,0 +1,73 @@
+"""Ctrl-C at the edge of any context of a step: what is collected later disturbs nothing."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from foretoken import LLM, SamplingParams
+from foretoken.testing import toy_model
+
+PROMPT = [5, 6, 7, 5, 6, 9]
+PARAMS = SamplingParams(temperature=1, max_tokens=14, seed=5, ignore_eos=True)
+
+
+class Cut:
+    """Raises KeyboardInterrupt after the n-th time a block begins, or before it ends; counts them."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+        self.num_edges = 0
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        is_edge = (code.co_name, event) in (("__enter__", "return"), ("__exit__", "call"))
+        if not is_edge or not ("contextlib" in code.co_filename or "foretoken" in code.co_filename):
+            return
+        self.num_edges += 1
+        if self.num_edges == self.place:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+
+def interrupted(llm: LLM, place: int) -> tuple[list[BaseException], int]:
+    """The error that a call was cut off by, which holds its frames, and how many edges came before."""
+    cut = Cut(place)
+    stream = llm.stream(PROMPT, PARAMS)
+    next(stream)
+    sys.setprofile(cut)
+    try:
+        next(stream), next(stream)
+    except KeyboardInterrupt as error:
+        return [error], cut.num_edges
+    finally:
+        sys.setprofile(None)
+    return [], cut.num_edges
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"method": "ngram", "prompt_lookup_min": 1, "length_policy": "fixed"},
+        {"method": "layer_skip", "exit_layer": 1, "length_policy": "fixed"},
+    ],
+    ids=lambda config: config["method"],
+)
+def test_what_ctrl_c_has_left_disturbs_no_later_step(config: Any) -> None:
+    llm = LLM(toy_model(seed=3), config)
+    expected = LLM(toy_model(seed=3)).generate(PROMPT, PARAMS)[0].outputs[0].token_ids
+    _, num_edges = interrupted(llm, 0)
+    assert num_edges > 4
+    for place in range(1, num_edges + 1):
+        left, _ = interrupted(llm, place)
+        tokens: list[int] = []
+        for number, news in enumerate(llm.stream(PROMPT, PARAMS)):
+            tokens += news.token_ids
+            if number == 1:
+                left.clear()
+                gc.collect()
+        assert tuple(tokens) == expected, place
