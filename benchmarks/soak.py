@@ -48,6 +48,7 @@ from foretoken.engine.governing import AnyGovernor
 from foretoken.engine.governor import Governor
 from foretoken.engine.memory import bytes_per_token
 from foretoken.engine.method_bandit import MethodBandit
+from foretoken.engine.patience import Patience
 from foretoken.engine.sequence import Sequence
 from foretoken.heads.checkpoint import write_checkpoint
 from foretoken.heads.eagle import EagleHead, EagleShape, default_streams
@@ -413,9 +414,26 @@ def toy_world(rng: random.Random, folder: Path, methods: tuple[str, ...] = tuple
 
 
 def governor(drafter: Drafter) -> AnyGovernor:
-    """One that finds more than a few nodes too dear, so that drafts are cut."""
+    """Finds more than a few nodes too dear, so that drafts are cut; rows leave the drafter at times."""
     costs = CostModel({1: 0.001, 8: 0.0012, 64: 0.004, 512: 0.032})
-    return MethodBandit(drafter, costs) if drafter.arms else Governor(costs)
+    made = MethodBandit(drafter, costs) if drafter.arms else Governor(costs)
+    made.patience = Moody(0)
+    return made
+
+
+class Moody(Patience):
+    """Ends and welcomes at random, where measured time decides otherwise."""
+
+    def __init__(self, seed: int, welcomes: float = 0.8, ends: float = 0.01) -> None:
+        super().__init__()
+        self._rng = random.Random(seed)
+        self._rates = welcomes, ends
+
+    def welcomes(self) -> bool:
+        return self._rng.random() < self._rates[0]
+
+    def ends(self) -> bool:
+        return self._rng.random() < self._rates[1]
 
 
 class Texts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 import sys
 import time
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from soak import Moody
 
 import toy_heads
 from foretoken.config.engine import EngineConfig
@@ -140,20 +140,6 @@ def test_rows_go_on_without_a_drafter_that_takes_longer_than_they_do(monkeypatch
     assert [row.output_ids for row in (*first, later)] == [row.output_ids for row in rows]
 
 
-class Moody(Patience):
-    """Ends and welcomes at random: what is left in the middle of anything must change no token."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self._rng = random.Random(seed)
-
-    def welcomes(self) -> bool:
-        return self._rng.random() < 0.6
-
-    def ends(self) -> bool:
-        return self._rng.random() < 0.03
-
-
 class Willing(Governor):
     """Lets every draft pass, so that what is drafted does not hang on measured times."""
 
@@ -193,7 +179,7 @@ def test_leaving_at_any_time_changes_no_token(method: str, params: SamplingParam
     list(plain.run())
     rows: list[Sequence] = []
     for seed in range(3):
-        engine = Engine(lm, drafter_of(method, lm), config, governor=Willing(Moody(seed)))
+        engine = Engine(lm, drafter_of(method, lm), config, governor=Willing(Moody(seed, 0.6, 0.03)))
         these = [row for prompt in PROMPTS for row in engine.add_request(prompt, params)]
         list(engine.run())
         assert [row.output_ids for row in these] == [row.output_ids for row in wanted]
