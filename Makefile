@@ -35,7 +35,7 @@ SAME_ON_EVERY_VERSION = $(addprefix tests/test_,real_model.py tree.py) tests/acc
 	tests/verify tests/views
 PIP = -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo picture test test-full test-oldest check lint format docs bench clean
+.PHONY: setup demo picture test test-full test-oldest check lint format docs bench wheels clean
 
 setup: .venv/.ready
 	@.venv/bin/foretoken --version
@@ -95,6 +95,12 @@ docs: .venv/.ready
 
 bench: .venv/.ready
 	.venv/bin/foretoken bench
+
+# into dist/: the wheel for every platform, the one with kernels for x86-64, and the source distribution
+wheels: .venv/.ready
+	mkdir -p dist
+	.venv/bin/python -c "from hatchling.build import *; print(build_sdist('dist'), build_wheel('dist'))"
+	FORETOKEN_WHEEL=x86_64 .venv/bin/python -c "from hatchling.build import *; print(build_wheel('dist'))"
 
 clean:
 	rm -rf .venv .venvs .cache build dist .pytest_cache .mypy_cache .ruff_cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,11 +51,41 @@ def test_missing_kernels_have_a_remedy(
 ) -> None:
     monkeypatch.setattr(build, "instruction_set", lambda: instructions)
     monkeypatch.setattr(build, "cpp_compiler", lambda: compiler)
+    monkeypatch.setattr(build, "why_not_precompiled", lambda instruction: "this installation has none")
     monkeypatch.setattr(native, "library", lambda: None)
     report = json.loads(run("--json"))
     (kernels,) = [one for one in report["missing"] if one["what"] == "kernels"]
     assert kernels["remedy"].startswith(remedy)
+    if instructions is not None:
+        assert "install the wheel for this platform" in kernels["remedy"]
+        assert kernels["why"].endswith("of precompiled ones: this installation has none")
     assert report["promise"]["kind"] == "near-ties"
+    assert report["kernels_from"] is None
+
+
+@pytest.mark.parametrize(
+    ("origin", "compiler", "told"),
+    [
+        ("wheel", None, "AVX2, precompiled in the wheel, which come before any compiled here"),
+        ("compiler", ["g++"], "AVX2, compiled on this machine; of precompiled ones: this installation has none"),
+    ],
+)
+def test_it_is_told_where_kernels_come_from(
+    origin: str, compiler: list[str] | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a compiler they may come with the wheel; what it would do besides is missing, and has a remedy."""
+    monkeypatch.setattr(build, "instruction_set", lambda: "AVX2")
+    monkeypatch.setattr(build, "cpp_compiler", lambda: compiler)
+    why = "" if origin == "wheel" else "this installation has none"
+    monkeypatch.setattr(build, "why_not_precompiled", lambda instruction: why)
+    monkeypatch.setattr(native, "library", lambda: SimpleNamespace(instruction_set="AVX2", origin=origin))
+    report = json.loads(run("--json"))
+    assert (report["kernels"], report["kernels_from"]) == ("AVX2", origin)
+    assert report["promise"]["kind"] == "native"
+    missing = {one["what"]: one["remedy"] for one in report["missing"]}
+    assert "kernels" not in missing
+    assert missing.get("compiler") == (None if compiler else "install g++ or clang++, or set CXX to one")
+    assert told in " ".join(run().split())
 
 
 def test_a_missing_package_and_cache_have_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from foretoken.folders import cache_folder
 from foretoken.native import build as compiling
+from foretoken.native import compiler
 
 pytestmark = pytest.mark.skipif(
     compiling.cpp_compiler() is None or compiling.instruction_set() is None, reason="nothing is compiled here"
@@ -52,13 +53,13 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     made = Site(tmp_path)
     monkeypatch.setenv("FORETOKEN_CACHE", str(made.cache))
     monkeypatch.setattr(tempfile, "tempdir", str(made.temporary))
-    run = compiling._run
+    run = compiler.run
 
     def counted(command: Any) -> None:
         made.commands.append(tuple(command))
         run(command)
 
-    monkeypatch.setattr(compiling, "_run", counted)
+    monkeypatch.setattr(compiler, "run", counted)
     compiling._tell_not_kept.cache_clear()
     yield made
     compiling._tell_not_kept.cache_clear()

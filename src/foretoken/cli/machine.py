@@ -23,6 +23,7 @@ EXTRAS = {
 }
 """Of the package: a module that each brings, and what it is for."""
 
+OR_WHEEL = "or install the wheel for this platform, which has them compiled"
 UNTIL_MODEL = "what a model's text keeps is said with it: foretoken info --model MODEL"
 
 
@@ -35,7 +36,7 @@ def machine_report() -> dict[str, Any]:
     from foretoken.folders import CACHE_VARIABLE, cache_folder
     from foretoken.machine import available_memory_bytes, cpu_name, cpu_quota, num_cpus
     from foretoken.model.promise import Promise
-    from foretoken.native.build import cpp_compiler, instruction_set
+    from foretoken.native.build import cpp_compiler, instruction_set, why_not_precompiled
     from foretoken.native.library import library
 
     instructions, compiler, kernels = instruction_set(), cpp_compiler(), library()
@@ -45,11 +46,18 @@ def machine_report() -> dict[str, Any]:
         if instructions is None:
             why = "this processor has none of AVX2, AVX-512 and AMX, or the environment holds torch to less"
             remedy = "unset ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA, or use a CPU that has them"
-        elif compiler is None:
-            why, remedy = "there is no C++ compiler", "install g++ or clang++, or set CXX to one"
         else:
-            why, remedy = f"{' '.join(compiler)} does not build them", "install a newer g++ or clang++, or set CXX"
+            wheel = why_not_precompiled(instructions) or "those of the wheel cannot be loaded here"
+            if compiler is None:
+                why, remedy = "there is no C++ compiler", f"install g++ or clang++, or set CXX to one, {OR_WHEEL}"
+            else:
+                why = f"{' '.join(compiler)} does not build them"
+                remedy = f"install a newer g++ or clang++, or set CXX, {OR_WHEEL}"
+            why = f"{why}, and of precompiled ones: {wheel}"
         missing.append({"what": "kernels", "why": why, "remedy": remedy})
+    elif compiler is None:
+        why = "layers of large models are not compiled for long prompts, which are read more slowly"
+        missing.append({"what": "compiler", "why": why, "remedy": "install g++ or clang++, or set CXX to one"})
     if not _is_writable(folder):
         remedy = f"set {CACHE_VARIABLE} to a folder that can be written"
         missing.append({"what": "cache", "why": f"{folder} cannot be written", "remedy": remedy})
@@ -74,6 +82,8 @@ def machine_report() -> dict[str, Any]:
         "versions": provenance()["versions"],
         "compiler": compiler,
         "kernels": None if kernels is None else kernels.instruction_set,
+        "kernels_from": None if kernels is None else kernels.origin,
+        "precompiled": None if instructions is None else why_not_precompiled(instructions) or "whole",
         "promise": promise.as_dict(),
         "default_model": zoo.default(),
         "cache": {
@@ -100,7 +110,7 @@ def show_machine(report: dict[str, Any]) -> None:
         facts.add_row("GPU", gpu)
     facts.add_row("versions", ", ".join(f"{name} {number}" for name, number in report["versions"].items()))
     facts.add_row("compiler", " ".join(report["compiler"] or ["none"]))
-    facts.add_row("kernels", report["kernels"] or "none of the library's own")
+    facts.add_row("kernels", _kernels(report))
     promise = Promise(report["promise"]["kind"], report["promise"]["reason"])
     facts.add_row("promise", f"{promise.describe()}, at best; {UNTIL_MODEL}")
     facts.add_row("model", f"{report['default_model']}, where none is named")
@@ -116,6 +126,15 @@ def show_machine(report: dict[str, Any]) -> None:
     for one in report["missing"]:
         table.add_row(*(escape(one[column]) for column in ("what", "why", "remedy")))
     console.print(table)
+
+
+def _kernels(report: dict[str, Any]) -> str:
+    """Which are taken, where they come from, and where else they would have."""
+    if report["kernels_from"] == "wheel":
+        return f"{report['kernels']}, precompiled in the wheel, which come before any compiled here"
+    if report["kernels_from"] == "compiler":
+        return f"{report['kernels']}, compiled on this machine; of precompiled ones: {report['precompiled']}"
+    return "none of the library's own"
 
 
 def _is_writable(folder: Path) -> bool:

@@ -1,15 +1,13 @@
-"""C++ of the library's own, compiled once per machine and instruction set, and kept in the cache folder."""
+"""Where the library of the kernels comes from: the wheel, the cache folder, or a compiler here, whose work is kept."""
 
 from __future__ import annotations
 
-import hashlib
+import json
 import logging
 import os
 import shutil
-import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -18,21 +16,14 @@ from threading import get_ident
 import torch
 
 from foretoken.folders import CACHE_VARIABLE, cache_folder, keep_text, replacing
-from foretoken.machine import num_cpus
+from foretoken.native.compiler import FOLDER, compile_library, cpp_compiler, file_digest, library_digest, options_of
+
+__all__ = ["WHEEL", "compiled", "cpp_compiler", "instruction_set", "precompiled", "why_not_precompiled"]
 
 logger = logging.getLogger("foretoken")
 
-COMPILERS = ("g++", "clang++", "c++")
-COMPILER_SECONDS = 1800  # it takes twenty, but ten times as long beside other programs; without kernels all is slower
-
-AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
-OPTIONS = {
-    "AMX": (*AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"),
-    "AVX512_BF16": (*AVX512, "-mavx512bf16", "-mavx512vnni"),
-    "AVX512": AVX512,
-    "AVX2": ("-mavx2", "-mfma", "-mf16c"),
-}
-"""What compilers are told, by instruction set, the widest first."""
+WHEEL = FOLDER / "precompiled"
+"""What a platform wheel has: libraries, and in ``libraries.json`` what they were made from, by which compiler."""
 
 
 def instruction_set() -> str | None:
@@ -53,9 +44,29 @@ def instruction_set() -> str | None:
     return "AVX512_BF16" if allows_bfloat16 and torch.cpu._is_avx512_bf16_supported() else "AVX512"
 
 
-def digest_of(files: Iterable[Path]) -> str:
-    """Names the contents of source files."""
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+def precompiled(instruction: str) -> Path | None:
+    """The library of this package's wheel for a key of `OPTIONS`; None where it has none that may be loaded."""
+    return None if why_not_precompiled(instruction) else WHEEL / f"{instruction.lower()}.so"
+
+
+@cache
+def why_not_precompiled(instruction: str) -> str:
+    """What keeps the wheel's library from being taken; empty where nothing does.
+
+    It has to be whole, and made from the very sources and options that this package has, or a kernel would be called
+    with arguments that it does not know, or compute other bits than one compiled here.
+    """
+    try:
+        made = json.loads((WHEEL / "libraries.json").read_text(encoding="utf-8"))["libraries"][instruction]
+        if made["made_from"] != library_digest(instruction):
+            return "the package's kernels were changed since its wheel was built"
+        if made["sha256"] != file_digest(WHEEL / f"{instruction.lower()}.so"):
+            return f"{instruction.lower()}.so of the wheel is damaged; install it again"
+    except FileNotFoundError:
+        return "this installation has none"
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        return f"libraries of the wheel cannot be read ({error}); install it again"
+    return ""
 
 
 @contextmanager
@@ -66,38 +77,22 @@ def compiled(title: str, instruction: str, sources: Sequence[Path], headers: Seq
 
     Args:
       title: begins the name of the file.
-      instruction: a key of `OPTIONS`, which the sources see as ``FORETOKEN_`` and its name.
+      instruction: a key of `OPTIONS`.
 
-    Raises: OSError, FileNotFoundError where there is no compiler, subprocess.SubprocessError where it fails.
+    Raises: as `compile_library`.
     """
-    options = ["-std=c++17", "-O3", "-w", "-fPIC", "-shared", "-fopenmp", *OPTIONS[instruction]]
-    digest = hashlib.sha256((digest_of((*sources, *headers)) + repr(options)).encode()).hexdigest()[:16]
+    digest = library_digest(instruction, (*sources, *headers))
     kept = cache_folder("native", f"{title}-{instruction.lower()}-{digest}.so")
     if _is_whole(kept):
         yield kept
         return
     with tempfile.TemporaryDirectory(prefix="foretoken-") as folder:
-        made = _compile(Path(folder), sources, [*options, f"-DFORETOKEN_{instruction}"])
+        made = compile_library(Path(folder), sources, options_of(instruction))
         try:
             _keep(made, kept)
         except OSError as error:
             _tell_not_kept(kept.parent, error.strerror or str(error))
         yield made
-
-
-def _compile(folder: Path, sources: Sequence[Path], options: Sequence[str]) -> Path:
-    """A library inside of an empty folder."""
-    compiler = cpp_compiler()
-    if compiler is None:
-        raise FileNotFoundError("no C++ compiler is found")
-    command, made = [*compiler, *options], folder / "made.so"
-    files = [folder / f"{source.stem}.o" for source in sources]
-    with ThreadPoolExecutor(num_cpus()) as pool:  # each source is a compiler's work of seconds
-        list(pool.map(lambda source, file: _run([*command, "-c", str(source), "-o", str(file)]), sources, files))
-    _run([*command, *map(str, files), "-o", str(made)])
-    if not made.exists():
-        raise FileNotFoundError(f"{' '.join(compiler)} is no C++ compiler: it made nothing; set CXX to one")
-    return made
 
 
 def _keep(made: Path, file: Path) -> None:
@@ -109,7 +104,7 @@ def _keep(made: Path, file: Path) -> None:
     part = file.with_name(f".{file.name}.{os.getpid()}-{get_ident()}.part")
     with replacing(file, part):
         shutil.copyfile(made, part)
-        keep_text(_sum_of(file), _digest(made))
+        keep_text(_sum_of(file), file_digest(made))
 
 
 @cache
@@ -123,36 +118,13 @@ def _tell_not_kept(folder: Path, reason: str) -> None:
     )
 
 
-def _run(command: Sequence[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILER_SECONDS)
-
-
-def cpp_compiler() -> list[str] | None:
-    """The command of a C++ compiler, ``CXX`` first; None where none is found."""
-    chosen = os.environ.get("CXX", "").split()
-    if chosen:
-        return chosen if shutil.which(chosen[0]) else None
-    found = next(filter(None, map(shutil.which, COMPILERS)), None)
-    return None if found is None else [found]
-
-
-def first_line(error: Exception) -> str:
-    """What a compiler, or the system, says first."""
-    said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
-    return next(iter((said or str(error)).strip().splitlines()), type(error).__name__)[:200]
-
-
 def _sum_of(file: Path) -> Path:
-    """Where the digest of a library is kept: a process that loads a file which ends too early is killed."""
+    """Where the digest of a library is kept."""
     return file.with_suffix(".sha256")
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _is_whole(file: Path) -> bool:
     try:
-        return _sum_of(file).read_text() == _digest(file)
+        return _sum_of(file).read_text() == file_digest(file)
     except (OSError, ValueError):
         return False

@@ -1,4 +1,4 @@
-"""The compiled kernels: one library for all of them, built for the instruction set of this CPU at its first use."""
+"""The compiled kernels: one library for all of them, by instruction set, of the wheel or compiled at its first use."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import ctypes
 import logging
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from foretoken.native.abi import BFLOAT16, FLOAT16, FLOAT32, FUNCTIONS
-from foretoken.native.build import OPTIONS, compiled, digest_of, first_line, instruction_set
+from foretoken.native.build import compiled, instruction_set, precompiled
+from foretoken.native.compiler import HEADERS, OPTIONS, SOURCES, digest_of, first_line
 from foretoken.native.threads import Helpers
 
-__all__ = ["KINDS", "OPTIONS", "Library", "instruction_set", "library", "source_digest"]
+__all__ = ["KINDS", "OPTIONS", "SOURCES", "Library", "instruction_set", "library", "source_digest"]
 
 logger = logging.getLogger("foretoken")
 
-FOLDER = Path(__file__).parent
-SOURCES, HEADERS = (tuple(sorted(FOLDER.glob(kind))) for kind in ("*.cpp", "*.h"))
-
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+Origin = Literal["wheel", "compiler"]
 
 
 class Library:
@@ -32,6 +33,7 @@ class Library:
     Args:
       file: the shared library.
       instruction_set: that it was compiled for.
+      origin: whether it came with the wheel or was compiled on this machine, now or before; bits are the same.
 
     Attributes:
       block: outputs of a block in float32.
@@ -40,7 +42,8 @@ class Library:
     Raises: OSError for a file that cannot be loaded, or a process that may not use the instructions.
     """
 
-    def __init__(self, file: Path, instruction_set: str) -> None:
+    def __init__(self, file: Path, instruction_set: str, origin: Origin = "compiler") -> None:
+        _have_openmp()
         shared = ctypes.CDLL(str(file.resolve()))  # a bare name would be looked for in the system
         for name, (result, *arguments) in FUNCTIONS.items():
             function = shared[f"foretoken_{name}"]
@@ -49,6 +52,7 @@ class Library:
         if not self.is_allowed():
             raise OSError("the system does not let this process use them")
         self.instruction_set = instruction_set
+        self.origin = origin
         self.block = self.num_outputs()
         self.helpers = Helpers(self.limit_threads)
 
@@ -67,9 +71,12 @@ _libraries: dict[str, Library | None] = {}
 
 
 def library(instruction: str | None = None) -> Library | None:
-    """The kernels for an instruction set, this CPU's by default, compiled at the first call on a machine: some 20 s.
+    """The kernels for an instruction set, this CPU's by default.
 
-    Returns: None where there is no C++ compiler, or none that can build them; that is said once, at debug level.
+    Those of the wheel are taken where it has them; else they are compiled at the first call on a machine: some 20 s.
+
+    Returns: None where there are none in the wheel, and no C++ compiler, or none that can build them; that is said
+      once, at debug level.
     """
     chosen = instruction or instruction_set()
     if chosen is None:
@@ -78,13 +85,36 @@ def library(instruction: str | None = None) -> Library | None:
         return _libraries[chosen]
     with _lock:
         if chosen not in _libraries:
-            try:
-                with compiled("kernels", chosen, SOURCES, HEADERS) as file:
-                    _libraries[chosen] = Library(file, chosen)
-            except (OSError, subprocess.SubprocessError) as error:
-                logger.debug("linear layers run through oneDNN, and tokens are chosen by numpy: %s", first_line(error))
-                _libraries[chosen] = None
+            _libraries[chosen] = _loaded(chosen)
         return _libraries[chosen]
+
+
+def _loaded(instruction: str) -> Library | None:
+    for origin, found in _places(instruction):
+        try:
+            with found as file:
+                return Library(file, instruction, origin)
+        except (OSError, subprocess.SubprocessError) as error:
+            logger.debug("no %s kernels by the %s: %s", instruction, origin, first_line(error))
+    logger.debug("linear layers run through oneDNN, and tokens are chosen by numpy")
+    return None
+
+
+def _places(instruction: str) -> Iterator[tuple[Origin, AbstractContextManager[Path]]]:
+    """Where a library may come from, the best first: nothing is compiled before it is asked for."""
+    ready = precompiled(instruction)
+    if ready is not None:
+        yield "wheel", nullcontext(ready)
+    yield "compiler", compiled("kernels", instruction, SOURCES, HEADERS)
+
+
+def _have_openmp() -> None:
+    """Have functions of OpenMP at hand for libraries that call them by name: torch's, else the system's.
+
+    Raises: OSError where the system has none, either.
+    """
+    if not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
+        ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
 
 
 def loaded_helpers() -> Helpers | None:

@@ -1,11 +1,13 @@
 // Work for the threads of libgomp, which torch's own operators and inductor's kernels between ours run on, too: a second
-// pool would wait for processors beside them.
+// pool would wait for processors beside them. The two functions are those that `#pragma omp parallel` calls. They are
+// called by name, and nothing is linked to, so that whoever compiled this gets the library that torch has loaded.
 
 #include "threads.h"
 
-#include <omp.h>
-
 #include <atomic>
+
+extern "C" void GOMP_parallel(void (*work)(void*), void* data, unsigned threads, unsigned flags);
+extern "C" int omp_get_thread_num(void);
 
 namespace {
 
@@ -27,8 +29,7 @@ void share_out(int64_t count, int threads, int pieces, Task task, const void* wo
   const int64_t shares = most < count ? most : count;
   if (shares <= 1) return task(work, 0, count, 0);
   Share all[MOST_THREADS];  // 16 KiB
-#pragma omp parallel num_threads((int)shares)
-  {
+  const auto run = [&] {
     const int own = omp_get_thread_num();
     for (int64_t turn = 0; turn < shares; ++turn) {
       const int64_t share = (own + turn) % shares, begin = count * share / shares;
@@ -36,5 +37,7 @@ void share_out(int64_t count, int threads, int pieces, Task task, const void* wo
       for (int64_t part; (part = all[share].next.fetch_add(1, std::memory_order_relaxed)) < parts;)
         task(work, begin + size * part / parts, begin + size * (part + 1) / parts, own);
     }
-  }
+  };
+  typedef decltype(run) Run;
+  GOMP_parallel([](void* given) { (*(Run*)given)(); }, (void*)&run, (unsigned)shares, 0);
 }

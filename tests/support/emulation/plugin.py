@@ -13,7 +13,7 @@ from pathlib import Path
 
 from foretoken.folders import cache_folder
 from foretoken.native import library as native
-from foretoken.native.build import OPTIONS, cpp_compiler
+from foretoken.native.compiler import OPTIONS, cpp_compiler
 
 HERE = Path(__file__).parent
 NOT_EMULATED = "int8_head.cpp", "int8_draft.cpp"  # heads in eight bits
@@ -45,7 +45,7 @@ def _built(instruction: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "absent.cpp").write_text(ABSENT)
     sources = [source for source in native.SOURCES if source.name not in NOT_EMULATED]
-    command = [*compiler, "-std=c++17", "-O1", "-w", "-fPIC", "-fopenmp", *OPTIONS["AVX2"]]
+    command = [*compiler, "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-fPIC", *OPTIONS["AVX2"]]
     command += ["-I", str(HERE), f"-DFORETOKEN_{instruction}"]
     objects = [str(folder / f"{source.stem}.o") for source in (*sources, folder / "absent.cpp")]
     for source, made in zip((*sources, folder / "absent.cpp"), objects, strict=True):

@@ -223,7 +223,9 @@ class Execution:
         if self.kind == "eager":
             return "it runs eagerly"
         if self.kernels is None:
-            return "the library's own kernels need AVX2, a C++ compiler, and single or half precision"
+            return (
+                "the library's own kernels need AVX2, a C++ compiler or a wheel with them, and single or half precision"
+            )
         if not self.uses_grouped_attention:
             return "its attention is code of its own"
         if name := next((type(layer).__name__ for _, layer in quantised_layers(self.model)), ""):
