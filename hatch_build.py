@@ -118,7 +118,7 @@ def precompile(source: Path, folder: Path) -> list[Path]:
     for instruction in OPTIONS:
         objects = folder / f"{instruction.lower()}.made"
         objects.mkdir()
-        options, linked = [*options_of(instruction), "-s"], [f"-Wl,--version-script={exported}"]
+        options, linked = [*options_of(instruction), "-s"], ["-O3", "-s", f"-Wl,--version-script={exported}"]
         file = folder / f"{instruction.lower()}.so"
         compile_library(objects, SOURCES, options, (sys.executable, *COMPILER), linked).replace(file)
         made[instruction] = {"made_from": library_digest(instruction), "sha256": file_digest(file)}

@@ -65,18 +65,18 @@ def compile_library(
 
     Args:
       compiler: its command; by default that of `cpp_compiler`.
-      linked: what it is told besides when it links.
+      linked: what it is told when it links.
 
     Raises: OSError, FileNotFoundError where there is no compiler, subprocess.SubprocessError where it fails.
     """
     chosen = compiler or cpp_compiler()
     if chosen is None:
         raise FileNotFoundError("no C++ compiler is found")
-    command, made = [*chosen, *options], folder / "made.so"
+    made = folder / "made.so"
     files = [folder / f"{source.stem}.o" for source in sources]
     with ThreadPoolExecutor(num_cpus()) as pool:  # each source is a compiler's work of seconds
-        list(pool.map(lambda source, file: run([*command, "-c", str(source), "-o", str(file)]), sources, files))
-    run([*command, "-shared", *linked, *map(str, files), "-o", str(made)])
+        list(pool.map(lambda source, file: run([*chosen, *options, "-c", str(source), "-o", str(file)]), sources, files))
+    run([*chosen, "-shared", *linked, *map(str, files), "-o", str(made)])
     if not made.exists():
         raise FileNotFoundError(f"{' '.join(chosen)} is no C++ compiler: it made nothing; set CXX to one")
     return made
