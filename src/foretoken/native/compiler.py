@@ -75,7 +75,9 @@ def compile_library(
     made = folder / "made.so"
     files = [folder / f"{source.stem}.o" for source in sources]
     with ThreadPoolExecutor(num_cpus()) as pool:  # each source is a compiler's work of seconds
-        list(pool.map(lambda source, file: run([*chosen, *options, "-c", str(source), "-o", str(file)]), sources, files))
+        list(
+            pool.map(lambda source, file: run([*chosen, *options, "-c", str(source), "-o", str(file)]), sources, files)
+        )
     run([*chosen, "-shared", *linked, *map(str, files), "-o", str(made)])
     if not made.exists():
         raise FileNotFoundError(f"{' '.join(chosen)} is no C++ compiler: it made nothing; set CXX to one")
