@@ -146,4 +146,4 @@ def test_the_command_line_says_native(installed: Installation, model: str) -> No
     arguments = ["generate", "Once upon a time", "--model", model, "--max-new-tokens", "8", "--json"]
     found = installed.run("-m", "foretoken", *arguments, **NARROW)
     assert found["num_generated_tokens"] == 8
-    assert found["promise"]["kind"] == "native"
+    assert found["metrics"]["promise"]["kind"] == "native"
