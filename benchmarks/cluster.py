@@ -376,10 +376,11 @@ def overload(options: argparse.Namespace) -> int:
         running.wait_for(options.replicas)
 
         def ask(key: str, place: int) -> None:
-            while not is_over.is_set():
+            while not is_over.is_set():  # both clients ask for all kinds in turn
                 began = time.perf_counter()
                 heard = stream(running.address, bodies[place % len(bodies)], key=key)
                 answers[key].append((place % len(bodies), heard, time.perf_counter() - began))
+                place += 1
                 if heard.status == 429:
                     is_over.wait(float(heard.retry_after))
 
