@@ -22,10 +22,12 @@ class DraftPlan:
     Args:
       gamma: the length it wanted.
       entropy: of the drafter's law of the first drafted token, by log V, 0..1; None where the policy does not look.
+      cause: of a length of 0, if it is not the policy (a key of `foretoken.engine.budget.CAUSES`).
     """
 
     gamma: int
     entropy: float | None = None
+    cause: str = "policy"
 
 
 @dataclass(frozen=True, eq=False)

@@ -213,3 +213,15 @@ def test_an_llm_whose_drafts_are_accepted_says_nothing_about_them(caplog: pytest
     metrics = llm.generate("Once upon a time there was a", params)[0].metrics.speculative_decoding
     assert metrics["tokens_per_step"] > 1.5
     assert not [line for line in warnings(caplog) if "hardly pays" in line or "nothing to draft" in line]
+
+
+def test_a_draft_model_whose_context_is_too_short_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Its context ends before the prompt does: it has not looked for a draft in vain."""
+    small = toy_model(max_position_embeddings=16)
+    llm = LLM(toy_model(), {"method": "draft_model", "model": small, "length_policy": "fixed"})
+    params = SamplingParams(max_tokens=MOST_UNDRAFTED + 8, temperature=0, ignore_eos=True)
+    counts = llm.generate([list(range(1, 31))], params)[0].metrics.speculative_decoding
+    assert counts["num_undrafted_steps"] == {"context": MOST_UNDRAFTED + 7, "budget": 1}
+    (line,) = warnings(caplog)
+    assert "in 32 steps: the context of the draft model left 32 steps without a draft" in line
+    assert "a draft model with a longer context" in line

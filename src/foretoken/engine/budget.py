@@ -24,6 +24,7 @@ CAUSES: Mapping[str, str] = {
     "memory": "the limit of memory",
     "budget": "the end of the text's budget",
     "policy": "the length policy",
+    "context": "the context of the draft model",
     "request": "the request",
     "doubt": "a step that gave no token",
     "fault": "a fault of the drafter",
@@ -111,7 +112,7 @@ class Limits(NamedTuple):
             return self.depth
         if budget.nodes <= 1:
             return self.nodes
-        return "policy" if draft.plan is not None and draft.plan.gamma == 0 else NOTHING_FOUND
+        return draft.plan.cause if draft.plan is not None and draft.plan.gamma == 0 else NOTHING_FOUND
 
 
 @dataclass

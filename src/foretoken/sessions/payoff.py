@@ -29,6 +29,8 @@ REMEDIES = {
     "bits": "A larger strict_width leaves more room, exactness='default' all of it.",
     "memory": "A larger max_kv_bytes leaves more room.",
     "budget": "A larger max_tokens leaves more room.",
+    "context": "Drafting goes on for shorter texts; a draft model with a longer context, or a method without a model, "
+    "drafts for all.",
 }
 
 

@@ -27,6 +27,7 @@ from foretoken.engine.drafter import Budget, Drafter, OwnCache, PromptChunk, Req
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
+from foretoken.tree import DraftPlan, DraftTree
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from foretoken.drafters.parts.sparse_view import SparseView
     from foretoken.model.cache.ragged import KVCache
     from foretoken.model.lm import CausalLM
-    from foretoken.tree import DraftTree
 else:
     torch = Lazy("torch")
     lm = Lazy("foretoken.model.lm")
@@ -183,14 +183,17 @@ class DraftModelDrafter(Drafter):
     # -- propose -----------------------------------------------------------------------------------------------
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
-        drafts = [
-            self.growth.begin(row, budget, reach(self.model, row)) for row, budget in zip(rows, budgets, strict=True)
-        ]
+        pairs = zip(rows, budgets, strict=True)
+        drafts = [self.growth.begin(row, budget, reach(self.model, row)) for row, budget in pairs]
         self._drafts.update((draft.row.id, draft) for draft in drafts)
         growing = [draft for draft in drafts if draft.cap > 0]
         if growing and not self._grow_at_once(growing):
             self.growth.grow(growing, self)
-        return [self.growth.finish(draft, self.name) for draft in drafts]
+        return [self._finished(draft) for draft in drafts]
+
+    def _finished(self, draft: GrowingDraft) -> DraftTree:
+        tree = self.growth.finish(draft, self.name)
+        return tree if draft.cap > 0 or self._fits(draft.row) else tree.planned(DraftPlan(0, cause="context"))
 
     def _grow_at_once(self, drafts: Seq[GrowingDraft]) -> bool:
         """Grow drafts in one call where these are chains of the model's likeliest tokens; whether they are."""

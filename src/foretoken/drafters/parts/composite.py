@@ -115,8 +115,9 @@ class _Memories(tuple[object, ...]):
 
 
 def _last_plan(trees: Seq[DraftTree]) -> DraftPlan | None:
-    """The plan of the last part that has one."""
-    return next((tree.plan for tree in reversed(trees) if tree.plan is not None), None)
+    """The plan of the last part whose policy has made one."""
+    plans = (tree.plan for tree in reversed(trees))
+    return next((plan for plan in plans if plan is not None and plan.cause == "policy"), None)
 
 
 class Calibration:
