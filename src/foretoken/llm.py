@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import shlex
-import threading
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from foretoken import forking
 from foretoken.config.acceptance import MATCH
 from foretoken.config.foreign import LLM_ALIASES, LLM_ARGUMENTS
 from foretoken.config.keywords import known_arguments
@@ -172,7 +172,7 @@ class LLM:
         self._eos_token_ids = eos_token_ids(loaded.model)
         self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self._eos_token_ids)
         self._seed = seed
-        self._lock = threading.RLock()
+        self._lock = forking.lock()
         self._speculate(config)
         title = None if speculative_config is None else config.title
         kept = self.promise if config.is_speculative and config.rule.keeps_tokens else None

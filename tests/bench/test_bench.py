@@ -437,9 +437,11 @@ def test_the_profile_adds_up_to_the_step(target: CausalLM, drafter: CausalLM) ->
 
 
 def test_a_dearer_drafter_is_wider(pair: Pair, target: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert models.relative_cost(target, CausalLM(pair.drafter)) > 0.0
     monkeypatch.setattr(models, "_WIDTHS", (1, 8))
+    monkeypatch.setattr(models, "relative_cost", lambda _, drafter: drafter.shadow.config.hidden_size)
     cheap, low = models.drafter_of_cost(pair, target, 1e-9)
-    dear, high = models.drafter_of_cost(pair, target, 100.0)
+    dear, high = models.drafter_of_cost(pair, target, 1e9)
     assert cheap is pair.drafter
     assert dear.config.hidden_size == 8 * pair.drafter.config.hidden_size
     assert low < high

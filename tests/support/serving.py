@@ -50,10 +50,10 @@ def running(served: Served, settings: ServerSettings | None = None, key: str = "
     server = Server(lambda: served, served.name, settings or ServerSettings(), port=0, say=lambda _: said.set())
     thread = threading.Thread(target=server.run_until_end)
     thread.start()
-    assert said.wait(60)
+    assert said.wait(600)
     headers = {"Authorization": f"Bearer {key}"}
-    http = httpx.Client(base_url=server.address, headers=headers, timeout=60)
-    client = openai.OpenAI(base_url=f"{server.address}/v1", api_key=key, max_retries=0, timeout=60)
+    http = httpx.Client(base_url=server.address, headers=headers, timeout=600)
+    client = openai.OpenAI(base_url=f"{server.address}/v1", api_key=key, max_retries=0, timeout=600)
     try:
         yield Running(server, http, client, served.llm.with_speculative_config(None))
     finally:

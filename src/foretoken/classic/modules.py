@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foretoken import forking
 from foretoken.errors import ShapeError, UnsupportedModelError
 
 Model = Callable[..., Any]
@@ -43,7 +43,7 @@ class PlainModule:
 
     def __init__(self, module: Model) -> None:
         self._module = _reference(module)
-        self._lock = threading.RLock()
+        self._lock = forking.lock()
         self._was_said = False
         self._keyword, self._others = _arguments(module)
         self.name = type(module).__name__
@@ -122,7 +122,7 @@ class PlainModule:
         )
 
 
-_lock = threading.Lock()
+_lock = forking.lock()
 _known: weakref.WeakKeyDictionary[Model, PlainModule] = weakref.WeakKeyDictionary()
 
 

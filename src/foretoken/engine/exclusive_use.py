@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from types import FrameType
 
+from foretoken import forking
 from foretoken.model.default_device import cpu_by_default
 
 
@@ -18,7 +18,7 @@ class ExclusiveUse:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forking.lock()
         self._frame: FrameType | None = None
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -19,6 +18,7 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from foretoken import forking
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
@@ -106,7 +106,7 @@ class Speculation:
         self._streamer = streamer
         self._tokenizer = tokenizer
         self._execution, self._quantization = execution, quantization
-        self._lock = threading.Lock()
+        self._lock = forking.lock()
         self._stop_criterion = _stop_criterion(stop_strings, tokenizer)
 
     def __repr__(self) -> str:

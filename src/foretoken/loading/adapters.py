@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from foretoken import forking
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.loading.info import Loaded, model_name
 from foretoken.loading.pairing import Drafting, Pairing
@@ -39,7 +40,7 @@ class Adapter:
 
     target: CausalLM
     execution: str
-    lock: threading.RLock = field(default_factory=threading.RLock)
+    lock: threading.RLock = field(default_factory=forking.lock)
     _draftings: OrderedDict[Any, Drafting] = field(default_factory=OrderedDict)
 
     @makes_on_cpu
@@ -68,7 +69,7 @@ class Adapters:
     """The adapters of all models in use. May be asked from several threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forking.lock()
         self._of: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None], Adapter]] = (
             weakref.WeakKeyDictionary()
         )

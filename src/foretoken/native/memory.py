@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from foretoken import forking
 from foretoken.machine import return_free_memory
 
 HUGE = 2**21
@@ -49,7 +50,7 @@ class _Shared:
     """Where the next small tensor goes."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forking.lock()
         self._memory: weakref.ref[mmap.mmap] | None = None
         self._next = self._end = 0
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter, thread_time
 
 import torch
+
+from foretoken import forking
 
 logger = logging.getLogger("foretoken")
 
@@ -48,7 +49,7 @@ class Helpers:
         self.limit = limit
         self._clock = clock
         self._processor_clock = processor_clock
-        self._lock = threading.Lock()
+        self._lock = forking.lock()
         self._all = self._threads = 0
         self._ratios: deque[float] = deque(maxlen=WINDOW)
         self._num_steps = 0  # since the number of threads changed

@@ -6,10 +6,10 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from threading import RLock
 
 import numpy as np
 
+from foretoken import forking
 from foretoken.errors import DatastoreError, TokenizerMismatchError
 from foretoken.folders import replacing
 from foretoken.retrieval.growth import Candidate
@@ -44,7 +44,7 @@ class OutputHistory:
         self._outputs: OrderedDict[int, bytes] = OrderedDict()
         self._num_bytes = 0
         self._next_key = 0
-        self._lock = RLock()
+        self._lock = forking.lock()
 
     def __len__(self) -> int:
         """Outputs that are remembered."""

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from foretoken.errors import UnsupportedModelError
 from foretoken.folders import CACHE_VARIABLE, cache_folder
+from foretoken.forking import is_forked
 from foretoken.model.execution.attention import grouped_sdpa
 from foretoken.model.execution.builds import check, layout_of, same_code, what_changed
 from foretoken.model.execution.calls import LayerCall, Recording, value_at
@@ -58,11 +60,13 @@ class LayerGraph:
       before: gives query, key and value (1, heads, S, D), and what else ``after`` needs; None without attention.
       after: gives the hidden states (1, S, H).
       in_tuple: how long the tuple is that the layer returns them in; None for no tuple.
+      num_threads: that it runs on.
     """
 
     before: Segment | None
     after: Segment
     in_tuple: int | None
+    num_threads: int
 
     @classmethod
     def of(cls, tracer: Tracer, directory: Path, num_threads: int) -> LayerGraph:
@@ -82,7 +86,7 @@ class LayerGraph:
         (output,) = next(iter(reversed(graph.nodes))).all_input_nodes
         compiled = partial(compile_segment, mode, directory, num_threads)
         if not calls:
-            return cls(None, compiled(body, [output], source_of), tracer.in_tuple)
+            return cls(None, compiled(body, [output], source_of), tracer.in_tuple, num_threads)
         call = calls[0]
         earlier = ancestors(call)
         first = [node for node in body if node in earlier]
@@ -91,7 +95,7 @@ class LayerGraph:
         before = compiled(first, [*call.args, *crossing], source_of)
         source_of[call] = ("attended", None)
         source_of.update({node: ("value", 3 + index) for index, node in enumerate(crossing)})
-        return cls(before, compiled(second, [output], source_of), tracer.in_tuple)
+        return cls(before, compiled(second, [output], source_of), tracer.in_tuple, num_threads)
 
 
 class BoundSegment:
@@ -143,6 +147,7 @@ class CompiledLayer(StandIn):
         self._runners = [Runner(run) for run in tracer.runners]
         self._tensors = [getattr(module, name) for module, name in tracer.tensors]
         self._in_tuple = graph.in_tuple
+        self._num_threads = graph.num_threads
         self._before = None if graph.before is None else BoundSegment(graph.before, self._fixed)
         self._after = BoundSegment(graph.after, self._fixed)
         segments = [graph.after] if graph.before is None else [graph.before, graph.after]
@@ -156,7 +161,15 @@ class CompiledLayer(StandIn):
         return self._tensors[key] if kind == "tensor" else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The hidden states (1, S, H) of the next layer, as the layer returns them."""
+        """The hidden states (1, S, H) of the next layer, as the layer returns them.
+
+        Raises: UnsupportedModelError in a forked process, which lacks the threads that it was compiled for.
+        """
+        if self._num_threads > 1 and is_forked():
+            raise UnsupportedModelError(
+                f"its layers are compiled for {self._num_threads} threads, which this process lost when it was forked; "
+                "load the model here, or with execution='packed', or start processes by spawn"
+            )
         inputs = {key: value_at(args, kwargs, self._call.inputs[key]).contiguous() for key in self._needed}
         known: dict[Source, Any] = {("input", key): tensor for key, tensor in inputs.items()}
         known["nodes", None] = inputs[0].shape[1]
