@@ -1,9 +1,31 @@
-"""How far two texts are the same from the beginning on."""
+"""How far two texts are the same from the beginning on, and what is kept of beginnings takes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from foretoken.model.cache.ragged import RowStates
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """What says how much memory it takes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes."""
+
+
+def memory_bytes(memory: object) -> int:
+    """What a drafter's memory of a text takes, where it says so."""
+    return memory.num_bytes if isinstance(memory, Measured) else 0
+
+
+def bytes_of(states: RowStates) -> int:
+    """What keys and values of a row take, all layers together."""
+    return sum(each.nbytes for pair in states if pair is not None for each in pair)
 
 
 def shared_length(first: Seq[Any], second: Seq[Any]) -> int:

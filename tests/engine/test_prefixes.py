@@ -165,6 +165,24 @@ def test_methods_take_over_from_each_other() -> None:
     assert plain_engine.profile.num_prefill_tokens == 0
 
 
+@pytest.mark.parametrize("method", ["eagle3", "suffix+eagle3", "draft_model"])
+def test_engines_of_several_drafters_take_over_a_system_prompt_each(method: str) -> None:
+    """Plain rows once left texts that heads know nothing of, and these were taken for the best beginnings of all: with
+    a way of drafting and plain decoding over one model, a head never took over anything."""
+    drafting = LLM("zoo:tiny", method, dtype="float32", num_cached_prefixes=8, prefill_chunk_size=64)
+    plain, fresh = drafting.with_speculative_config(None), LLM("zoo:tiny", method, dtype="float32")
+    system, params = tuple(range(40, 70)), SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    lag = 0 if method == "draft_model" else 1  # entries of a head know the token that follows theirs
+    for turn in range(5):
+        prompt = {"prompt_token_ids": [*system, *range(80 + 9 * turn, 88 + 9 * turn)]}
+        of_plain = plain.generate(prompt, params)[0]
+        drafted, whole = drafting.generate(prompt, params)[0], fresh.generate(prompt, params)[0]
+        assert drafted.outputs[0].token_ids == of_plain.outputs[0].token_ids == whole.outputs[0].token_ids
+        if turn:
+            assert of_plain.num_cached_tokens == len(system)
+            assert drafted.num_cached_tokens >= len(system) - lag  # all of it by rows that go without the drafter
+
+
 @pytest.mark.parametrize("kind", ["none", "chain"])
 def test_another_text_shares_its_beginning_only(kind: str) -> None:
     going_on = engine(kind, PrefixStore(3))
@@ -428,6 +446,44 @@ def test_whole_grains_are_handed_out_as_far_as_a_drafter_recalls_them(recalls: C
     assert cache.lengths[1] == want
     assert recalls(asked[-1]) == want
     assert store.load((1, 9), cache, 1, recall, grain=2) == 0
+
+
+def test_memories_are_handed_to_their_owners_alone() -> None:
+    """The longest beginning for whom that serves, else the longest that its own engine has left."""
+    store, cache = PrefixStore(4), cache_with(6, 0)
+    heads, others = object(), object()
+    store.keep((1, 2, 3), cache, 0, 3, lambda: "of heads", heads)
+    store.keep((1, 2, 3, 4, 5, 6), cache, 0, 6, lambda: None, others)  # nothing to remember: for everybody
+    asked: list[object] = []
+
+    def recall(memory: object, num_tokens: int) -> int:
+        asked.append(memory)
+        return num_tokens if memory is not None else 0
+
+    assert store.load((1, 2, 3, 4, 9), cache, 1, recall, owner=heads) == 3
+    assert cache.lengths[1] == 3
+    assert "of heads" in asked
+    asked.clear()
+    assert store.load((1, 2, 3, 4, 9), cache, 1, lambda memory, count: asked.append(memory) or count, owner=others) == 4
+    assert set(asked) == {None}
+    assert store.load((1, 2, 3), cache, 1, recall, owner=heads) == 3  # of two that are as long, its own
+    store.keep((1, 2, 3, 4, 5, 6), cache, 0, 6, lambda: "more of heads", heads)  # in place of both
+    assert (len(store), store.num_tokens) == (1, 6)
+    assert store.load((1, 2, 3, 4, 9), cache, 1, recall, owner=heads) == 4
+    store.keep((1, 2), cache, 0, 2, lambda: pytest.fail("known already"), heads)
+    store.keep((1, 2), cache, 0, 2, lambda: "of others", others)  # who know nothing of the longer text
+    assert (len(store), store.num_tokens) == (2, 8)
+
+
+def test_what_drafters_know_of_texts_is_counted() -> None:
+    """One layer of a head, beside all of the target's; it was in no figure."""
+    llm = LLM("zoo:tiny", "suffix+eagle3", dtype="float32", num_cached_prefixes=2, prefill_chunk_size=64)
+    params, sizes = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), []
+    for each in (llm.with_speculative_config(None), llm):
+        each.generate({"prompt_token_ids": list(range(40, 80))}, params)
+        sizes.append(each.memory.prefix_bytes)
+    per_token = sum(own.column_bytes for own in llm.drafting.new_drafter().own_caches())
+    assert 40 * per_token <= sizes[1] - sizes[0] <= 60 * per_token
 
 
 def test_no_room_is_refused() -> None:

@@ -32,7 +32,7 @@ class MemoryUse:
       allocated_bytes: of the target and of its drafter, views of constant size included.
       planned_bytes: that may be taken; None without a plan.
       planned_share: of the plan that the rows count as, see `MemoryPlan.fits`; None without a plan.
-      prefix_bytes: of what rows that have ended left for later prompts, which comes besides.
+      prefix_bytes: of what rows that have ended left for later prompts, the drafter's part included; it comes besides.
     """
 
     allocated_bytes: int

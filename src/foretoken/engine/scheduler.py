@@ -64,6 +64,7 @@ class Scheduler:
         self._config = config
         self._plan = plan
         self._prefixes = prefixes
+        self._owner = object()  # of what the drafter leaves there, which those of other engines cannot go on from
         self.waiting: deque[Sequence] = deque()
         self.ended: list[Sequence] = []  # before they decoded, which nobody was told yet
         self.num_decoding = 0
@@ -170,7 +171,8 @@ class Scheduler:
         if self._prefixes is None or row.params.prompt_logprobs is not None:
             return 0
         prompt = row.token_ids[: row.num_to_prefill if grain == 1 else row.num_prompt_to_read]
-        row.num_prefilled = self._prefixes.load(prompt, self._cache, self.slot_of(row), remembered, grain)
+        owner = self._owner if row.has_drafter else None
+        row.num_prefilled = self._prefixes.load(prompt, self._cache, self.slot_of(row), remembered, grain, owner)
         row.num_cached_tokens = row.num_prefilled
         return row.num_prefilled
 
@@ -352,8 +354,8 @@ class Scheduler:
         slot, grain = self.slot_of(row), self._grain
         length = self._cache.lengths[slot]
         num_columns = length if grain == 1 else min(length, row.num_prompt_to_read) // grain * grain
-        remember = partial(self._drafter.keep, row)
-        self._prefixes.keep(row.token_ids[:length], self._cache, slot, num_columns, remember)
+        remember, owner = partial(self._drafter.keep, row), self._owner if row.has_drafter else None
+        self._prefixes.keep(row.token_ids[:length], self._cache, slot, num_columns, remember, owner)
 
     def _remove(self, row: Sequence, *, erase: bool) -> None:
         """Take a row out of the cache; ``erase`` what it wrote where that may not be finite."""

@@ -343,6 +343,25 @@ def test_a_prompt_that_begins_like_an_earlier_text_is_not_read_again(generation:
     ]
 
 
+@pytest.mark.parametrize("generation", [1, 3])
+def test_a_system_prompt_is_taken_over_beside_plain_decoding(generation: int) -> None:
+    """Another engine leaves the same texts, of which the head knows nothing; drafts, and the chances that the head
+    gives them, are those of an engine that reads every prompt whole."""
+    store, recording, whole = PrefixStore(4), *(Recording(drafter(trained(generation), 4)) for _ in range(2))
+    engine, plain = Engine(target(), recording, prefixes=store), Engine(target(), EmptyDrafter(), prefixes=store)
+    reading = Engine(target(), whole)
+    shared = len(PROMPTS[0]) + len(PROMPTS[4])
+    for turn in range(3):
+        prompt = (*PROMPTS[0], *PROMPTS[4], 7 + turn, 8, 9)
+        trees_of(plain, prompt, [])
+        recording.num_read = 0
+        again, expected = trees_of(engine, prompt, recording.trees), trees_of(reading, prompt, whole.trees)
+        assert recording.num_read == len(prompt) - 1 - (shared - 1 if turn else 0)
+        assert [(tree.tokens, tree.parents) for tree in again] == [(tree.tokens, tree.parents) for tree in expected]
+        for ours, theirs in zip(again, expected, strict=True):
+            assert ours.scores == pytest.approx(theirs.scores, abs=1e-5)
+
+
 def test_another_head_recalls_nothing() -> None:
     store = PrefixStore(4)
     for head in (trained(1), random_head(1)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
 
+from foretoken.beginnings import memory_bytes
 from foretoken.engine.drafter import Budget, Drafter, StepResult, WrappingDrafter, own_result
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
@@ -112,6 +113,11 @@ def _recalled(part: Drafter, row: Sequence, memory: object, count: int) -> int:
 
 class _Memories(tuple[object, ...]):
     """The memories that the parts keep of a row, one each."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all of them."""
+        return sum(map(memory_bytes, self))
 
 
 def _last_plan(trees: Seq[DraftTree]) -> DraftPlan | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from foretoken.beginnings import bytes_of
 from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
@@ -64,6 +65,11 @@ class CacheMemory:
     writer: object
     states: RowStates
     length: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the copies."""
+        return bytes_of(self.states)
 
 
 class CachedRows:

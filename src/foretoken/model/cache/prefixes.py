@@ -7,19 +7,29 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 
-from foretoken.beginnings import shared_length
+from foretoken.beginnings import bytes_of, memory_bytes, shared_length
 from foretoken.errors import ConfigError
 from foretoken.model.cache.ragged import KVCache, RowStates
 
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """The beginning of a text, copies of keys and values of its first columns, and what a drafter knew of it."""
+    """The beginning of a text, copies of keys and values of its first columns, and what a drafter knew of it.
+
+    Args:
+      owner: the engine whose drafter has left the memory; None where there is none, which every engine has a use for.
+    """
 
     token_ids: tuple[int, ...]
     num_columns: int
     states: RowStates
     memory: object = None
+    owner: object = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the copies, and of what the drafter knew."""
+        return bytes_of(self.states) + memory_bytes(self.memory)
 
     def covers(self, token_ids: tuple[int, ...], num_columns: int) -> bool:
         """Whether another text is its beginning, with as many columns or fewer."""
@@ -45,7 +55,9 @@ class PrefixStore:
     """The most recent rows that have ended, each as far as a cache held it.
 
     A prompt takes over the longest beginning that it shares with any of them, so a conversation that goes on is fed its
-    new text only. Texts that another one begins with are not kept twice.
+    new text only. Texts that another one begins with are not kept twice, but for what drafters of several engines know
+    of them: one that must know a beginning takes over what a row of its own engine has left, where it would have to
+    read more of a longer beginning that another one left.
 
     Args:
       limit: how many texts are kept, 1 or more; the least recently used one makes room.
@@ -70,8 +82,7 @@ class PrefixStore:
     @property
     def num_bytes(self) -> int:
         """Memory of what is kept."""
-        pairs = [pair for prefix in self._kept for pair in prefix.states if pair is not None]
-        return sum(states.numel() * states.element_size() for pair in pairs for states in pair)
+        return sum(prefix.num_bytes for prefix in self._kept)
 
     def keep(
         self,
@@ -80,21 +91,32 @@ class PrefixStore:
         row: int,
         num_columns: int,
         remember: Callable[[], object] = lambda: None,
+        owner: object = None,
     ) -> None:
         """Copy the first columns of a row, which hold the first tokens of this text.
 
         Args:
-          remember: makes what is to be handed out together with them; called only where they are not known yet.
+          remember: makes what is to be handed out together with them; called only where it is not known yet.
+          owner: of what is remembered, the only one who has a use for it.
         """
         tokens = tuple(token_ids)
         if not num_columns:
             return
-        for prefix in self._kept:
-            if prefix.covers(tokens, num_columns):
-                self._touch(prefix)
-                return
-        new = Prefix(tokens, num_columns, cache.export(row, num_columns), remember())
-        self._kept = [prefix for prefix in self._kept if not new.covers(prefix.token_ids, prefix.num_columns)]
+        covering = [prefix for prefix in self._kept if prefix.covers(tokens, num_columns)]
+        known = next((prefix for prefix in covering if prefix.owner is owner), None)
+        if known is None:
+            memory = remember()
+            owner = None if memory is None else owner
+            known = covering[0] if covering and owner is None else None
+        if known is not None:
+            self._touch(known)
+            return
+        new = Prefix(tokens, num_columns, cache.export(row, num_columns), memory, owner)
+        self._kept = [
+            prefix
+            for prefix in self._kept
+            if prefix.owner not in (None, owner) or not new.covers(prefix.token_ids, prefix.num_columns)
+        ]
         del self._kept[: max(0, len(self._kept) - self.limit + 1)]
         self._kept.append(new)
 
@@ -105,22 +127,43 @@ class PrefixStore:
         row: int,
         recall: Callable[[object, int], int] = lambda memory, num_tokens: num_tokens,
         grain: int = 1,
+        owner: object = None,
     ) -> int:
         """Fill an empty row with the longest known beginning of this text; the number of its tokens.
 
         Args:
           recall: is given what was to be remembered and the number of tokens, and says how many of them are wanted.
           grain: of which the number is to be a multiple.
+          owner: who asks; what others have remembered is given to nobody else.
         """
         tokens = tuple(token_ids)
-        shared = [shared_length(prefix.token_ids, tokens) for prefix in self._kept]
-        usable = [min(count, prefix.num_columns) // grain for count, prefix in zip(shared, self._kept, strict=True)]
-        if not any(usable):
+        found = []
+        for prefix in self._kept:
+            shared = shared_length(prefix.token_ids, tokens)
+            usable = min(shared, prefix.num_columns) // grain * grain
+            found.append((usable, prefix.owner is owner, shared, prefix))
+        longest = max(found, key=lambda each: each[:2], default=None)
+        if longest is None or not longest[0]:
             return 0
-        place = usable.index(max(usable))
-        best = self._kept[place]
-        self._touch(best)
-        return best.load(cache, row, recall, grain, shared[place])
+        count = self._load(longest[3], cache, row, recall, grain, longest[2], owner)
+        own = max((each for each in found if each[1]), key=lambda each: each[0], default=longest)
+        if own is not longest and own[0] > count:
+            count = self._load(own[3], cache, row, recall, grain, own[2], owner)
+        return count
+
+    def _load(
+        self,
+        prefix: Prefix,
+        cache: KVCache,
+        row: int,
+        recall: Callable[[object, int], int],
+        grain: int,
+        shared: int,
+        owner: object,
+    ) -> int:
+        self._touch(prefix)
+        is_own = prefix.owner is owner
+        return prefix.load(cache, row, recall if is_own else lambda _, count: recall(None, count), grain, shared)
 
     def clear(self) -> None:
         """Drop everything."""
