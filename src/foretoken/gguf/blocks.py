@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from foretoken.gguf.header import Header, TensorInfo
-from foretoken.native.codes import Codes
+from foretoken.native.codes import Codes, StoredCodes
 
 SUPER = 256
 """Weights of a block with scales of its own for its parts."""
@@ -38,19 +38,24 @@ class BlockType:
     unpack: Callable[[torch.Tensor], Parts]
 
 
-def read_codes(header: Header, tensor: TensorInfo) -> Codes | None:
-    """The weight in a tensor; None where it is no matrix, or of a type that is not multiplied as it lies."""
+def stored_codes(header: Header, tensor: TensorInfo) -> StoredCodes | None:
+    """The weight in a tensor, still to be read; None where it is no matrix, or of a type that is not multiplied as it
+    lies."""
     kind = TYPES.get(tensor.type_id)
     if kind is None or len(tensor.shape) != 2 or tensor.shape[1] % kind.size or not tensor.num_elements:
         return None
-    num_bytes = tensor.num_elements // kind.size * kind.num_bytes
-    with header.path.open("rb") as stream:
-        stream.seek(header.data_start + tensor.offset)
-        data = bytearray(stream.read(num_bytes))
-    numbers, scales, zeros = kind.unpack(torch.frombuffer(data, dtype=torch.uint8).view(-1, kind.num_bytes))
-    outputs, inputs = tensor.shape
-    of_groups = None if zeros is None else zeros.reshape(outputs, -1)
-    return Codes(numbers.reshape(outputs, inputs), kind.bits, scales.reshape(outputs, -1), of_groups, kind.group)
+    row_bytes = tensor.shape[1] // kind.size * kind.num_bytes
+
+    def read(first: int, last: int) -> Codes:
+        with header.path.open("rb") as stream:
+            stream.seek(header.data_start + tensor.offset + first * row_bytes)
+            data = bytearray(stream.read((last - first) * row_bytes))
+        numbers, scales, zeros = kind.unpack(torch.frombuffer(data, dtype=torch.uint8).view(-1, kind.num_bytes))
+        outputs, inputs = last - first, tensor.shape[1]
+        of_groups = None if zeros is None else zeros.reshape(outputs, -1)
+        return Codes(numbers.reshape(outputs, inputs), kind.bits, scales.reshape(outputs, -1), of_groups, kind.group)
+
+    return StoredCodes(torch.Size(tensor.shape), read(0, 1).form, read)
 
 
 def _halves(blocks: torch.Tensor, first: int) -> torch.Tensor:

@@ -7,19 +7,20 @@ followed so without being known here, and a weight that is not the file's to the
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from foretoken.errors import ConfigError
-from foretoken.gguf.blocks import TYPES, read_codes
+from foretoken.gguf.blocks import TYPES, stored_codes
 from foretoken.gguf.header import Header, TensorInfo
 from foretoken.gguf.model import is_quantised, type_name
 from foretoken.model.execution.packing import dense_weight, row_sums
-from foretoken.model.execution.rounding import StoredCodes, roundable, take_codes
-from foretoken.native.codes import Codes
+from foretoken.model.execution.rounding import roundable, take_codes
+from foretoken.native import memory
+from foretoken.native.codes import Codes, StoredCodes, pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,39 +62,64 @@ def multiply_as_stored(model: PreTrainedModel, header: Header, dtype: torch.dtyp
 
 
 class _Weights:
-    """Linear layers by what their weights hold."""
+    """Linear layers by what their weights hold. Pages of a file that weights are mapped from are given back as read."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._layers: dict[tuple[torch.Size, int], list[nn.Module]] = {}
+        self._layers: dict[tuple[torch.Size, int], list[tuple[nn.Module, torch.Tensor]]] = {}
         for layer in roundable(model):
             weight = dense_weight(layer)
-            self._layers.setdefault((weight.shape, int(row_sums(weight).sum())), []).append(layer)
+            sums = torch.cat([row_sums(weight[first:last]) for first, last in _left(weight)])
+            self._layers.setdefault((weight.shape, int(sums.sum())), []).append((layer, sums))
         self._shapes = {shape for shape, _ in self._layers}
         self._dtype = model.dtype
 
     def match(self, header: Header, tensor: TensorInfo) -> tuple[nn.Module, StoredCodes] | None:
         """Take out the layer with the weight of a tensor."""
-        codes = read_codes(header, tensor) if tensor.shape in self._shapes else None
+        codes = stored_codes(header, tensor) if tensor.shape in self._shapes else None
         if codes is None:
             return None
-        exact = codes.dense()
-        given = exact.to(self._dtype)
-        sums = row_sums(given)
-        for layer in self._layers.get((given.shape, int(sums.sum())), []):
-            weight = dense_weight(layer)
-            order = None if torch.equal(given, weight) else _order(sums, row_sums(weight))
-            if order is not None and not (torch.equal(given[order], weight) and _tells_as_much(sums, exact)):
-                continue
-            self._layers[given.shape, int(sums.sum())].remove(layer)
-            return layer, StoredCodes(codes.kind, partial(_read, header, tensor, order))
+        of_exact, of_given = [], []
+        for first, last in pieces(codes.shape):
+            exact = codes.read(first, last).dense()
+            of_exact.append(row_sums(exact))
+            of_given.append(row_sums(exact.to(self._dtype)))
+        sums = torch.cat(of_given)
+        alike = self._layers.get((codes.shape, int(sums.sum())), [])
+        for layer, wanted in alike:
+            order = None if torch.equal(sums, wanted) else _order(sums, wanted)
+            is_told = order is None or len(torch.unique(sums)) == len(torch.unique(torch.cat(of_exact)))
+            if not is_told or not self._holds(dense_weight(layer), codes, order):
+                continue  # in rows that look alike in another dtype there may be others
+            alike.remove((layer, wanted))
+            return layer, codes if order is None else _reordered(codes, order)
         return None
 
+    def _holds(self, weight: torch.Tensor, codes: StoredCodes, order: torch.Tensor | None) -> bool:
+        """Whether codes in an order of outputs are a weight, to the bit."""
+        given = codes if order is None else _reordered(codes, order)
+        return all(
+            torch.equal(given.read(first, last).dense().to(self._dtype), weight[first:last])
+            for first, last in _left(weight)
+        )
 
-def _read(header: Header, tensor: TensorInfo, order: torch.Tensor | None) -> Codes:
-    """The weight of a tensor, with its rows in an order."""
-    codes = read_codes(header, tensor)
-    assert codes is not None
-    return codes if order is None else codes.rows(order)
+
+def _left(weight: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """As `pieces`; what was read of a file is let go after each."""
+    leave = memory.Leaving([weight])
+    for first, last in pieces(weight.shape):
+        yield first, last
+        leave(weight[first:last])
+
+
+def _reordered(codes: StoredCodes, order: torch.Tensor) -> StoredCodes:
+    """With outputs in another order, which are read from the first to the last that is wanted."""
+
+    def read(first: int, last: int) -> Codes:
+        wanted = order[first:last]
+        begin = int(wanted.min())
+        return codes.read(begin, int(wanted.max()) + 1).rows(wanted - begin)
+
+    return StoredCodes(codes.shape, codes.form, read)
 
 
 def _order(sums: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -101,11 +127,6 @@ def _order(sums: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     order = torch.empty_like(sums)
     order[wanted.argsort()] = sums.argsort()
     return order
-
-
-def _tells_as_much(sums: torch.Tensor, exact: torch.Tensor) -> bool:
-    """Whether rows that look alike in another dtype are alike."""
-    return len(torch.unique(sums)) == len(torch.unique(row_sums(exact)))
 
 
 def _listed(types: Counter[str]) -> str:

@@ -16,7 +16,7 @@ from foretoken.heads.layers import DecoderLayer, RMSNorm
 from foretoken.model.execution import forwards, packing
 from foretoken.model.nodes import Nodes
 from foretoken.native import abi
-from foretoken.native.codes import Codes
+from foretoken.native.codes import Unrounded
 from foretoken.native.library import Library
 from foretoken.native.packed_matmul import CodesMatrix
 
@@ -262,4 +262,4 @@ def _matrix(layers: Seq[nn.Module], kernels: Library) -> CodesMatrix:
     if any(each is not None for each in biases):
         pairs = zip(weights, biases, strict=True)
         bias = torch.cat([torch.zeros(len(weight)) if each is None else each.float() for weight, each in pairs])
-    return CodesMatrix(Codes.rounded(torch.cat(weights), 8), bias, kernels, activation_bytes=1)
+    return CodesMatrix([Unrounded.of(weight, 8) for weight in weights], bias, kernels, activation_bytes=1)

@@ -7,7 +7,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from foretoken.loading.compressed import METHOD, parts_of
 from foretoken.loading.layouts import LAYOUTS, codes_of, settings_of
 from foretoken.model.execution.forwards import replacement
 from foretoken.model.execution.packing import PackedLinear, named_weights
-from foretoken.model.execution.rounding import StoredCodes, roundable, take_codes
-from foretoken.native.codes import Codes
+from foretoken.model.execution.rounding import roundable, take_codes
+from foretoken.native.codes import Codes, Form, Kind, StoredCodes
 
 # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -46,17 +45,17 @@ def load_codes(location: str, revision: str | None, config: Any, dtype: torch.dt
     }
     of_codes = {f"{layer}.{part}" for layer, found in parts.items() for part in found}
     state = {name: tensor for name, tensor in tensors.items() if name not in of_codes}
-    kinds, reordered = {}, []
+    forms, reordered = {}, []
     for layer in layers:
         found = codes_of(settings, layer, parts[layer])
-        kinds[layer] = found.codes.kind
+        forms[layer] = found.codes.form, found.codes.numbers.shape
         reordered += [layer] * (found.order is not None)
         state[f"{layer}.weight"] = found.dense().to(dtype)
     model = _built(location, revision, config, state, dtype)
     plain = set(roundable(model))
     modules = dict(model.named_modules())
     stored = {
-        modules[layer]: StoredCodes(kinds[layer], partial(_codes, settings, layer, parts[layer]))
+        modules[layer]: _stored(settings, layer, parts[layer], *forms[layer])
         for layer in layers
         if modules.get(layer) in plain and layer not in reordered
     }
@@ -64,11 +63,24 @@ def load_codes(location: str, revision: str | None, config: Any, dtype: torch.dt
     others = [layer for layer in layers if modules.get(layer) not in stored and layer not in reordered]
     notes = [f"{len(reordered)} with inputs in an order of their own"] if reordered else []
     notes += [f"{len(others)} that are no linear layers here, like {others[0]}"] if others else []
-    return model, "; dequantised are ".join([_listed(each.kind for each in stored.values()), *notes])
+    return model, "; dequantised are ".join([_listed(each.form.kind for each in stored.values()), *notes])
 
 
-def _codes(settings: Mapping[str, Any], layer: str, parts: Mapping[str, torch.Tensor]) -> Codes:
-    return codes_of(settings, layer, parts).codes
+def _stored(
+    settings: Mapping[str, Any], layer: str, parts: Mapping[str, torch.Tensor], form: Form, shape: torch.Size
+) -> StoredCodes:
+    """The weight of a layer, unpacked when it is wanted."""
+    kept: list[Codes] = []  # while it is read piece by piece
+
+    def read(first: int, last: int) -> Codes:
+        if first == 0:
+            kept[:] = [codes_of(settings, layer, parts).codes]
+        found = kept[0].part(first, last)
+        if last == shape[0]:
+            kept.clear()
+        return found
+
+    return StoredCodes(shape, form, read)
 
 
 def _built(
@@ -100,7 +112,7 @@ def _built(
     return found
 
 
-def _listed(kinds: Iterator[tuple[int, int, str]]) -> str:
+def _listed(kinds: Iterator[Kind]) -> str:
     """``210 of 4 bits by 32 and 1 of 8 bits``."""
     found = Counter(f"{bits} bits" + (f" by {group}" if group else "") for bits, group, _ in kinds)
     return " and ".join(f"{count} of {kind}" for kind, count in found.most_common())

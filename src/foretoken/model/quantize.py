@@ -13,7 +13,7 @@ from foretoken.errors import ConfigError
 from foretoken.model.execution.forwards import replacement
 from foretoken.model.execution.packing import PackedLinear, PackedProduct, unpacked_weight
 from foretoken.model.independence import has_plain_weight
-from foretoken.native.codes import Codes
+from foretoken.native.codes import Unrounded
 
 GROUP_SIZES = (32, 64, 128, 256)
 
@@ -32,8 +32,8 @@ def quantize_linears(model: PreTrainedModel, group_size: int, *, with_head: bool
     Raises: ConfigError as `quantizable`.
     """
 
-    def rounded(layer: nn.Module) -> Codes:
-        return Codes.rounded(unpacked_weight(layer), 4, group_size, has_zeros=True)
+    def rounded(layer: nn.Module) -> Unrounded:
+        return Unrounded.of(unpacked_weight(layer), 4, group_size, has_zeros=True)
 
     layers = quantizable(model, group_size, with_head=with_head)
     for layer in layers:

@@ -212,6 +212,8 @@ _SCORES = (Address, Integer, Integer, Integer, Integer)
 
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "pack": (None, Address, *(Integer,) * 4, Address, Threads),
+    "round": (None, Address, Address, *(Integer,) * 3, Threads),
+    "pack_codes": (None, Address, Address, Integer, Integer, Threads),
     "rows": (None, Address, Address, Integer, Integer, Address),
     "product": (None, Address, Address, Integer, Address, Threads),
     "decode_attention": (None, *(Address,) * 7, Threads),

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
+
+Kind: TypeAlias = tuple[int, int, str]
+"""Bits of a code, inputs of a group, and what zeros are."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How whole numbers stand for a weight: as the attributes of `Codes`, of scales and zeros the dtype."""
+
+    bits: int
+    group: int
+    scales: torch.dtype
+    zeros: torch.dtype | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """What weights that are joined have in common."""
+        zeros = "" if self.zeros is None else "whole" if self.zeros == torch.uint8 else "float"
+        return self.bits, self.group, zeros
 
 
 @dataclass(frozen=True)
@@ -38,28 +58,7 @@ class Codes:
           has_zeros: round in steps between the smallest and the largest weight instead, of which one is 0; or from the
             smallest on, where the weight has been rounded so before and is hardly changed by it.
         """
-        outputs, inputs = weight.shape
-        size, half = group or inputs, 2 ** (bits - 1)
-
-        def grouped(rows: torch.Tensor) -> torch.Tensor:
-            return F.pad(rows.float(), (0, -inputs % size)).view(len(rows), -1, size)
-
-        if has_zeros:
-            sample = grouped(weight.detach()[:SAMPLE])
-            whole, free = (_error(sample, *_between(sample, bits, each)) for each in (True, False))
-        numbers = torch.empty((outputs, inputs), dtype=torch.uint8, device=weight.device)
-        scales, zeros = [], []
-        for rows, to in zip(torch.split(weight.detach(), AT_A_TIME), torch.split(numbers, AT_A_TIME), strict=True):
-            groups = grouped(rows)
-            if has_zeros:
-                found, steps, begins = _between(groups, bits, not free < whole / 4)
-                zeros.append(begins)
-            else:
-                steps = groups.abs().amax(-1).clamp(min=1e-30) / (half - 1)
-                found = (groups / steps[..., None]).round_().clamp_(1 - half, half - 1).add_(half)
-            scales.append(steps)
-            to.copy_(found.view(len(rows), -1)[:, :inputs])
-        return cls(numbers, bits, torch.cat(scales), torch.cat(zeros) if zeros else None, group)
+        return Unrounded.of(weight, bits, group, has_zeros=has_zeros).codes()
 
     @classmethod
     def joined(cls, parts: Sequence[Codes]) -> Codes:
@@ -79,10 +78,14 @@ class Codes:
         return -(2 ** (self.bits - 1)) * self.scales.float() if self.zeros is None else _begins(self.scales, self.zeros)
 
     @property
-    def kind(self) -> tuple[int, int, str]:
+    def form(self) -> Form:
+        """How they lie in memory."""
+        return Form(self.bits, self.group, self.scales.dtype, None if self.zeros is None else self.zeros.dtype)
+
+    @property
+    def kind(self) -> Kind:
         """What weights that are joined have in common."""
-        zeros = "" if self.zeros is None else "whole" if self.zeros.dtype == torch.uint8 else "float"
-        return self.bits, self.group, zeros
+        return self.form.kind
 
     def dense(self) -> torch.Tensor:
         """float32 (out, in): the weight that they stand for."""
@@ -96,16 +99,106 @@ class Codes:
         weight: torch.Tensor = (self.numbers.float() - low) * scales
         return weight + zeros if zeros is not None and self.kind[2] == "float" else weight
 
+    def part(self, first: int, last: int) -> Codes:
+        """Of outputs from one to another, in the same memory."""
+        zeros = None if self.zeros is None else self.zeros[first:last]
+        return Codes(self.numbers[first:last], self.bits, self.scales[first:last], zeros, self.group)
+
     def rows(self, order: torch.Tensor) -> Codes:
         """Of these outputs, in this order."""
         zeros = None if self.zeros is None else self.zeros[order]
         return Codes(self.numbers[order], self.bits, self.scales[order], zeros, self.group)
 
 
-AT_A_TIME = 2048
-"""Outputs that are rounded together: what that takes in float32 is small beside a weight."""
+@dataclass(frozen=True)
+class Unrounded:
+    """A weight that is to be rounded.
+
+    Args:
+      weight: (out, in) of any float dtype.
+      form: that it is rounded to.
+    """
+
+    weight: torch.Tensor
+    form: Form
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, bits: int, group: int = 0, *, has_zeros: bool = False) -> Unrounded:
+        """Arguments as of `Codes.rounded`. What the zeros are, and the dtype of scales, is seen in a sample."""
+        form = Form(bits, group, torch.float32)
+        if has_zeros:
+            sample = _grouped(weight.detach()[:SAMPLE], group)
+            tried = [_form_between(sample, bits, group, are_whole) for are_whole in (True, False)]
+            whole, free = (_error(sample, *_between(sample, each)) for each in tried)
+            form = tried[free < whole / 4]
+        return cls(weight.detach(), form)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape
+
+    def codes(self) -> Codes:
+        """Round it all."""
+        outputs, inputs = self.shape
+        numbers = torch.empty((outputs, inputs), dtype=torch.uint8, device=self.weight.device)
+        scales, zeros = [], []
+        for first, last in pieces(self.shape):
+            groups = _grouped(self.weight[first:last], self.form.group)
+            found, steps, begins = _rounded(groups, self.form)
+            numbers[first:last] = found.view(last - first, -1)[:, :inputs]
+            scales.append(steps)
+            zeros += [] if begins is None else [begins]
+        return Codes(numbers, self.form.bits, torch.cat(scales), torch.cat(zeros) if zeros else None, self.form.group)
+
+
+@dataclass(frozen=True)
+class StoredCodes:
+    """Whole numbers that a file holds of a weight, in the order of its layer.
+
+    Args:
+      shape: of the weight (out, in).
+      read: outputs from one to another.
+    """
+
+    shape: torch.Size
+    form: Form
+    read: Callable[[int, int], Codes]
+
+    @classmethod
+    def of(cls, codes: Codes) -> StoredCodes:
+        """In memory already."""
+        return cls(codes.numbers.shape, codes.form, codes.part)
+
+    def codes(self) -> Codes:
+        """Read them all."""
+        return self.read(0, self.shape[0])
+
+
+def pieces(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Outputs (first, last) of a weight (out, in) that are taken at a time: whole blocks of kernels, but the last.
+
+    Example:
+        >>> list(pieces((70, AT_A_TIME // 32)))
+        [(0, 32), (32, 64), (64, 70)]
+    """
+    step = max(1, AT_A_TIME // (BLOCK * max(1, shape[1]))) * BLOCK
+    return ((first, min(first + step, shape[0])) for first in range(0, shape[0], step))
+
+
+BLOCK = 32
+"""Outputs of a block of kernels, or a multiple of it."""
+AT_A_TIME = 2**20
+"""Weights that are taken together: what that takes in float32 is small beside a weight, and stays in the cache."""
 SAMPLE = 64
-"""Outputs by which it is decided whether zeros are whole."""
+"""Outputs by which it is decided whether zeros are whole, and how exact scales are."""
+LEAST_HALF, MOST_HALF = 2.0**-16, torch.finfo(torch.float16).max
+"""Scales in half precision."""
+
+
+def _grouped(rows: torch.Tensor, group: int) -> torch.Tensor:
+    """(out, in) -> float32 (out, groups, inputs of one), with zeros behind the last input."""
+    size = group or rows.shape[1]
+    return F.pad(rows.float(), (0, -rows.shape[1] % size)).view(len(rows), -1, size)
 
 
 def _begins(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
@@ -113,14 +206,36 @@ def _begins(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
     return -zeros.float() * scales.float() if zeros.dtype == torch.uint8 else zeros.float()
 
 
-def _between(groups: torch.Tensor, bits: int, are_whole: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Numbers, scales and zeros of (out, groups, inputs) by their smallest and largest weight."""
-    most, low, high = 2**bits - 1, groups.amin(-1), groups.amax(-1)
-    if are_whole:
-        low, high = low.clamp(max=0), high.clamp(min=0)
+def _ends(groups: torch.Tensor, are_whole: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest and the largest weight of (out, groups, inputs); between whole zeros these have 0 between them."""
+    low, high = groups.amin(-1), groups.amax(-1)
+    return (low.clamp(max=0), high.clamp(min=0)) if are_whole else (low, high)
+
+
+def _form_between(sample: torch.Tensor, bits: int, group: int, are_whole: bool) -> Form:
+    """Scales in half precision lose nothing to speak of unless weights are tiny, or huge."""
+    low, high = _ends(sample, are_whole)
+    is_half = 2**-12 < (high - low).mean() / (2**bits - 1) < 2**12
+    scales = torch.float16 if is_half else torch.float32
+    return Form(bits, group, scales, torch.uint8 if are_whole else scales)
+
+
+def _rounded(groups: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Numbers, scales and zeros of (out, groups, inputs)."""
+    if form.zeros is not None:
+        return _between(groups, form)
+    half = 2 ** (form.bits - 1)
+    steps = groups.abs().amax(-1).clamp(min=1e-30) / (half - 1)
+    return (groups / steps[..., None]).round_().clamp_(1 - half, half - 1).add_(half), steps, None
+
+
+def _between(groups: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same by the smallest and the largest weight of a group."""
+    most, are_whole = 2**form.bits - 1, form.zeros == torch.uint8
+    low, high = _ends(groups, are_whole)
     scales = (high - low) / most
-    # half precision loses nothing to speak of unless weights are tiny
-    scales = scales.clamp(min=2**-16).half() if 2**-12 < scales.mean() < 2**12 else scales.clamp(min=1e-30)
+    is_half = form.scales == torch.float16
+    scales = scales.clamp(LEAST_HALF, MOST_HALF).half() if is_half else scales.clamp(min=1e-30)
     steps = scales.float()
     zeros = (-low / steps).round_().clamp_(0, most).to(torch.uint8) if are_whole else low.to(scales.dtype)
     numbers = ((groups - _begins(scales, zeros)[..., None]) / steps[..., None]).round_().clamp_(0, most).to(torch.uint8)

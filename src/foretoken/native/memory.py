@@ -87,21 +87,44 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=first).view(shape)
 
 
-def leave(tensors: Iterable[torch.Tensor]) -> None:
-    """Tell the system that nobody reads again what tensors hold, as far as that is mapped from a file.
+class Leaving:
+    """Tells the system that nobody reads again what tensors hold, as far as that is mapped from a file.
 
     Its pages count as memory of the process for as long as anything of the file is mapped. Memory of another kind is
-    left alone: its pages would be zeros for whoever still has a view of it.
+    left alone: its pages would be zeros for whoever still has a view of it. Nor may a tensor have been written to since
+    it was mapped: what was written would be gone.
+
+    Args:
+      tensors: that are left, whole or a part at a time, while they are held.
     """
-    spans = [span for span in map(_pages_of, tensors) if span is not None]
-    if _LIBC is None or not spans:
-        return
-    mapped = _mapped_from_files()
-    left = [(begin, end) for begin, end in spans if any(first <= begin and end <= last for first, last in mapped)]
-    for begin, end in left:
-        _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
-    if left:
-        return_free_memory()  # what packing has freed
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        spans = [span for span in map(_pages_of, tensors) if span is not None]
+        mapped = _mapped_from_files() if _LIBC is not None and spans else []
+        self._spans = [each for each in spans if any(first <= each[0] and each[1] <= last for first, last in mapped)]
+
+    def __call__(self, part: torch.Tensor) -> None:
+        """Leave the whole pages of a part."""
+        span = _pages_of(part) if self._spans else None
+        if span is not None and any(first <= span[0] and span[1] <= last for first, last in self._spans):
+            _leave(*span)
+
+    def all(self) -> None:
+        """Leave what is left of them, and give back what packing has freed."""
+        for span in self._spans:
+            _leave(*span)
+        if self._spans:
+            return_free_memory()
+
+
+def leave(tensors: Iterable[torch.Tensor]) -> None:
+    """Leave tensors as `Leaving` does, all at once."""
+    Leaving(tensors).all()
+
+
+def _leave(begin: int, end: int) -> None:
+    assert _LIBC is not None
+    _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
 def _pages_of(tensor: torch.Tensor) -> tuple[int, int] | None:

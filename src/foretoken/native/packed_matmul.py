@@ -8,12 +8,14 @@ sums every row in the same order whatever the number of rows.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TypeAlias
 
 import torch
-import torch.nn.functional as F
 
 from foretoken.native import abi, memory
-from foretoken.native.codes import Codes
+from foretoken.native.codes import Codes, StoredCodes, Unrounded, pieces
 from foretoken.native.library import KINDS, Library
 
 PAIRS_BLOCK = 32
@@ -22,6 +24,8 @@ CODES_BLOCK, CODES_SPAN = 32, 64
 """Outputs of a block of codes, and inputs whose activations are rounded together."""
 SCALES = {torch.float32: abi.FLOAT32, torch.float16: abi.FLOAT16, torch.uint8: abi.BYTES}
 """How scales and zeros may lie in memory."""
+Seen: TypeAlias = Callable[[int, torch.Tensor | Codes], object]
+"""Is told the number of a part, and one piece of it after another, once that is packed."""
 
 
 class PackedMatrix:
@@ -83,24 +87,44 @@ class NativeMatrix(PackedMatrix):
     """A weight in a float format.
 
     Args:
-      weight: (out, in). Multiplied in bfloat16 where the CPU does that, and with float32 sums of float32 products
-        otherwise; half precision is kept as it is in memory either way.
+      parts: weights (out, in) one after another, of one dtype. Multiplied in bfloat16 where the CPU does that, and with
+        float32 sums of float32 products otherwise; half precision is kept as it is in memory either way.
       bias: (out,), or None.
 
     Exactness: equals ``F.linear`` within the rounding of the dtype.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: Library) -> None:
-        outputs, inputs = weight.shape
-        self._is_pairs = weight.dtype == torch.bfloat16 and kernels.has_pairs
+    def __init__(
+        self,
+        parts: torch.Tensor | Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        kernels: Library,
+        seen: Seen | None = None,
+    ) -> None:
+        parts = [parts] if isinstance(parts, torch.Tensor) else parts
+        dtype, inputs = parts[0].dtype, parts[0].shape[1]
+        outputs = sum(map(len, parts))
+        self._is_pairs = dtype == torch.bfloat16 and kernels.has_pairs
+        block = PAIRS_BLOCK if self._is_pairs else kernels.block
         if self._is_pairs:  # two tiles per 32 inputs, of 16 outputs each, pairs of inputs side by side
             shape: tuple[int, ...] = (-(-outputs // PAIRS_BLOCK), -(-inputs // PAIRS_BLOCK), 2, 16, 16, 2)
         else:
-            shape = -(-outputs // kernels.block), inputs, kernels.block
-        kind = abi.PAIRS if self._is_pairs else KINDS[weight.dtype]
-        packed, weight = memory.empty(shape, weight.dtype), weight.detach().contiguous()
-        threads = torch.get_num_threads()
-        kernels.pack(weight.data_ptr(), outputs, inputs, kind, kernels.block, packed.data_ptr(), threads)
+            shape = -(-outputs // block), inputs, block
+        kind = abi.PAIRS if self._is_pairs else KINDS[dtype]
+        packed, threads = memory.empty(shape, dtype), torch.get_num_threads()
+        if any(len(part) % block for part in parts[:-1]):  # blocks reach over from one part into the next
+            joined = torch.cat([part.detach() for part in parts])
+            if seen is not None:
+                for number, part in enumerate(parts):
+                    seen(number, part)
+            parts, seen = [joined], None
+        for number, (part, begin) in enumerate(zip(parts, _begins_of(parts), strict=True)):
+            for first, last in pieces(part.shape):
+                piece = part.detach()[first:last].contiguous()
+                to = packed[(begin + first) // block :]
+                kernels.pack(piece.data_ptr(), last - first, inputs, kind, kernels.block, to.data_ptr(), threads)
+                if seen is not None:
+                    seen(number, part[first:last])
         super().__init__(kernels, (outputs, inputs), kind, packed, bias)
 
     def dense(self) -> torch.Tensor:
@@ -117,6 +141,7 @@ class CodesMatrix(PackedMatrix):
     """A weight in whole numbers, multiplied with activations in 16 bits that share a scale by 64 inputs or fewer.
 
     Args:
+      given: codes, or parts that lie one after another: what is still to be rounded, or read, takes no memory besides.
       activation_bytes: 2; or 1 of codes of 8 bits, for drafts alone: half of the arithmetic.
       dtype: float32 or bfloat16, of what is multiplied and of the result.
 
@@ -126,36 +151,69 @@ class CodesMatrix(PackedMatrix):
 
     def __init__(
         self,
-        codes: Codes,
+        given: Codes | Sequence[Unrounded | StoredCodes],
         bias: torch.Tensor | None,
         kernels: Library,
         *,
         activation_bytes: int = 2,
         dtype: torch.dtype = torch.float32,
+        seen: Seen | None = None,
     ) -> None:
-        outputs, inputs = codes.numbers.shape
-        self._bits, self._group = codes.bits, codes.group
-        whole = -(-inputs // (codes.group or CODES_SPAN)) * (codes.group or CODES_SPAN)
-        missing, half = -outputs % CODES_BLOCK, 2 ** (codes.bits - 1)
-        numbers = F.pad(codes.numbers, (0, whole - inputs, 0, missing), value=half)
-        blocks = numbers.view(-1, CODES_BLOCK, whole // 4, 4).transpose(1, 2)  # (blocks, fours of inputs, outputs, 4)
-        if codes.bits == 4:
-            blocks = blocks[:, ::2] | blocks[:, 1::2] << 4
-        packed = memory.empty(blocks.shape, torch.uint8).copy_(blocks)
-        scales = self._by_block(codes.scales if codes.group else codes.scales.float())
-        zeros = None if codes.zeros is None else self._by_block(codes.zeros)
-        kind, of_bias = (abi.BYTES if codes.bits == 8 else abi.NIBBLES), None if bias is None else bias.detach()
+        parts = [StoredCodes.of(given)] if isinstance(given, Codes) else list(given)
+        if len({part.form for part in parts}) > 1:
+            read = [part.codes() for part in parts]
+            if seen is not None:
+                for number, (each, codes) in enumerate(zip(parts, read, strict=True)):
+                    seen(number, each.weight if isinstance(each, Unrounded) else codes)
+            parts, seen = [StoredCodes.of(Codes.joined(read))], None
+        form, inputs = parts[0].form, parts[0].shape[1]
+        self._bits, self._group = form.bits, form.group
+        outputs = sum(part.shape[0] for part in parts)
+        whole = -(-inputs // (form.group or CODES_SPAN)) * (form.group or CODES_SPAN)
+        blocks = -(-outputs // CODES_BLOCK)
+        packed = memory.empty((blocks, whole * form.bits // 32, CODES_BLOCK, 4), torch.uint8)
+        if blocks * CODES_BLOCK > outputs or whole > inputs:
+            packed.fill_(0x80 if form.bits == 8 else 0x88)
+        groups = whole // form.group if form.group else 1
+        scales, zeros = (
+            None if dtype is None else memory.empty((blocks, groups, CODES_BLOCK), dtype)
+            for dtype in (form.scales if form.group else torch.float32, form.zeros)
+        )
+        for each in (scales, zeros):
+            if each is not None:
+                each[-1] = 0  # of outputs that there are not
+        kind, of_bias = (abi.BYTES if form.bits == 8 else abi.NIBBLES), None if bias is None else bias.detach()
         super().__init__(
-            kernels, (outputs, inputs), kind, packed, of_bias, scales, zeros, codes.group, activation_bytes, dtype
+            kernels, (outputs, inputs), kind, packed, of_bias, scales, zeros, form.group, activation_bytes, dtype
         )
         self.rounding = 2.0 ** (1 - 8 * activation_bytes)
+        for number, (part, begin) in enumerate(zip(parts, _begins_of(parts), strict=True)):
+            for first, last in pieces(part.shape):
+                piece = self._take(kernels, part, first, last, begin + first)
+                if seen is not None:
+                    seen(number, piece)
 
-    @staticmethod
-    def _by_block(numbers: torch.Tensor) -> torch.Tensor:
-        """(outputs, groups) -> (blocks, groups, outputs), in memory of the kernels."""
-        blocks = F.pad(numbers, (0, 0, 0, -len(numbers) % CODES_BLOCK)).view(-1, CODES_BLOCK, numbers.shape[1])
-        blocks = blocks.transpose(1, 2)
-        return memory.empty(blocks.shape, numbers.dtype).copy_(blocks)
+    def _take(
+        self, kernels: Library, part: Unrounded | StoredCodes, first: int, last: int, output: int
+    ) -> torch.Tensor | Codes:
+        """Pack outputs of a part from one to another as those of the matrix from ``output`` on; what was packed."""
+        count, threads = last - first, torch.get_num_threads()
+        if isinstance(part, Unrounded):
+            given = part.weight[first:last]
+            rows = given.contiguous()
+            kind = KINDS.get(rows.dtype)
+            if kind is None:
+                rows, kind = rows.float(), abi.FLOAT32
+            kernels.round(self.address, rows.data_ptr(), kind, output, count, threads)
+            return given
+        codes = part.read(first, last)
+        numbers = codes.numbers.contiguous()
+        kernels.pack_codes(self.address, numbers.data_ptr(), output, count, threads)
+        place = torch.arange(output, output + count)
+        for kept, each in zip(self._kept[1:], (codes.scales, codes.zeros), strict=True):
+            if kept is not None and each is not None:
+                kept[place // CODES_BLOCK, :, place % CODES_BLOCK] = each.to(kept.dtype)
+        return codes
 
     def rows(self, outputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """(...) of int64 -> (..., in): rows of `dense`, without the others.
@@ -186,3 +244,8 @@ class CodesMatrix(PackedMatrix):
     def dense(self) -> torch.Tensor:
         """float32 (out, in): the weight that the codes stand for."""
         return self.codes.dense()
+
+
+def _begins_of(parts: Sequence[torch.Tensor | Unrounded | StoredCodes]) -> list[int]:
+    """At which output parts begin that lie one after another."""
+    return [0, *accumulate(part.shape[0] for part in parts)][: len(parts)]

@@ -302,8 +302,8 @@ class Execution:
             move_out(self.model, [weight for weight in weights if weight.data_ptr() not in shared])
             shared = shared_storages(self.model)
         for group in found:
-            product = PackedProduct(group, known.get(id(group[0].weight)))
-            self._products.append(product.put_in(shared if release_originals else None))
+            known_one, freed = known.get(id(group[0].weight)), shared if release_originals else None
+            self._products.append(PackedProduct(group, known_one, shared=freed).put_in())
 
     def _run_activations_by_rows(self) -> None:
         """Where layers run as modules: let no row have other bits for the rows beside it."""

@@ -19,9 +19,9 @@ from transformers.pytorch_utils import Conv1D
 from foretoken.model.execution.forwards import StandIn, replace_forward, replacement
 from foretoken.model.state import version_of
 from foretoken.native import memory
-from foretoken.native.codes import Codes
+from foretoken.native.codes import Codes, StoredCodes, Unrounded
 from foretoken.native.library import KINDS, library
-from foretoken.native.packed_matmul import CodesMatrix, NativeMatrix
+from foretoken.native.packed_matmul import CodesMatrix, NativeMatrix, Seen
 
 BATCH_HINT = 16  # a hint of one row packs for another kernel, whose single row has other bits than its many
 MIN_ELEMENTS = 2**18
@@ -102,18 +102,33 @@ class DenseMatrix:
 Matrix: TypeAlias = OneDNNMatrix | NativeMatrix | CodesMatrix | DenseMatrix
 
 
-def _matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+def _matrix(weights: Sequence[torch.Tensor], bias: torch.Tensor | None, seen: Seen) -> Matrix:
     """Packed for the library's own kernels, or for oneDNN where there are none."""
-    kernels = library() if weight.dtype in KINDS else None
-    return OneDNNMatrix(weight, bias) if kernels is None else NativeMatrix(weight, bias, kernels)
+    kernels = library() if weights[0].dtype in KINDS else None
+    if kernels is not None:
+        return NativeMatrix(weights, bias, kernels, seen)
+    matrix = OneDNNMatrix(weights[0] if len(weights) == 1 else torch.cat(list(weights)), bias)
+    for number, weight in enumerate(weights):
+        seen(number, weight)
+    return matrix
 
 
-def _codes_matrix(codes: Codes, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> Matrix:
+def _codes_matrix(
+    parts: Sequence[Unrounded | StoredCodes],
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    seen: Seen,
+) -> Matrix:
     """Packed for the library's own kernels; where there are none, the weight that the codes stand for."""
     kernels = library() if dtype in KINDS and device.type == "cpu" else None
     if kernels is not None:
-        return CodesMatrix(codes, bias, kernels, dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
-    weight = codes.dense().to(dtype)
+        of = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        return CodesMatrix(parts, bias, kernels, dtype=of, seen=seen)
+    read = [part.codes() for part in parts]
+    for number, (part, codes) in enumerate(zip(parts, read, strict=True)):
+        seen(number, part.weight if isinstance(part, Unrounded) else codes)
+    weight = Codes.joined(read).dense().to(dtype)
     return OneDNNMatrix(weight, bias) if device.type == "cpu" and packed_dtype(dtype) else DenseMatrix(weight, bias)
 
 
@@ -125,6 +140,8 @@ class PackedProduct:
       earlier: of layers with the same tensors; what it packed is taken over where they still hold the same values.
       codes: gives the weight of a layer in whole numbers, where it is rounded; otherwise it is packed as it is.
       dtype: that it takes and gives; by default that of the weights.
+      shared: addresses of weights that stay, where the others are freed (`release`): pages of a file a piece of a
+        weight at a time. None for all.
 
     Exactness: equals ``F.linear`` within the rounding of the dtype; by the library's own kernels a row has the same
     bits among any number of rows.
@@ -142,8 +159,9 @@ class PackedProduct:
         self,
         layers: Sequence[nn.Module],
         earlier: PackedProduct | None = None,
-        codes: Callable[[nn.Module], Codes] | None = None,
+        codes: Callable[[nn.Module], Unrounded | StoredCodes] | None = None,
         dtype: torch.dtype | None = None,
+        shared: Container[int] | None = None,
     ) -> None:
         self.layers = tuple(layers)
         self._codes = codes
@@ -152,11 +170,13 @@ class PackedProduct:
         self._is_released = False
         self._shared: tuple[torch.Tensor, tuple[torch.Tensor, ...], set[int]] | None = None
         if earlier is None or not earlier._holds(self._tensors()):
-            self._pack()
-            return
-        self._versions = tuple(map(version_of, self._tensors()))
-        self.matrix, self.sizes = earlier.matrix, earlier.sizes
-        self._sums, self._weight_dtype = earlier._sums, earlier._weight_dtype
+            self._pack(shared)
+        else:
+            self._versions = tuple(map(version_of, self._tensors()))
+            self.matrix, self.sizes = earlier.matrix, earlier.sizes
+            self._sums, self._weight_dtype = earlier._sums, earlier._weight_dtype
+        if shared is not None:
+            self.release(shared)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out of all layers, one after another)."""
@@ -187,16 +207,10 @@ class PackedProduct:
         self._pack()
         return True
 
-    def put_in(self, shared: Container[int] | None = None) -> PackedProduct:
-        """Let its layers run by it.
-
-        Args:
-          shared: addresses of weights that stay, where the others are freed; None for all.
-        """
+    def put_in(self) -> PackedProduct:
+        """Let its layers run by it."""
         for index, layer in enumerate(self.layers):
             replace_forward(layer, PackedLinear(self, index))
-        if shared is not None:
-            self.release(shared)
         return self
 
     def release(self, shared: Container[int] = ()) -> None:
@@ -269,21 +283,34 @@ class PackedProduct:
         biases: list[torch.Tensor] = [layer.bias for layer in self.layers if layer.bias is not None]  # type: ignore[misc]
         return [*self._weights(), *biases]
 
-    def _pack(self) -> None:
+    def _pack(self, shared: Container[int] | None = None) -> None:
         tensors = self._tensors()
         self._versions = tuple(map(version_of, tensors))
-        self._sums = list(map(row_sums, tensors))
         self._weight_dtype = tensors[0].dtype
         biases = [tensor.detach() for tensor in tensors[len(self.layers) :]]
         bias = torch.cat(biases) if biases else None
+        going = [] if shared is None else [each for each in self._weights() if each.data_ptr() not in shared]
+        leave, found = memory.Leaving(going), [list[torch.Tensor]() for _ in self.layers]
+
+        def see(number: int, piece: torch.Tensor | Codes) -> None:
+            """Sum up what is packed while it is at hand, and let go of it."""
+            if isinstance(piece, Codes):  # the weight that they stand for is nowhere
+                found[number].append(row_sums(piece.dense().to(self._weight_dtype)))
+            elif type(self.layers[number]) is not Conv1D:
+                found[number].append(row_sums(piece))
+                leave(piece)
+
         if self._codes is None:
             weights = [dense_weight(layer) for layer in self.layers]
             self.sizes = [len(weight) for weight in weights]
-            self.matrix = _matrix(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
+            self.matrix = _matrix(weights, bias, see)
         else:
             parts = list(map(self._codes, self.layers))
-            self.sizes = [len(part.numbers) for part in parts]
-            self.matrix = _codes_matrix(Codes.joined(parts), bias, self._dtype, tensors[0].device)
+            self.sizes = [part.shape[0] for part in parts]
+            self.matrix = _codes_matrix(parts, bias, self._dtype, tensors[0].device, see)
+        of_weights = zip(self._weights(), found, strict=True)
+        sums = [torch.cat(each) if each else row_sums(weight) for weight, each in of_weights]
+        self._sums = [*sums, *map(row_sums, biases)]
         PackedProduct.num_packed += 1
 
 

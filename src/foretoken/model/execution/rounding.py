@@ -6,7 +6,7 @@ A step reads a half of what it reads of bfloat16, or less.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from foretoken.errors import ConfigError
 from foretoken.model.execution.forwards import replace_forward, replacement
 from foretoken.model.execution.packing import PackedLinear, PackedProduct, PackedRows, dense_weight, release
 from foretoken.model.execution.sharing import groups, move_out, shared_storages
-from foretoken.native.codes import Codes
+from foretoken.native.codes import Kind, StoredCodes, Unrounded
 from foretoken.native.packed_matmul import CodesMatrix
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ class Rounding:
     group: int = 0
     has_zeros: bool = False
 
-    def __call__(self, layer: nn.Module) -> Codes:
-        """The weight of a linear layer."""
-        return Codes.rounded(dense_weight(layer), self.bits, self.group, has_zeros=self.has_zeros)
+    def __call__(self, layer: nn.Module) -> Unrounded:
+        """The weight of a linear layer, still to be rounded."""
+        return Unrounded.of(dense_weight(layer), self.bits, self.group, has_zeros=self.has_zeros)
 
 
 ROUNDINGS = {"int8": Rounding(8), "int4": Rounding(4, 32, has_zeros=True)}
@@ -109,8 +109,8 @@ def quantize_weights(
     shared = _prepared(model, layers, tied) if release_originals else None
     made = []
     for group in groups(model, layers) if layers else []:
-        product = PackedProduct(group, known.get(id(group[0].weight)), rounding_of(model, group[0], name), dtype)
-        made.append(product.put_in(shared))
+        rounding = rounding_of(model, group[0], name)
+        made.append(PackedProduct(group, known.get(id(group[0].weight)), rounding, dtype, shared).put_in())
     if tied is not None:
         _read_rows(model, tied)
     if dtype is not None:
@@ -118,19 +118,6 @@ def quantize_weights(
         for product in made:
             product.settle()
     return made
-
-
-@dataclass(frozen=True)
-class StoredCodes:
-    """Whole numbers that a file holds of a layer, in the layer's order.
-
-    Args:
-      kind: of the codes, as `Codes.kind`.
-      read: them.
-    """
-
-    kind: tuple[int, int, str]
-    read: Callable[[], Codes]
 
 
 @torch.inference_mode()
@@ -148,11 +135,10 @@ def take_codes(model: PreTrainedModel, stored: Mapping[nn.Module, StoredCodes], 
     shared = _prepared(model, stored, tied)
     made = []
     for group in groups(model, list(stored)):
-        alike: dict[tuple[int, int, str], list[nn.Module]] = {}
+        alike: dict[Kind, list[nn.Module]] = {}
         for layer in group:
-            alike.setdefault(stored[layer].kind, []).append(layer)
-        for layers in alike.values():
-            made.append(PackedProduct(layers, None, lambda layer: stored[layer].read(), dtype).put_in(shared))
+            alike.setdefault(stored[layer].form.kind, []).append(layer)
+        made += [PackedProduct(each, None, stored.__getitem__, dtype, shared).put_in() for each in alike.values()]
     _convert(model, dtype)
     if tied is None and _has_rows_of_output(model):
         tied = model.get_input_embeddings()
@@ -224,7 +210,7 @@ def round_weights(model: PreTrainedModel, name: str) -> None:
     shared = shared_storages(model) - (set() if tied is None else {tied.weight.data_ptr()})
     for layer in list(roundable(model)):
         weight: nn.Parameter = layer.weight  # type: ignore[assignment]
-        dense = rounding_of(model, layer, name)(layer).dense().to(weight.dtype)
+        dense = rounding_of(model, layer, name)(layer).codes().dense().to(weight.dtype)
         dense = dense.t() if isinstance(layer, Conv1D) else dense
         if weight.data_ptr() in shared:
             layer.weight = nn.Parameter(dense.contiguous(), requires_grad=False)

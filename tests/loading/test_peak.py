@@ -1,0 +1,74 @@
+"""What loading takes at its height, beside the weights that it leaves: counted in a process of its own, without clocks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from foretoken.native.library import library
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="memory of a process is read from /proc"),
+    pytest.mark.skipif(library() is None, reason="no kernels here"),
+]
+
+CONSTANT = 60 * 2**20
+"""Bytes that packing needs besides weights, whatever their number: rows that are in work, and pages that are read ahead."""
+MEASURE = """
+import json, sys
+from pathlib import Path
+import torch
+from foretoken.loading.models import load_model
+from foretoken.model.execution.packing import packed_products
+from transformers import LlamaConfig, LlamaForCausalLM
+
+def memory(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
+
+folder, rounded, small = sys.argv[1:]
+load_model(small, quantization=rounded, with_tokenizer=False)  # imports, and everything that is made once
+Path("/proc/self/clear_refs").write_text("5")
+before = memory("VmRSS")
+loaded = load_model(folder, quantization=rounded, with_tokenizer=False)
+weights = sum(product.num_bytes for product in packed_products(loaded.model))
+print(json.dumps([weights, memory("VmRSS") - before, memory("VmHWM") - before]))
+"""
+
+
+def saved(folder: Path, *, width: int, layers: int, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A checkpoint of random weights."""
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(dtype)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("rounded", ["int8", "int4"])
+def test_rounding_takes_little_beside_the_weights_that_it_leaves(tmp_path: Path, rounded: str) -> None:
+    """Of 400 MB in bfloat16, weights are read, rounded, packed and let go piece by piece.
+
+    Rounding weights as a whole took 1.7 and 2.1 times what it leaves, with pages of the file.
+    """
+    large = saved(tmp_path / "large", width=1024, layers=11)
+    small = saved(tmp_path / "small", width=64, layers=1)
+    run = [sys.executable, "-c", MEASURE, str(large), rounded, str(small)]
+    found = subprocess.run(run, capture_output=True, text=True, check=True)
+    weights, resident, peak = json.loads(found.stdout.splitlines()[-1])
+    assert weights > 1.2e8
+    assert resident <= weights * 1.15 + CONSTANT
+    assert peak <= weights * 1.3 + CONSTANT
