@@ -1,4 +1,4 @@
-"""What loading takes at its height, beside the weights that it leaves: counted in a process of its own, without clocks."""
+"""What loading takes at its height, beside the weights that it leaves: counted in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = [
     pytest.mark.skipif(library() is None, reason="no kernels here"),
 ]
 
-CONSTANT = 60 * 2**20
-"""Bytes that packing needs besides weights, whatever their number: rows that are in work, and pages that are read ahead."""
+CONSTANT = 16 * 2**20
+"""Bytes besides weights, whatever their number: rows that are in work, and pages that are read ahead."""
 MEASURE = """
 import json, sys
 from pathlib import Path
@@ -60,15 +60,12 @@ def saved(folder: Path, *, width: int, layers: int, dtype: torch.dtype = torch.b
 
 @pytest.mark.parametrize("rounded", ["int8", "int4"])
 def test_rounding_takes_little_beside_the_weights_that_it_leaves(tmp_path: Path, rounded: str) -> None:
-    """Of 400 MB in bfloat16, weights are read, rounded, packed and let go piece by piece.
-
-    Rounding weights as a whole took 1.7 and 2.1 times what it leaves, with pages of the file.
-    """
+    """Of 400 MB in bfloat16, weights are read, rounded, packed and let go piece by piece."""
     large = saved(tmp_path / "large", width=1024, layers=11)
     small = saved(tmp_path / "small", width=64, layers=1)
     run = [sys.executable, "-c", MEASURE, str(large), rounded, str(small)]
     found = subprocess.run(run, capture_output=True, text=True, check=True)
     weights, resident, peak = json.loads(found.stdout.splitlines()[-1])
-    assert weights > 1.2e8
+    assert weights > 1.1e8
     assert resident <= weights * 1.15 + CONSTANT
-    assert peak <= weights * 1.3 + CONSTANT
+    assert peak <= weights * 1.15 + CONSTANT

@@ -163,8 +163,8 @@ class CodesMatrix(PackedMatrix):
         if len({part.form for part in parts}) > 1:
             read = [part.codes() for part in parts]
             if seen is not None:
-                for number, (each, codes) in enumerate(zip(parts, read, strict=True)):
-                    seen(number, each.weight if isinstance(each, Unrounded) else codes)
+                for number, (part, codes) in enumerate(zip(parts, read, strict=True)):
+                    seen(number, part.weight if isinstance(part, Unrounded) else codes)
             parts, seen = [StoredCodes.of(Codes.joined(read))], None
         form, inputs = parts[0].form, parts[0].shape[1]
         self._bits, self._group = form.bits, form.group

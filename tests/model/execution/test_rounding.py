@@ -13,7 +13,7 @@ from foretoken.loading.models import load_model
 from foretoken.model.execution.rounding import ROUNDINGS, quantize_weights, round_weights
 from foretoken.model.lm import CausalLM
 from foretoken.native import library as native
-from foretoken.native.codes import Codes
+from foretoken.native.codes import Codes, Unrounded
 from foretoken.native.packed_matmul import CodesMatrix
 from foretoken.testing import hostile_kernels, toy_model
 from foretoken.testing.hostile import KINDS
@@ -59,6 +59,26 @@ def kernels(instruction: str) -> native.Library:
     if library is None:
         pytest.skip("no C++ compiler builds the kernels here")
     return library
+
+
+@pytest.mark.parametrize("instruction", SETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kernels_round_as_torch_does(instruction: str, dtype: torch.dtype) -> None:
+    """To the bit, also in cut-off groups and blocks, of weights that are tiny, huge, all 0, or on one side of 0."""
+    generator = torch.Generator().manual_seed(3)
+    for outputs, inputs in ((70, 100), (33, 577), (5, 8), (64, 256)):
+        for factor, shift in ((1.0, 0.0), (1e-6, 0.0), (300.0, 3.0), (0.0, 0.0)):
+            weight = ((torch.randn(outputs, inputs, generator=generator) + shift) * factor).to(dtype)
+            steps = (torch.randint(0, 16, (outputs, inputs), generator=generator) * 0.01 + 0.003).to(dtype)
+            for given in (weight, steps):  # steps have zeros that are no whole numbers
+                for bits, group, has_zeros in ((8, 0, False), (4, 32, True), (8, 32, True), (4, 64, False)):
+                    wanted = Unrounded.of(given, bits, group, has_zeros=has_zeros)
+                    got = CodesMatrix([wanted], None, kernels(instruction))
+                    torch_made = CodesMatrix(wanted.codes(), None, kernels(instruction))
+                    assert torch.equal(got.packed, torch_made.packed)
+                    for mine, theirs in zip(got._kept[1:], torch_made._kept[1:], strict=True):
+                        assert (mine is None) == (theirs is None)
+                        assert mine is None or torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("instruction", SETS)

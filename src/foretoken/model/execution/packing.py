@@ -159,7 +159,7 @@ class PackedProduct:
         self,
         layers: Sequence[nn.Module],
         earlier: PackedProduct | None = None,
-        codes: Callable[[nn.Module], Unrounded | StoredCodes] | None = None,
+        codes: Callable[[nn.Module], Codes | Unrounded | StoredCodes] | None = None,
         dtype: torch.dtype | None = None,
         shared: Container[int] | None = None,
     ) -> None:
@@ -305,7 +305,8 @@ class PackedProduct:
             self.sizes = [len(weight) for weight in weights]
             self.matrix = _matrix(weights, bias, see)
         else:
-            parts = list(map(self._codes, self.layers))
+            given = map(self._codes, self.layers)
+            parts = [StoredCodes.of(each) if isinstance(each, Codes) else each for each in given]
             self.sizes = [part.shape[0] for part in parts]
             self.matrix = _codes_matrix(parts, bias, self._dtype, tensors[0].device, see)
         of_weights = zip(self._weights(), found, strict=True)
