@@ -101,6 +101,7 @@ class Answered:
         self.logprobs: dict[int, list[Any]] = {}
         self.reasons: dict[int, Any] = {}
         self.outputs: list[Any] = []
+        self.prompts: list[Any] = []
         self.notes: dict[str, Any] = {}
 
 
@@ -115,9 +116,10 @@ async def _ask(fleet: Any, params: SamplingParams, metrics: ClusterMetrics, sett
     ticket = Ticket(llm, [{"prompt": PROMPT, "prompt_token_ids": ids}], [params])
     bridge.submit(ticket)
     answered = Answered()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         while (news := await ticket.news()) is not None:
             for delta in news:
+                answered.prompts += [] if delta.prompt_logprobs is None else [delta.prompt_logprobs]
                 answered.ids.setdefault(delta.index, []).extend(delta.token_ids)
                 answered.texts[delta.index] = answered.texts.get(delta.index, "") + delta.text
                 answered.logprobs.setdefault(delta.index, []).extend(delta.logprobs or ())
@@ -147,6 +149,7 @@ def test_texts_outlive_their_replicas(replicas: list[Replica], plain: LLM, name:
             assert _numbers(found.logprobs) == _numbers(text.logprobs)
             assert found.cumulative_logprob == pytest.approx(text.cumulative_logprob, abs=1e-9)
     assert answered.outputs[0].prompt_logprobs == expected.prompt_logprobs
+    assert answered.prompts == ([] if expected.prompt_logprobs is None else [expected.prompt_logprobs])
     num_lost = answered.notes.get("failover", {"count": 0})["count"]
     assert num_lost == sum(life is not None for life in lives) - (lives[0] == 0)  # nothing had begun there
 
