@@ -96,7 +96,9 @@ class Engine:
         self._drafting.bind(target, self.cache)
         self._forwards = Forwards(target, self.cache, self.config, self.max_model_len, drafter.requires)
         self.plan = MemoryPlan.of(self.config, target, self._forwards, self.cache, self._drafting)
-        self._scheduler = Scheduler(target, self.cache, self._drafting, self.config, plan=self.plan, prefixes=prefixes)
+        self._scheduler = Scheduler(
+            target, self.cache, self._drafting, self.config, plan=self.plan, prefixes=prefixes, owner=drafter
+        )
         self._governing = Governing(self.governor, self._forwards, self._scheduler)
         self._use = ExclusiveUse()
         self._is_broken = False

@@ -46,6 +46,7 @@ class Scheduler:
       plan: how much of the cache may be used; None for as much as the rows need.
       prefixes: keeps rows that have ended for prompts that begin like them, perhaps for other engines, too, which read
         prompts in chunks of the same size.
+      owner: of what the drafter leaves there, from which other drafters cannot go on; the drafter, in engines.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Scheduler:
         *,
         plan: MemoryPlan | None = None,
         prefixes: PrefixStore | None = None,
+        owner: object = None,
     ) -> None:
         self._target = target
         self._cache = cache
@@ -64,7 +66,7 @@ class Scheduler:
         self._config = config
         self._plan = plan
         self._prefixes = prefixes
-        self._owner = object()  # of what the drafter leaves there, which those of other engines cannot go on from
+        self._owner = owner
         self.waiting: deque[Sequence] = deque()
         self.ended: list[Sequence] = []  # before they decoded, which nobody was told yet
         self.num_decoding = 0

@@ -17,7 +17,7 @@ class Prefix:
     """The beginning of a text, copies of keys and values of its first columns, and what a drafter knew of it.
 
     Args:
-      owner: the engine whose drafter has left the memory; None where there is none, which every engine has a use for.
+      owner: the drafter that has left the memory; None where there is none, which every engine has a use for.
     """
 
     token_ids: tuple[int, ...]
@@ -55,8 +55,8 @@ class PrefixStore:
     """The most recent rows that have ended, each as far as a cache held it.
 
     A prompt takes over the longest beginning that it shares with any of them, so a conversation that goes on is fed its
-    new text only. Texts that another one begins with are not kept twice, but for what drafters of several engines know
-    of them: one that must know a beginning takes over what a row of its own engine has left, where it would have to
+    new text only. Texts that another one begins with are not kept twice, but for what several drafters know
+    of them: one that must know a beginning takes over what its own rows have left, where it would have to
     read more of a longer beginning that another one left.
 
     Args:
