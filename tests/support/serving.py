@@ -50,7 +50,7 @@ def running(served: Served, settings: ServerSettings | None = None, key: str = "
     server = Server(lambda: served, served.name, settings or ServerSettings(), port=0, say=lambda _: said.set())
     thread = threading.Thread(target=server.run_until_end)
     thread.start()
-    assert said.wait(600)
+    assert said.wait(120)
     headers = {"Authorization": f"Bearer {key}"}
     http = httpx.Client(base_url=server.address, headers=headers, timeout=600)
     client = openai.OpenAI(base_url=f"{server.address}/v1", api_key=key, max_retries=0, timeout=600)
