@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +53,35 @@ def test_a_signal_drains_and_a_second_one_does_not_wait(number: signal.Signals) 
         process.send_signal(number)
         process.send_signal(number)
         assert process.wait(10) == 0
+
+
+COMPUTES = """
+import sys, torch
+import foretoken.cli.serve as command
+from foretoken.cli import app
+def load(*_, **__):
+    print("computing", file=sys.stderr, flush=True)
+    while True:
+        torch.ones(1500, 1500) @ torch.ones(1500, 1500)
+command.load_llm = load
+app(["serve", "zoo:tiny", "--port", "0"])
+"""
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_an_end_around_compiled_code_is_no_abort(signals: int) -> None:
+    """The interpreter's own end throws a thread out of ATen; `terminate called` and status -6 came of it."""
+    with subprocess.Popen([sys.executable, "-c", COMPUTES], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            assert "computing" in process.stderr.readline()
+            for _ in range(signals):
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.5)
+            assert process.wait(30) == 0
+            assert "terminate" not in process.stderr.read()
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow

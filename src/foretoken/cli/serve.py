@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -166,7 +168,16 @@ def serve(
             return Served.of(load_llm(chosen, config, **options), names, drafting_setting or (), template)
 
         server = Server(load, names[0], settings, host=host, port=port, say=say)
-        server.run_until_end()
+        if not server.run_until_end():
+            _leave()
+
+
+def _leave() -> NoReturn:
+    """End this process at once, with status 0, around a thread that computes: see `Server.run_until_end`."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _chunk_size(device: str) -> int:

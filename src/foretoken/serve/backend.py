@@ -31,8 +31,8 @@ class Backend(Protocol):
     def abort_all(self, error: ApiError) -> None:
         """End everything with an error."""
 
-    def stop(self, timeout: float) -> None:
-        """Work no more."""
+    def stop(self, timeout: float) -> bool:
+        """Work no more; say whether nothing of this process computes any more, after `timeout` seconds at most."""
 
 
 class Figures(Protocol):

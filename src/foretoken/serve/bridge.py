@@ -150,11 +150,12 @@ class Bridge:
         """End everything with an error."""
         self._inbox.put(partial(self._abort_all, error))
 
-    def stop(self, timeout: float) -> None:
-        """End the thread after the step that it is in."""
+    def stop(self, timeout: float) -> bool:
+        """End the thread after the step that it is in; say whether it has ended within `timeout` seconds."""
         self._is_stopping = True
         self._inbox.put(lambda: None)
         self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     # -- the thread ------------------------------------------------------------------------------------------------
 

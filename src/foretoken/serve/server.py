@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -30,6 +31,9 @@ logger = logging.getLogger("foretoken.serve")
 
 GRACE_SECONDS = 5.0
 """For streams to tell that they have been ended, and for the step that runs."""
+
+FORCED_SECONDS = 1.0
+"""For the step that runs when a second signal has come."""
 
 
 def one_engine(load: Callable[[], Sequence[LLM]], name: str) -> tuple[Backend, Figures]:
@@ -78,16 +82,27 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
 
-    def run_until_end(self) -> None:
+    def run_until_end(self) -> bool:
         """Serve until a signal or an error while loading ends it.
+
+        Returns: whether nothing computes any more. Where something does, the interpreter cannot end in order: it throws
+        that thread out of compiled code when it asks for the interpreter again, and C++ answers that by an abort.
 
         Raises: what has kept the model from being loaded.
         """
-        self.bridge.start(self._when_loaded)
-        self.run(sockets=[self._socket])
-        if self.bridge.error is not None:
-            raise self.bridge.error
-        self.bridge.stop(0.0 if self.force_exit else GRACE_SECONDS)
+        with self.capture_signals():
+            self.bridge.start(self._when_loaded)
+            self.run(sockets=[self._socket])
+            if self.bridge.error is not None:
+                raise self.bridge.error
+            return self._stop_bridge()
+
+    def _stop_bridge(self) -> bool:
+        began = time.monotonic()
+        while not self.bridge.stop(0.1):
+            if time.monotonic() - began > (FORCED_SECONDS if self.force_exit else GRACE_SECONDS):
+                return False
+        return True
 
     def _loaded(self) -> list[LLM]:
         served = self._load()

@@ -142,10 +142,9 @@ class ClusterBridge:
             ticket.deliver(error)
             self.abandon(ticket)
 
-    def stop(self, timeout: float) -> None:
-        """Nothing of a fleet is in this process."""
-
-    # -- one request -----------------------------------------------------------------------------------------------
+    def stop(self, timeout: float) -> bool:
+        """Nothing of a fleet computes in this process."""
+        return True
 
     async def _carry(self, ticket: Ticket) -> None:
         """See a request through, from replica to replica."""
