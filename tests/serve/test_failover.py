@@ -28,9 +28,10 @@ from foretoken.serve.errors import ApiError, stopping
 from foretoken.serve.ray.affinity import Affinity
 from foretoken.serve.ray.caller import Called
 from foretoken.serve.ray.config import ClusterConfig
-from foretoken.serve.ray.failover import CALLER, Caller, ClusterBridge, FailoverSettings
+from foretoken.serve.ray.failover import CALLER, Caller, ClusterBridge
 from foretoken.serve.ray.figures import ClusterMetrics
-from foretoken.serve.ray.messages import Begun, Distant, Facts, Lost, Message, News, Work
+from foretoken.serve.ray.limits import FailoverSettings
+from foretoken.serve.ray.messages import Begun, Distant, Facts, Lost, Message, News, Taken, Work
 from foretoken.serve.ray.replica import Replica
 from foretoken.serve.served import Served
 from foretoken.serve.settings import ServerSettings
@@ -73,8 +74,12 @@ class Breaking:
                 if life == 0:
                     raise Lost("the replica was lost")
                 yield message
-                if life is not None and not isinstance(message, Begun) and message != News():
+                if life is not None and not isinstance(message, (Taken, Begun)) and message != News():
                     life -= 1
+
+
+def _served(method: str) -> Served:
+    return Served({"tiny": LLM("zoo:tiny", method, max_num_seqs=8)})
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +87,7 @@ def replicas() -> list[Replica]:
     """Two engines with models of their own, that draft differently."""
     methods = ("ngram", "draft_model")
     return [
-        Replica(lambda method=method: Served({"tiny": LLM("zoo:tiny", method, max_num_seqs=8)}), "tiny", method)
+        Replica(partial(_served, method), "tiny", method, message_seconds=0.0)  # a message for each step
         for method in methods
     ]
 
@@ -295,7 +300,7 @@ def test_a_replica_that_is_silent_is_left(replicas: list[Replica], plain: LLM) -
                     if is_first and isinstance(message, News) and message.deltas:
                         await asyncio.sleep(30)
 
-    answered = ask(Hanging(replicas, [None]), params, FailoverSettings(stall_timeout=0.3, retry_seconds=0.0))
+    answered = ask(Hanging(replicas, [None]), params, FailoverSettings(stall_timeout=3.0, retry_seconds=0.0))
     assert answered.ids[0] == list(expected.outputs[0].token_ids)
     assert answered.notes["failover"]["count"] == 1
 

@@ -103,6 +103,14 @@ def serve(
     ray_address: Annotated[
         str | None, typer.Option(help="Cluster that runs the replicas; by default one begins on this machine.")
     ] = None,
+    stall_timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=2,
+            help="With --replicas: of silence, after which a replica loses its requests to others; by default 10.",
+        ),
+    ] = None,
 ) -> None:
     """Serve a model to clients of the OpenAI API: chat, completions, streams with one token per chunk, metrics.
 
@@ -144,6 +152,8 @@ def serve(
             "prefill_chunk_size": chunk_size,
         }
         options = {**vars(loading), **vars(rows), **kept}
+        if stall_timeout is not None and replicas is None and ray_address is None:
+            raise typer.BadParameter("--stall-timeout is for replicas; give --replicas")
         if replicas is not None or ray_address is not None:
             from foretoken.serve.ray import check_ray
             from foretoken.serve.ray.config import ClusterConfig
@@ -158,6 +168,7 @@ def serve(
                 chat_template=template,
                 llm=options,
                 server=vars(settings),
+                failover={} if stall_timeout is None else {"stall_timeout": stall_timeout},
                 num_replicas=replicas or 1,
                 num_cpus=replica_cpus,
             )

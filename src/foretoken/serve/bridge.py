@@ -112,11 +112,18 @@ class Bridge:
         self._queued: list[Ticket] = []  # as far as the asyncio side knows
         self._is_stopping = False
         self._num_running = 0
+        self._step_began: float | None = None
 
     @property
     def is_running(self) -> bool:
         """Whether the thread takes requests."""
         return self.is_ready and self._thread.is_alive()
+
+    @property
+    def seconds_in_step(self) -> float:
+        """That the step which runs has taken so far; 0 between steps."""
+        began = self._step_began
+        return 0.0 if began is None else perf_counter() - began
 
     # -- the asyncio side ------------------------------------------------------------------------------------------
 
@@ -194,12 +201,14 @@ class Bridge:
 
     def _step(self) -> None:
         """One step of every engine that has something to do."""
+        self._step_began = perf_counter()
         for llm in self._llms:
             try:
                 llm.step()
             except Exception as error:  # which belongs to no request in particular
                 for ticket in [ticket for ticket in self._open if ticket.llm is llm]:
                     self._fail(ticket, error)
+        self._step_began = None
         self._num_running = sum(llm.num_running for llm in self._llms)
 
     def _hand_out(self) -> None:

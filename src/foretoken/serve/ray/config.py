@@ -8,7 +8,7 @@ from typing import Any
 
 from foretoken.config.engine import EngineConfig
 from foretoken.errors import ConfigError
-from foretoken.serve.ray.failover import FailoverSettings
+from foretoken.serve.ray.limits import FailoverSettings
 from foretoken.serve.settings import ServerSettings
 
 

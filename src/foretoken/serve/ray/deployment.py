@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +24,7 @@ from foretoken.serve.ray.caller import Called
 from foretoken.serve.ray.config import ClusterConfig
 from foretoken.serve.ray.failover import ClusterBridge
 from foretoken.serve.ray.figures import ClusterMetrics
-from foretoken.serve.ray.messages import Distant, Facts, Lost, Message, Work
+from foretoken.serve.ray.messages import Distant, Facts, Lost, Message, Route, Work
 from foretoken.serve.ray.replica import Replica
 from foretoken.serve.ray.router import PrefixRouter
 from foretoken.serve.served import Served
@@ -94,7 +96,8 @@ class Engine:
     def __init__(self, config: ClusterConfig) -> None:
         context = serve.get_replica_context()
         try:
-            self._replica = Replica(partial(load_served, config), config.name, context.replica_id.unique_id)
+            name, patience = context.replica_id.unique_id, config.limits.step_timeout
+            self._replica = Replica(partial(load_served, config), config.name, name, patience)
         except ForetokenError as error:  # in words that need no class of ours to be read
             raise RuntimeError(f"{type(error).__name__}: {error}") from None
         threading.Thread(target=self._push, name="foretoken-figures", daemon=True).start()
@@ -121,7 +124,7 @@ class Engine:
     def check_health(self) -> None:
         """Raises: where no request would be answered any more; Ray then replaces the replica."""
         if not self._replica.is_alive:
-            raise RuntimeError("the thread of the engine has ended")
+            raise RuntimeError("the thread of the engine has ended, or does not end its step")
 
 
 def engines(config: ClusterConfig) -> serve.Application:
@@ -174,10 +177,12 @@ class RayFleet:
 
         Raises: Lost, for all that is not the fault of the request.
         """
-        answer = self._generate.remote(work)
+        route = Route()
+        answer = self._generate.remote(replace(work, route=route))
         try:
-            async for message in answer:
-                yield message
+            async with aclosing(merged(route, answer)) as messages:
+                async for message in messages:
+                    yield message
         except (RayError, RayServeException) as error:
             raise Lost(f"a replica was lost ({type(error).__name__})") from None
         finally:
@@ -187,6 +192,25 @@ class RayFleet:
         """Ask one of them what it serves, from a thread that may wait."""
         self.facts = self._describe.remote().result(timeout_s=DESCRIBE_SECONDS)
         return self.facts
+
+
+async def merged(route: Route, answer: AsyncIterator[Message]) -> AsyncGenerator[Message, None]:
+    """Where a request was sent, until a replica answers; then what that one says."""
+    first, sent = asyncio.ensure_future(anext(answer)), asyncio.ensure_future(route.sent())
+    try:
+        while not first.done():
+            await asyncio.wait([first, sent], return_when=asyncio.FIRST_COMPLETED)
+            if sent.done():
+                yield sent.result()
+                sent = asyncio.ensure_future(route.sent())
+        yield first.result()
+    except StopAsyncIteration:
+        return
+    finally:
+        first.cancel()
+        sent.cancel()
+    async for message in answer:
+        yield message
 
 
 # -- ingresses -----------------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import Thread
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -21,7 +21,20 @@ from foretoken.serve.backend import check_tokens
 from foretoken.serve.errors import ApiError, ModelChanged
 from foretoken.serve.fair import OUTPUT_COST, PROMPT_COST, FairQueue, Turn
 from foretoken.serve.ray.journal import Journal
-from foretoken.serve.ray.messages import Begun, Ended, Fleet, Lost, Message, News, Other, Refused, Work
+from foretoken.serve.ray.limits import FailoverSettings
+from foretoken.serve.ray.messages import (
+    Begun,
+    Ended,
+    Fleet,
+    Lost,
+    Message,
+    News,
+    Other,
+    Refused,
+    Sent,
+    Taken,
+    Work,
+)
 from foretoken.sessions.prompts import seeded
 
 if TYPE_CHECKING:
@@ -47,23 +60,12 @@ class Caller(NamedTuple):
 
 
 NOBODY = Caller()
+SILENT_SECONDS = 60.0
+"""For which a replica that was silent is avoided, at least: by then Ray has replaced it, or it runs again."""
+MOST_LATE = 1.0
+"""Seconds by which a timer may be late; by more, this process was stopped, and others may have spoken meanwhile."""
 CALLER: ContextVar[Caller] = ContextVar("foretoken_caller", default=NOBODY)
 """Of the request that is being answered."""
-
-
-@dataclass(frozen=True)
-class FailoverSettings:
-    """When a replica counts as lost, and what follows.
-
-    Args:
-      max_failovers: replicas that one request may lose, before it ends with an error.
-      stall_timeout: seconds without a sign of life from a replica that has begun.
-      retry_seconds: to wait before the first new try, and twice as long before each further one.
-    """
-
-    max_failovers: int = 3
-    stall_timeout: float = 10.0
-    retry_seconds: float = 0.05
 
 
 class ClusterBridge:
@@ -87,6 +89,8 @@ class ClusterBridge:
         self._open: dict[Ticket, asyncio.Task[None]] = {}
         self._client_of: dict[Ticket, str] = {}
         self._queue: FairQueue | None = None
+        self._silent: dict[str, float] = {}  # replicas, and until when they are avoided, in seconds of the loop
+        self._heard = 0.0  # when there last was a replica, in seconds of the loop
 
     def start(self, when_loaded: Callable[[], None]) -> None:
         """Begin to load; ``when_loaded`` is called in the thread when that has come to an end, well or not."""
@@ -178,6 +182,7 @@ class ClusterBridge:
             facts.fingerprint,
             session=session,
             wants_trees=ticket.wants_trees,
+            wants_news=ticket.wants_news,
         )
         if self._queue is None:
             self._queue = FairQueue(facts.num_rows)
@@ -203,11 +208,19 @@ class ClusterBridge:
     async def _attempt(self, course: _Course) -> None:
         """One replica's part of a request.
 
-        Raises: Lost; ApiError where the request is to blame.
+        Raises: Lost; ApiError where the request is to blame, or nothing answers it.
         """
+        now = asyncio.get_running_loop().time()
+        self._silent = {replica: until for replica, until in self._silent.items() if until > now}
+        course.avoid(self._silent)
         async with aclosing(self._fleet.generate(course.work)) as messages:
-            async for message in self._in_time(messages):
+            async for message in self._in_time(messages, course):
                 match message:
+                    case Sent():
+                        course.replica = message.replica
+                    case Taken():
+                        self._silent.pop(message.replica, None)
+                        course.take(message)
                     case Begun():
                         course.begin(message)
                     case News():
@@ -226,22 +239,39 @@ class ClusterBridge:
                         raise message.error
         raise Lost("a replica ended the stream before its end")
 
-    async def _in_time(self, messages: AsyncGenerator[Message, None]) -> AsyncIterator[Message]:
-        """Messages of a replica that gives signs of life once it has begun.
+    async def _in_time(self, messages: AsyncGenerator[Message, None], course: _Course) -> AsyncIterator[Message]:
+        """Messages of the router, and of the replica that the request was sent to, which gives signs of life.
 
-        Raises: Lost.
+        A request that waits for a replica with room has the time that its client gives it.
+
+        Raises: Lost; ApiError.
         """
-        patience = None  # a request that waits for a replica has the time that its client gives it
+        loop, patience = asyncio.get_running_loop(), self._settings.stall_timeout
+        began = loop.time()
         while True:
+            awaited = asyncio.ensure_future(anext(messages))
             try:
-                async with asyncio.timeout(patience):
-                    message = await anext(messages)
+                last = loop.time()
+                while not (await asyncio.wait([awaited], timeout=patience))[0]:
+                    if loop.time() < last + patience + MOST_LATE:  # otherwise this process has not run itself
+                        self._check_silence(course.replica, max(began, self._heard), loop.time())
+                    last = loop.time()
+                message = await awaited
             except StopAsyncIteration:
                 return
-            except TimeoutError:
-                raise Lost(f"a replica was silent for {patience:g} seconds") from None
-            patience = self._settings.stall_timeout
+            finally:
+                if awaited.cancel():
+                    await asyncio.wait([awaited])  # messages must not be closed while it runs
+            self._heard = loop.time()
             yield message
+
+    def _check_silence(self, replica: str, since: float, now: float) -> None:
+        """Raises: Lost where a replica was silent; ApiError where there has been none for long."""
+        if replica:
+            self._silent[replica] = now + max(SILENT_SECONDS, 2 * self._settings.stall_timeout)
+            raise Lost(f"{replica} was silent for {self._settings.stall_timeout:g} seconds")
+        if now - since >= self._settings.absence_timeout:
+            raise _absent(self._settings.absence_timeout)
 
 
 class _Course:
@@ -252,13 +282,24 @@ class _Course:
     ) -> None:
         self.ticket, self.journal, self.work = ticket, journal, work
         self._metrics, self._queue, self._turn = metrics, queue, turn
-        self._replica = ""
+        self.replica = ""
+        """That it was sent to; empty while it waits for one."""
         self._has_begun = False
         self._is_paused = False
         self._last = perf_counter()
 
+    def avoid(self, silent: Iterable[str]) -> None:
+        """Not to be sent to these, if there are others."""
+        self.replica = ""
+        if not self.work.avoided.issuperset(silent):
+            self.work = replace(self.work, avoided=self.work.avoided.union(silent))
+
+    def take(self, taken: Taken) -> None:
+        self.replica = taken.replica
+        self.ticket.is_queued = False
+        self._queue.begin(self._turn)
+
     def begin(self, begun: Begun) -> None:
-        self._replica = begun.replica
         if self._has_begun:
             is_same = begun.fingerprint == self.work.fingerprint
             self.ticket.notes["failover"]["is_same_fingerprint"] &= is_same
@@ -266,9 +307,7 @@ class _Course:
         if begun.fingerprint != self.work.fingerprint:
             self.ticket.notes["replica_fingerprint"] = begun.fingerprint
             self.work = replace(self.work, fingerprint=begun.fingerprint)
-        self.ticket.is_queued = False
         self._has_begun = True
-        self._queue.begin(self._turn)
         self.ticket.deliver([])
 
     def deliver(self, news: News) -> None:
@@ -285,7 +324,7 @@ class _Course:
     def lose(self) -> None:
         """From now on the request is another replica's."""
         self.journal.turn()
-        avoided = self.work.avoided | ({self._replica} if self._replica else set())
+        avoided = self.work.avoided | ({self.replica} if self.replica else set())
         self.work = replace(self.work, output_ids=self.journal.output_ids, avoided=avoided)
         if self._has_begun:
             told = self.ticket.notes.setdefault("failover", {"count": 0, "is_same_fingerprint": True, "at_tokens": []})
@@ -293,6 +332,10 @@ class _Course:
             told["at_tokens"].append(self.journal.num_tokens)
             self._is_paused = True
             self._metrics.failovers.inc()
+
+
+def _absent(seconds: float) -> ApiError:
+    return ApiError(503, f"there has been no replica for {seconds:g} seconds; try again", code="no_replicas")
 
 
 def _unavailable(reason: str) -> ApiError:

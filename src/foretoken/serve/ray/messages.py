@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -22,6 +24,25 @@ if TYPE_CHECKING:
 
 OutputIds = tuple[tuple[int, ...], ...]
 """What each sample of a prompt has said."""
+SIGN_SECONDS = 1.0
+"""Of silence, after which a replica shows that it is alive; also between news that no client waits for."""
+
+
+class Route:
+    """Where the router of this process has sent a request, told from the router's own thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._told: asyncio.Queue[Sent] = asyncio.Queue()
+
+    def tell(self, replica: str) -> None:
+        """The request was sent to this replica; nowhere, if the name is empty: it waits for one with room."""
+        with suppress(RuntimeError):  # the loop has ended, and who asked with it
+            self._loop.call_soon_threadsafe(self._told.put_nowait, Sent(replica))
+
+    async def sent(self) -> Sent:
+        """Wait for what is told next."""
+        return await self._told.get()
 
 
 @dataclass(frozen=True)
@@ -38,6 +59,8 @@ class Work:
       session: of the client; empty where it has named none.
       avoided: replicas that have failed it.
       wants_trees: whether drafts are to come with the news.
+      wants_news: whether the client is told of single steps; otherwise news may come seldom.
+      route: told where the request is sent; stays in its process.
     """
 
     request_id: str
@@ -50,6 +73,11 @@ class Work:
     session: str = ""
     avoided: frozenset[str] = frozenset()
     wants_trees: bool = False
+    wants_news: bool = True
+    route: Route | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "route": None}
 
     @property
     def ids(self) -> Sequence[int]:
@@ -66,8 +94,26 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Sent:
+    """The router has sent a request to a replica, which has not answered yet.
+
+    Args:
+      replica: empty while the request waits for one with room.
+    """
+
+    replica: str
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A replica has a request, and will show from now on that it is alive."""
+
+    replica: str
+
+
+@dataclass(frozen=True)
 class Begun:
-    """A replica has taken a request in."""
+    """The engine of a replica has taken a request in."""
 
     replica: str
     fingerprint: str
@@ -131,7 +177,7 @@ class Other:
     facts: Facts
 
 
-Message = Begun | News | Ended | Refused | Other
+Message = Sent | Taken | Begun | News | Ended | Refused | Other
 
 
 class Lost(Exception):

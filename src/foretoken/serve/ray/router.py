@@ -10,6 +10,25 @@ from foretoken.serve.ray.affinity import Affinity
 from foretoken.serve.ray.messages import Work
 
 
+class Telling(RunningReplica):  # type: ignore[misc]
+    """A replica whose requests are told where they were sent, since one that hangs does not say so itself."""
+
+    def try_send_request(self, pr: PendingRequest, with_rejection: bool) -> ReplicaResult:
+        """Called by Ray Serve."""
+        _tell(pr, _name(self))
+        result = super().try_send_request(pr, with_rejection)
+        ask = result.get_rejection_response
+
+        async def answer() -> Any:
+            told = await ask()
+            if told is not None and not told.accepted:  # it waits again for one with room
+                _tell(pr, "")
+            return told
+
+        result.get_rejection_response = answer
+        return result
+
+
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
     """Sends requests where `Affinity` says, and what a replica has begun to one of the same fingerprint."""
 
@@ -17,13 +36,18 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         """Take the options of `Affinity`; called by Ray Serve."""
         self._affinity = Affinity(**options)
 
+    def create_replica_wrapper(self, replica_info: Any) -> RunningReplica:
+        """Called by Ray Serve for every replica that it has started."""
+        return Telling(replica_info)
+
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """The chosen replica, then the others, for when it is full."""
         work = pending_request.args[0] if pending_request is not None and pending_request.args else None
-        if not candidate_replicas or not isinstance(work, Work):
+        if not candidate_replicas or pending_request is None or not isinstance(work, Work):
             return [list(candidate_replicas)]
+        _tell(pending_request, "")
         fitting = suitable(work, candidate_replicas)
         loads = {_name(each): self.replica_queue_len_cache.get(each.replica_id) or 0 for each in fitting}
         chosen = self._affinity.choose(work.ids, work.session, loads)
@@ -36,6 +60,12 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         work = pending_request.args[0] if pending_request.args else None
         if isinstance(work, Work):
             self._affinity.note(work.ids, work.session, str(replica_id.unique_id))
+
+
+def _tell(request: PendingRequest, replica: str) -> None:
+    work = request.args[0] if request.args else None
+    if isinstance(work, Work) and work.route is not None:
+        work.route.tell(replica)
 
 
 def suitable(work: Work, candidates: list[RunningReplica]) -> list[RunningReplica]:
