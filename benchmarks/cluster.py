@@ -167,7 +167,7 @@ class Cluster:
         lines = [line for line in page.splitlines() if line.startswith("foretoken:replica_info{")]
         labels = [dict(re.findall(r'(\w+)="([^"]*)"', line)) for line in lines]
         found = {label["replica"]: int(label["pid"]) for label in labels}
-        return {name: pid for name, pid in found.items() if _is_running(pid)}
+        return {name: pid for name, pid in found.items() if is_running(pid)}
 
     def wait_for(self, num_replicas: int, seconds: float = 480.0) -> dict[str, int]:
         """Replicas, once there are so many."""
@@ -179,7 +179,7 @@ class Cluster:
         return found
 
 
-def _is_running(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,9 +26,11 @@ MODEL = "zoo:tiny"
 METHOD = "ngram"
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'foretoken[ray]'")
-pytestmark = [needs_ray, pytest.mark.full]  # it did not end within 100 s on two busy cores
+pytestmark = needs_ray
+clusters = pytest.mark.full  # one did not end within 100 s on two busy cores
 
 
+@clusters
 def test_texts_outlive_a_killed_replica() -> None:
     """kill -9 in the middle of sixteen streams of eight kinds: all texts are those of one engine."""
     bodies = [cluster.request_of(place, 300) for place in range(16)]
@@ -47,12 +51,39 @@ def test_texts_outlive_a_killed_replica() -> None:
         assert answer.json()["error"]["param"] == "prompt"
 
 
+@clusters
+def test_texts_outlive_a_hung_replica() -> None:
+    """A process that is stopped neither dies nor answers; its streams go on elsewhere, and Ray replaces it."""
+    bodies = [cluster.request_of(place, 300) for place in range(16)]
+    expected = cluster.references(LLM(MODEL, METHOD, max_num_seqs=16), bodies)
+    options = ("--method", METHOD, "--max-num-seqs", "16", "--stall-timeout", "6")
+    with cluster.cluster(MODEL, 2, *options) as running:
+        victim = min(running.wait_for(2).values())
+        try:
+            heard = cluster.under_fire(running, bodies, lambda: os.kill(victim, signal.SIGSTOP), 0.7)
+            assert cluster.differences(heard, expected) == []
+            deadline = time.monotonic() + 120
+            while cluster.is_running(victim):
+                assert time.monotonic() < deadline, "Ray has not replaced it"
+                time.sleep(0.2)
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+
+
 def test_the_shipped_file_is_an_application() -> None:
     """Its options are known, and it is two deployments, of which only the ingress speaks HTTP."""
+    from ray.serve.schema import ServeDeploySchema
+
     file = Path(__file__).parents[2] / "examples" / "serve" / "cluster.yaml"
-    (application,) = yaml.safe_load(file.read_text(encoding="utf-8"))["applications"]
+    given = yaml.safe_load(file.read_text(encoding="utf-8"))
+    assert ServeDeploySchema.model_validate(given).applications[0].name == "foretoken"
+    (application,) = given["applications"]
     assert application["import_path"] == "foretoken.serve.ray:build"
     config = ClusterConfig.of(application["args"])
     assert (config.name, config.max_ongoing_requests, config.settings.request_timeout) == ("smollm2", 16, 300)
     ingress = build(application["args"])._bound_deployment
     assert (ingress.name, ingress.max_ongoing_requests) == ("ingress", 10_000)
+    engine = build(application["args"])._bound_deployment.init_args[1]._bound_deployment
+    scaling = engine._deployment_config.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 8, 10)

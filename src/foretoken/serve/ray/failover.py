@@ -9,32 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
-from dataclasses import replace
 from threading import Thread
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from foretoken.serve.backend import check_tokens
 from foretoken.serve.errors import ApiError, ModelChanged
-from foretoken.serve.fair import OUTPUT_COST, PROMPT_COST, FairQueue, Turn
+from foretoken.serve.fair import PROMPT_COST, FairQueue
+from foretoken.serve.ray.course import Course
 from foretoken.serve.ray.journal import Journal
 from foretoken.serve.ray.limits import FailoverSettings
-from foretoken.serve.ray.messages import (
-    Begun,
-    Ended,
-    Fleet,
-    Lost,
-    Message,
-    News,
-    Other,
-    Refused,
-    Sent,
-    Taken,
-    Work,
-)
+from foretoken.serve.ray.messages import Begun, Ended, Fleet, Lost, Message, News, Other, Refused, Sent, Taken, Work
 from foretoken.sessions.prompts import seeded
 
 if TYPE_CHECKING:
@@ -60,12 +47,13 @@ class Caller(NamedTuple):
 
 
 NOBODY = Caller()
+CALLER: ContextVar[Caller] = ContextVar("foretoken_caller", default=NOBODY)
+"""Of the request that is being answered."""
+
 SILENT_SECONDS = 60.0
 """For which a replica that was silent is avoided, at least: by then Ray has replaced it, or it runs again."""
 MOST_LATE = 1.0
 """Seconds by which a timer may be late; by more, this process was stopped, and others may have spoken meanwhile."""
-CALLER: ContextVar[Caller] = ContextVar("foretoken_caller", default=NOBODY)
-"""Of the request that is being answered."""
 
 
 class ClusterBridge:
@@ -189,9 +177,9 @@ class ClusterBridge:
         with self._queue.entered(client) as turn:
             await turn.granted
             self._queue.charge(turn, PROMPT_COST * ticket.num_prompt_tokens)
-            await self._try(_Course(ticket, journal, work, self._metrics, self._queue, turn))
+            await self._try(Course(ticket, journal, work, self._metrics, self._queue, turn))
 
-    async def _try(self, course: _Course) -> None:
+    async def _try(self, course: Course) -> None:
         """One replica after the other, until one brings the request to its end."""
         request_id, journal = course.work.request_id, course.journal
         for attempt in range(self._settings.max_failovers + 1):
@@ -205,7 +193,7 @@ class ClusterBridge:
                     raise Lost(f"{attempt + 1} replicas were lost") from None
                 await asyncio.sleep(self._settings.retry_seconds * 2**attempt)
 
-    async def _attempt(self, course: _Course) -> None:
+    async def _attempt(self, course: Course) -> None:
         """One replica's part of a request.
 
         Raises: Lost; ApiError where the request is to blame, or nothing answers it.
@@ -239,7 +227,7 @@ class ClusterBridge:
                         raise message.error
         raise Lost("a replica ended the stream before its end")
 
-    async def _in_time(self, messages: AsyncGenerator[Message, None], course: _Course) -> AsyncIterator[Message]:
+    async def _in_time(self, messages: AsyncGenerator[Message, None], course: Course) -> AsyncIterator[Message]:
         """Messages of the router, and of the replica that the request was sent to, which gives signs of life.
 
         A request that waits for a replica with room has the time that its client gives it.
@@ -272,66 +260,6 @@ class ClusterBridge:
             raise Lost(f"{replica} was silent for {self._settings.stall_timeout:g} seconds")
         if now - since >= self._settings.absence_timeout:
             raise _absent(self._settings.absence_timeout)
-
-
-class _Course:
-    """A request on its way over replicas."""
-
-    def __init__(
-        self, ticket: Ticket, journal: Journal, work: Work, metrics: ClusterMetrics, queue: FairQueue, turn: Turn
-    ) -> None:
-        self.ticket, self.journal, self.work = ticket, journal, work
-        self._metrics, self._queue, self._turn = metrics, queue, turn
-        self.replica = ""
-        """That it was sent to; empty while it waits for one."""
-        self._has_begun = False
-        self._is_paused = False
-        self._last = perf_counter()
-
-    def avoid(self, silent: Iterable[str]) -> None:
-        """Not to be sent to these, if there are others."""
-        self.replica = ""
-        if not self.work.avoided.issuperset(silent):
-            self.work = replace(self.work, avoided=self.work.avoided.union(silent))
-
-    def take(self, taken: Taken) -> None:
-        self.replica = taken.replica
-        self.ticket.is_queued = False
-        self._queue.begin(self._turn)
-
-    def begin(self, begun: Begun) -> None:
-        if self._has_begun:
-            is_same = begun.fingerprint == self.work.fingerprint
-            self.ticket.notes["failover"]["is_same_fingerprint"] &= is_same
-            return
-        if begun.fingerprint != self.work.fingerprint:
-            self.ticket.notes["replica_fingerprint"] = begun.fingerprint
-            self.work = replace(self.work, fingerprint=begun.fingerprint)
-        self._has_begun = True
-        self.ticket.deliver([])
-
-    def deliver(self, news: News) -> None:
-        deltas = self.journal.take(news)
-        if not deltas:
-            return
-        if self._is_paused:
-            self._metrics.pause.observe(perf_counter() - self._last)
-        self._is_paused, self._last = False, perf_counter()
-        self._queue.charge(self._turn, OUTPUT_COST * sum(len(delta.token_ids) for delta in deltas))
-        self.journal.is_waiting = False
-        self.ticket.deliver(deltas)
-
-    def lose(self) -> None:
-        """From now on the request is another replica's."""
-        self.journal.turn()
-        avoided = self.work.avoided | ({self.replica} if self.replica else set())
-        self.work = replace(self.work, output_ids=self.journal.output_ids, avoided=avoided)
-        if self._has_begun:
-            told = self.ticket.notes.setdefault("failover", {"count": 0, "is_same_fingerprint": True, "at_tokens": []})
-            told["count"] += 1
-            told["at_tokens"].append(self.journal.num_tokens)
-            self._is_paused = True
-            self._metrics.failovers.inc()
 
 
 def _absent(seconds: float) -> ApiError:
