@@ -138,6 +138,8 @@ class ClusterBridge:
         """Nothing of a fleet computes in this process."""
         return True
 
+    # -- one request -----------------------------------------------------------------------------------------------
+
     async def _carry(self, ticket: Ticket) -> None:
         """See a request through, from replica to replica."""
         try:

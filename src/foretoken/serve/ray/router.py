@@ -44,8 +44,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """The chosen replica, then the others, for when it is full."""
-        work = pending_request.args[0] if pending_request is not None and pending_request.args else None
-        if not candidate_replicas or pending_request is None or not isinstance(work, Work):
+        work = _work(pending_request)
+        if not candidate_replicas or pending_request is None or work is None:
             return [list(candidate_replicas)]
         _tell(pending_request, "")
         fitting = suitable(work, candidate_replicas)
@@ -57,14 +57,18 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
         """Remember where a prompt was read that went elsewhere because its replica was full."""
-        work = pending_request.args[0] if pending_request.args else None
-        if isinstance(work, Work):
+        if (work := _work(pending_request)) is not None:
             self._affinity.note(work.ids, work.session, str(replica_id.unique_id))
 
 
+def _work(request: PendingRequest | None) -> Work | None:
+    """What it asks for; nothing where it is no request for tokens."""
+    work = request.args[0] if request is not None and request.args else None
+    return work if isinstance(work, Work) else None
+
+
 def _tell(request: PendingRequest, replica: str) -> None:
-    work = request.args[0] if request.args else None
-    if isinstance(work, Work) and work.route is not None:
+    if (work := _work(request)) is not None and work.route is not None:
         work.route.tell(replica)
 
 
