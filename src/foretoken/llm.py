@@ -32,6 +32,7 @@ from foretoken.loading.announcing import announce, announce_notes
 from foretoken.loading.applicability import applicable
 from foretoken.loading.info import describe, eos_token_ids
 from foretoken.loading.models import is_zoo, load_model, load_tokenizer
+from foretoken.loading.packed_copy import adapter_of, check_cache_packed
 from foretoken.loading.pairing import Pairing
 from foretoken.loading.sources import check_exists
 from foretoken.loading.stored import save_compressed
@@ -39,7 +40,6 @@ from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.default_device import makes_on_cpu
 from foretoken.model.execution.kinds import check_kind
 from foretoken.model.execution.rounding import check_quantization, check_weights
-from foretoken.model.lm import CausalLM
 from foretoken.model.promise import Promise
 from foretoken.progress import progress_bar
 from foretoken.sessions.outputs import RequestOutput
@@ -78,6 +78,7 @@ class LLM:
         rounded model is then the one whose text is wanted, with or without drafts; see docs/weights.md.
       weights: "stored" multiplies by the quantised weights of a GGUF file as they lie in it; the model that they stand
         for, unrounded, is then the one whose text is wanted. Also for zoo:smollm2.
+      cache_packed: keep packed weights in the cache folder, and read them there the next time; see docs/weights.md.
       seed: makes requests without a seed repeatable: request number i then draws with ``mix(seed, i)``.
       num_cached_prefixes: how many requests that have ended leave their keys and values to prompts that begin like
         them, token by token; 0 keeps none. LLMs made by `with_speculative_config` share those of the target.
@@ -111,6 +112,7 @@ class LLM:
         gguf_file: str | None = None,
         quantization: str | None = None,
         weights: str | None = None,
+        cache_packed: bool = False,
         seed: int | None = None,
         num_cached_prefixes: int = 0,
         max_num_seqs: int = EngineConfig.max_num_seqs,
@@ -136,6 +138,7 @@ class LLM:
         check_kind(execution)
         check_quantization(quantization)
         check_weights(weights, quantization)
+        check_cache_packed(cache_packed, execution)
         profile = None if profile_file is None else Profile.load(profile_file)
         for part in config.parts:
             check_exists(part.model)
@@ -151,11 +154,10 @@ class LLM:
             quantization=quantization,
             weights=weights,
             with_tokenizer=chosen is None,
+            cache_packed=cache_packed,
         )
         self.tokenizer = chosen if chosen is not None else loaded.tokenizer
-        self.target = CausalLM(
-            loaded.model, execution=execution, release_originals=loaded.is_owned, quantization=loaded.quantization
-        )
+        self.target = adapter_of(loaded, execution)
         self.target.promise(exactness)  # refuses what cannot be kept before anything else is loaded
         self.model_info = describe(loaded, self.target)
         self._pairing = Pairing(
@@ -167,6 +169,7 @@ class LLM:
             trust_remote_code=trust_remote_code,
             dtype=dtype,
             profile=profile,
+            cache_packed=cache_packed,
         )
         self._model_argument = shlex.quote(loaded.name) if loaded.is_owned else "MODEL"
         self._eos_token_ids = eos_token_ids(loaded.model)

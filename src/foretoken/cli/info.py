@@ -42,7 +42,7 @@ def info(
     *,
     model: ModelOptions,
     drafting: DraftingOptions,
-    loading: Annotated[LoadingOptions, "dtype", "device", "execution", "quantization", "weights"],
+    loading: Annotated[LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "cache_packed"],
     context: Annotated[int, typer.Option(help="Tokens before the measured step.", min=1)] = CONTEXT,
     repeats: Annotated[int, typer.Option(help="Measurements per width.", min=1)] = REPEATS,
     keys: Annotated[
@@ -169,6 +169,8 @@ def show(report: dict[str, Any]) -> None:
         bits, size = model["bits_per_weight"], model["step_bytes"] / 1e6
         name = f"{model['quantization']} ({model['weight_types']})" if model["weight_types"] else model["quantization"]
         facts.add_row("weights", f"{name}, {bits:.2f} bits each; a step reads {size:.1f} MB")
+    if model["packed_copy"] is not None:
+        facts.add_row("packed copy", f"{model['packed_copy']} ({model['packed_copy_bytes'] / 1e6:.1f} MB)")
     facts.add_row("vocabulary", f"{model['vocab_size']:,} ids, context {_count(model['context_length'])}")
     facts.add_row("probe", f"verifies {report['probe']} exactly")
     facts.add_row("memory", f"{report['peak_memory_bytes'] / 1e6:.0f} MB at most so far")

@@ -121,6 +121,10 @@ class LoadingOptions(TargetOptions):
     """How the model is loaded and run, under the names that `LLM` takes."""
 
     device: Annotated[str, typer.Option(help="auto is the GPU where there is one.")] = "auto"
+    cache_packed: Annotated[
+        bool,
+        typer.Option("--cache-packed", help="Keep packed weights in the cache folder, and read them there next time."),
+    ] = False
     exactness: Annotated[
         str, typer.Option(help="strict keeps every bit of plain decoding; relaxed lets near-ties differ.")
     ] = "default"

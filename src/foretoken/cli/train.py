@@ -21,7 +21,7 @@ def train(
     method: Annotated[
         str, typer.Argument(metavar="METHOD", help="medusa, hydra, hydra++, eagle, eagle2, eagle3 or draft_model.")
     ],
-    loading: Annotated[LoadingOptions, "dtype", "device", "execution", "quantization", "weights"],
+    loading: Annotated[LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "cache_packed"],
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of the drafter and all that is kept.")
     ],

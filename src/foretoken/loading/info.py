@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -12,6 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from foretoken.config.keywords import whole_number
 from foretoken.errors import ConfigError
 from foretoken.model.lm import CausalLM
+
+if TYPE_CHECKING:
+    from foretoken.loading.packed_copy import PackedCopy
 
 LARGEST_BITS = 12
 """Of a weight, scales included, that is multiplied as it was rounded."""
@@ -27,6 +30,8 @@ class Loaded:
       stored_dtype: of the checkpoint, where that is known and the library loaded it.
       quantization: of linear layers: how they are rounded, or "stored".
       types: of stored weights, and of those that had to be dequantised.
+      packed_copy: where its packed weights are kept, if that was asked for.
+      is_from_copy: they were read there.
     """
 
     model: PreTrainedModel = field(repr=False)
@@ -38,6 +43,8 @@ class Loaded:
     stored_dtype: torch.dtype | None = None
     quantization: str | None = None
     types: str | None = None
+    packed_copy: PackedCopy | None = None
+    is_from_copy: bool = False
 
     @classmethod
     def of(
@@ -66,6 +73,7 @@ class ModelInfo:
       bits_per_weight: of linear layers, scales included; None where they do not run by packed weights.
       step_bytes: of packed weights, which every step reads.
       supports_trees: verdict of the probe; chains always pass, or the model is refused.
+      packed_copy, packed_copy_bytes: where its packed weights are kept, and in how many bytes, if they are.
     """
 
     name: str
@@ -82,10 +90,14 @@ class ModelInfo:
     supports_trees: bool
     vocab_size: int
     context_length: int | None
+    packed_copy: str | None = None
+    packed_copy_bytes: int = 0
 
 
 def describe(loaded: Loaded, lm: CausalLM) -> ModelInfo:
     """Describe a model and its adapter."""
+    copy = loaded.packed_copy
+    num_bytes = 0 if copy is None else copy.num_bytes
     return ModelInfo(
         name=loaded.name,
         architecture=type(loaded.model).__name__,
@@ -101,6 +113,8 @@ def describe(loaded: Loaded, lm: CausalLM) -> ModelInfo:
         supports_trees=lm.supports_trees,
         vocab_size=lm.vocab_size,
         context_length=lm.context_length,
+        packed_copy=str(copy.file) if copy is not None and num_bytes else None,
+        packed_copy_bytes=num_bytes,
     )
 
 

@@ -22,6 +22,7 @@ from foretoken.gguf.stored import multiply_as_stored
 from foretoken.gguf.tokenizer import read_tokenizer
 from foretoken.loading.info import Loaded, model_name
 from foretoken.loading.layouts import LAYOUTS, method_of, settings_of
+from foretoken.loading.packed_copy import PackedCopy, taken
 from foretoken.loading.sources import TOKENIZER_FILES, ZOO, Source, has_tokenizer, nearby, resolve
 from foretoken.loading.stored import load_codes
 from foretoken.loading.threads import keep_to_quota
@@ -46,6 +47,7 @@ def load_model(
     weights: str | None = None,
     widest_dtype: torch.dtype | None = None,
     with_tokenizer: bool = True,
+    cache_packed: bool = False,
 ) -> Loaded:
     """Load a model, or take one that is loaded already.
 
@@ -60,6 +62,7 @@ def load_model(
       weights: "stored": multiply by the quantised weights of a GGUF file as they lie in it.
       widest_dtype: what "auto" takes instead of anything wider.
       with_tokenizer: read the one beside the model too.
+      cache_packed: take packed weights that were kept of it, or let `adapter_of` keep them; of a model on a CPU.
 
     Raises: CheckpointError, UnsupportedModelError, ConfigError.
     """
@@ -68,7 +71,7 @@ def load_model(
     check_weights(weights, quantization)
     if isinstance(model, torch.nn.Module):
         model = check_unwrapped(model)
-        _check_kept(model, dtype, device, gguf_file, weights)
+        _check_kept(model, dtype, device, gguf_file, weights, cache_packed)
         return Loaded.of(model, model_name(model), False, quantization=quantization)
     source = resolve(model, part=part, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
     place = choose_device(device)
@@ -81,6 +84,12 @@ def load_model(
     else:
         stored = stored_dtype(front, source.location, source.revision, is_local=source.is_local)
     chosen = choose_dtype(dtype, place, stored, widest_dtype)
+    tokenizer = load_tokenizer_of(source, part) if with_tokenizer else None
+    copy = None
+    if cache_packed:
+        copy = PackedCopy.of(source, None if blocks is None else blocks.path, place, chosen, quantization, weights)
+        if (kept := copy.read()) is not None:
+            return taken(Loaded.of(kept[0], source.name, True, tokenizer, stored), copy, kept[1])
     types = None
     if is_whole:
         with _as_checkpoint_error(source, "weights"):
@@ -93,8 +102,8 @@ def load_model(
         loaded = _load_weights(source, front, as_stored)
     else:  # what was converted is what the blocks stand for in the dtype of the conversion alone
         loaded = _load_gguf(source, blocks, chosen)
-    tokenizer = load_tokenizer_of(source, part) if with_tokenizer else None
-    found = Loaded.of(loaded.to(place).eval(), source.name, True, tokenizer, stored, quantization)
+    loaded = loaded.to(place).eval()
+    found = replace(Loaded.of(loaded, source.name, True, tokenizer, stored, quantization), packed_copy=copy)
     if blocks is not None:
         types = multiply_as_stored(found.model, blocks, chosen)
     if types is not None:
@@ -160,8 +169,11 @@ def _check_kept(
     device: str | torch.device | None,
     gguf_file: str | None,
     weights: str | None,
+    cache_packed: bool,
 ) -> None:
     """A loaded model is not converted or moved behind its owner's back."""
+    if cache_packed:
+        raise ConfigError("cache_packed keeps what is loaded by name, and the model is loaded already; leave it out")
     if weights is not None:
         raise ConfigError(f"weights is {weights!r}, and the model is loaded already; give its GGUF file")
     if gguf_file is not None:

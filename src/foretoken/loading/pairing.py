@@ -20,6 +20,7 @@ from foretoken.engine.profiles import Profile
 from foretoken.errors import ConfigError, TokenizerMismatchError
 from foretoken.loading.info import Loaded, ModelInfo, describe
 from foretoken.loading.models import load_model, tokenizer_beside
+from foretoken.loading.packed_copy import adapter_of
 from foretoken.model.execution.execution import Execution
 from foretoken.model.lm import CausalLM
 
@@ -78,6 +79,7 @@ class Pairing:
       dtype: that the user chose for all that is loaded; "auto" takes the drafter's own, and nothing wider than the
         target's.
       profile: of costs and acceptance, measured before.
+      cache_packed: keep packed weights of a drafter that is a model, too.
     """
 
     loaded: Loaded
@@ -88,6 +90,7 @@ class Pairing:
     trust_remote_code: bool = False
     dtype: str | torch.dtype = "auto"
     profile: Profile | None = None
+    cache_packed: bool = False
 
     def drafting(self, config: SpeculativeConfig) -> Drafting:
         """Load what the config asks for and check that it fits.
@@ -106,7 +109,7 @@ class Pairing:
         check_no_head(name, part)
         draft = self._load(name, part)
         self._check(draft)
-        lm = CausalLM(draft.model, execution=self.execution, release_originals=draft.is_owned)
+        lm = adapter_of(draft, self.execution)
         nameless = config.without_model()  # what is kept must not keep the user's model alive
         make = drafter_factory(nameless, replace(context, draft_model=lm))
         return Drafting(make, lm, describe(draft, lm), heads, config.is_governed, self.profile)
@@ -136,6 +139,7 @@ class Pairing:
             device=self.target.device,
             revision=config.revision,
             trust_remote_code=self.trust_remote_code,
+            cache_packed=self.cache_packed,
         )
 
     def _check(self, draft: Loaded) -> None:

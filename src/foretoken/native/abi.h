@@ -186,6 +186,7 @@ struct Growing {
 
 extern "C" {
 void foretoken_rows(const Matrix* matrix, const int64_t* outputs, int64_t count, int64_t kind, void* out);
+void unpack_codes(const Matrix* matrix, int64_t output, int64_t kind, void* out);
 void multiply_codes(const Matrix* matrix, const void* x, int64_t rows, void* out, int threads);
 void foretoken_product(const Matrix* matrix, const void* x, int64_t num_rows, void* out, int threads);
 void foretoken_decode_attention(const Attention* call, const void* query, const void* keys, const void* values,

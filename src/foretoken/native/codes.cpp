@@ -282,13 +282,13 @@ static void unpack_row(const Matrix& matrix, int64_t output, T* to) {
   }
 }
 
-// Rows of the matrix, in float32 or halves of it.
-extern "C" void foretoken_rows(const Matrix* matrix, const int64_t* outputs, int64_t count, int64_t kind, void* out) {
-  for (int64_t i = 0, at = 0; i < count; ++i, at += matrix->inputs) switch (kind) {
-      case BFLOAT16: unpack_row(*matrix, outputs[i], (Bfloat16*)out + at); break;
-      case FLOAT16: unpack_row(*matrix, outputs[i], (Float16*)out + at); break;
-      default: unpack_row(*matrix, outputs[i], (float*)out + at);
-    }
+// One row of the matrix, in float32 or halves of it.
+extern "C" void unpack_codes(const Matrix* matrix, int64_t output, int64_t kind, void* out) {
+  switch (kind) {
+    case BFLOAT16: return unpack_row(*matrix, output, (Bfloat16*)out);
+    case FLOAT16: return unpack_row(*matrix, output, (Float16*)out);
+    default: unpack_row(*matrix, output, (float*)out);
+  }
 }
 
 // (rows, K) -> (rows, N), in float32 or bfloat16.

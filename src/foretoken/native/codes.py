@@ -127,7 +127,7 @@ class Unrounded:
         """Arguments as of `Codes.rounded`. What the zeros are, and the dtype of scales, is seen in a sample."""
         form = Form(bits, group, torch.float32)
         if has_zeros:
-            sample = _grouped(weight.detach()[:SAMPLE], group)
+            sample = _grouped(weight.detach()[:: -(-len(weight) // SAMPLE)], group)
             tried = [_form_between(sample, bits, group, are_whole) for are_whole in (True, False)]
             whole, free = (_error(sample, *_between(sample, each)) for each in tried)
             form = tried[free < whole / 4]
@@ -190,7 +190,7 @@ BLOCK = 32
 AT_A_TIME = 2**20
 """Weights that are taken together: what that takes in float32 is small beside a weight, and stays in the cache."""
 SAMPLE = 64
-"""Outputs by which it is decided whether zeros are whole, and how exact scales are."""
+"""Outputs from all over a weight by which it is decided whether zeros are whole, and how exact scales are."""
 LEAST_HALF, MOST_HALF = 2.0**-16, torch.finfo(torch.float16).max
 """Scales in half precision."""
 
@@ -213,9 +213,9 @@ def _ends(groups: torch.Tensor, are_whole: bool) -> tuple[torch.Tensor, torch.Te
 
 
 def _form_between(sample: torch.Tensor, bits: int, group: int, are_whole: bool) -> Form:
-    """Scales in half precision lose nothing to speak of unless weights are tiny, or huge."""
+    """Scales in half precision lose nothing to speak of unless most weights are tiny, or huge."""
     low, high = _ends(sample, are_whole)
-    is_half = 2**-12 < (high - low).mean() / (2**bits - 1) < 2**12
+    is_half = 2**-12 < (high - low).median() / (2**bits - 1) < 2**12
     scales = torch.float16 if is_half else torch.float32
     return Form(bits, group, scales, torch.uint8 if are_whole else scales)
 

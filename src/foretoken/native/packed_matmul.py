@@ -24,6 +24,8 @@ CODES_BLOCK, CODES_SPAN = 32, 64
 """Outputs of a block of codes, and inputs whose activations are rounded together."""
 SCALES = {torch.float32: abi.FLOAT32, torch.float16: abi.FLOAT16, torch.uint8: abi.BYTES}
 """How scales and zeros may lie in memory."""
+FLOATS = (abi.PAIRS, abi.FLOAT32, abi.BFLOAT16, abi.FLOAT16)
+"""Kinds of matrices whose numbers are floats."""
 Seen: TypeAlias = Callable[[int, torch.Tensor | Codes], object]
 """Is told the number of a part, and one piece of it after another, once that is packed."""
 
@@ -34,14 +36,13 @@ class PackedMatrix:
     Attributes:
       compute_dtype: of what is multiplied, and of the result.
       packed: the numbers of the weight, in huge pages where the system has them.
+      parts: these, and what belongs to them, by name.
       num_bytes: of all that a product reads.
       fields, address: what the kernels are told of it, and where that lies.
       rounding: how far, relatively, what is multiplied is rounded.
 
     Exactness: a row has the same bits among any number of rows; sums are in float32.
     """
-
-    rounding = torch.finfo(torch.float32).eps
 
     def __init__(
         self,
@@ -62,12 +63,15 @@ class PackedMatrix:
             None if bias is None else bias.float().contiguous(),
             *(None if each is None else each.contiguous() for each in (scales, zeros)),
         ]
+        parts = {"packed": packed, **dict(zip(("bias", "scales", "zeros"), self._kept, strict=True))}
+        self.parts = {name: each for name, each in parts.items() if each is not None}
         self.num_bytes = packed.nbytes + sum(each.nbytes for each in self._kept[1:] if each is not None)
         of_bias, of_scales, of_zeros = (None if each is None else each.data_ptr() for each in self._kept)
         of_kinds = [abi.FLOAT32 if each is None else SCALES[each.dtype] for each in (scales, zeros)]
         of_codes = group, *of_kinds, of_scales, of_zeros, activation_bytes, KINDS[dtype]
         self.fields = abi.Matrix(inputs, outputs, kind, packed.data_ptr(), of_bias, *of_codes)
         self.address = ctypes.addressof(self.fields)
+        self.rounding = 2.0 ** (1 - 8 * activation_bytes) if activation_bytes else torch.finfo(torch.float32).eps
         self.compute_dtype = torch.bfloat16 if kind == abi.PAIRS else dtype
         self.instruction_set = kernels.instruction_set
         self._run, self._unpack = kernels.product, kernels.rows
@@ -80,6 +84,20 @@ class PackedMatrix:
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], outputs))
         self._run(self.address, x.data_ptr(), x.numel() // inputs, out.data_ptr(), torch.get_num_threads())
+        return out
+
+    def rows(self, outputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """(...) of int64 -> (..., in): rows of `dense`, without the others.
+
+        Raises: IndexError for rows that there are not, TypeError for floats in a dtype that they do not have.
+        """
+        if self.fields.kind in FLOATS and dtype != self.packed.dtype:
+            raise TypeError(f"rows of a matrix in {self.packed.dtype} were asked for in {dtype}")
+        outputs = outputs.long().contiguous()
+        if outputs.numel() and not 0 <= int(outputs.min()) <= int(outputs.max()) < self._size[0]:
+            raise IndexError(f"rows {int(outputs.min())} to {int(outputs.max())} of {self._size[0]}")
+        out = torch.empty((*outputs.shape, self._size[1]), dtype=dtype)
+        self._unpack(self.address, outputs.data_ptr(), outputs.numel(), KINDS[dtype], out.data_ptr())
         return out
 
 
@@ -104,13 +122,9 @@ class NativeMatrix(PackedMatrix):
         parts = [parts] if isinstance(parts, torch.Tensor) else parts
         dtype, inputs = parts[0].dtype, parts[0].shape[1]
         outputs = sum(map(len, parts))
-        self._is_pairs = dtype == torch.bfloat16 and kernels.has_pairs
-        block = PAIRS_BLOCK if self._is_pairs else kernels.block
-        if self._is_pairs:  # two tiles per 32 inputs, of 16 outputs each, pairs of inputs side by side
-            shape: tuple[int, ...] = (-(-outputs // PAIRS_BLOCK), -(-inputs // PAIRS_BLOCK), 2, 16, 16, 2)
-        else:
-            shape = -(-outputs // block), inputs, block
-        kind = abi.PAIRS if self._is_pairs else KINDS[dtype]
+        kind = abi.PAIRS if dtype == torch.bfloat16 and kernels.has_pairs else KINDS[dtype]
+        block = PAIRS_BLOCK if kind == abi.PAIRS else kernels.block
+        shape = float_shape(kind, outputs, inputs, kernels.block)
         packed, threads = memory.empty(shape, dtype), torch.get_num_threads()
         if any(len(part) % block for part in parts[:-1]):  # blocks reach over from one part into the next
             joined = torch.cat([part.detach() for part in parts])
@@ -130,7 +144,7 @@ class NativeMatrix(PackedMatrix):
     def dense(self) -> torch.Tensor:
         """The weight (out, in), as it was given."""
         outputs, inputs = self._size
-        if self._is_pairs:
+        if self.fields.kind == abi.PAIRS:
             blocks = self.packed.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
         else:
             blocks = self.packed.transpose(1, 2)
@@ -145,6 +159,7 @@ class CodesMatrix(PackedMatrix):
       activation_bytes: 2; or 1 of codes of 8 bits, for drafts alone: half of the arithmetic.
       dtype: float32 or bfloat16, of what is multiplied and of the result.
 
+    Raises: ValueError for zeros without groups, which no kernel reads.
     Exactness: equals the product with ``codes.dense()`` within 2^-16 of the largest of these activations, or half of a
       127th of it; it has the same bits on every CPU.
     """
@@ -167,16 +182,18 @@ class CodesMatrix(PackedMatrix):
                     seen(number, part.weight if isinstance(part, Unrounded) else codes)
             parts, seen = [StoredCodes.of(Codes.joined(read))], None
         form, inputs = parts[0].form, parts[0].shape[1]
-        self._bits, self._group = form.bits, form.group
+        if form.zeros is not None and not form.group:
+            raise ValueError(
+                f"a weight with zeros by output alone has no kernel; give it one group of all {inputs} inputs, "
+                "filled up to a multiple of 64"
+            )
         outputs = sum(part.shape[0] for part in parts)
-        whole = -(-inputs // (form.group or CODES_SPAN)) * (form.group or CODES_SPAN)
-        blocks = -(-outputs // CODES_BLOCK)
-        packed = memory.empty((blocks, whole * form.bits // 32, CODES_BLOCK, 4), torch.uint8)
-        if blocks * CODES_BLOCK > outputs or whole > inputs:
+        shape, of_groups = codes_shapes(form.bits, form.group, outputs, inputs)
+        packed = memory.empty(shape, torch.uint8)
+        if outputs % CODES_BLOCK or inputs % (form.group or CODES_SPAN):
             packed.fill_(0x80 if form.bits == 8 else 0x88)
-        groups = whole // form.group if form.group else 1
         scales, zeros = (
-            None if dtype is None else memory.empty((blocks, groups, CODES_BLOCK), dtype)
+            None if dtype is None else memory.empty(of_groups, dtype)
             for dtype in (form.scales if form.group else torch.float32, form.zeros)
         )
         for each in (scales, zeros):
@@ -186,7 +203,6 @@ class CodesMatrix(PackedMatrix):
         super().__init__(
             kernels, (outputs, inputs), kind, packed, of_bias, scales, zeros, form.group, activation_bytes, dtype
         )
-        self.rounding = 2.0 ** (1 - 8 * activation_bytes)
         for number, (part, begin) in enumerate(zip(parts, _begins_of(parts), strict=True)):
             for first, last in pieces(part.shape):
                 piece = self._take(kernels, part, first, last, begin + first)
@@ -215,35 +231,37 @@ class CodesMatrix(PackedMatrix):
                 kept[place // CODES_BLOCK, :, place % CODES_BLOCK] = each.to(kept.dtype)
         return codes
 
-    def rows(self, outputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """(...) of int64 -> (..., in): rows of `dense`, without the others.
-
-        Raises: IndexError for rows that there are not.
-        """
-        outputs = outputs.long().contiguous()
-        if outputs.numel() and not 0 <= int(outputs.min()) <= int(outputs.max()) < self._size[0]:
-            raise IndexError(f"rows {int(outputs.min())} to {int(outputs.max())} of {self._size[0]}")
-        out = torch.empty((*outputs.shape, self._size[1]), dtype=dtype)
-        self._unpack(self.address, outputs.data_ptr(), outputs.numel(), KINDS[dtype], out.data_ptr())
-        return out
-
     @property
     def codes(self) -> Codes:
         """The weight as it was given."""
         outputs, inputs = self._size
-        blocks = self.packed
-        if self._bits == 4:
+        blocks, bits = self.packed, 8 if self.fields.kind == abi.BYTES else 4
+        if bits == 4:
             blocks = torch.stack([blocks & 15, blocks >> 4], 2).flatten(1, 2)
         numbers = blocks.transpose(1, 2).reshape(len(blocks) * CODES_BLOCK, -1)[:outputs, :inputs].contiguous()
         scales, zeros = (
             None if each is None else each.transpose(1, 2).flatten(0, 1)[:outputs] for each in self._kept[1:]
         )
         assert scales is not None
-        return Codes(numbers, self._bits, scales, zeros, self._group)
+        return Codes(numbers, bits, scales, zeros, self.fields.group)
 
     def dense(self) -> torch.Tensor:
         """float32 (out, in): the weight that the codes stand for."""
         return self.codes.dense()
+
+
+def float_shape(kind: int, outputs: int, inputs: int, block: int) -> tuple[int, ...]:
+    """Of a packed weight in floats; of pairs two tiles of 16 outputs per 32 inputs, pairs of inputs side by side."""
+    if kind == abi.PAIRS:
+        return -(-outputs // PAIRS_BLOCK), -(-inputs // PAIRS_BLOCK), 2, 16, 16, 2
+    return -(-outputs // block), inputs, block
+
+
+def codes_shapes(bits: int, group: int, outputs: int, inputs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of packed codes, and of their scales and zeros."""
+    span, blocks = group or CODES_SPAN, -(-outputs // CODES_BLOCK)
+    whole = -(-inputs // span) * span
+    return (blocks, whole * bits // 32, CODES_BLOCK, 4), (blocks, whole // group if group else 1, CODES_BLOCK)
 
 
 def _begins_of(parts: Sequence[torch.Tensor | Unrounded | StoredCodes]) -> list[int]:

@@ -1,7 +1,8 @@
-// Weights into the order in which products read them, one line of memory after another.
+// Weights into the order in which products read them, one line of memory after another, and rows of them back.
 
 #include "abi.h"
 #include "threads.h"
+#include "vectors.h"
 
 #include <string.h>
 
@@ -51,4 +52,36 @@ extern "C" void foretoken_pack(const void* weight, int64_t outputs, int64_t inpu
     pack_blocks((const uint32_t*)weight, outputs, inputs, block, (uint32_t*)packed, threads);
   else
     pack_blocks((const uint16_t*)weight, outputs, inputs, block, (uint16_t*)packed, threads);
+}
+
+// One row of a matrix that `pack_blocks` or `pack_pairs` laid out.
+template <typename Number>
+static void unpack_block(const Matrix& matrix, int64_t output, Number* out) {
+  const int64_t block = 2 * LANES;  // as foretoken_num_outputs tells
+  const Number* from = (const Number*)matrix.weight + output / block * block * matrix.inputs + output % block;
+  for (int64_t input = 0; input < matrix.inputs; ++input) out[input] = from[input * block];
+}
+
+static void unpack_pairs(const Matrix& matrix, int64_t output, uint16_t* out) {
+  const int64_t groups = (matrix.inputs + 2 * TILE - 1) / (2 * TILE), tile = output / TILE % 2;
+  const uint16_t* from = (const uint16_t*)matrix.weight + output / (2 * TILE) * groups * 4 * TILE * TILE + output % TILE * 2;
+  for (int64_t input = 0; input < matrix.inputs; ++input) {
+    const int64_t group = input / (2 * TILE), pair = input / 2 % TILE;
+    out[input] = from[((group * 2 + tile) * TILE + pair) * 2 * TILE + input % 2];
+  }
+}
+
+// Rows of a matrix; of floats in the kind that they have, of codes in any.
+extern "C" void foretoken_rows(const Matrix* matrix, const int64_t* outputs, int64_t count, int64_t kind, void* out) {
+  const int64_t bytes = matrix->inputs * (kind == FLOAT32 ? 4 : 2);
+  for (int64_t i = 0; i < count; ++i) {
+    void* to = (char*)out + i * bytes;
+    switch (matrix->kind) {
+      case PAIRS: unpack_pairs(*matrix, outputs[i], (uint16_t*)to); break;
+      case FLOAT32: unpack_block(*matrix, outputs[i], (uint32_t*)to); break;
+      case BFLOAT16:
+      case FLOAT16: unpack_block(*matrix, outputs[i], (uint16_t*)to); break;
+      default: unpack_codes(matrix, outputs[i], kind, to);
+    }
+  }
 }

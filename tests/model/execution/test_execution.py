@@ -26,9 +26,10 @@ from foretoken.model.execution import kinds, packing
 from foretoken.model.execution.attention import GROUPED_SDPA, grouped_sdpa
 from foretoken.model.execution.execution import apply_execution
 from foretoken.model.execution.kinds import choose_execution
-from foretoken.model.execution.packing import PackedLinear, cpu_has_bfloat16, packed_dtype
+from foretoken.model.execution.packing import PackedLinear, cpu_has_bfloat16, embedding_weight, packed_dtype
 from foretoken.model.execution.shadows import shadow
 from foretoken.model.lm import CausalLM, Nodes
+from foretoken.native.library import library
 
 can_pack = pytest.mark.skipif(packed_dtype(torch.float32) is None, reason="oneDNN packs nothing here")
 
@@ -330,16 +331,31 @@ class TestRelease:
         assert not execution.refresh_if_stale()
 
     def test_frees_the_weights_for_everybody_but_keeps_ties(self) -> None:
-        free, tied = build("llama"), build("llama-tied")
-        for model in (free, tied):
+        """But for an embedding that only gives rows: these are read from the packed output embedding."""
+        free, tied, scaled = build("llama"), build("llama-tied"), build("llama-tied")
+        scaled.model.embed_tokens.__class__ = type("Scaled", (nn.Embedding,), {})
+        for model in (free, tied, scaled):
             apply_execution(shadow(model), "packed", release_originals=True)
             q_proj = model.model.layers[0].self_attn.q_proj.weight
             assert q_proj.shape == (32, 32)
             assert q_proj.untyped_storage().nbytes() == 4
             assert q_proj.isnan().all(), "code that reads past the packed copy must be found out"
         assert free.lm_head.weight.untyped_storage().nbytes() == 4
+        assert scaled.lm_head.weight is scaled.model.embed_tokens.weight
+        assert not scaled.lm_head.weight.isnan().any()
         assert tied.lm_head.weight is tied.model.embed_tokens.weight
-        assert not tied.lm_head.weight.isnan().any()
+        assert tied.lm_head.weight.isnan().all() == (library() is not None)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.skipif(library() is None, reason="no kernels here")
+    def test_rows_of_a_tied_embedding_keep_their_bits(self, dtype: torch.dtype) -> None:
+        model = build("llama-tied", dtype)
+        want = model.model.embed_tokens.weight.detach().clone()
+        execution = apply_execution(shadow(model), "packed", release_originals=True)
+        embedding = execution.model.get_input_embeddings()
+        ids = torch.arange(len(want)).flip(0).repeat(2, 1)
+        assert torch.equal(embedding(ids), want[ids])
+        assert torch.equal(embedding_weight(embedding), want)
 
 
 class TestGroupedAttention:

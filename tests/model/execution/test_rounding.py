@@ -14,7 +14,7 @@ from foretoken.model.execution.rounding import ROUNDINGS, quantize_weights, roun
 from foretoken.model.lm import CausalLM
 from foretoken.native import library as native
 from foretoken.native.codes import Codes, Unrounded
-from foretoken.native.packed_matmul import CodesMatrix
+from foretoken.native.packed_matmul import CodesMatrix, NativeMatrix
 from foretoken.testing import hostile_kernels, toy_model
 from foretoken.testing.hostile import KINDS
 from foretoken.zoo import path
@@ -189,6 +189,41 @@ def test_rows_are_those_of_the_weight(shape: tuple[int, int, int, int], dtype: t
     for wrong in (-1, shape[2]):
         with pytest.raises(IndexError, match=f"of {shape[2]}"):
             matrix.rows(torch.tensor([0, wrong]), dtype)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(32, 64), (75, 33), (7, 130)])
+def test_rows_of_packed_floats_are_as_they_were_given(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight = torch.randn(shape).to(dtype)
+    for instructions in (None, "AVX2"):
+        library = native.library(instructions)
+        if library is None:
+            continue
+        matrix = NativeMatrix(weight, None, library)
+        ids = torch.arange(shape[0]).flip(0).repeat(2, 1)
+        assert torch.equal(matrix.rows(ids, dtype), weight[ids])
+        with pytest.raises(TypeError, match=r"asked for in torch\.float64"):
+            matrix.rows(ids, torch.float64)
+
+
+@needs_kernels
+def test_zeros_without_groups_are_refused() -> None:
+    """Products would leave them out."""
+    found = Codes.rounded(torch.randn(40, 96), 4, has_zeros=True)
+    library = native.library()
+    assert library is not None
+    with pytest.raises(ValueError, match="zeros by output alone has no kernel; give it one group of all 96 inputs"):
+        CodesMatrix(found, None, library)
+
+
+def test_scales_are_as_exact_as_a_whole_weight_needs() -> None:
+    """The first outputs are of ordinary size, and all others too small for scales in half precision."""
+    weight = torch.randn(4096, 64)
+    weight[64:] *= 2.0**-20
+    found = Codes.rounded(weight, 4, 32, has_zeros=True)
+    assert found.scales.dtype == torch.float32
+    assert float((found.dense() - weight)[64:].norm() / weight[64:].norm()) < 0.1
 
 
 @needs_kernels

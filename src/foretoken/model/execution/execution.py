@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,12 +26,14 @@ from foretoken.model.execution.native_program import NativeProgram
 from foretoken.model.execution.packing import (
     PackedLinear,
     PackedProduct,
+    layers_in_floats,
     packable,
     packed_products,
     worth_packing,
 )
 from foretoken.model.execution.rowwise import Rowwise
-from foretoken.model.execution.sharing import groups, move_out, shared_storages
+from foretoken.model.execution.sharing import groups
+from foretoken.model.execution.tied import make_ready, read_rows, tied_embedding
 from foretoken.model.execution.tracing import layer_program
 from foretoken.model.independence import other_products, quantised_layers
 from foretoken.model.nodes import NodeLogits, logits_to_keep
@@ -293,17 +296,17 @@ class Execution:
         return f"{self.kind} ({'; '.join(notes)})" if notes else self.kind
 
     def _pack(self, release_originals: bool, earlier: Execution | None) -> None:
-        shared = shared_storages(self.model)
         known = {} if earlier is None else {id(product.layers[0].weight): product for product in earlier._products}
         layers = list(packable(self.model))
         found = [group for group in (groups(self.model, layers) if layers else []) if worth_packing(group)]
-        if release_originals:
-            weights: list[torch.Tensor] = [layer.weight for group in found for layer in group]  # type: ignore[misc]
-            move_out(self.model, [weight for weight in weights if weight.data_ptr() not in shared])
-            shared = shared_storages(self.model)
+        tied = tied_embedding(self.model) if release_originals and self.kernels is not None else None
+        if tied is not None and [self.model.get_output_embeddings()] not in found:  # the table is read as it is
+            tied = None
+        shared = make_ready(self.model, chain(*found), tied) if release_originals else None
         for group in found:
-            known_one, freed = known.get(id(group[0].weight)), shared if release_originals else None
-            self._products.append(PackedProduct(group, known_one, shared=freed).put_in())
+            self._products.append(PackedProduct(group, known.get(id(group[0].weight)), shared=shared).put_in())
+        if tied is not None:
+            read_rows(self.model, tied)
 
     def _run_activations_by_rows(self) -> None:
         """Where layers run as modules: let no row have other bits for the rows beside it."""
@@ -329,8 +332,9 @@ def apply_execution(
       shadow_model: from `shadow`, or a model that nobody else holds; its layers are changed in place.
       kind: "auto" (compiled on x86 where memory allows and a C++ compiler is found, packed where the model is small or
         there is none, else eager), "eager", "packed" or "compiled".
-      release_originals: free each weight once it is packed, in every model that shares it; tied weights stay. Only
-        for models that the library loaded itself.
+      release_originals: free each weight once it is packed, in every model that shares it; tied weights
+        stay, but for an input embedding whose rows are then read from the packed output embedding. Only for models
+        that the library loaded itself.
       cache_dir: of "compiled": where kernels are kept between processes; inductor/ in the cache folder by default.
       progress: of "compiled": called with one line before what takes long.
       earlier: of another shadow of the same model; what it has packed is taken over where nothing else was written.
@@ -344,7 +348,7 @@ def apply_execution(
     if kind == "auto" and chosen == "packed":
         if not is_packed_already and not fits_in_memory(shadow_model, release_originals):
             chosen = "eager"
-        elif worth_compiling(packable(shadow_model)):
+        elif worth_compiling(chain(packable(shadow_model), layers_in_floats(shadow_model))):
             chosen = "compiled"
     execution = Execution(shadow_model, chosen)
     execution._products += packed_products(shadow_model)

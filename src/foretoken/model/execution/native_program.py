@@ -34,7 +34,7 @@ from foretoken.model.nodes import FlatNodes, NodeLogits, Nodes
 from foretoken.model.state import version_of
 from foretoken.native import abi
 from foretoken.native.library import KINDS, Library
-from foretoken.native.packed_matmul import CodesMatrix
+from foretoken.native.packed_matmul import PackedMatrix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -170,17 +170,17 @@ class _Tables:
         self._kept: list[torch.Tensor] = []
         self._watched: list[tuple[nn.Module, str, int]] = []
         self._read: list[tuple[nn.Module, str, Any]] = []
-        self._packed: list[tuple[PackedRows, CodesMatrix]] = []
+        self._packed: list[tuple[PackedRows, PackedMatrix]] = []
         for place, table in zip(self._fields, ends.tables, strict=False):
             if table.embedding is not None:
                 embedding = ends.places[table.embedding]
                 forward = replacement(embedding[0])
-                codes = forward.codes if isinstance(forward, PackedRows) else None
-                if codes is not None:
+                packed = forward.packed if isinstance(forward, PackedRows) else None
+                if packed is not None:
                     dtype = forward.dtype
-                    self._packed.append((forward, codes))
-                    place.matrix, place.kind, place.count = codes.address, KINDS[dtype], codes.fields.outputs
-                    place.bytes = codes.fields.inputs * dtype.itemsize
+                    self._packed.append((forward, packed))
+                    place.matrix, place.kind, place.count = packed.address, KINDS[dtype], packed.fields.outputs
+                    place.bytes = packed.fields.inputs * dtype.itemsize
                     continue
                 found = getattr(*embedding).detach()
                 self._watched.append((*embedding, found.data_ptr()))
@@ -204,7 +204,7 @@ class _Tables:
         return (
             all(getattr(module, name).data_ptr() == address for module, name, address in self._watched)
             and all(version_of(getattr(module, name)) == version for module, name, version in self._read)
-            and all(forward.codes is codes for forward, codes in self._packed)
+            and all(forward.packed is packed for forward, packed in self._packed)
         )
 
 

@@ -21,7 +21,7 @@ from foretoken.model.state import version_of
 from foretoken.native import memory
 from foretoken.native.codes import Codes, StoredCodes, Unrounded
 from foretoken.native.library import KINDS, library
-from foretoken.native.packed_matmul import CodesMatrix, NativeMatrix, Seen
+from foretoken.native.packed_matmul import CodesMatrix, NativeMatrix, PackedMatrix, Seen
 
 BATCH_HINT = 16  # a hint of one row packs for another kernel, whose single row has other bits than its many
 MIN_ELEMENTS = 2**18
@@ -178,6 +178,35 @@ class PackedProduct:
         if shared is not None:
             self.release(shared)
 
+    @classmethod
+    def taken(
+        cls,
+        layers: Sequence[nn.Module],
+        matrix: NativeMatrix | CodesMatrix,
+        sizes: Sequence[int],
+        sums: Sequence[torch.Tensor],
+        *,
+        dtype: torch.dtype,
+        weight_dtype: torch.dtype,
+        is_released: bool,
+    ) -> PackedProduct:
+        """A product that another process has packed.
+
+        Args:
+          layers: of the same model.
+          sizes: of their outputs.
+          sums: of their weights and biases, as `row_sums` gives them.
+          is_released: whether their own weights are gone.
+        """
+        product = object.__new__(cls)
+        product.layers, product.matrix, product.sizes = tuple(layers), matrix, list(sizes)
+        product._codes = product._shared = None
+        product._dtype, product._weight_dtype, product._sums = dtype, weight_dtype, list(sums)
+        product._is_released = is_released
+        product.settle()
+        cls.num_packed += 1
+        return product
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out of all layers, one after another)."""
         if x.dtype != self._dtype:
@@ -263,6 +292,21 @@ class PackedProduct:
     def dtype(self) -> torch.dtype:
         """What it takes and gives."""
         return self._dtype
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of what was packed."""
+        return self._weight_dtype
+
+    @property
+    def is_released(self) -> bool:
+        """Whether weights of its layers are gone."""
+        return self._is_released
+
+    @property
+    def all_sums(self) -> Sequence[torch.Tensor]:
+        """Of weights, and then of biases."""
+        return self._sums
 
     @property
     def num_bytes(self) -> int:
@@ -360,19 +404,19 @@ class PackedRows(StandIn):
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """(...) -> (..., H)."""
-        codes = self.codes
-        if codes is not None:
-            return codes.rows(ids, self.dtype)
+        packed = self.packed
+        if packed is not None:
+            return packed.rows(ids, self.dtype)
         matrix = self.output.product.matrix
         if self._table is None or self._table[0] is not matrix:  # other kernels read no single rows
             self._table = matrix, self.dense()
         return F.embedding(ids, self._table[1])
 
     @property
-    def codes(self) -> CodesMatrix | None:
+    def packed(self) -> PackedMatrix | None:
         """What rows are unpacked from; None where they lie in a table."""
         matrix = self.output.product.matrix
-        return matrix if isinstance(matrix, CodesMatrix) else None
+        return matrix if isinstance(matrix, PackedMatrix) else None
 
     def dense(self) -> torch.Tensor:
         """The weight (V, H), in the dtype of the model."""
@@ -414,6 +458,13 @@ def packed_products(model: nn.Module) -> list[PackedProduct]:
     """Those that layers of a model run by already."""
     forwards = map(replacement, model.modules())
     return list(dict.fromkeys(forward.product for forward in forwards if isinstance(forward, PackedLinear)))
+
+
+def layers_in_floats(model: nn.Module) -> Iterator[nn.Module]:
+    """Layers that run by packed products already, of weights that were not rounded."""
+    for product in packed_products(model):
+        if isinstance(product.matrix, NativeMatrix):
+            yield from product.layers
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, PackedLinear | PackedRows | None]]:

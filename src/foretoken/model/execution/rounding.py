@@ -6,9 +6,9 @@ A step reads a half of what it reads of bfloat16, or less.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,9 +16,10 @@ from transformers.pytorch_utils import Conv1D
 
 from foretoken.config.keywords import did_you_mean
 from foretoken.errors import ConfigError
-from foretoken.model.execution.forwards import replace_forward, replacement
-from foretoken.model.execution.packing import PackedLinear, PackedProduct, PackedRows, dense_weight, release
-from foretoken.model.execution.sharing import groups, move_out, shared_storages
+from foretoken.model.execution.forwards import replacement
+from foretoken.model.execution.packing import PackedLinear, PackedProduct, dense_weight, release
+from foretoken.model.execution.sharing import groups, shared_storages
+from foretoken.model.execution.tied import gives_rows, make_ready, packed_output, read_rows, tied_embedding
 from foretoken.native.codes import Kind, StoredCodes, Unrounded
 from foretoken.native.packed_matmul import CodesMatrix
 
@@ -105,14 +106,14 @@ def quantize_weights(
     if not layers and not any(isinstance(replacement(layer), PackedLinear) for layer in model.modules()):
         raise ConfigError(f"quantization is {name!r}, and {type(model).__name__} has no plain linear layer to round")
     known = {id(product.layers[0].weight): product for product in ([] if earlier is None else earlier.products)}
-    tied = _tied(model)
-    shared = _prepared(model, layers, tied) if release_originals else None
+    tied = tied_embedding(model)
+    shared = make_ready(model, layers, tied) if release_originals else None
     made = []
     for group in groups(model, layers) if layers else []:
         rounding = rounding_of(model, group[0], name)
         made.append(PackedProduct(group, known.get(id(group[0].weight)), rounding, dtype, shared).put_in())
     if tied is not None:
-        _read_rows(model, tied)
+        read_rows(model, tied)
     if dtype is not None:
         _convert(model, dtype)
         for product in made:
@@ -129,10 +130,10 @@ def take_codes(model: PreTrainedModel, stored: Mapping[nn.Module, StoredCodes], 
       stored: by layer. Those that are given the same input, and have codes of one kind, become one product.
       dtype: that everything else is converted to, and layers take and give.
     """
-    tied = _tied(model)
+    tied = tied_embedding(model)
     if tied is not None and model.get_output_embeddings() not in stored:
         tied = None
-    shared = _prepared(model, stored, tied)
+    shared = make_ready(model, stored, tied)
     made = []
     for group in groups(model, list(stored)):
         alike: dict[Kind, list[nn.Module]] = {}
@@ -144,51 +145,16 @@ def take_codes(model: PreTrainedModel, stored: Mapping[nn.Module, StoredCodes], 
         tied = model.get_input_embeddings()
         release([tied.weight], dtype)
     if tied is not None:
-        _read_rows(model, tied)
+        read_rows(model, tied)
     for product in made:
         product.settle()
 
 
-def _tied(model: PreTrainedModel) -> Any:
-    """The input embedding, where its weight is the output embedding's and no other's, and it gives rows alone."""
-    output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if type(output) is not nn.Linear or not _gives_rows(embedding) or output.weight is not embedding.weight:
-        return None
-    owners = sum(embedding.weight is each for module in model.modules() for each in module.parameters(recurse=False))
-    return embedding if owners == 2 else None
-
-
-def _gives_rows(embedding: Any) -> bool:
-    return type(embedding) is nn.Embedding and embedding.max_norm is None and replacement(embedding) is None
-
-
-def _prepared(model: PreTrainedModel, layers: Iterable[nn.Module], tied: Any) -> set[int]:
-    """Addresses of weights that stay when those of the layers go; what was mapped from a file is moved out of it."""
-    given = set() if tied is None else {tied.weight.data_ptr()}
-    shared = shared_storages(model) - given
-    weights: list[torch.Tensor] = [layer.weight for layer in layers]  # type: ignore[misc]
-    move_out(model, [weight for weight in weights if weight.data_ptr() not in shared])
-    return shared_storages(model) - given
-
-
-def _read_rows(model: PreTrainedModel, embedding: nn.Module) -> None:
-    """Let an input embedding read the rows of the output embedding, where this has been packed."""
-    output = _alone(model)
-    if output is not None:
-        replace_forward(embedding, PackedRows(output))
-
-
-def _alone(model: PreTrainedModel) -> PackedLinear | None:
-    """The packed output embedding, if it has a product of its own."""
-    forward = replacement(model.get_output_embeddings())
-    return forward if isinstance(forward, PackedLinear) and len(forward.product.layers) == 1 else None
-
-
 def _has_rows_of_output(model: PreTrainedModel) -> bool:
     """Whether an input embedding of its own holds what the codes of the output embedding stand for."""
-    output, embedding = _alone(model), model.get_input_embeddings()
+    output, embedding = packed_output(model), model.get_input_embeddings()
     codes = None if output is None else output.product.matrix
-    if output is None or not isinstance(codes, CodesMatrix) or not _gives_rows(embedding):
+    if output is None or not isinstance(codes, CodesMatrix) or not gives_rows(embedding):
         return False
     weight: torch.Tensor = embedding.weight
     return (weight.dtype, *weight.shape) == (output.product.dtype, codes.fields.outputs, codes.fields.inputs) and all(
@@ -206,7 +172,7 @@ def round_weights(model: PreTrainedModel, name: str) -> None:
         own.
     """
     check_quantization(name)
-    tied = _tied(model)
+    tied = tied_embedding(model)
     shared = shared_storages(model) - (set() if tied is None else {tied.weight.data_ptr()})
     for layer in list(roundable(model)):
         weight: nn.Parameter = layer.weight  # type: ignore[assignment]

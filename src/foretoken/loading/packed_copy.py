@@ -1,0 +1,203 @@
+"""Packed weights of a model, kept in the cache folder: the next load reads them instead of packing them again.
+
+A copy holds everything that loading computes about weights, and is of one source: of its files as they were, of one
+way to load them, for one instruction set, by one version of each library. Whatever is not that is told, and made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from huggingface_hub import try_to_load_from_cache
+from transformers import PreTrainedModel
+
+import foretoken
+from foretoken.errors import ConfigError
+from foretoken.folders import cache_folder
+from foretoken.loading.packed_model import described, model_of, why_not_kept
+from foretoken.loading.sources import Source
+from foretoken.loading.tensor_file import DamagedFileError, TensorFile, write_tensors
+from foretoken.model.lm import CausalLM
+from foretoken.native.library import library, source_digest
+
+if TYPE_CHECKING:
+    from foretoken.loading.info import Loaded
+
+logger = logging.getLogger("foretoken")
+
+FORMAT = 1
+"""Raised when something else is written than before."""
+LOOKED_AT = 2**20
+"""Bytes at both ends of a file of a source that are hashed."""
+SUFFIX = ".packed"
+
+
+def check_cache_packed(cache_packed: bool, execution: str) -> None:
+    """Raises: ConfigError where nothing is packed that could be kept."""
+    if cache_packed and execution == "eager":
+        raise ConfigError("cache_packed keeps packed weights, and execution='eager' packs none; leave one of them out")
+
+
+@dataclass(frozen=True)
+class PackedCopy:
+    """A place for the packed weights of a model.
+
+    Args:
+      name: of the model, for messages.
+      file: where they are, or will be.
+      source: whose weights they are.
+      blocks: GGUF file that is read besides.
+      way: how they are loaded.
+    """
+
+    name: str
+    file: Path
+    source: Source
+    blocks: Path | None
+    way: Mapping[str, str | None]
+
+    @classmethod
+    def of(
+        cls,
+        source: Source,
+        blocks: Path | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        quantization: str | None,
+        weights: str | None,
+    ) -> PackedCopy:
+        """In the cache folder, in ``packed``. Raises: ConfigError for a device that has no packed weights."""
+        if device.type != "cpu":
+            raise ConfigError(f"cache_packed keeps weights as CPUs read them, and the device is {device}; leave it out")
+        kernels = library()
+        way = {
+            "dtype": str(dtype).removeprefix("torch."),
+            "quantization": quantization,
+            "weights": weights,
+            "instruction_set": None if kernels is None else kernels.instruction_set,
+        }
+        place = os.path.realpath(source.location) if source.is_local else source.location
+        named = json.dumps([place, source.revision, source.gguf_file, way])
+        short = re.sub(r"[^\w.-]+", "-", source.name).strip("-.")[-60:]
+        file = cache_folder("packed", f"{short}-{hashlib.sha256(named.encode()).hexdigest()[:16]}{SUFFIX}")
+        return cls(source.name, file, source, blocks, way)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the file; 0 where there is none."""
+        try:
+            return self.file.stat().st_size
+        except OSError:
+            return 0
+
+    def key(self) -> dict[str, Any]:
+        """What a copy has to be made from, to be this one's."""
+        return {
+            "format": FORMAT,
+            "foretoken": f"{foretoken.__version__} {source_digest()}",
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "way": dict(self.way),
+            "files": [_fingerprint(file) for file in _files_of(self.source, self.blocks)],
+        }
+
+    def read(self) -> tuple[PreTrainedModel, dict[str, Any]] | None:
+        """The model, and facts that `keep` was given; None where there is no copy, or none that can be used.
+
+        Why a copy is not used is logged in one line.
+        """
+        if library() is None or not self.file.exists():
+            return None
+        try:
+            kept = TensorFile(self.file)
+            key = self.key()
+            differing = [name for name in key if kept.about["key"].get(name) != key[name]]
+            if differing:
+                raise DamagedFileError(f"it was made from other {' and '.join(differing)}")
+            return model_of(kept.about, kept.read()), kept.about["facts"]
+        except Exception as error:  # of a file that is not what was written; loading goes on without it
+            detail = " ".join(str(error).split())[:200]
+            told = detail if isinstance(error, DamagedFileError) else f"{type(error).__name__}: {detail}"
+            logger.warning("the packed copy %s is not used, and made again: %s", self.file, told)
+            return None
+
+    def keep(self, lm: CausalLM, model: PreTrainedModel, facts: Mapping[str, Any]) -> bool:
+        """Write the weights of a model as they are packed; whether that was done.
+
+        What prevents it is logged in one line; the model is as good without.
+
+        Args:
+          lm: its adapter.
+          facts: that `read` gives back: JSON.
+        """
+        if reason := why_not_kept(lm, model):
+            logger.warning("no packed copy of %s is kept: %s", self.name, reason)
+            return False
+        start = time.perf_counter()
+        try:
+            about, tensors = described(lm, model)
+            write_tensors(self.file, {"key": self.key(), "facts": dict(facts), **about}, tensors)
+        except OSError as error:
+            logger.warning(
+                "no packed copy of %s is kept in %s: %s", self.name, self.file.parent, error.strerror or error
+            )
+            return False
+        seconds = time.perf_counter() - start
+        logger.info(
+            "packed weights of %s are kept in %s (%.1f MB, %.1f s)", self.name, self.file, self.num_bytes / 1e6, seconds
+        )
+        return True
+
+
+def adapter_of(loaded: Loaded, execution: str) -> CausalLM:
+    """The adapter of a model that was loaded; its packed weights are kept where that was asked for."""
+    lm = CausalLM(
+        loaded.model, execution=execution, release_originals=loaded.is_owned, quantization=loaded.quantization
+    )
+    copy = loaded.packed_copy
+    if copy is not None and not loaded.is_from_copy:
+        names = ("num_parameters", "weight_bytes", "quantization", "types")
+        copy.keep(lm, loaded.model, {name: getattr(loaded, name) for name in names})
+    return lm
+
+
+def taken(found: Loaded, copy: PackedCopy, facts: Mapping[str, Any]) -> Loaded:
+    """What is known of a model that a copy gave."""
+    return replace(found, **facts, packed_copy=copy, is_from_copy=True)
+
+
+# -- sources -------------------------------------------------------------------------------------------------------
+
+
+def _files_of(source: Source, blocks: Path | None) -> list[Path]:
+    """Every file that a model may be read from."""
+    place = Path(source.location)
+    if not source.is_local:
+        wanted = source.gguf_file or "config.json"
+        found = try_to_load_from_cache(source.location, wanted, revision=source.revision or "main")
+        if not isinstance(found, str):
+            return []
+        place = Path(found) if source.gguf_file else Path(found).parent
+    files = sorted(each for each in place.iterdir() if each.is_file()) if place.is_dir() else [place]
+    return [*files, *([] if blocks in (None, place) else [blocks])]
+
+
+def _fingerprint(file: Path) -> list[Any]:
+    """Name, size, time of change, and a hash of both ends: a head is at one of them."""
+    found, digest = file.stat(), hashlib.sha256()
+    with file.open("rb") as stream:
+        digest.update(stream.read(LOOKED_AT))
+        stream.seek(max(0, found.st_size - LOOKED_AT))
+        digest.update(stream.read(LOOKED_AT))
+    return [str(file), found.st_size, found.st_mtime_ns, digest.hexdigest()]

@@ -1,0 +1,223 @@
+"""Packed weights that are kept: read back they are those of a load without them, to the bit, or they are not used."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GemmaConfig, GemmaForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from foretoken import LLM, SamplingParams
+from foretoken.errors import ConfigError
+from foretoken.loading import packed_copy, tensor_file
+from foretoken.loading.models import load_model
+from foretoken.model.execution.packing import packed_products, weight_sums
+from foretoken.model.nodes import Nodes
+from foretoken.native.library import library
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no kernels here")
+
+PROMPT = [5, 6, 7, 5, 6, 7, 5]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+TINY = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**TINY, intermediate_size=128)),
+    "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**TINY, intermediate_size=96, tie_word_embeddings=True)),
+    "gemma": lambda: GemmaForCausalLM(GemmaConfig(**TINY, intermediate_size=96, head_dim=16, num_key_value_heads=2)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4)),
+}
+WAYS = [
+    {},
+    {"dtype": "bfloat16"},
+    {"dtype": "float16", "execution": "packed"},
+    {"execution": "compiled"},
+    {"quantization": "int8"},
+    {"quantization": "int4", "dtype": "bfloat16"},
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, for packed copies."""
+    monkeypatch.setattr(packed_copy, "cache_folder", lambda *parts: (tmp_path / "cache").joinpath(*parts))
+    return tmp_path / "cache" / "packed"
+
+
+def saved(folder: Path, name: str = "llama") -> Path:
+    torch.manual_seed(0)
+    MODELS[name]().save_pretrained(folder)
+    return folder
+
+
+def seen(llm: LLM) -> list[torch.Tensor]:
+    """What a model says, in one call and as modules, and the digest of its weights."""
+    output = llm.generate({"prompt_token_ids": PROMPT}, GREEDY)[0].outputs[0]
+    forwards = [
+        llm.target.forward(Nodes.from_chains([tokens]), llm.target.new_cache(1))
+        for tokens in (PROMPT, list(range(96)))  # beyond 64 nodes modules run
+    ]
+    sums = dict(weight_sums(llm.target.shadow))
+    return [torch.tensor(output.token_ids), *forwards, *(sums[name] for name in sorted(sums))]
+
+
+def assert_same(one: LLM, other: LLM) -> None:
+    found, wanted = seen(one), seen(other)
+    assert len(found) == len(wanted)
+    assert all(map(torch.equal, found, wanted))
+    config, generation = one._pairing.loaded.model.config, one._pairing.loaded.model.generation_config
+    of_other = other._pairing.loaded.model
+    assert config.to_dict() == of_other.config.to_dict()
+    assert generation.to_dict() == of_other.generation_config.to_dict()
+    names = "num_parameters", "weight_bytes", "dtype", "execution", "quantization", "weight_types", "step_bytes"
+    assert [getattr(one.model_info, name) for name in names] == [getattr(other.model_info, name) for name in names]
+    assert one.eos_token_ids == other.eos_token_ids
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way.values()) or "plain")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_copy_is_the_model(tmp_path: Path, name: str, way: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    folder = saved(tmp_path / name, name)
+    plain = LLM(folder, "ngram", **way)
+    with caplog.at_level(logging.INFO, "foretoken"):
+        made = LLM(folder, "ngram", cache_packed=True, **way)
+    (file,) = (tmp_path / "cache" / "packed").iterdir()
+    assert f"are kept in {file}" in caplog.text
+    assert made.model_info.packed_copy == str(file)
+    assert made.model_info.packed_copy_bytes == file.stat().st_size
+    assert plain.model_info.packed_copy is None
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "foretoken"):
+        read = LLM(folder, "ngram", cache_packed=True, **way)
+    assert not caplog.text
+    assert read._pairing.loaded.is_from_copy
+    assert_same(read, plain)
+    assert_same(made, plain)
+
+
+@pytest.mark.parametrize("way", [{}, {"quantization": "int8"}, {"dtype": "float32"}])
+def test_a_model_of_the_zoo_and_its_drafter(way: dict[str, str], cache: Path) -> None:
+    plain = LLM("zoo:tiny", "draft_model", **way)
+    for number in range(2):
+        kept = LLM("zoo:tiny", "draft_model", cache_packed=True, **way)
+        assert_same(kept, plain)
+        assert kept._pairing.loaded.is_from_copy == bool(number)
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_weights_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(tmp_path / "model")
+    LLM(folder, cache_packed=True)
+    monkeypatch.setattr("foretoken.loading.models._load_weights", None)
+    llm = LLM(folder, cache_packed=True)
+    assert len(packed_products(llm.target.shadow)) > 1
+
+
+def spoil(file: Path, how: str) -> None:
+    content = bytearray(file.read_bytes())
+    if how == "cut off":
+        del content[-5000:]
+    elif how == "empty":
+        content.clear()
+    elif how == "another file":
+        content[:] = os.urandom(len(content))
+    elif how == "a bit of a weight":
+        content[len(content) // 2] ^= 4
+    elif how == "the head":
+        content[300] ^= 1
+    elif how == "the length of the head":
+        content[len(tensor_file.FORMAT) + 1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "how", ["cut off", "empty", "another file", "a bit of a weight", "the head", "the length of the head"]
+)
+def test_what_is_damaged_is_told_and_made_again(
+    tmp_path: Path, cache: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = saved(tmp_path / "model")
+    plain = LLM(folder, cache_packed=True)
+    (file,) = cache.iterdir()
+    whole = file.read_bytes()
+    spoil(file, how)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "foretoken"):
+        llm = LLM(folder, cache_packed=True)
+    (line,) = caplog.messages
+    assert line.startswith(f"the packed copy {file} is not used, and made again: ")
+    assert_same(llm, plain)
+    assert file.read_bytes() == whole
+    assert LLM(folder, cache_packed=True)._pairing.loaded.is_from_copy
+
+
+def test_what_is_stale_is_told_and_made_again(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = saved(tmp_path / "model")
+    LLM(folder, cache_packed=True)
+    torch.manual_seed(1)
+    other = MODELS["llama"]()
+    other.save_pretrained(folder)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "foretoken"):
+        llm = LLM(folder, cache_packed=True)
+    assert "it was made from other files" in caplog.messages[0]
+    assert_same(llm, LLM(folder))
+    monkeypatch.setattr("foretoken.__version__", "0.2")
+    with caplog.at_level(logging.WARNING, "foretoken"):
+        assert not LLM(folder, cache_packed=True)._pairing.loaded.is_from_copy
+    assert "it was made from other foretoken" in caplog.messages[-1]
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_full_disk_costs_the_copy_alone(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = saved(tmp_path / "model")
+
+    def half(descriptor: object, *_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tensor_file.os, "replace", half)  # the last thing before a copy is there
+    with caplog.at_level(logging.WARNING, "foretoken"):
+        llm = LLM(folder, cache_packed=True)
+    (line,) = caplog.messages
+    assert "No space left on device" in line
+    assert list(cache.iterdir()) == []
+    monkeypatch.undo()
+    assert llm.model_info.packed_copy is None
+    assert_same(llm, LLM(folder))
+
+
+@pytest.mark.parametrize("part", ["packed", "bias", "scales"])
+def test_parts_of_other_matrices_are_refused(part: str) -> None:
+    """Kernels would read past them."""
+    from foretoken.native.codes import Codes
+    from foretoken.native.packed_matmul import CodesMatrix
+    from foretoken.native.taken import Facts
+
+    kernels = library()
+    assert kernels is not None
+    matrix = CodesMatrix(Codes.rounded(torch.randn(40, 96), 8), torch.ones(40), kernels)
+    facts, parts = Facts.of(matrix), dict(matrix.parts)
+    x = torch.randn(3, 96)
+    assert torch.equal(facts.matrix(kernels, parts)(x), matrix(x))
+    parts[part] = parts[part][:-1]
+    with pytest.raises(ValueError, match="are no parts of a matrix of"):
+        facts.matrix(kernels, parts)
+
+
+def test_what_cannot_be_kept_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture, cache: Path) -> None:
+    folder = saved(tmp_path / "model")
+    with pytest.raises(ConfigError, match="execution='eager' packs none"):
+        LLM(folder, cache_packed=True, execution="eager")
+    with pytest.raises(ConfigError, match="the model is loaded already"):
+        load_model(MODELS["llama"](), cache_packed=True)
+    with caplog.at_level(logging.WARNING, "foretoken"):
+        LLM(folder, cache_packed=True, dtype="float64", execution="auto")
+    assert caplog.messages == [f"no packed copy of {folder} is kept: nothing of it is packed"]
+    assert not cache.exists()
