@@ -85,11 +85,9 @@ def load_model(
         stored = stored_dtype(front, source.location, source.revision, is_local=source.is_local)
     chosen = choose_dtype(dtype, place, stored, widest_dtype)
     tokenizer = load_tokenizer_of(source, part) if with_tokenizer else None
-    copy = None
-    if cache_packed:
-        copy = PackedCopy.of(source, None if blocks is None else blocks.path, place, chosen, quantization, weights)
-        if (kept := copy.read()) is not None:
-            return taken(Loaded.of(kept[0], source.name, True, tokenizer, stored), copy, kept[1])
+    copy = PackedCopy.of(source, blocks, place, chosen, quantization, weights) if cache_packed else None
+    if copy is not None and (kept := copy.read()) is not None:
+        return taken(Loaded.of(kept[0], source.name, True, tokenizer, stored), copy, kept[1])
     types = None
     if is_whole:
         with _as_checkpoint_error(source, "weights"):

@@ -32,6 +32,7 @@ from foretoken.model.lm import CausalLM
 from foretoken.native.library import library, source_digest
 
 if TYPE_CHECKING:
+    from foretoken.gguf.header import Header
     from foretoken.loading.info import Loaded
 
 logger = logging.getLogger("foretoken")
@@ -71,7 +72,7 @@ class PackedCopy:
     def of(
         cls,
         source: Source,
-        blocks: Path | None,
+        blocks: Header | None,
         device: torch.device,
         dtype: torch.dtype,
         quantization: str | None,
@@ -91,7 +92,7 @@ class PackedCopy:
         named = json.dumps([place, source.revision, source.gguf_file, way])
         short = re.sub(r"[^\w.-]+", "-", source.name).strip("-.")[-60:]
         file = cache_folder("packed", f"{short}-{hashlib.sha256(named.encode()).hexdigest()[:16]}{SUFFIX}")
-        return cls(source.name, file, source, blocks, way)
+        return cls(source.name, file, source, None if blocks is None else blocks.path, way)
 
     @property
     def num_bytes(self) -> int:
