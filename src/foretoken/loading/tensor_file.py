@@ -1,7 +1,7 @@
-"""Files of tensors with a head in JSON, that are read straight into memory of kernels and tell when they are damaged.
+"""Files of tensors with a head in JSON, that are mapped as kernels read them, and tell when they are damaged.
 
 A line that names the format, the length of the head and its SHA-256, then the head, then tensors, each at a multiple of
-a page. The head holds sums of every tensor over each MiB of it: reading finds what was changed or cut off.
+a page. The head holds sums of every tensor over every two MiB of it: reading finds what was changed or cut off.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import mmap
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,14 +17,14 @@ from pathlib import Path
 from threading import get_ident
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 
 from foretoken.folders import replacing
-from foretoken.native import memory
 
 FORMAT = "foretoken tensors 1"
 PAGE = 4096
-CHUNK = 2**20
+CHUNK = 2**21
 """Bytes that have a sum of their own."""
 LARGEST_HEAD = 2**28
 READERS = 2
@@ -95,35 +96,31 @@ class TensorFile:
             raise DamagedFileError(f"it has {size} of {self._begin + head['bytes']} bytes")
 
     def read(self) -> dict[str, torch.Tensor]:
-        """All tensors, in memory of kernels.
+        """All tensors, in memory that is mapped from the file: processes share it, and what they write stays theirs.
 
         Raises: OSError, DamagedFileError.
         """
-        found = {}
-        pieces: list[tuple[str, torch.Tensor, int, int]] = []
-        for name, entry in self._entries.items():
-            found[name] = memory.empty(entry["shape"], DTYPES[entry["dtype"]])
-            raw = _bytes_of(found[name])
-            numbers = range(0, raw.numel(), CHUNK)
-            if len(numbers) != len(entry["sums"]):
-                raise DamagedFileError(f"{name} has {raw.numel()} bytes and {len(entry['sums'])} sums")
-            pieces += [
-                (name, raw[place : place + CHUNK], self._begin + entry["at"] + place, wanted)
-                for place, wanted in zip(numbers, entry["sums"], strict=True)
-            ]
-        with self._file.open("rb", buffering=0) as stream, ThreadPoolExecutor(READERS) as readers:
-            shares = [pieces[number::READERS] for number in range(READERS)]
-            for done in [readers.submit(_fill, stream.fileno(), share) for share in shares]:
+        with self._file.open("rb") as stream:
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        found = {name: self._tensor(mapped, name, entry) for name, entry in self._entries.items()}
+        names = list(found)
+        with ThreadPoolExecutor(READERS) as readers:
+            for done in [readers.submit(self._check, found, names[number::READERS]) for number in range(READERS)]:
                 done.result()
         return found
 
-
-def _fill(descriptor: int, pieces: list[tuple[str, torch.Tensor, int, int]]) -> None:
-    for name, raw, place, wanted in pieces:
-        if os.preadv(descriptor, [raw.numpy().data], place) != raw.numel():
+    def _tensor(self, mapped: mmap.mmap, name: str, entry: Mapping[str, Any]) -> torch.Tensor:
+        dtype, count, first = DTYPES[entry["dtype"]], math.prod(entry["shape"]), self._begin + entry["at"]
+        if count == 0:
+            return torch.empty(entry["shape"], dtype=dtype)
+        if min(count, entry["at"]) < 0 or first + count * dtype.itemsize > len(mapped):
             raise DamagedFileError(f"{name} is cut off")
-        if _sum(raw) != wanted:
-            raise DamagedFileError(f"{name} has other bytes than were written")
+        return torch.frombuffer(mapped, dtype=dtype, count=count, offset=first).view(entry["shape"])
+
+    def _check(self, found: Mapping[str, torch.Tensor], names: list[str]) -> None:
+        for name in names:
+            if _sums(_bytes_of(found[name])) != self._entries[name]["sums"]:
+                raise DamagedFileError(f"{name} has other bytes than were written")
 
 
 def _head_of(stream: BinaryIO) -> tuple[dict[str, Any], int]:
@@ -152,6 +149,5 @@ def _sums(raw: torch.Tensor) -> list[int]:
 
 def _sum(raw: torch.Tensor) -> int:
     """Over words of eight bytes, and those behind the last one."""
-    whole = raw.numel() // 8 * 8
-    words = raw[:whole].view(torch.int64).sum() if whole else 0
-    return int(words) + int(raw[whole:].sum(dtype=torch.int64))
+    numbers, whole = raw.numpy(), raw.numel() // 8 * 8
+    return int(numbers[:whole].view(np.int64).sum()) + int(numbers[whole:].sum(dtype=np.int64))
