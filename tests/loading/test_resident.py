@@ -11,6 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from foretoken import LLM, SamplingParams
 from foretoken.model.execution.sharing import move_out
+from foretoken.model.reduced import converted_bytes, reduced
+from foretoken.model.trial import runs_own_attention
+from foretoken.native.library import library
+from foretoken.native.packed_matmul import PackedMatrix
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what is mapped is read from /proc")
 
@@ -64,3 +68,31 @@ def test_nothing_is_copied_where_most_of_a_model_stays(tmp_path: Path) -> None:
     move_out(model, [layer.weight for layer in model.modules() if isinstance(layer, torch.nn.Linear)])
     after = [parameter.data_ptr() for parameter in model.parameters()]
     assert sum(a != b for a, b in zip(before, after, strict=True)) == 6  # embeddings and norms
+
+
+@pytest.mark.skipif(library() is None, reason="no kernels here")
+def test_weights_that_packing_has_released_are_not_made_again_to_be_probed(tmp_path: Path) -> None:
+    """A reduced model holds one number for all of a weight, in the dtype that it is asked in, and norms."""
+    llm = LLM(saved(tmp_path, is_tied=False), quantization="int8", tokenizer=None)
+    lm, seen = llm.target, dict[str, int]()
+    small = reduced(lm.shadow, lm.layers, (0, 1), torch.float64, None)
+
+    def see(module: torch.nn.Module, *_: object) -> None:
+        for name, weight in module.named_parameters():
+            assert weight.dtype == torch.float64
+            seen[name] = weight.untyped_storage().nbytes()
+
+    small.model.layers[0].input_layernorm.register_forward_hook(lambda *_: see(small.model.layers[0]))
+    with torch.inference_mode(), pytest.raises(TypeError, match="a packed layer of"):
+        small(torch.tensor([PROMPT]), use_cache=False)
+    assert seen["self_attn.q_proj.weight"] == 8
+    assert seen["input_layernorm.weight"] == 64 * 8
+    assert converted_bytes(lm.layers[0], torch.float64) == 2 * 64 * 8
+
+
+@pytest.mark.skipif(library() is None, reason="no kernels here")
+def test_which_attention_runs_is_seen_without_a_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = LLM(saved(tmp_path, is_tied=True), tokenizer=None).target
+    lm.execution.program = None  # modules run
+    monkeypatch.setattr(PackedMatrix, "__call__", None)
+    assert runs_own_attention(lm) == ""

@@ -107,7 +107,7 @@ def converted_bytes(layer: nn.Module, dtype: torch.dtype | None) -> int:
     return sum(
         tensor.numel() * dtype.itemsize
         for tensor in tensors
-        if dtype is not None and tensor is not None and tensor.dtype != dtype
+        if dtype is not None and tensor is not None and tensor.dtype != dtype and not _is_one_number(tensor)
     )
 
 
@@ -145,13 +145,24 @@ def _converting(forward: Callable[..., Any], modules: list[nn.Module], dtype: to
         try:
             for tensors, name, tensor in held:
                 assert tensor is not None
-                tensors[name] = tensor.detach().to(dtype)
+                tensors[name] = _converted(tensor.detach(), dtype)
             return forward(*args, **kwargs)
         finally:
             for tensors, name, tensor in held:
                 tensors[name] = tensor
 
     return run
+
+
+def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In another dtype; of a weight that packing has released again one number for all."""
+    if _is_one_number(tensor):
+        return tensor[(0,) * tensor.dim()].to(dtype).expand(tensor.shape)
+    return tensor.to(dtype)
+
+
+def _is_one_number(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 1 and not any(tensor.stride())
 
 
 def _floating(module: nn.Module) -> Iterator[tuple[Tensors, str]]:

@@ -9,6 +9,9 @@ import torch
 
 from foretoken.model.execution.attention import use_grouped_sdpa
 from foretoken.model.execution.execution import Execution
+from foretoken.model.execution.forwards import linears, replacement
+from foretoken.model.execution.packing import PackedLinear
+from foretoken.model.execution.sharing import unmultiplied
 from foretoken.model.nodes import Nodes
 from foretoken.model.reduced import reduced
 
@@ -20,9 +23,10 @@ if TYPE_CHECKING:
 def trial(lm: CausalLM, num_nodes: int) -> torch.Tensor:
     """Logits (1, N, V) of a chain of so many nodes. The forward is not counted."""
     count, tokens = lm.num_forwards, [number % lm.vocab_size for number in range(num_nodes)]
-    logits = lm.forward(Nodes.from_chains([tokens]), lm.new_cache(1))
-    lm.num_forwards = count
-    return logits
+    try:
+        return lm.forward(Nodes.from_chains([tokens]), lm.new_cache(1))
+    finally:
+        lm.num_forwards = count
 
 
 @torch.inference_mode()
@@ -32,7 +36,9 @@ def runs_own_attention(lm: CausalLM) -> str:
     Structure decides, not values: which kernel takes a call follows from dtype, layout and kind of attention.
     """
     count, cache = lm.num_forwards, lm.new_cache(2)
-    lm.forward(Nodes.from_chains([[0], [0, 0]]), cache)
+    packed = [layer for layer in linears(lm.shadow) if isinstance(replacement(layer), PackedLinear)]
+    with unmultiplied(packed):
+        lm.forward(Nodes.from_chains([[0], [0, 0]]), cache)
     lm.num_forwards = count
     flat = lm.nodes_of_last_forward
     if flat is None:

@@ -105,9 +105,16 @@ def trace_ends(model: PreTrainedModel, layers: Sequence[LayerProgram], forward: 
     Raises: NotTraceableError, and whatever the code of a model raises where it cannot be traced.
     """
     seen: dict[str, Any] = {}
-    handle = model.register_forward_pre_hook(lambda _, __, arguments: seen.update(arguments), with_kwargs=True)
+
+    def see(_: nn.Module, __: Any, arguments: dict[str, Any]) -> None:
+        seen.update(arguments)
+        raise _SeenError  # nothing else is wanted of the forward
+
+    handle = model.register_forward_pre_hook(see, with_kwargs=True)
     try:
         forward()
+    except _SeenError:
+        pass
     finally:
         handle.remove()
     tracer = _Tracer(model, layers, seen)
@@ -118,6 +125,10 @@ def trace_ends(model: PreTrainedModel, layers: Sequence[LayerProgram], forward: 
         if key is not None:
             _forms[key] = form
     return replace(form, places=tracer.places, runners=tracer.runners)
+
+
+class _SeenError(Exception):
+    """Ends a forward that has been seen to begin."""
 
 
 class _Tracer:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ def _calls(model: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[nn.Modul
 
     handles = [layer.register_forward_pre_hook(see) for layer in layers]
     try:
-        with replaced({layer: _unmultiplied(layer) for layer in layers}):  # weights are not read
+        with unmultiplied(layers):
             model.base_model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
     except Exception:  # whatever a model's code raises: whether it can be decoded is for the probe to say
         return {}
@@ -72,10 +73,17 @@ def _calls(model: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[nn.Modul
     return calls
 
 
-def _unmultiplied(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-    size = weight.shape[1 if isinstance(layer, Conv1D) else 0]
-    return lambda x: x.new_zeros((*x.shape[:-1], size))
+@contextmanager
+def unmultiplied(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Let linear layers give zeros inside, so that weights are not read."""
+
+    def zeros(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+        size = weight.shape[1 if isinstance(layer, Conv1D) else 0]
+        return lambda x: x.new_zeros((*x.shape[:-1], size))
+
+    with replaced({layer: zeros(layer) for layer in layers}):
+        yield
 
 
 def shared_storages(model: nn.Module) -> set[int]:
