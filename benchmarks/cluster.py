@@ -97,7 +97,10 @@ class Heard:
 
     texts: dict[int, list[Any]] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
+    began: float = 0.0
     times: list[float] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)
+    """Of events that brought tokens."""
     error: str = ""
     is_done: bool = False
     failovers: int = 0
@@ -112,7 +115,12 @@ class Heard:
     def longest_pause(self) -> float:
         return max((after - before for before, after in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(text[0]) for text in self.texts.values())
+
     def hear(self, chunk: dict[str, Any]) -> None:
+        now = time.perf_counter()
         if "error" in chunk:
             self.error = json.dumps(chunk["error"])
         self.failovers += chunk.get("failover", {}).get("count", 0)
@@ -124,33 +132,45 @@ class Heard:
             text[3] = choice["stop_reason"] if choice["stop_reason"] is not None else text[3]
             if choice.get("logprobs"):
                 self.logprobs.setdefault(choice["index"], []).extend(choice["logprobs"]["token_logprobs"])
-        self.times.append(time.perf_counter())
+        self.times.append(now)
+        if any(choice.get("token_ids") for choice in chunk.get("choices", ())):
+            self.token_times.append(now)
 
 
-def stream(address: str, body: Mapping[str, Any], timeout: float = 300.0, key: str = "none") -> Heard:
-    """One request of a client that counts what it gets."""
-    heard = Heard()
+def stream(
+    address: str, body: Mapping[str, Any], timeout: float = 300.0, key: str = "none", heard: Heard | None = None
+) -> Heard:
+    """One request of a client that counts what it gets.
+
+    Args:
+      heard: filled while the stream runs, for others to look at.
+    """
+    heard = Heard() if heard is None else heard
     headers = {"Authorization": f"Bearer {key}"}
     asked = {**body, "stream": True, "return_token_ids": True}
     try:
-        with httpx.stream(
-            "POST", f"{address}/v1/completions", json=asked, timeout=timeout, headers=headers
-        ) as response:
-            heard.status = response.status_code
-            if response.status_code != 200:
-                response.read()
-                heard.retry_after = response.headers.get("retry-after", "")
-                heard.error = f"{response.status_code}: {response.text[:300]}"
-                return heard
-            heard.times.append(time.perf_counter())
-            for line in response.iter_lines():
-                if line == "data: [DONE]":
-                    heard.is_done = True
-                elif line.startswith("data: "):
-                    heard.hear(json.loads(line.removeprefix("data: ")))
+        with httpx.Client(timeout=timeout, headers=headers) as client:
+            heard.began = time.perf_counter()  # without what it takes to make a client
+            _hear(client, f"{address}/v1/completions", asked, heard)
     except httpx.HTTPError as error:
         heard.error = f"{type(error).__name__}: {error}"
     return heard
+
+
+def _hear(client: httpx.Client, url: str, asked: dict[str, Any], heard: Heard) -> None:
+    with client.stream("POST", url, json=asked) as response:
+        heard.status = response.status_code
+        if response.status_code != 200:
+            response.read()
+            heard.retry_after = response.headers.get("retry-after", "")
+            heard.error = f"{response.status_code}: {response.text[:300]}"
+            return
+        heard.times.append(time.perf_counter())
+        for line in response.iter_lines():
+            if line == "data: [DONE]":
+                heard.is_done = True
+            elif line.startswith("data: "):
+                heard.hear(json.loads(line.removeprefix("data: ")))
 
 
 @dataclass(frozen=True)
@@ -254,11 +274,20 @@ class Pulse:
         return longest
 
 
-def under_fire(running: Cluster, bodies: Sequence[dict[str, Any]], kill: Any, delay: float) -> list[Heard]:
-    """All streams at once; ``kill`` is called after so many seconds."""
+def under_fire(
+    running: Cluster, bodies: Sequence[dict[str, Any]], kill: Callable[[], object], delay: float | None
+) -> list[Heard]:
+    """All streams at once; ``kill`` is called after so many seconds, or else once all of them have brought tokens."""
+    heard = [Heard() for _ in bodies]
     with ThreadPoolExecutor(len(bodies)) as pool:
-        streams = [pool.submit(stream, running.address, body) for body in bodies]
-        time.sleep(delay)
+        streams = [
+            pool.submit(stream, running.address, body, heard=one) for body, one in zip(bodies, heard, strict=True)
+        ]
+        if delay is not None:
+            time.sleep(delay)
+        else:
+            while not all(one.token_times or each.done() for one, each in zip(heard, streams, strict=True)):
+                time.sleep(0.01)
         kill()
         return [each.result() for each in streams]
 
@@ -291,16 +320,67 @@ def kill(options: argparse.Namespace) -> int:
     return _rounds(options, cluster(options.model, options.replicas, *rows, *method), strike)
 
 
-def nodes(options: argparse.Namespace) -> int:
-    """Kill the raylet of a replica, and so its machine, again and again; another machine comes in its place."""
+SMALL = {"object_store_memory": 80_000_000, "include_dashboard": False}
+
+
+def _raylets(num_cpus: Sequence[int]) -> Any:
+    """A cluster in this process, with a raylet for each number of processors; the first one is the head."""
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # as Ray spells it
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     from ray.cluster_utils import Cluster as Machines
 
-    small = {"object_store_memory": 80_000_000, "include_dashboard": False}
-    machines = Machines(initialize_head=True, head_node_args={"num_cpus": 0, **small})
+    machines = Machines(initialize_head=True, head_node_args={"num_cpus": num_cpus[0], **SMALL})
+    for num in num_cpus[1:]:
+        machines.add_node(num_cpus=num, **SMALL)
+    return machines
+
+
+def raylets(options: argparse.Namespace) -> int:
+    """A cluster with a raylet for each replica, until standard input ends."""
+    machines = _raylets([1] * options.replicas)
     try:
-        for _ in range(options.replicas + 1):
-            machines.add_node(num_cpus=1, **small)
+        print(f"raylets at {machines.address}", flush=True)
+        sys.stdin.read()
+    finally:
+        machines.shutdown()
+    return 0
+
+
+@contextmanager
+def raylets_running(num: int) -> Iterator[str]:
+    """The address of a cluster of so many raylets; it ends with the block, whatever happens."""
+    process = subprocess.Popen(
+        [sys.executable, __file__, "raylets", "--replicas", str(num)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdin is not None
+    said: list[str] = []
+    listener = threading.Thread(target=lambda: said.extend(iter(process.stdout.readline, "")), daemon=True)
+    listener.start()
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not (found := [line.split()[-1] for line in said if line.startswith("raylets at ")]):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the raylets did not start: {''.join(said)[-3000:]}")
+            time.sleep(0.05)
+        yield found[0]
+    finally:
+        process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(45)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+        listener.join(10)
+        if not listener.is_alive():
+            process.stdout.close()
+
+
+def nodes(options: argparse.Namespace) -> int:
+    """Kill the raylet of a replica, and so its machine, again and again; another machine comes in its place."""
+    machines = _raylets([0, *[1] * (options.replicas + 1)])
+    try:
 
         def strike(victim: int) -> None:
             with open(f"/proc/{victim}/stat", encoding="utf-8") as file:
@@ -309,7 +389,7 @@ def nodes(options: argparse.Namespace) -> int:
 
         rows = ["--max-num-seqs", str(options.streams), "--method", options.method]
         running = cluster(options.model, options.replicas, "--ray-address", machines.address, *rows)
-        return _rounds(options, running, strike, lambda: machines.add_node(num_cpus=1, wait=False, **small))
+        return _rounds(options, running, strike, lambda: machines.add_node(num_cpus=1, wait=False, **SMALL))
     finally:
         machines.shutdown()
 
@@ -543,11 +623,11 @@ def overhead(options: argparse.Namespace) -> int:
                 with ThreadPoolExecutor(clients) as pool:
                     heard = list(pool.map(lambda _: stream(running.address, body), range(clients * 3)))
                 took = time.perf_counter() - started
-                first = [one.times[1] - one.times[0] for one in heard]
-                gaps = [(one.times[-1] - one.times[1]) / (len(one.times) - 2) for one in heard]
-                tokens = sum(len(one.texts[0][0]) for one in heard)
+                first = [one.token_times[0] - one.began for one in heard]
+                gaps = [(one.token_times[-1] - one.token_times[0]) / (one.num_tokens - 1) for one in heard]
+                tokens = sum(one.num_tokens for one in heard)
                 print(
-                    f"{label}, {clients} clients: first after headers {1e3 * statistics.median(first):.1f} ms, "
+                    f"{label}, {clients} clients: first token {1e3 * statistics.median(first):.1f} ms, "
                     f"between {1e3 * statistics.median(gaps):.2f} ms, {tokens / took:.0f} tokens/s", flush=True,
                 )  # fmt: skip
     return 0
@@ -647,6 +727,7 @@ WHAT = {
     "chats": chats,
     "overhead": overhead,
     "update": update,
+    "raylets": raylets,
 }
 
 

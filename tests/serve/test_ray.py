@@ -31,6 +31,27 @@ clusters = pytest.mark.full  # one did not end within 100 s on two busy cores
 
 
 @clusters
+def test_texts_outlive_a_replica_on_two_raylets() -> None:
+    """kill -9 once eight streams of eight kinds have begun: all texts are those of one engine.
+
+    The kill may come when the victim has said all that it had to; then another one is killed.
+    """
+    bodies = [cluster.request_of(place, 300) for place in range(8)]
+    expected = cluster.references(LLM(MODEL, METHOD, max_num_seqs=8), bodies)
+    with (
+        cluster.raylets_running(2) as address,
+        cluster.cluster(MODEL, 2, "--ray-address", address, "--method", METHOD, "--max-num-seqs", "8") as running,
+    ):
+        for _ in range(4):
+            victim = min(running.wait_for(2).values())
+            heard = cluster.under_fire(running, bodies, lambda: os.kill(victim, signal.SIGKILL), None)  # noqa: B023
+            assert cluster.differences(heard, expected) == []
+            if any(one.failovers for one in heard):
+                return
+    pytest.fail("no stream was on a replica that was killed")
+
+
+@clusters
 def test_texts_outlive_a_killed_replica() -> None:
     """kill -9 in the middle of sixteen streams of eight kinds: all texts are those of one engine."""
     bodies = [cluster.request_of(place, 300) for place in range(16)]
@@ -62,10 +83,11 @@ def test_texts_outlive_a_hung_replica() -> None:
         try:
             heard = cluster.under_fire(running, bodies, lambda: os.kill(victim, signal.SIGSTOP), 0.7)
             assert cluster.differences(heard, expected) == []
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 480  # Ray's own calls have failed for minutes on a busy machine
             while cluster.is_running(victim):
-                assert time.monotonic() < deadline, "Ray has not replaced it"
+                assert time.monotonic() < deadline, "Ray has not ended it"
                 time.sleep(0.2)
+            assert victim not in running.wait_for(2).values()
         finally:
             with suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)

@@ -14,6 +14,7 @@ from foretoken.cli.options import DraftingOptions, EngineOptions, LoadingOptions
 from foretoken.cli.running import exit_codes, load_llm, read_text, say
 from foretoken.config.engine import EngineConfig
 from foretoken.errors import ConfigError
+from foretoken.serve.ray.limits import LEAST_STALL_SECONDS, FailoverSettings
 from foretoken.serve.settings import DETAILS, GRANULARITIES, PARSERS, ServerSettings
 
 if TYPE_CHECKING:
@@ -107,8 +108,9 @@ def serve(
         float | None,
         typer.Option(
             metavar="SECONDS",
-            min=2,
-            help="With --replicas: of silence, after which a replica loses its requests to others; by default 10.",
+            min=LEAST_STALL_SECONDS,
+            help="With --replicas: of silence, after which a replica loses its requests to others; by default "
+            f"{FailoverSettings.stall_timeout:g}.",
         ),
     ] = None,
 ) -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from foretoken.errors import ConfigError
-from foretoken.serve.ray.messages import SIGN_SECONDS
+
+SIGN_SECONDS = 1.0
+"""Of silence, after which a replica shows that it is alive; also between news that no client waits for."""
+LEAST_STALL_SECONDS = 2 * SIGN_SECONDS
+"""Of silence, before a replica may count as lost."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,10 @@ class FailoverSettings:
     retry_seconds: float = 0.05
 
     def __post_init__(self) -> None:
-        if not self.stall_timeout >= 2 * SIGN_SECONDS:
-            least = f"{2 * SIGN_SECONDS:g} seconds or more, since replicas show once in {SIGN_SECONDS:g} that they live"
+        if not self.stall_timeout >= LEAST_STALL_SECONDS:
+            least = (
+                f"{LEAST_STALL_SECONDS:g} seconds or more, since replicas show once in {SIGN_SECONDS:g} that they live"
+            )
             raise ConfigError(f"stall_timeout is {self.stall_timeout:g}; it must be {least}")
         for name in ("step_timeout", "absence_timeout"):
             if not getattr(self, name) > 0:

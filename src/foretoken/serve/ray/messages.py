@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 OutputIds = tuple[tuple[int, ...], ...]
 """What each sample of a prompt has said."""
-SIGN_SECONDS = 1.0
-"""Of silence, after which a replica shows that it is alive; also between news that no client waits for."""
 
 
 class Route:
