@@ -36,6 +36,7 @@ from foretoken.loading.packed_copy import adapter_of, check_cache_packed
 from foretoken.loading.pairing import Pairing
 from foretoken.loading.sources import check_exists
 from foretoken.loading.stored import save_compressed
+from foretoken.machine import collector_paused
 from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.default_device import makes_on_cpu
 from foretoken.model.execution.kinds import check_kind
@@ -98,6 +99,7 @@ class LLM:
 
     @known_arguments("LLM", LLM_ALIASES, LLM_ARGUMENTS)
     @makes_on_cpu
+    @collector_paused()
     def __init__(
         self,
         model: ModelLike,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
 import os
 import platform
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -115,3 +117,18 @@ def _quota(folder: Path) -> float | None:
     except (OSError, ValueError):
         return None
     return None if quota in ("max", "-1") or int(period) <= 0 else int(quota) / int(period)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Collect no cyclic garbage inside: while a model is built there is hardly any, and looking for it takes time.
+
+    Every object of all libraries is looked at, for tenths of a second.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from foretoken import LLM, SamplingParams
+from foretoken.errors import ConfigError
 from foretoken.model.execution.sharing import move_out
 from foretoken.model.reduced import converted_bytes, reduced
 from foretoken.model.trial import runs_own_attention
@@ -96,3 +98,18 @@ def test_which_attention_runs_is_seen_without_a_product(tmp_path: Path, monkeypa
     lm.execution.program = None  # modules run
     monkeypatch.setattr(PackedMatrix, "__call__", None)
     assert runs_own_attention(lm) == ""
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_garbage_is_collected_after_loading_as_before(tmp_path: Path, is_enabled: bool) -> None:
+    """Also where loading fails."""
+    folder = saved(tmp_path, is_tied=False)
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        LLM(folder, tokenizer=None)
+        assert gc.isenabled() == is_enabled
+        with pytest.raises(ConfigError):
+            LLM(folder, quantization="int3")
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()

@@ -9,8 +9,7 @@ import torch
 
 from foretoken.model.execution.attention import use_grouped_sdpa
 from foretoken.model.execution.execution import Execution
-from foretoken.model.execution.forwards import linears, replacement
-from foretoken.model.execution.packing import PackedLinear
+from foretoken.model.execution.packing import packed_layers
 from foretoken.model.execution.sharing import unmultiplied
 from foretoken.model.nodes import Nodes
 from foretoken.model.reduced import reduced
@@ -36,8 +35,7 @@ def runs_own_attention(lm: CausalLM) -> str:
     Structure decides, not values: which kernel takes a call follows from dtype, layout and kind of attention.
     """
     count, cache = lm.num_forwards, lm.new_cache(2)
-    packed = [layer for layer in linears(lm.shadow) if isinstance(replacement(layer), PackedLinear)]
-    with unmultiplied(packed):
+    with unmultiplied(packed_layers([lm.shadow])):
         lm.forward(Nodes.from_chains([[0], [0, 0]]), cache)
     lm.num_forwards = count
     flat = lm.nodes_of_last_forward

@@ -12,6 +12,8 @@ from torch import nn
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.execution.attention import PLAIN_ARGUMENTS, SPECIAL_ARGUMENTS, seen_by
 from foretoken.model.execution.lowering import NotTraceableError
+from foretoken.model.execution.packing import packed_layers
+from foretoken.model.execution.sharing import unmultiplied
 
 NUM_NODES = (11, 13)
 """Nodes of the forwards in which calls of layers are seen; what has these sizes counts nodes."""
@@ -117,14 +119,16 @@ class Recording:
       forward: runs so many nodes through the model, and gives logits (1, S, V).
 
     Attributes:
-      seen, logits: of the second forward what was in its calls, and of both the logits, until these are let go.
+      seen, logits: of the second forward what was in its calls, and the logits, until these are let go.
 
     Raises: NotTraceableError where calls have no common form.
     """
 
     def __init__(self, layers: Sequence[nn.Module], forward: Callable[[int], torch.Tensor]) -> None:
         self.logits: list[torch.Tensor] = []
-        first, second = (Calls.seen(layers, lambda size=size: self.logits.append(forward(size))) for size in NUM_NODES)  # type: ignore[misc]
+        with unmultiplied(packed_layers(layers)):  # of the first forward sizes are compared, and no numbers
+            first = Calls.seen(layers, lambda: forward(NUM_NODES[0]))
+        second = Calls.seen(layers, lambda: self.logits.append(forward(NUM_NODES[1])))
         self.calls = [call_of(*each) for each in zip(first.of_layers, second.of_layers, strict=True)]
         self.attention = first.attention
         self.cache_index = first.cache_index

@@ -467,6 +467,12 @@ def layers_in_floats(model: nn.Module) -> Iterator[nn.Module]:
             yield from product.layers
 
 
+def packed_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Linear layers in modules that run by packed products."""
+    inside = (layer for module in modules for layer in module.modules())
+    return [layer for layer in inside if isinstance(replacement(layer), PackedLinear)]
+
+
 def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, PackedLinear | PackedRows | None]]:
     """Every parameter, tied ones by each of their names, and what multiplies in its place where it is packed."""
     for name, module in model.named_modules():
