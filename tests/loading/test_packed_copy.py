@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -221,3 +224,41 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path, caplog: pytest.LogCaptur
         LLM(folder, cache_packed=True, dtype="float64", execution="auto")
     assert caplog.messages == [f"no packed copy of {folder} is kept: nothing of it is packed"]
     assert not cache.exists()
+
+
+def _other_sizes(about: dict[str, Any]) -> None:
+    about["products"][0]["sizes"] = [60, 68, 64]
+
+
+def _other_inputs(about: dict[str, Any]) -> None:
+    about["products"][0]["facts"]["inputs"] *= 2
+
+
+def _other_kind(about: dict[str, Any]) -> None:
+    about["products"][0]["facts"]["kind"] = 5
+
+
+def _without_a_weight(about: dict[str, Any]) -> None:
+    about["released"].popitem()
+
+
+def _of_another_library(about: dict[str, Any]) -> None:
+    about["model"] = ["os", "system"]
+
+
+@pytest.mark.parametrize("lie", [_other_sizes, _other_inputs, _other_kind, _without_a_weight, _of_another_library])
+def test_what_lies_about_itself_is_not_used(
+    tmp_path: Path, cache: Path, lie: Callable[[dict[str, Any]], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A whole file, as far as its sums tell, that holds no such model."""
+    folder = saved(tmp_path / "model")
+    plain = LLM(folder, cache_packed=True)
+    (file,) = cache.iterdir()
+    kept = tensor_file.TensorFile(file)
+    lie(kept.about)
+    tensor_file.write_tensors(file, kept.about, kept.read())
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "foretoken"):
+        llm = LLM(folder, cache_packed=True)
+    assert re.search(r"is not used, and made again: (ValueError|KeyError): ", caplog.text)
+    assert_same(llm, plain)

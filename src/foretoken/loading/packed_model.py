@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from foretoken.loading.tensor_file import DTYPES
 from foretoken.model.execution.forwards import replace_forward, replacement
-from foretoken.model.execution.packing import PackedLinear, PackedProduct, PackedRows
+from foretoken.model.execution.packing import PackedLinear, PackedProduct, PackedRows, dense_weight
 from foretoken.model.lm import CausalLM
 from foretoken.native.library import library
 from foretoken.native.packed_matmul import PackedMatrix
@@ -111,10 +111,14 @@ def model_of(about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> P
     if about["generation"] is not None:
         model.generation_config = GenerationConfig.from_dict(about["generation"])
     for number, each in enumerate(about["products"]):
-        parts = {part: tensors[f"{number} {part}"] for part in each["parts"]}
+        facts, parts = Facts(**each["facts"]), {part: tensors[f"{number} {part}"] for part in each["parts"]}
+        layers = [model.get_submodule(name) for name in each["layers"]]
+        shapes = [tuple(dense_weight(layer).shape) for layer in layers]
+        if shapes != [(size, facts.inputs) for size in each["sizes"]] or sum(each["sizes"]) != facts.outputs:
+            raise ValueError(f"layers of {shapes} are not those of {facts}")
         PackedProduct.taken(
-            [model.get_submodule(name) for name in each["layers"]],
-            Facts(**each["facts"]).matrix(kernels, parts),
+            layers,
+            facts.matrix(kernels, parts),
             each["sizes"],
             [tensors[f"{number} sums {place}"] for place in range(each["num_sums"])],
             dtype=DTYPES[each["dtype"]],
