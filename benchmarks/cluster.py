@@ -149,8 +149,9 @@ def stream(
     headers = {"Authorization": f"Bearer {key}"}
     asked = {**body, "stream": True, "return_token_ids": True}
     try:
-        with httpx.Client(timeout=timeout, headers=headers) as client:
-            heard.began = time.perf_counter()  # without what it takes to make a client
+        # certificates would take each client 50 ms of a processor: 40 at once are behind the server that they measure
+        with httpx.Client(timeout=timeout, headers=headers, verify=False) as client:
+            heard.began = time.perf_counter()
             _hear(client, f"{address}/v1/completions", asked, heard)
     except httpx.HTTPError as error:
         heard.error = f"{type(error).__name__}: {error}"

@@ -30,7 +30,7 @@ pytestmark = needs_ray
 clusters = pytest.mark.full  # one did not end within 100 s on two busy cores
 
 
-@clusters
+@pytest.mark.slow
 def test_texts_outlive_a_replica_on_two_raylets() -> None:
     """kill -9 once eight streams of eight kinds have begun: all texts are those of one engine.
 

@@ -27,6 +27,7 @@ from foretoken.serve.ray.figures import ClusterMetrics
 from foretoken.serve.ray.messages import Distant, Facts, Lost, Message, Route, Work
 from foretoken.serve.ray.replica import Replica
 from foretoken.serve.ray.router import PrefixRouter
+from foretoken.serve.ray.watchdog import start_watchdog
 from foretoken.serve.served import Served
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 COLLECTOR = "foretoken-figures"
 NUM_CHECKS = 3
 """Checks of its health that a replica must miss in a row before Ray replaces it; together they are one stall."""
+CHECK_SECONDS = 2.0
+"""Between one check and the next."""
 PUSH_SECONDS = 1.0
 PAGE_SECONDS = 2.0
 """In which the collector must have answered; without it a page shows the ingress alone."""
@@ -100,6 +103,7 @@ class Engine:
             self._replica = Replica(partial(load_served, config), config.name, name, patience)
         except ForetokenError as error:  # in words that need no class of ours to be read
             raise RuntimeError(f"{type(error).__name__}: {error}") from None
+        start_watchdog(config.limits.stall_timeout + NUM_CHECKS * CHECK_SECONDS + config.drain_seconds)
         threading.Thread(target=self._push, name="foretoken-figures", daemon=True).start()
 
     def _push(self) -> None:
@@ -139,7 +143,7 @@ def engines(config: ClusterConfig) -> serve.Application:
         max_ongoing_requests=config.max_ongoing_requests,
         graceful_shutdown_timeout_s=config.drain_seconds,
         graceful_shutdown_wait_loop_s=0.5,
-        health_check_period_s=2.0,
+        health_check_period_s=CHECK_SECONDS,
         health_check_timeout_s=config.limits.stall_timeout / NUM_CHECKS,
         ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
         request_router_config=RequestRouterConfig(
