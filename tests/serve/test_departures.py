@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from foretoken.serve.answering import answer
+from foretoken.serve.completions import read_completion
+from foretoken.serve.settings import ServerSettings
 from serving import Running
 
 LONG = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "temperature": 0, "model": "plain"}
@@ -52,6 +57,48 @@ def test_a_request_has_its_time(running_server: Running, stream: bool) -> None:
         assert (response.status_code, response.headers["x-should-retry"]) == (504, "false")
     assert error["code"] == "timeout"
     wait_until(lambda: rows(running_server) == 0)
+
+
+def test_a_client_that_reads_nothing_has_its_time_too(running_server: Running) -> None:
+    """Its rows ran to their end, and what they said was kept for it for ever."""
+    settings, served = ServerSettings(), running_server.server.application.served
+    assert served is not None
+    asking, form = read_completion({**LONG, "stream": True, "timeout": 0.2}, served, settings)
+
+    async def ask() -> None:
+        never = asyncio.Event()
+
+        async def receive() -> Any:
+            await never.wait()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await never.wait()
+
+        response = await answer(running_server.server.bridge, asking, form, settings, receive)
+        await asyncio.wait_for(response({}, receive, send), 60)
+
+    asyncio.run(ask())
+    wait_until(lambda: rows(running_server) == 0)
+
+
+def test_a_client_of_http_1_0_gets_its_stream_unframed(running_server: Running) -> None:
+    host, port = running_server.server.address.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "a", "max_tokens": 3, "stream": True}).encode()
+    with socket.create_connection((host, int(port)), timeout=30) as client:
+        client.sendall(f"POST /v1/completions HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        head, _, events = b"".join(iter(lambda: client.recv(65536), b"")).partition(b"\r\n\r\n")
+    assert b"chunked" not in head.lower()
+    assert events.startswith(b"data: {")
+    assert events.endswith(b"data: [DONE]\n\n")
+
+
+def test_the_head_of_a_request_has_a_limit(running_server: Running) -> None:
+    """Whatever other parsers of HTTP are installed: httptools has none."""
+    host, port = running_server.server.address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 100_000)
+        assert client.recv(4096).startswith(b"HTTP/1.1 400")
 
 
 def test_silence_is_broken_by_comments(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ CLIENT_LEFT = 499
 
 
 class Departed(Exception):
-    """The client has left."""
+    """The client has left, or takes nothing any more."""
 
 
 class Exchange:
@@ -49,6 +49,11 @@ class Exchange:
         self._departure = asyncio.ensure_future(_departure(receive))
         self._departure.add_done_callback(lambda _: self.ticket.wake())
 
+    @property
+    def left(self) -> float:
+        """Seconds that are left of its time."""
+        return max(0.0, self._deadline - perf_counter())
+
     async def begin(self) -> None:
         """Send the request to the engine, and wait until it has been taken in.
 
@@ -66,11 +71,10 @@ class Exchange:
 
         Raises: Departed; ApiError after the time of the request; what has ended it.
         """
-        left = self._deadline - perf_counter()
         news: list[StreamOutput] | None = []
         if not self._departure.done():
             try:
-                async with asyncio.timeout(max(0.0, left if patience is None else min(left, patience))) as timer:
+                async with asyncio.timeout(self.left if patience is None else min(self.left, patience)) as timer:
                     news = await self.ticket.news()
             except TimeoutError:
                 if not timer.expired():
@@ -161,23 +165,26 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            await self._send_all(send)
+            try:
+                await self._send_all(send)
+            except Departed:
+                raise
+            except Exception as error:
+                await self._put(send, *self._form.failure(ApiError.of(error)))
+            await self._put(send, self._form.last, more=False)
         except Departed:
             return
-        except Exception as error:
-            await _put(send, *self._form.failure(ApiError.of(error)))
         finally:
             self._exchange.end()
-        await _put(send, self._form.last, more=False)
 
     async def _send_all(self, send: Send) -> None:
         exchange, form, asking = self._exchange, self._form, self._asking
         usage = partial(usage_of, exchange.ticket)
-        await _put(send, *form.opening())
+        await self._put(send, *form.opening())
         while (news := await exchange.news(self._keep_alive)) is not None:
             if any(delta.finish_reason == "error" for delta in news):
                 raise ApiError(500, "one of the texts ended in an error inside the server", code="internal_error")
-            await _put(send, *(form.events(news, usage) if news else [KEEP_ALIVE]))
+            await self._put(send, *(form.events(news, usage) if news else [KEEP_ALIVE]))
         beside = counts_of(exchange.ticket, asking.detail) | exchange.ticket.notes
         used = usage()
         if asking.verifies:
@@ -185,11 +192,16 @@ class EventStream(Response):
             await exchange.again(outputs)
             while (news := await exchange.news(self._keep_alive)) is not None:
                 if not news:
-                    await _put(send, KEEP_ALIVE)
+                    await self._put(send, KEEP_ALIVE)
             beside |= verdict_of(outputs, exchange.ticket.outputs())
-        await _put(send, *form.ending(used, beside))
+        await self._put(send, *form.ending(used, beside))
 
-
-async def _put(send: Send, *pieces: bytes, more: bool = True) -> None:
-    if pieces:
-        await send({"type": "http.response.body", "body": b"".join(pieces), "more_body": more})
+    async def _put(self, send: Send, *pieces: bytes, more: bool = True) -> None:
+        """Raises: Departed where the client takes nothing within the time of the request."""
+        if not pieces:
+            return
+        try:
+            async with asyncio.timeout(self._exchange.left):  # which waits only where buffers are full
+                await send({"type": "http.response.body", "body": b"".join(pieces), "more_body": more})
+        except TimeoutError:
+            raise Departed from None

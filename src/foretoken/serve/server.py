@@ -74,6 +74,8 @@ class Server(uvicorn.Server):
         self.application = Application(self.bridge, settings, metrics)
         config = uvicorn.Config(
             wrap(self.application.build()),
+            http="h11",  # whatever else is installed: it bounds heads of requests, and knows HTTP/1.0
+            loop="asyncio",
             log_level="warning",
             access_log=False,
             lifespan="off",

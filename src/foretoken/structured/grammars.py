@@ -90,6 +90,7 @@ class Grammars:
         matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # fails where no output matches
+            matcher.compute_ff_tokens()  # fails where a first token costs too much
         if matcher.is_error():
             raise refused(wanted, matcher.get_error())
         return Matching(matcher, self._eos, self._vocab_size)
@@ -124,7 +125,7 @@ def written(wanted: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.choice is not None:
         texts = [json.dumps(text, ensure_ascii=False) for text in wanted.choice]
-        return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
+        return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {' | '.join(texts)}")  # one word: else 2,000 at most
     if wanted.grammar is not None:
         return grammar_from("grammar", wanted.grammar)
     options: dict[str, Any] = {"whitespace_flexible": not wanted.disable_any_whitespace}
