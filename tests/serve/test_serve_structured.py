@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from foretoken.config.sampling import SamplingParams
+from schemas import HOSTILE
 from serving import Running
 
 pytest.importorskip("llguidance")
@@ -69,3 +70,28 @@ def test_what_is_no_form_is_refused(running_server: Running, fields: dict[str, A
     with pytest.raises(openai.BadRequestError):
         running_server.client.completions.create(model="tiny", prompt="a", extra_body=fields)
     assert running_server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_grammars_are_refused_or_answered(running_server: Running, name: str) -> None:
+    """One that gave up within a text was an error inside the server."""
+    wanted = HOSTILE[name]
+    response = running_server.post("/v1/completions", prompt="a", max_tokens=4, structured_outputs=wanted, timeout=60)
+    if response.status_code != 200:
+        error = response.json()["error"]
+        assert response.status_code == 400 or error["code"] == "no_token_possible", error
+        assert "Traceback" not in response.text
+    assert running_server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_gives_up_within_a_text_is_told(running_server: Running, stream: bool) -> None:
+    """Streaming or not, with the reason that the matcher has."""
+    sent = {"prompt": "a", "max_tokens": 4, "structured_outputs": HOSTILE["schema of patterns"], "stream": stream}
+    response = running_server.post("/v1/completions", **sent)
+    if stream:
+        assert '"error"' in response.text
+        assert response.text.endswith("data: [DONE]\n\n")
+    else:
+        assert response.status_code == 400
+    assert "the grammar gave up" in response.text

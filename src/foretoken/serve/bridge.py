@@ -229,7 +229,9 @@ class Bridge:
                 self._metrics.emitted(ticket, news)
                 if ticket.wants_news:
                     came.append((ticket, news))
-            if ticket.stream.is_finished:
+            if ticket.stream.is_finished and isinstance(fault := ticket.stream.error, Exception):
+                self._fail(ticket, fault)
+            elif ticket.stream.is_finished:
                 self._end(ticket)
                 came.append((ticket, None))
         deliver_all(came)

@@ -59,6 +59,11 @@ class Stream(Iterator[StreamOutput]):
         """Counters of all texts together."""
         return self._session.stats
 
+    @property
+    def error(self) -> BaseException | None:
+        """What broke off a step, or the error of the first text when every one ended in an error."""
+        return self._session.failure or self._session.error
+
     def outputs(self) -> list[RequestOutput]:
         """Results in the order of the prompts; what has not ended counts as aborted."""
         return self._session.outputs()
@@ -79,17 +84,12 @@ class Stream(Iterator[StreamOutput]):
         raise StopIteration
 
     def take(self) -> list[StreamOutput]:
-        """What has come since, without stepping: another thread calls `LLM.step` meanwhile.
-
-        Raises: what broke off a step, or the error of the first text when every one ended in an error.
-        """
+        """What has come since, without stepping: another thread calls `LLM.step` meanwhile. Raises: `error`."""
         session = self._session
         news = list(session.news)
         session.news.clear()
-        if not news and not session.is_closed:
-            error = session.failure or session.error
-            if error is not None:
-                raise error
+        if not news and not session.is_closed and self.error is not None:
+            raise self.error
         return news
 
     @property
