@@ -369,6 +369,21 @@ def test_grammars_are_compiled_once_and_not_all_kept(monkeypatch: pytest.MonkeyP
     assert compiled == ["a", "b", "c", "b"]
 
 
+@pytest.mark.parametrize("pattern", [None, r"[ \t\n\r]+"])
+def test_white_space_between_parts_of_json_ends(pattern: str | None) -> None:
+    """A model that says nothing else would say it until its budget ends."""
+    tokenizer = base().tokenizer
+    (space,) = tokenizer.encode(" ", add_special_tokens=False)
+    wanted = StructuredOutputs(json={"const": [1, 2]}, whitespace_pattern=pattern)
+    params = SamplingParams(temperature=0, max_tokens=400, logit_bias={space: 100.0}, structured_outputs=wanted)
+    (output,) = llm("ngram").generate(["Answer:"], params, use_tqdm=False)
+    assert output.outputs[0].text.startswith("[" + " " * 64)
+    if pattern is None:
+        assert json.loads(output.outputs[0].text) == [1, 2]
+    else:
+        assert output.outputs[0].finish_reason == "length"
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_answers_to_random_schemas_validate(count: int, temperature: float) -> None:

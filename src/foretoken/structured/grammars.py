@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MOST_KEPT = 64
 """Compiled grammars that are kept, those used last."""
+WHITE_SPACE = r"[ \t\n\r]{1,64}"
+"""Between the parts of JSON by default: where there is no limit, small models write white space to their budget's end."""
 
 
 class Grammars:
@@ -131,5 +133,7 @@ def written(wanted: StructuredOutputs) -> str:
     options: dict[str, Any] = {"whitespace_flexible": not wanted.disable_any_whitespace}
     if wanted.whitespace_pattern is not None:
         options["whitespace_pattern"] = wanted.whitespace_pattern
+    elif not wanted.disable_any_whitespace:
+        options["whitespace_pattern"] = WHITE_SPACE
     schema = '{"type": "object"}' if wanted.json is None else str(wanted.json)
     return LLMatcher.grammar_from_json_schema(schema, overrides=cast("JsonCompileOptions", options))
