@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MOST_KEPT = 64
 """Compiled grammars that are kept, those used last."""
 WHITE_SPACE = r"[ \t\n\r]{1,64}"
-"""Between the parts of JSON by default: where there is no limit, small models write white space to their budget's end."""
+"""Between the parts of JSON by default: without a limit small models write it until their budget ends."""
 
 
 class Grammars:
