@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import re
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import openai
 import pytest
 
 from foretoken.config.sampling import SamplingParams
-from schemas import HOSTILE
-from serving import Running
+from foretoken.llm import LLM
+from foretoken.serve.served import Served, draftings
+from schemas import HOSTILE, is_valid, random_schema
+from serving import Running, running
 
 pytest.importorskip("llguidance")
 
@@ -95,3 +99,59 @@ def test_a_grammar_that_gives_up_within_a_text_is_told(running_server: Running, 
     else:
         assert response.status_code == 400
     assert "the grammar gave up" in response.text
+
+
+class Answered(NamedTuple):
+    """An answer of the server, and forwards that it took."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    num_steps: int
+
+
+@pytest.mark.full
+@pytest.mark.smollm2
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_two_hundred_schemas_on_a_real_model(temperature: int) -> None:
+    """Answers are those of plain decoding under the same masks, what ends validates, and forced tokens save forwards.
+
+    Half of the schemas come as ``response_format``, with white space where the model wants it. Eight clients at once.
+    Texts that the schema does not bound may run into the limit of tokens.
+    """
+    llm = LLM("zoo:smollm2", "none", max_num_seqs=8, num_cached_prefixes=8, prefill_chunk_size=64)
+    draw = random.Random(200)
+    schemas = [random_schema(draw) for _ in range(200)]
+    with running(Served(draftings(llm, "grammar", ["default=suffix+eagle3"]))) as server, ThreadPoolExecutor(8) as pool:
+
+        def ask(number: int, **fields: Any) -> Answered:
+            wanted: dict[str, Any] = {
+                "response_format": {"type": "json_schema", "json_schema": {"schema": schemas[number]}}
+            }
+            if number % 2:
+                wanted = {"structured_outputs": {"json": schemas[number], "disable_any_whitespace": True}}
+            said = f"Answer question {number} in JSON: who are you, and what do you like?"
+            sent = {"messages": [{"role": "user", "content": said}], "max_tokens": 600, "temperature": temperature}
+            sent |= {"seed": number, "return_token_ids": True, "spec_decode_metrics": "summary", **wanted, **fields}
+            response = server.post("/v1/chat/completions", **sent)
+            assert response.status_code == 200, response.text
+            found = response.json()
+            (choice,) = found["choices"]
+            num_steps = found["metrics"]["speculative_decoding"]["num_steps"]
+            return Answered(choice["message"]["content"], choice["token_ids"], choice["finish_reason"], num_steps)
+
+        ways: dict[str, dict[str, Any]] = {
+            "plain": {"model": "grammar", "speculative": False},
+            "grammar": {"model": "grammar"},
+            "default": {"model": "default"},
+        }
+        found = {name: list(pool.map(lambda n, w=way: ask(n, **w), range(200))) for name, way in ways.items()}
+    steps = {name: sum(answer.num_steps for answer in answers) for name, answers in found.items()}
+    print(f"temperature {temperature}: forwards {steps}")
+    for name, answers in found.items():
+        assert [each[:3] for each in answers] == [each[:3] for each in found["plain"]], name
+    ended = [number for number, answer in enumerate(found["plain"]) if answer.finish_reason == "stop"]
+    assert len(ended) >= 180
+    assert [number for number in ended if not is_valid(found["plain"][number].text, schemas[number])] == []
+    assert steps["plain"] == sum(len(answer.token_ids) for answer in found["plain"])
+    assert 1.4 * max(steps["grammar"], steps["default"]) <= steps["plain"]
