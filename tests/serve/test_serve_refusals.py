@@ -110,6 +110,8 @@ def test_unknown_fields_are_named_or_refused(start: Callable[..., Running], runn
     assert response.status_code == 200
     assert response.headers["x-foretoken-warning"].endswith(r"temprature, x\r\nset-cookie: a")
     assert "set-cookie" not in response.headers
+    blank = running_server.post("/v1/completions", **{"prompt": "a", "max_tokens": 1, "": 1, " b ": 1})
+    assert blank.headers["x-foretoken-warning"].endswith('"", b')  # no space at an end, which is no header
     refused = start(strict_fields=True).post("/v1/completions", **body)
     assert refused.status_code == 400
     assert "unknown fields: temprature" in refused.json()["error"]["message"]

@@ -143,7 +143,7 @@ def shown(value: Any) -> str:
 
 def named(unknown: Collection[str]) -> str:
     """The names of unknown fields for a header or an error: few, short, and in ASCII."""
-    names = [json.dumps(name)[1 : MAX_NAME + 1].strip('"') for name in sorted(unknown)[:MAX_NAMED]]
+    names = [json.dumps(name)[1 : MAX_NAME + 1].strip('" ') or '""' for name in sorted(unknown)[:MAX_NAMED]]
     return ", ".join(names) + (f" and {len(unknown) - MAX_NAMED} more" if len(unknown) > MAX_NAMED else "")
 
 
