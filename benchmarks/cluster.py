@@ -245,14 +245,19 @@ def cluster(
         yield Cluster(address, process)
     finally:
         process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(45)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
+        _await_end(process)
         listener.join(10)
         if process.stderr is not None and not listener.is_alive():
             process.stderr.close()
+
+
+def _await_end(process: subprocess.Popen[str]) -> None:
+    """Wait for a process that was asked to end, and end it and its children where it does not."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(45)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(10)
 
 
 class Pulse:
@@ -368,11 +373,7 @@ def raylets_running(num: int) -> Iterator[str]:
         yield found[0]
     finally:
         process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(45)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
+        _await_end(process)
         listener.join(10)
         if not listener.is_alive():
             process.stdout.close()

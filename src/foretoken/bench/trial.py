@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from foretoken.bench.workload import Prompt
 from foretoken.config.sampling import SamplingParams
 from foretoken.engine.stats import SequenceStats, StepTrace
+from foretoken.machine import collector_paused
 
 T = TypeVar("T")
 
@@ -248,14 +249,9 @@ def bootstrap(
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """Collect young garbage now (all of it takes as long as a run), and none inside the block."""
-    was_enabled = gc.isenabled()
     gc.collect(1)
-    gc.disable()
-    try:
+    with collector_paused():
         yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _OtherLoad:
