@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from foretoken.beginnings import shared_length
 from foretoken.errors import GrammarError
 
 if TYPE_CHECKING:
@@ -19,9 +18,10 @@ if TYPE_CHECKING:
 class Matching:
     """What a grammar says after the committed output of a row, and after paths of its drafts.
 
-    The matcher goes to a path from where it is: back to what both have in common, then on. So nodes that are asked for
-    depth first cost one token each, and only `extend` takes anything in for good. EOS is no token of the grammar: it
-    may come where the grammar may end, and nothing but EOS comes after it.
+    Every path has a matcher of its own, a copy of its parent's with one token more (some microseconds), and that of the
+    accepted path becomes the output's. No matcher ever goes back: those of llguidance 1.9 answer then with masks of the
+    path that they left (`ParserState::rollback` keeps its ``bias_cache``). EOS is no token of the grammar: it may come
+    where the grammar may end, and nothing but EOS comes after it.
 
     Args:
       matcher: of the grammar, to which no token was given yet.
@@ -34,30 +34,34 @@ class Matching:
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: Seq[int], vocab_size: int) -> None:
         self.fault: GrammarError | None = None
-        self._matcher = matcher
         self._eos = frozenset(eos_token_ids)
         self._vocab_size = vocab_size
-        self._path: list[int] = []  # consumed beyond what is committed
+        self._matchers: dict[tuple[int, ...], LLMatcher | None] = {(): matcher}  # after paths; None: does not match
         self._has_ended = False  # what is committed ends with EOS
         self._bits: dict[tuple[int, ...], np.ndarray] = {}  # masks after paths
 
     def copy(self) -> Matching:
         """Another row after the same output."""
-        self._go(())
-        other = Matching(self._matcher.deep_copy(), tuple(self._eos), self._vocab_size)
+        other = Matching(self._committed.deep_copy(), tuple(self._eos), self._vocab_size)
         other._has_ended, other.fault = self._has_ended, self.fault
         return other
+
+    @property
+    def _committed(self) -> LLMatcher:
+        matcher = self._matchers[()]
+        assert matcher is not None
+        return matcher
 
     def extend(self, tokens: Seq[int]) -> None:
         """Take in tokens of the output."""
         if self._has_ended or self.fault is not None:
             return
         text = self._before_eos(tokens)
-        if self._go(text):
+        if (matcher := self._after(text)) is not None:
+            self._matchers = {(): matcher}
             self._has_ended = len(text) < len(tokens)
         elif self.fault is None:
             self.fault = GrammarError("the output does not match its grammar")
-        self._path = []
         self._bits.clear()
 
     def allowed(self, path: Seq[int]) -> np.ndarray | None:
@@ -79,10 +83,11 @@ class Matching:
             only_eos = np.zeros(-(-self._vocab_size // 8) * 8, dtype=bool)
             only_eos[list(self._eos)] = True
             return np.packbits(only_eos, bitorder="little")
-        if not self._go(path):
+        matcher = self._after(path)
+        if matcher is None:
             return np.zeros(-(-self._vocab_size // 8), dtype=np.uint8)
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        self._check()
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        self._works(matcher)
         return bits
 
     def legal(self, tree: DraftTree) -> DraftTree:
@@ -93,28 +98,28 @@ class Matching:
         while open_nodes:
             parent = open_nodes.pop()
             path = tree.path_tokens(parent)
-            if self._has_ended or self._eos.intersection(path) or not self._go(path):
+            if self._has_ended or self._eos.intersection(path) or (matcher := self._after(path)) is None:
                 continue
-            children = [node for node in tree.children[parent] if self._may_follow(tree.tokens[node])]
+            children = [node for node in tree.children[parent] if self._may_follow(matcher, tree.tokens[node])]
             kept += children
             open_nodes += reversed(children)
         return tree if len(kept) == len(tree) else tree.restricted(sorted(kept))
 
-    def _may_follow(self, token: int) -> bool:
-        """Whether a token may come where the matcher is: one that is forced, or any that it would take."""
+    def _may_follow(self, matcher: LLMatcher, token: int) -> bool:
+        """Whether a token may come where a matcher is: one that is forced, or any that it would take."""
         if token in self._eos:
-            return bool(self._matcher.is_accepting())
-        forced = self._matcher.compute_ff_tokens()
-        return token == forced[0] if forced else self._matcher.validate_tokens([token]) == 1
+            return bool(matcher.is_accepting())
+        forced = matcher.compute_ff_tokens()
+        return token == forced[0] if forced else matcher.validate_tokens([token]) == 1
 
     def forced(self) -> tuple[int, ...]:
         """The tokens that follow the output for certain, EOS included; none where there is a choice."""
-        if self._has_ended or self.fault is not None or not self._go(()):
+        if self._has_ended or self.fault is not None:
             return ()
-        tokens = self._matcher.compute_ff_tokens()
-        if len(self._eos) == 1 and self._go(tokens) and self._matcher.is_stopped():
+        tokens = self._committed.compute_ff_tokens()
+        if len(self._eos) == 1 and (end := self._after(tokens)) is not None and end.is_stopped():
             tokens = [*tokens, *self._eos]
-        self._check()
+        self._works(self._committed)
         return tuple(tokens)
 
     def _before_eos(self, tokens: Seq[int]) -> Seq[int]:
@@ -122,22 +127,28 @@ class Matching:
         end = next((place for place, token in enumerate(tokens) if token in self._eos), len(tokens))
         return tokens[:end]
 
-    def _go(self, path: Seq[int]) -> bool:
-        """Move the matcher behind a path; False where that does not match, and it is left within it."""
-        path = list(path)
-        common = shared_length(path, self._path)
-        if len(self._path) > common:
-            self._matcher.rollback(len(self._path) - common)
-            del self._path[common:]
-        rest = path[common:]
-        taken = self._matcher.try_consume_tokens(rest) if rest else 0
-        self._path += rest[:taken]
-        return self._check() and taken == len(rest)
+    def _after(self, path: Seq[int]) -> LLMatcher | None:
+        """The matcher after a path; None where that does not match."""
+        key = tuple(path)
+        known = next(length for length in range(len(key), -1, -1) if key[:length] in self._matchers)
+        matcher = self._matchers[key[:known]]
+        for length in range(known + 1, len(key) + 1):
+            if matcher is None:
+                return None
+            matcher = self._with(matcher, key[length - 1])
+            self._matchers[key[:length]] = matcher
+        return matcher
 
-    def _check(self) -> bool:
-        """Whether the matcher still works; else ``fault`` says why it does not."""
-        if self._matcher.is_error():
-            self.fault = GrammarError(f"the grammar gave up: {first_line(self._matcher.get_error())}")
+    def _with(self, matcher: LLMatcher, token: int) -> LLMatcher | None:
+        """A copy of a matcher that has taken one token more."""
+        matcher = matcher.deep_copy()
+        taken = matcher.try_consume_tokens([token])
+        return matcher if self._works(matcher) and taken else None
+
+    def _works(self, matcher: LLMatcher) -> bool:
+        """Whether a matcher still works; else ``fault`` says why it does not."""
+        if matcher.is_error():
+            self.fault = GrammarError(f"the grammar gave up: {first_line(matcher.get_error())}")
         return self.fault is None
 
 
