@@ -18,6 +18,7 @@ text is compared with the one that `foretoken.LLM` gives for the same request in
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import json
 import lzma
@@ -34,12 +35,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+from serve import Address, Answered, Turn, load, prompts_of
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.llm import LLM
@@ -217,7 +219,7 @@ def cluster(
     if num_replicas is not None:
         command += ["--replicas", str(num_replicas)]
     process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True,
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, process_group=0,
         env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
     )  # fmt: skip
     said: list[str] = []
@@ -321,9 +323,8 @@ def kill(options: argparse.Namespace) -> int:
     def strike(victim: int) -> None:
         os.kill(victim, signal.SIGSTOP if options.hang else signal.SIGKILL)
 
-    method = ["--method", options.method] if options.method else ["--no-speculation"]
-    rows = ["--max-num-seqs", str(options.streams)]
-    return _rounds(options, cluster(options.model, options.replicas, *rows, *method), strike)
+    rows = ["--max-num-seqs", str(options.streams), "--method", options.method]
+    return _rounds(options, cluster(options.model, options.replicas, *rows), strike)
 
 
 SMALL = {"object_store_memory": 80_000_000, "include_dashboard": False}
@@ -357,7 +358,7 @@ def raylets_running(num: int) -> Iterator[str]:
     """The address of a cluster of so many raylets; it ends with the block, whatever happens."""
     process = subprocess.Popen(
         [sys.executable, __file__, "raylets", "--replicas", str(num)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, process_group=0,
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdin is not None
@@ -613,26 +614,136 @@ def _descendants(pid: int) -> list[int]:
     return found[1:]
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What clients saw of one server in one turn; times are medians, in seconds.
+
+    Args:
+      between: seconds from one token to the next.
+      rate: tokens per second of all clients.
+      cost: processor seconds of the server for each token.
+    """
+
+    first: float
+    between: float
+    rate: float
+    cost: float
+
+
+def measured(
+    running: Cluster, model: str, prompts: Sequence[str], clients: int, max_tokens: int, is_streamed: bool = True
+) -> tuple[Seen, list[str]]:
+    """One turn of so many clients, and the texts that they got."""
+    server = Address("", running.address, model, None, {"ignore_eos": True})
+    before = _processor_seconds(running.process.pid)
+    turn = (
+        asyncio.run(load(server, prompts, clients, max_tokens))
+        if is_streamed
+        else _whole(server, prompts, clients, max_tokens)
+    )
+    num_tokens = len(prompts) * max_tokens
+    seen = Seen(
+        statistics.median(one.first for one in turn.answers),
+        statistics.median((one.ended - one.first) / (max_tokens - 1) for one in turn.answers),
+        num_tokens / turn.seconds,
+        (_processor_seconds(running.process.pid) - before) / num_tokens,
+    )
+    return seen, [one.text for one in turn.answers]
+
+
+def _whole(server: Address, prompts: Sequence[str], clients: int, max_tokens: int) -> Turn:
+    """The same, of answers that come in one piece."""
+
+    def ask(prompt: str) -> Answered:
+        given = {"model": server.model, "messages": [{"role": "user", "content": prompt}], "temperature": 0}
+        began = time.perf_counter()
+        answer = client.post(
+            f"{server.url}/v1/chat/completions", json={**given, "max_tokens": max_tokens, **server.options}
+        )
+        took = time.perf_counter() - began
+        return Answered(answer.json()["choices"][0]["message"]["content"], took, took, 1)
+
+    began = time.perf_counter()
+    with (
+        httpx.Client(timeout=300, limits=httpx.Limits(max_connections=clients)) as client,
+        ThreadPoolExecutor(clients) as pool,
+    ):
+        return Turn(list(pool.map(ask, prompts)), time.perf_counter() - began)
+
+
+def _processor_seconds(pid: int) -> float:
+    """Of a process and all below it that run."""
+    total = 0.0
+    for each in [pid, *_descendants(pid)]:
+        with suppress(OSError):
+            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+OVERHEAD = ((1, 4, True), (8, 16, True), (32, 64, False))
+"""Clients at once, requests of a turn, and whether answers are streamed."""
+
+
 def overhead(options: argparse.Namespace) -> int:
-    """Time to the first token and between tokens, plain `serve` and the cluster, by clients at once."""
-    method = ["--no-speculation"]
-    body = {"prompt": PROMPTS[0], "max_tokens": options.max_tokens, "temperature": 0.0, "ignore_eos": True}
-    for label, num in (("serve", None), ("cluster of 1", 1), ("cluster of 2", 2)):
-        with cluster(options.model, num, *method) as running:
-            stream(running.address, body)
-            for clients in (1, 8):
-                started = time.perf_counter()
-                with ThreadPoolExecutor(clients) as pool:
-                    heard = list(pool.map(lambda _: stream(running.address, body), range(clients * 3)))
-                took = time.perf_counter() - started
-                first = [one.token_times[0] - one.began for one in heard]
-                gaps = [(one.token_times[-1] - one.token_times[0]) / (one.num_tokens - 1) for one in heard]
-                tokens = sum(one.num_tokens for one in heard)
-                print(
-                    f"{label}, {clients} clients: first token {1e3 * statistics.median(first):.1f} ms, "
-                    f"between {1e3 * statistics.median(gaps):.2f} ms, {tokens / took:.0f} tokens/s", flush=True,
-                )  # fmt: skip
-    return 0
+    """Plain `serve`, a cluster of one and one of two, each engine of one thread, in turn with the same prompts.
+
+    Turns in which this process was stopped are left out for all servers.
+    """
+    seen: dict[tuple[int, str], list[Seen]] = {}
+    num_wrong = 0
+    pulse = Pulse()
+    prompts = iter(prompts_of(24 + options.rounds * sum(num for _, num, _ in OVERHEAD)))
+    with ExitStack() as stack:
+        servers = {
+            name: stack.enter_context(cluster(options.model, num, "--method", options.method))
+            for name, num in (("serve", None), ("cluster of 1", 1), ("cluster of 2", 2))
+        }
+        for num, running in enumerate(servers.values()):
+            if num:
+                running.wait_for(num)
+            measured(running, options.model, list(itertools.islice(prompts, 8)), 8, 16)
+        for turn in range(options.rounds):
+            names = [*servers][turn % 3 :] + [*servers][: turn % 3]
+            for clients, num, is_streamed in OVERHEAD:
+                asked = list(itertools.islice(prompts, num))
+                pulse.longest()
+                found = {
+                    name: measured(servers[name], options.model, asked, clients, options.max_tokens, is_streamed)
+                    for name in names
+                }
+                num_wrong += sum(texts != found["serve"][1] for _, texts in found.values())
+                if (stopped := pulse.longest()) >= MOST_STOPPED:
+                    print(f"turn {turn}, {clients} clients: left out, stopped for {stopped:.1f} s", flush=True)
+                    continue
+                for name, (one, _) in found.items():
+                    seen.setdefault((clients, name), []).append(one)
+    for clients, _, is_streamed in OVERHEAD:
+        plain, single = seen[clients, "serve"], seen[clients, "cluster of 1"]
+        for name in servers:
+            turns = seen[clients, name]
+            said = [
+                f"{label} {_spread([scale * getattr(one, what) for one in turns], digits)}, by serve "
+                f"{_ratio(turns, plain, what)}"
+                for what, label, scale, digits in (
+                    *((("first", "first token ms", 1e3, 1), ("between", "between ms", 1e3, 2)) if is_streamed else ()),
+                    ("rate", "tokens/s", 1, 0),
+                    ("cost", "processor ms a token", 1e3, 2),
+                )
+            ]
+            print(f"{clients} clients, {name}, {len(turns)} turns: {'; '.join(said)}")
+        print(f"{clients} clients: tokens/s of 2 replicas by 1 {_ratio(seen[clients, 'cluster of 2'], single, 'rate')}")
+    print(f"{num_wrong} turns of a cluster with another text than plain serve")
+    return 1 if num_wrong else 0
+
+
+def _ratio(ours: Sequence[Seen], theirs: Sequence[Seen], what: str) -> str:
+    return _spread([getattr(a, what) / getattr(b, what) for a, b in zip(ours, theirs, strict=True)], 2)
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    """The median, with the least and the most."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 def update(options: argparse.Namespace) -> int:
