@@ -5,13 +5,15 @@
     python benchmarks/cluster.py update --model zoo:tiny --other zoo:smollm2
     python benchmarks/cluster.py nodes --model zoo:tiny --rounds 5
     python benchmarks/cluster.py overload --model zoo:tiny
+    python benchmarks/cluster.py absent --model zoo:tiny
     python benchmarks/cluster.py job --model zoo:tiny --prompts 1000
-    python benchmarks/cluster.py chats --model zoo:tiny --prompts 60 --data answers.jsonl.xz
+    python benchmarks/cluster.py chats --model zoo:smollm2 --method none --prompts 24 --streams 6 --max-tokens 24
 
-"nodes" kills raylets of a cluster of three and a head; "overload" has one client ask for far more than can be done,
-beside one that asks for little; "job" kills two workers of `foretoken generate --out --replicas`; "chats" counts what
-replicas had read before. "update" runs `foretoken.serve.ray.build` behind Ray's own proxy: while clients ask without a
-break, another drafter is deployed, replicas come and go, or another model comes, and nobody may see an error. Every
+"nodes" kills raylets of a cluster of three and a head, "absent" all of them; "overload" has one client ask for far more
+than can be done, beside one that sends single requests; "job" kills two workers of `foretoken generate --out
+--replicas`; "chats" counts what replicas had read before. "update" runs `foretoken.serve.ray.build` behind Ray's own
+proxy: while clients ask without a break, another drafter is deployed, replicas come and go, or another model comes, and
+nobody may see an error. Every
 text is compared with the one that `foretoken.LLM` gives for the same request in this process.
 """
 
@@ -33,6 +35,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -448,49 +451,172 @@ def _rounds(
     return 1 if num_wrong else 0
 
 
+FLOOD = 36
+"""Requests that the large client has open at once; the small one has a single one."""
+AFTER_SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request: of which kind, when it was sent, and what came of it."""
+
+    place: int
+    at: float
+    took: float
+    heard: Heard
+
+
+def ask_until(
+    is_over: threading.Event, address: str, bodies: Sequence[dict[str, Any]], key: str, place: int, into: list[Asked]
+) -> None:
+    """One request after another, of all kinds in turn."""
+    while not is_over.is_set():
+        began = time.perf_counter()
+        heard = stream(address, bodies[place % len(bodies)], key=key)
+        into.append(Asked(place % len(bodies), began, time.perf_counter() - began, heard))
+        place += 1
+        if heard.status == 429:
+            is_over.wait(float(heard.retry_after))
+
+
 def overload(options: argparse.Namespace) -> int:
-    """One client asks for far more than can be done, another for little; then nobody, and one request."""
+    """One client floods, another sends one request after another: alone, beside the flood, and after it.
+
+    While replicas start, requests are asked for too.
+    """
     bodies = [request_of(place, options.max_tokens) for place in range(options.streams)]
     expected = references(LLM(options.model, options.method, max_num_seqs=16), bodies)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     limits = ["--max-num-seqs", "2", "--max-queued-requests", "16", "--api-key", "one", "--api-key", "two"]
-    answers: dict[str, list[tuple[int, Heard, float]]] = {"one": [], "two": []}
-    is_over = threading.Event()
-    with cluster(options.model, options.replicas, "--method", options.method, *limits) as running:
-        running.wait_for(options.replicas)
-
-        def ask(key: str, place: int) -> None:
-            while not is_over.is_set():  # both clients ask for all kinds in turn
-                began = time.perf_counter()
-                heard = stream(running.address, bodies[place % len(bodies)], key=key)
-                answers[key].append((place % len(bodies), heard, time.perf_counter() - began))
-                place += 1
-                if heard.status == 429:
-                    is_over.wait(float(heard.retry_after))
-
-        with ThreadPoolExecutor(40) as pool:
-            clients = [pool.submit(ask, "one", place) for place in range(36)]
-            clients += [pool.submit(ask, "two", place) for place in range(4)]
+    limits += ["--method", options.method, "--port", str(port)]
+    small: list[Asked] = []
+    large: list[Asked] = []
+    ends: list[float] = []
+    is_over, is_calm = threading.Event(), threading.Event()
+    pulse = Pulse()
+    with ThreadPoolExecutor(FLOOD + 1) as pool:
+        early = pool.submit(_asked_while_loading, f"http://127.0.0.1:{port}", bodies[0])
+        with cluster(options.model, options.replicas, *limits) as running:
+            running.wait_for(options.replicas)
+            refused_early = early.result()
+            pulse.longest()
+            single = pool.submit(ask_until, is_calm, running.address, bodies, "two", 0, small)
+            time.sleep(options.seconds / 2)
+            ends.append(time.perf_counter())
+            flood = [
+                pool.submit(ask_until, is_over, running.address, bodies, "one", place, large) for place in range(FLOOD)
+            ]
             time.sleep(options.seconds)
             is_over.set()
-            for client in clients:
+            ends.append(time.perf_counter())
+            for client in flood:
                 client.result()
-        began = time.perf_counter()
-        last = stream(running.address, bodies[0], key="one")
-        recovery = time.perf_counter() - began
-    wrong = differences([last], [expected[0]])
-    for key, heard in answers.items():
-        refused = [one for _, one, _ in heard if one.status != 200]
-        served = [(place, one, took) for place, one, took in heard if one.status == 200]
-        wrong += differences([one for _, one, _ in served], [expected[place] for place, _, _ in served])
+            ends.append(time.perf_counter())
+            time.sleep(AFTER_SECONDS)
+            is_calm.set()
+            single.result()
+    wrong = [one for one in refused_early if one != (503, "1", "loading", "service_unavailable_error")]
+    phases = {
+        "alone": [one for one in small if one.at + one.took < ends[0]],
+        "beside": [one for one in small if ends[0] <= one.at < ends[1]],
+        "after": [one for one in small if one.at >= ends[1]],
+    }
+    print(f"while loading: {len(refused_early)} refusals with 503; {len(wrong)} of them wrong")
+    for name, asked in {"one, flooding": large, **{f"two, {name}": each for name, each in phases.items()}}.items():
+        served = [one for one in asked if one.heard.status == 200]
+        refused = [one.heard for one in asked if one.heard.status != 200]
+        wrong += differences([one.heard for one in served], [expected[one.place] for one in served])
         wrong += [
             one.error for one in refused if (one.status, one.retry_after) != (429, "1") or "queue_full" not in one.error
         ]
-        took = [took for *_, took in served]
+        took = [one.took for one in served]
         print(
-            f"client {key}: {len(served)} answers, {len(refused)} refusals with 429; answers took p50 "
+            f"client {name}: {len(served)} answers, {len(refused)} refusals with 429; answers took p50 "
             f"{quantile(took, 0.5):.2f} s, p95 {quantile(took, 0.95):.2f} s", flush=True,
         )  # fmt: skip
-    print(f"{options.model}: {len(wrong)} wrong; an answer after it {recovery:.2f} s")
+    tokens = {
+        name: sum(one.heard.num_tokens for one in asked if ends[0] <= one.at + one.took < ends[1])
+        for name, asked in (("one", large), ("two", small))
+    }
+    share = tokens["two"] / max(1, sum(tokens.values()))
+    usual = quantile([one.took for one in phases["alone"]], 0.95)
+    calm = next((one.at + one.took for one in phases["after"] if one.took <= usual), float("nan"))
+    print(
+        f"{options.model}: while client one had {FLOOD} requests open and client two a single one, two got "
+        f"{tokens['two']} of {sum(tokens.values())} tokens ({share:.2f}; in order of arrival at most "
+        f"{1 / (FLOOD + 1):.2f}); the last request of the flood ended {ends[2] - ends[1]:.2f} s after the flood, an "
+        f"answer took client two no longer than the p95 of before ({usual:.2f} s) {calm - ends[1]:.2f} s after it; "
+        f"{len(wrong)} wrong; this process was stopped for {pulse.longest():.2f} s at most"
+    )
+    for line in wrong[:10]:
+        print("  ", str(line)[:600])
+    return 1 if wrong else 0
+
+
+def _asked_while_loading(address: str, body: Mapping[str, Any]) -> list[tuple[int, str, str, str]]:
+    """Status, Retry-After, code and type of every refusal until the first answer."""
+    found = []
+    deadline = time.monotonic() + START_SECONDS
+    with httpx.Client(verify=False, timeout=300, headers={"Authorization": "Bearer two"}) as client:
+        while time.monotonic() < deadline:
+            time.sleep(0.2)
+            try:
+                answer = client.post(f"{address}/v1/completions", json=dict(body))
+            except httpx.TransportError:
+                continue  # nobody listens yet
+            if answer.status_code == 200:
+                return found
+            error = answer.json()["error"]
+            found.append((answer.status_code, answer.headers.get("retry-after", ""), error["code"], error["type"]))
+    raise TimeoutError(f"no answer within {START_SECONDS:g} seconds")
+
+
+def absent(options: argparse.Namespace) -> int:
+    """Kill all machines of the replicas under streams, ask on, and give the cluster a new machine."""
+    bodies = [request_of(place, options.max_tokens) for place in range(options.streams)]
+    expected = references(LLM(options.model, options.method, max_num_seqs=16), bodies)
+    machines = _raylets([0, *[1] * options.replicas])
+    try:
+        rows = ["--max-num-seqs", str(options.streams), "--method", options.method]
+        with cluster(options.model, options.replicas, "--ray-address", machines.address, *rows) as running:
+            victims = running.wait_for(options.replicas)
+
+            def strike() -> None:
+                for victim in victims.values():
+                    with open(f"/proc/{victim}/stat", encoding="utf-8") as file:
+                        raylet = int(file.read().rpartition(")")[2].split()[1])
+                    os.kill(raylet, signal.SIGKILL)
+
+            began = time.perf_counter()
+            heard = under_fire(running, bodies, strike, None)
+            ended = [one for one in heard if "no_replicas" in one.error or "replicas_lost" in one.error]
+            done = [(one, wanted) for one, wanted in zip(heard, expected, strict=True) if one not in ended]
+            wrong = differences([one for one, _ in done], [wanted for _, wanted in done])
+            print(
+                f"all machines killed under {len(bodies)} streams: {len(done)} were complete, {len(ended)} ended with "
+                f"an error event within {time.perf_counter() - began:.1f} s: {sorted({one.error for one in ended})}",
+                flush=True,
+            )
+            began = time.perf_counter()
+            refused = stream(running.address, bodies[0])
+            took = time.perf_counter() - began
+            print(
+                f"then a request: {refused.error}, Retry-After {refused.retry_after!r}, after {took:.1f} s", flush=True
+            )
+            if (refused.status, refused.retry_after) != (503, "1") or "no_replicas" not in refused.error:
+                wrong.append(refused.error)
+            machines.add_node(num_cpus=1, **SMALL)
+            began = time.perf_counter()
+            while (last := stream(running.address, bodies[0])).status == 503:
+                time.sleep(float(last.retry_after))
+            print(
+                f"{options.model}: an answer {time.perf_counter() - began:.1f} s after a machine was added", flush=True
+            )
+            wrong += differences([last], [expected[0]])
+    finally:
+        machines.shutdown()
+    print(f"{len(wrong)} wrong")
     for line in wrong[:10]:
         print("  ", line[:600])
     return 1 if wrong else 0
@@ -531,64 +657,121 @@ def job(options: argparse.Namespace) -> int:
     return 0 if is_equal and len(killed) == 2 and code == 0 else 1
 
 
+WAYS = ("beginnings", "fewest requests", "random")
+
+
+@dataclass
+class Talk:
+    """A chat: what its user says turn after turn, and what was said so far by each way's model."""
+
+    says: list[str]
+    said: dict[str, list[dict[str, str]]] = field(default_factory=lambda: {way: [] for way in WAYS})
+
+
+def _talks(path: str, count: int, turns: int) -> list[Talk]:
+    """The first dialogues in which one side speaks so often."""
+    found = []
+    with lzma.open(path, "rt", encoding="utf-8") as file:
+        for line in file:
+            says = [each.removeprefix("A: ") for each in json.loads(line)["text"].split("\n") if each.startswith("A: ")]
+            if len(says) >= turns:
+                found.append(Talk(says[:turns]))
+            if len(found) == count:
+                return found
+    raise SystemExit(f"{path} has {len(found)} dialogues of {turns} turns; ask for fewer with --prompts")
+
+
 def chats(options: argparse.Namespace) -> int:
-    """Chats of the shared data, turn after turn: what each replica need not read again, with and without beginnings."""
+    """Chats of the shared data, turn after turn, by three ways of routing in turn: what replicas need not read again.
+
+    Users say what they say in the data; answers are the model's own, so that all ways see the same chats. Each way has
+    replicas of its own, which keep the beginnings of as many texts as there would be for each if chats were shared out
+    evenly, and half as many more.
+    """
     import ray
+    from random_router import RandomRouter
     from ray import serve
 
-    from foretoken.serve.ray import build
+    from foretoken.serve.ray import deployment
     from foretoken.serve.ray.launch import start_ray
+    from foretoken.serve.ray.router import PrefixRouter
 
-    with lzma.open(options.data, "rt", encoding="utf-8") as file:
-        records = [json.loads(line) for line in itertools.islice(file, 4 * options.prompts)]
-    said = [(record["prompt"][:300], record["answer"][:300]) for record in records]
-    talks = [said[place : place + 4] for place in range(0, len(said), 4)]
+    talks = _talks(options.data, options.prompts, options.turns)
     llm = {
         "max_num_seqs": options.streams,
         "prefill_chunk_size": 64,
-        "num_cached_prefixes": 2 * len(talks) // options.replicas,
+        "num_cached_prefixes": 3 * len(talks) // (2 * options.replicas),
     }
-    start_ray(None, options.replicas)
-    for label, routing in (("beginnings", {}), ("fewest requests", {"max_blocks": 0})):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            address = f"http://127.0.0.1:{free.getsockname()[1]}"
-        config = {"model": options.model, "num_replicas": options.replicas, "llm": llm, "routing": routing}
-        serve.start(http_options={"host": "127.0.0.1", "port": int(address.rpartition(":")[2])})
-        serve.run(build(config), name="foretoken", route_prefix="/")
-        num_read = num_cached = 0
-        firsts: list[float] = []
-        draw = random.Random(options.seed)
+    start_ray(None, options.replicas * len(WAYS))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    firsts: dict[str, list[float]] = {way: [] for way in WAYS}
+    read, cached = Counter[str](), Counter[str]()
+    pulse, draw = Pulse(), random.Random(options.seed)
+    try:
+        for place, way in enumerate(WAYS):
+            deployment.PrefixRouter = RandomRouter if way == "random" else PrefixRouter
+            config = {
+                "model": options.model, "served_model_name": [way], "speculative_config": options.method, "llm": llm,
+                "num_replicas": options.replicas, "routing": {"max_blocks": 0} if way == "fewest requests" else {},
+            }  # fmt: skip
+            serve.run(deployment.build(config), name=f"way{place}", route_prefix=f"/{place}")
 
-        def ask(talk: list[tuple[str, str]], turn: int, address: str = address) -> tuple[int, int, float]:
-            text = "".join(f"A: {prompt}\nB: {answer}\n" for prompt, answer in talk[:turn])
-            body = {"prompt": f"{text}A: {talk[turn][0]}\nB:", "max_tokens": 24, "temperature": 0.0}
-            began, first, usage = time.perf_counter(), 0.0, {}
-            asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-            with httpx.stream("POST", f"{address}/v1/completions", json=asked, timeout=300) as response:
-                for line in response.iter_lines():
-                    if line.startswith("data: {"):
-                        chunk = json.loads(line.removeprefix("data: "))
-                        first = first or (time.perf_counter() - began if chunk["choices"] else 0.0)
-                        usage = chunk.get("usage") or usage
-            return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], first
+        def ask(way: str, talk: Talk) -> float:
+            talk.said[way].append({"role": "user", "content": talk.says[len(talk.said[way]) // 2]})
+            asked = {"messages": talk.said[way], "max_tokens": options.max_tokens, "temperature": 0.0, "stream": True}
+            asked["stream_options"] = {"include_usage": True}
+            url = f"http://127.0.0.1:{port}/{WAYS.index(way)}/v1/chat/completions"
+            first, text, usage = 0.0, "", {}
+            with httpx.Client(verify=False, timeout=300) as client:
+                began = time.perf_counter()
+                with client.stream("POST", url, json=asked) as response:
+                    for line in response.iter_lines():
+                        if line.startswith("data: {"):
+                            chunk = json.loads(line.removeprefix("data: "))
+                            said = chunk["choices"][0]["delta"].get("content") if chunk["choices"] else None
+                            if said:
+                                first, text = first or time.perf_counter() - began, text + said
+                            usage = chunk.get("usage") or usage
+            talk.said[way].append({"role": "assistant", "content": text})
+            read[way] += usage["prompt_tokens"]
+            cached[way] += usage["prompt_tokens_details"]["cached_tokens"]
+            return first
 
-        for turn in range(4):
+        for turn in range(options.turns):
             order = draw.sample(talks, len(talks))
-            with ThreadPoolExecutor(options.streams) as pool:
-                for read, cached, first in pool.map(ask, order, [turn] * len(order)):
-                    num_read, num_cached = num_read + read, num_cached + cached
-                    firsts.append(first)
+            pulse.longest()
+            came = {}
+            for place in range(len(WAYS)):
+                way = WAYS[(place + turn) % len(WAYS)]
+                with ThreadPoolExecutor(options.streams) as pool:
+                    came[way] = list(pool.map(ask, [way] * len(order), order))
+            if (stopped := pulse.longest()) < MOST_STOPPED:
+                for way, each in came.items():
+                    firsts[way] += each
+            else:
+                print(f"turn {turn}: times left out, stopped for {stopped:.1f} s", flush=True)
         time.sleep(2.0)  # until replicas have told their figures
-        page = httpx.get(f"{address}/metrics", timeout=60).text
-        counts = [float(n) for n in re.findall(r"^foretoken:request_queue_time_seconds_count\{.*\} (\S+)$", page, re.M)]
-        print(
-            f"{label}: {len(firsts)} requests, {num_cached / num_read:.2f} of {num_read} prompt tokens kept; first "
-            f"token p50 {1e3 * quantile(firsts, 0.5):.0f} ms, p95 {1e3 * quantile(firsts, 0.95):.0f} ms; by replica "
-            f"{counts}", flush=True,
-        )  # fmt: skip
+        page = httpx.get(f"http://127.0.0.1:{port}/0/metrics", timeout=60).text
+        for way in WAYS:
+            told = rf'^foretoken:request_queue_time_seconds_count\{{.*model_name="{way}".*\}} (\S+)$'
+            counts = [float(each) for each in re.findall(told, page, re.M)]
+            ratios = [one / other for one, other in zip(firsts[way], firsts["random"], strict=True)]
+            print(
+                f"{way}: {cached[way] / read[way]:.2f} of {read[way]} prompt tokens kept; first token p50 "
+                f"{1e3 * quantile(firsts[way], 0.5):.0f} ms, p95 {1e3 * quantile(firsts[way], 0.95):.0f} ms, mean "
+                f"{1e3 * statistics.mean(firsts[way]):.0f} ms, median by random's for the same request "
+                f"{statistics.median(ratios):.2f}; requests by replica {counts}, most by mean "
+                f"{max(counts) / statistics.mean(counts):.2f}", flush=True,
+            )  # fmt: skip
+    finally:
+        deployment.PrefixRouter = PrefixRouter
         serve.shutdown()
-    ray.shutdown()
-    return 0
+        ray.shutdown()
+    num_wrong = sum(talk.said[way] != talk.said["random"] for talk in talks for way in WAYS)
+    print(f"{options.model}: {len(talks)} chats of {options.turns} turns, {num_wrong} whose texts hang on the routing")
+    return 1 if num_wrong else 0
 
 
 def _num_lines(path: Path) -> int:
@@ -693,7 +876,8 @@ def overhead(options: argparse.Namespace) -> int:
     seen: dict[tuple[int, str], list[Seen]] = {}
     num_wrong = 0
     pulse = Pulse()
-    prompts = iter(prompts_of(24 + options.rounds * sum(num for _, num, _ in OVERHEAD)))
+    questions = prompts_of(100)
+    prompts = (f"Question {number}: {question}" for number in itertools.count() for question in questions)
     with ExitStack() as stack:
         servers = {
             name: stack.enter_context(cluster(options.model, num, "--method", options.method))
@@ -825,8 +1009,9 @@ def main() -> int:
     parser.add_argument("--hang", action="store_true", help="Stop the process instead of killing it.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--other", help="For update: a model to be deployed in the place of the first.")
-    parser.add_argument("--prompts", type=int, default=1000, help="Of a job.")
-    parser.add_argument("--data", default="../shared/data/smollm2/answers.jsonl.xz", help="Of chats.")
+    parser.add_argument("--prompts", type=int, default=1000, help="Of a job; or chats.")
+    parser.add_argument("--turns", type=int, default=8, help="Of chats.")
+    parser.add_argument("--data", default="../shared/data/corpora/dialogue_selfdialogue.jsonl.xz", help="Of chats.")
     parser.add_argument("--seconds", type=float, default=20.0, help="Of overload.")
     options = parser.parse_args()
     return WHAT[options.what](options)
@@ -836,6 +1021,7 @@ WHAT = {
     "kill": kill,
     "nodes": nodes,
     "overload": overload,
+    "absent": absent,
     "job": job,
     "chats": chats,
     "overhead": overhead,
