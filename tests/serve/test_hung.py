@@ -11,6 +11,7 @@ import pickle
 import selectors
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -463,6 +464,38 @@ def test_a_full_replica_is_not_waited_for_as_if_it_had_the_request(monkeypatch: 
 
     assert asyncio.run(main(True)) == ["full"]
     assert asyncio.run(main(False)) == ["full", ""]
+
+
+def test_full_replicas_are_asked_again_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one, a request that waited for a row took most of a processor."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'foretoken[ray]'")
+    from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+    from ray.serve.request_router import PendingRequest
+
+    from foretoken.serve.ray.router import PrefixRouter
+
+    pauses: list[int] = []
+
+    async def pause(self: PrefixRouter, attempt: int) -> None:
+        pauses.append(attempt)
+
+    async def main() -> None:
+        router = PrefixRouter(DeploymentID("engine"), DeploymentHandleSource.REPLICA)
+        router.initialize_state()
+        names = [ReplicaID(name, DeploymentID("engine")) for name in ("one", "two")]
+        replicas = [SimpleNamespace(replica_id=name, replica_metadata={}) for name in names]
+        router._replicas, router._replicas_list = dict(zip(names, replicas, strict=True)), replicas
+        work = Work("", "tiny", ({"prompt_token_ids": [1]},), (), "w", "f")
+        waiting = PendingRequest(
+            args=[work], kwargs={}, metadata=RequestMetadata(request_id="", internal_request_id="")
+        )
+        async with aclosing(router._choose_replicas_with_backoff(waiting)) as tries:
+            told = [[each.replica_id.unique_id for each in await anext(tries)] for _ in range(8)]
+        assert sorted(told[0] + told[1]) == ["one", "two"]
+
+    monkeypatch.setattr(PrefixRouter, "_backoff", pause)
+    asyncio.run(main())
+    assert pauses == [0, 1], "after the first retry of both, one before each further one"
 
 
 @pytest.mark.parametrize("name", ["stall_timeout", "step_timeout", "absence_timeout", "max_failovers"])

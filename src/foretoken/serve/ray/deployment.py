@@ -39,6 +39,9 @@ NUM_CHECKS = 3
 """Checks of its health that a replica must miss in a row before Ray replaces it; together they are one stall."""
 CHECK_SECONDS = 2.0
 """Between one check and the next."""
+MIN_PAUSE_SECONDS = 0.01
+MAX_PAUSE_SECONDS = 0.05
+"""From one question to full replicas whether they have room to the next: each costs both ends some of a processor."""
 PUSH_SECONDS = 1.0
 PAGE_SECONDS = 2.0
 """In which the collector must have answered; without it a page shows the ingress alone."""
@@ -147,7 +150,10 @@ def engines(config: ClusterConfig) -> serve.Application:
         health_check_timeout_s=config.limits.stall_timeout / NUM_CHECKS,
         ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
         request_router_config=RequestRouterConfig(
-            request_router_class=PrefixRouter, request_router_kwargs=dict(config.routing)
+            request_router_class=PrefixRouter,
+            request_router_kwargs=dict(config.routing),
+            initial_backoff_s=MIN_PAUSE_SECONDS,
+            max_backoff_s=MAX_PAUSE_SECONDS,
         ),
         **scaling,
     )

@@ -48,6 +48,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         if not candidate_replicas or pending_request is None or work is None:
             return [list(candidate_replicas)]
         _tell(pending_request, "")
+        pending_request.routing_context.should_backoff = True  # else Ray asks full replicas again without a pause
         fitting = suitable(work, candidate_replicas)
         loads = {_name(each): self.replica_queue_len_cache.get(each.replica_id) or 0 for each in fitting}
         chosen = self._affinity.choose(work.ids, work.session, loads)
