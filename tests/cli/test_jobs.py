@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,37 @@ def test_a_file_of_something_else_is_not_touched(prompts: Path, tmp_path: Path, 
     assert refused.exit_code == 2
     assert "line 1, is a result of something else" in refused.output
     assert out.read_text() == content
+
+
+@pytest.mark.parametrize("out", ["/dev/full", "/dev/zero", "."])
+def test_what_is_no_file_is_refused(prompts: Path, out: str) -> None:
+    """Results are read again to go on: ``/dev/full`` was read for ever, until the memory was full."""
+    refused = run(prompts, Path(out))
+    assert refused.exit_code == 2
+    assert f"{out} is no regular file" in refused.output
+
+
+def test_a_disk_that_is_full_is_told_and_a_later_run_goes_on(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert run(prompts, whole).exit_code == 0
+    sizes: list[int] = []
+
+    def filling(file: int) -> None:
+        sizes.append(os.fstat(file).st_size)
+        if len(sizes) == 2:
+            os.ftruncate(file, sizes[-1] - 10)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(jobs.os, "fsync", filling)
+        stopped = run(prompts, out)
+    assert stopped.exit_code == 2
+    assert "No space left on device" in stopped.output
+    assert "holds 3 of 8" in stopped.output
+    assert run(prompts, out).exit_code == 0
+    assert out.read_bytes() == whole.read_bytes()
 
 
 def test_results_of_other_weights_or_settings_are_not_gone_on_with(prompts: Path, tmp_path: Path) -> None:

@@ -51,11 +51,13 @@ def test_what_a_drafter_may_lose_is_limited(taken: float, num_arms: int) -> None
     assert TO_LOSE * num_arms <= lost <= TO_LOSE * num_arms + taken
     assert not patience.welcomes()
     for _ in range(int(TO_LOSE * num_arms / SHARE) - 1):
-        patience.rested()
+        patience.rested(1, 0.001)
         assert not patience.welcomes()
     for _ in range(2):
-        patience.rested()
+        patience.rested(1, 0.001)
     assert patience.welcomes()
+    assert patience.totals.speedup == pytest.approx(1.0)
+    assert patience.totals.num_tokens == patience.totals.num_steps == int(TO_LOSE * num_arms / SHARE) + 1
 
 
 def test_what_is_small_beside_a_step_is_borne() -> None:
@@ -131,6 +133,7 @@ def test_rows_go_on_without_a_drafter_that_takes_longer_than_they_do(monkeypatch
     later = engine.add_request(PROMPTS[2], params)[0]
     num_seen = len(wanted)
     list(engine.run())
+    assert governor.totals.num_tokens == sum(row.num_output_tokens for row in (*first, later)), "and those counted, too"
     assert later.id not in drafter.started
     assert later.id not in drafter.observed
     assert not any(each.last_hidden for each in wanted[num_seen:])

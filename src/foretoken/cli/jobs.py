@@ -8,6 +8,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,20 +93,33 @@ def run(job: Job, out: str, *, replicas: int | None, address: str | None) -> Non
         say(f"{out} holds {start} of {len(job.prompts)} results; going on from there")
     batches = job.batches(start)
     done = _by_ray(job, batches, replicas or 1, address) if replicas or address else _here(job, batches)
-    with open(path, "ab") as file:
+    with open(path, "ab", buffering=0) as file:
         for records in done:
             lines = [
                 json.dumps({"number": start + place, "job": job.digest} | one) for place, one in enumerate(records)
             ]
-            file.write("".join(line + "\n" for line in lines).encode())
-            file.flush()
-            os.fsync(file.fileno())
+            try:
+                _append(file, "".join(line + "\n" for line in lines).encode())
+            except OSError as error:
+                raise ConfigError(
+                    f"{out} cannot be written ({error.strerror or error}); it holds {start} of {len(job.prompts)} "
+                    "results: start again to go on from there"
+                ) from None
             start += len(records)
             say(f"{start} of {len(job.prompts)}")
 
 
+def _append(file: FileIO, data: bytes) -> None:
+    """All of it, on the disk."""
+    while data:
+        data = data[file.write(data) :]
+    os.fsync(file.fileno())
+
+
 def _resume(path: Path, job: Job) -> int:
     """How many results there are; a line that was broken off is cut away."""
+    if path.exists() and not path.is_file():  # devices may have no end
+        raise ConfigError(f"{path} is no regular file, and results are read again to go on; name one, or take --json")
     try:
         data = path.read_bytes() if path.exists() else b""
         whole = data[: data.rfind(b"\n") + 1]

@@ -260,7 +260,7 @@ class Engine:
         clock.lap("emit_seconds")
         self.profile.num_steps += 1
         if is_plain:
-            self._governing.rested()
+            self._governing.rested(len(rows), clock)
         else:
             self._governing.learn(trees, outputs, clock)
             if self._governing.leaves(self._scheduler.running):

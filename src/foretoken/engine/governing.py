@@ -79,10 +79,10 @@ class Governing:
         logger.debug("%d rows go on without the drafter, which costs more than it brings", len(rows))
         return True
 
-    def rested(self) -> None:
+    def rested(self, num_rows: int, clock: Clock) -> None:
         """A step has run without the drafter."""
         if self._governor is not None:
-            self._governor.patience.rested()
+            self._governor.patience.rested(num_rows, sum(clock.laps.values()))
 
     def budgets(self, rows: Seq[Sequence], budgets: list[Budget]) -> list[Budget]:
         """What may be drafted for every row."""

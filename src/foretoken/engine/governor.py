@@ -10,7 +10,7 @@ from foretoken.engine.acceptance_model import LITTLE, ROW_MEMORY, AcceptanceMode
 from foretoken.engine.cost_model import FEW, MEMORY, SHARE
 from foretoken.engine.cutting import Chances, Habit, NumNodes, Worth, best_counts, weights_of
 from foretoken.engine.patience import Patience
-from foretoken.engine.stats import Pace, Steps
+from foretoken.engine.stats import Pace, Steps, Totals
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ class Governor:
         self.costs = costs
         self.acceptance = AcceptanceModel()
         self.pace = Pace()
-        self.totals = self.pace.totals
         self.habit = Habit()
         self.patience = Patience()
         self._credit = float(FEW)  # plain steps that may go into drafts which are not expected to pay
@@ -320,6 +319,11 @@ class Governor:
         return self.acceptance.has_open_drafts
 
     # -- what it knows ---------------------------------------------------------------------------------------------
+
+    @property
+    def totals(self) -> Totals:
+        """Counts of all steps."""
+        return self.pace.totals + self.patience.totals
 
     def describe(self) -> str | None:
         """What is decided at present, and why; None before the first step."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from foretoken.engine.cost_model import SHARE
@@ -140,7 +139,7 @@ class MethodBandit:
     @property
     def totals(self) -> Totals:
         """Counts of all arms together."""
-        return Totals(**{one.name: sum(getattr(arm.totals, one.name) for arm in self._arms) for one in fields(Totals)})
+        return sum((arm.totals for arm in self._arms), start=self.patience.totals)
 
     def describe(self) -> str | None:
         """What is decided at present, and why; None before the first step."""

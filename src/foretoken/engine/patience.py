@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from foretoken.engine.cost_model import RATE, SHARE, Average
+from foretoken.engine.stats import Totals
 
 TO_LOSE = 16.0
 """Plain steps whose time may be lost by each way of drafting before it is judged: an eighth of an answer, in which a
@@ -28,6 +29,9 @@ class Patience:
 
     Args:
       num_arms: ways of drafting that a governor has to try.
+
+    Attributes:
+      totals: counts of the steps without the drafter.
     """
 
     def __init__(self, num_arms: int = 1) -> None:
@@ -36,6 +40,7 @@ class Patience:
         self._taken = 0.0  # share of steps without a draft
         self._bare: dict[int, Average] = {}  # logarithms of their seconds without the drafter, by magnitude of rows
         self.is_attending = True
+        self.totals = Totals()
 
     def welcomes(self) -> bool:
         """Whether a row that comes in now has the drafter."""
@@ -60,9 +65,13 @@ class Patience:
             self._taken += max(RATE, 1.0 / bare.count) * (min(lost, 1.0) - self._taken)
         self._left = min(self._left + SHARE - min(lost, WORST), self._most)
 
-    def rested(self) -> None:
-        """A step has run without the drafter."""
+    def rested(self, num_rows: int, seconds: float) -> None:
+        """A step has run without the drafter, and brought a token of every row."""
         self._left = min(self._left + SHARE, self._most)
+        self.totals.num_steps += 1
+        self.totals.num_tokens += num_rows
+        self.totals.seconds += seconds
+        self.totals.plain_seconds += seconds
 
     def describe(self) -> str:
         """Why nothing is drafted."""

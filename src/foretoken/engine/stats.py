@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -171,7 +171,7 @@ class StepProfile:
 
 @dataclass
 class Totals:
-    """Counts of the steps that a governor has seen.
+    """Counts of the steps that a governor has seen, those without its drafter included.
 
     Args:
       num_drafted: steps that verified a draft.
@@ -183,6 +183,9 @@ class Totals:
     num_tokens: int = 0
     seconds: float = 0.0
     plain_seconds: float = 0.0
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(Totals)})
 
     @property
     def speedup(self) -> float | None:
