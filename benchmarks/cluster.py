@@ -6,6 +6,7 @@
     python benchmarks/cluster.py nodes --model zoo:tiny --rounds 5
     python benchmarks/cluster.py overload --model zoo:tiny
     python benchmarks/cluster.py absent --model zoo:tiny
+    python benchmarks/cluster.py scale --model zoo:tiny --streams 40 --seconds 60
     python benchmarks/cluster.py job --model zoo:tiny --prompts 1000
     python benchmarks/cluster.py chats --model zoo:smollm2 --method none --prompts 24 --streams 6 --max-tokens 24
 
@@ -13,7 +14,7 @@
 than can be done, beside one that sends single requests; "job" kills two workers of `foretoken generate --out
 --replicas`; "chats" counts what replicas had read before. "update" runs `foretoken.serve.ray.build` behind Ray's own
 proxy: while clients ask without a break, another drafter is deployed, replicas come and go, or another model comes, and
-nobody may see an error. Every
+nobody may see an error. "scale" deploys the shipped file and lets load come and go. Every
 text is compared with the one that `foretoken.LLM` gives for the same request in this process.
 """
 
@@ -27,6 +28,7 @@ import lzma
 import os
 import random
 import re
+import secrets
 import signal
 import socket
 import statistics
@@ -44,6 +46,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import yaml
 from serve import Address, Answered, Turn, load, prompts_of
 
 from foretoken.config.sampling import SamplingParams
@@ -389,9 +392,7 @@ def nodes(options: argparse.Namespace) -> int:
     try:
 
         def strike(victim: int) -> None:
-            with open(f"/proc/{victim}/stat", encoding="utf-8") as file:
-                raylet = int(file.read().rpartition(")")[2].split()[1])
-            os.kill(raylet, signal.SIGKILL)
+            os.kill(_parent(victim), signal.SIGKILL)
 
         rows = ["--max-num-seqs", str(options.streams), "--method", options.method]
         running = cluster(options.model, options.replicas, "--ray-address", machines.address, *rows)
@@ -486,8 +487,7 @@ def overload(options: argparse.Namespace) -> int:
     """
     bodies = [request_of(place, options.max_tokens) for place in range(options.streams)]
     expected = references(LLM(options.model, options.method, max_num_seqs=16), bodies)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = _free_ports(1)
     limits = ["--max-num-seqs", "2", "--max-queued-requests", "16", "--api-key", "one", "--api-key", "two"]
     limits += ["--method", options.method, "--port", str(port)]
     small: list[Asked] = []
@@ -584,9 +584,8 @@ def absent(options: argparse.Namespace) -> int:
 
             def strike() -> None:
                 for victim in victims.values():
-                    with open(f"/proc/{victim}/stat", encoding="utf-8") as file:
-                        raylet = int(file.read().rpartition(")")[2].split()[1])
-                    os.kill(raylet, signal.SIGKILL)
+                    os.kill(_parent(victim), signal.SIGKILL)
+                    os.kill(victim, signal.SIGKILL)
 
             began = time.perf_counter()
             heard = under_fire(running, bodies, strike, None)
@@ -703,8 +702,7 @@ def chats(options: argparse.Namespace) -> int:
         "num_cached_prefixes": 3 * len(talks) // (2 * options.replicas),
     }
     start_ray(None, options.replicas * len(WAYS))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = _free_ports(1)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     firsts: dict[str, list[float]] = {way: [] for way in WAYS}
     read, cached = Counter[str](), Counter[str]()
@@ -774,6 +772,112 @@ def chats(options: argparse.Namespace) -> int:
     return 1 if num_wrong else 0
 
 
+SHIPPED = Path(__file__).parents[1] / "examples" / "serve" / "cluster.yaml"
+
+
+@contextmanager
+def deployed(changes: Mapping[str, Any], scaling: Mapping[str, Any], num_cpus: int) -> Iterator[Cluster]:
+    """The shipped file, with other arguments, by `serve deploy` on a cluster of this machine that ends with the block.
+
+    Args:
+      num_cpus: that the cluster is told of, whatever the machine has.
+    """
+    given = yaml.safe_load(SHIPPED.read_text(encoding="utf-8"))
+    arguments = given["applications"][0]["args"]
+    arguments |= changes
+    arguments["autoscaling"] |= scaling
+    ports = _free_ports(3)
+    given["http_options"] = {"host": "127.0.0.1", "port": ports[0]}
+    folder = Path(sys.executable).parent
+    command = [str(folder / "ray"), "start", "--head", "--block", f"--port={ports[1]}", f"--num-cpus={num_cpus}"]
+    command += [f"--dashboard-port={ports[2]}", f"--object-store-memory={SMALL['object_store_memory']}"]
+    environment = {**os.environ, "RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # Ray 2.60 asks for one
+    silent: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": environment}
+    process = subprocess.Popen(command, process_group=0, **silent)
+    serve = [str(folder / "serve")]
+    where = ["--address", f"http://127.0.0.1:{ports[2]}"]
+    try:
+        with tempfile.TemporaryDirectory() as place:
+            file = Path(place, "cluster.yaml")
+            file.write_text(yaml.safe_dump(given), encoding="utf-8")
+            deadline = time.monotonic() + START_SECONDS
+            while subprocess.run([*serve, "deploy", str(file), *where], check=False, **silent).returncode:
+                if time.monotonic() > deadline:
+                    raise RuntimeError("serve deploy did not succeed")
+                time.sleep(1.0)
+        while (status := _status([*serve, "status", *where], environment)) != "RUNNING":
+            if time.monotonic() > deadline or status == "DEPLOY_FAILED":
+                raise RuntimeError(f"the application is {status or 'not known'}")
+            time.sleep(1.0)
+        yield Cluster(f"http://127.0.0.1:{ports[0]}", process)
+    finally:
+        subprocess.run([*serve, "shutdown", "-y", *where], check=False, timeout=120, **silent)
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _status(command: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Of the one application; empty while there is none."""
+    told = subprocess.run(command, check=False, capture_output=True, text=True, env=environment).stdout
+    applications = (yaml.safe_load(told) or {}).get("applications", {}) if told else {}
+    return next((one["status"] for one in applications.values()), "")
+
+
+def scale(options: argparse.Namespace) -> int:
+    """Deploy the shipped file, ask once, let load come and go, and see replicas come and go with it."""
+    bodies = [request_of(place, options.max_tokens) for place in range(8)]
+    expected = references(LLM(options.model, "suffix", max_num_seqs=16), bodies)
+    changes = {"model": options.model, "num_cpus": 1}
+    scaling = {"upscale_delay_s": 3.0, "downscale_delay_s": 10.0}
+    asked: list[Asked] = []
+    is_over, began = threading.Event(), time.perf_counter()
+    with deployed(changes, scaling, 8) as running:
+        print(f"deployed after {time.perf_counter() - began:.1f} s", flush=True)
+        first = stream(running.address, bodies[0])
+        wrong = differences([first], [expected[0]])
+        print(f"first answer: {first.num_tokens} tokens, {len(wrong)} wrong", flush=True)
+        began = time.perf_counter()
+        told = 0
+        with ThreadPoolExecutor(options.streams) as pool:
+            clients = [
+                pool.submit(ask_until, is_over, running.address, bodies, "none", place, asked)
+                for place in range(options.streams)
+            ]
+            while (at := time.perf_counter() - began) < options.seconds + START_SECONDS:
+                if at > options.seconds:
+                    is_over.set()
+                if (num := len(running.replicas())) != told:
+                    print(f"{at:.0f} s: {num} replicas, {sum(not one.done() for one in clients)} clients", flush=True)
+                    told = num
+                if at > options.seconds and num == 2 and all(one.done() for one in clients):
+                    break
+                time.sleep(1.0)
+            is_over.set()
+            for client in clients:
+                client.result()
+        last = stream(running.address, bodies[0])
+        wrong += differences([last], [expected[0]])
+    wrong += differences([one.heard for one in asked], [expected[one.place] for one in asked])
+    moved = sum(one.heard.failovers for one in asked)
+    print(
+        f"{options.model}: {options.streams} clients for {options.seconds:g} s, {len(asked)} answers, {moved} moved, "
+        f"{told} replicas at the end, {len(wrong)} wrong"
+    )
+    for line in wrong[:10]:
+        print("  ", line[:600])
+    return 1 if wrong or told != 2 else 0
+
+
 def _num_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
@@ -785,12 +889,16 @@ def _command(pid: int) -> str:
         return ""
 
 
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def _descendants(pid: int) -> list[int]:
     parents = {}
     for place in Path("/proc").iterdir():
         if place.name.isdigit():
             with suppress(OSError):
-                parents[int(place.name)] = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+                parents[int(place.name)] = _parent(int(place.name))
     found = [pid]
     for parent in found:
         found += [child for child, of in parents.items() if of == parent]
@@ -944,8 +1052,7 @@ def update(options: argparse.Namespace) -> int:
     config = {"model": options.model, "num_cpus": 1, "num_replicas": options.replicas, "drain_seconds": 60.0}
     config["served_model_name"] = ["served"]
     start_ray(None, options.replicas + 2)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = _free_ports(1)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     is_over = threading.Event()
     wrong: list[str] = []
@@ -1020,6 +1127,7 @@ def main() -> int:
 WHAT = {
     "kill": kill,
     "nodes": nodes,
+    "scale": scale,
     "overload": overload,
     "absent": absent,
     "job": job,
