@@ -545,9 +545,9 @@ def overload(options: argparse.Namespace) -> int:
     print(
         f"{options.model}: while client one had {FLOOD} requests open and client two a single one, two got "
         f"{tokens['two']} of {sum(tokens.values())} tokens ({share:.2f}; in order of arrival at most "
-        f"{1 / (FLOOD + 1):.2f}); the last request of the flood ended {ends[2] - ends[1]:.2f} s after the flood, an "
-        f"answer took client two no longer than the p95 of before ({usual:.2f} s) {calm - ends[1]:.2f} s after it; "
-        f"{len(wrong)} wrong; this process was stopped for {pulse.longest():.2f} s at most"
+        f"{1 / (FLOOD + 1):.2f}); the last request of the flood ended {ends[2] - ends[1]:.2f} s after the flood, and "
+        f"an answer that took client two no longer than the p95 of before ({usual:.2f} s) {calm - ends[1]:.2f} s after "
+        f"it; {len(wrong)} wrong; this process was stopped for {pulse.longest():.2f} s at most"
     )
     for line in wrong[:10]:
         print("  ", str(line)[:600])
@@ -847,19 +847,19 @@ def scale(options: argparse.Namespace) -> int:
         wrong = differences([first], [expected[0]])
         print(f"first answer: {first.num_tokens} tokens, {len(wrong)} wrong", flush=True)
         began = time.perf_counter()
-        told = 0
+        told = most = 0
         with ThreadPoolExecutor(options.streams) as pool:
             clients = [
                 pool.submit(ask_until, is_over, running.address, bodies, "none", place, asked)
                 for place in range(options.streams)
             ]
-            while (at := time.perf_counter() - began) < options.seconds + START_SECONDS:
-                if at > options.seconds:
+            while (at := time.perf_counter() - began) < options.seconds + 2 * START_SECONDS:
+                if at > options.seconds and (most > 2 or at > START_SECONDS):
                     is_over.set()
                 if (num := len(running.replicas())) != told:
                     print(f"{at:.0f} s: {num} replicas, {sum(not one.done() for one in clients)} clients", flush=True)
-                    told = num
-                if at > options.seconds and num == 2 and all(one.done() for one in clients):
+                    told, most = num, max(most, num)
+                if is_over.is_set() and num == 2 and all(one.done() for one in clients):
                     break
                 time.sleep(1.0)
             is_over.set()
@@ -871,11 +871,11 @@ def scale(options: argparse.Namespace) -> int:
     moved = sum(one.heard.failovers for one in asked)
     print(
         f"{options.model}: {options.streams} clients for {options.seconds:g} s, {len(asked)} answers, {moved} moved, "
-        f"{told} replicas at the end, {len(wrong)} wrong"
+        f"{most} replicas at most and {told} at the end, {len(wrong)} wrong"
     )
     for line in wrong[:10]:
         print("  ", line[:600])
-    return 1 if wrong or told != 2 else 0
+    return 1 if wrong or most <= 2 or told != 2 else 0
 
 
 def _num_lines(path: Path) -> int:
@@ -1103,7 +1103,7 @@ def update(options: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def main() -> int:
+def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=list(WHAT))
     parser.add_argument("--model", default="zoo:tiny")
@@ -1120,7 +1120,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=8, help="Of chats.")
     parser.add_argument("--data", default="../shared/data/corpora/dialogue_selfdialogue.jsonl.xz", help="Of chats.")
     parser.add_argument("--seconds", type=float, default=20.0, help="Of overload.")
-    options = parser.parse_args()
+    options = parser.parse_args(given)
     return WHAT[options.what](options)
 
 

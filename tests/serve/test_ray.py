@@ -93,6 +93,24 @@ def test_texts_outlive_a_hung_replica() -> None:
                 os.kill(victim, signal.SIGKILL)
 
 
+@clusters
+def test_too_much_is_refused_in_words_of_the_api() -> None:
+    """503 while replicas start, 429 where too many wait, with the body of an error and Retry-After; texts are right."""
+    assert cluster.main(["overload", "--seconds", "8", "--max-tokens", "60"]) == 0
+
+
+@clusters
+def test_without_machines_requests_are_refused_until_one_comes() -> None:
+    """503 for what runs and for what comes, once there has been no replica for `absence_timeout`; then an answer."""
+    assert cluster.main(["absent", "--method", "none", "--streams", "8", "--max-tokens", "900"]) == 0
+
+
+@clusters
+def test_the_shipped_file_scales_with_its_load() -> None:
+    """`serve deploy`, on a cluster that asks for a token: answers, more replicas under load, and two after it."""
+    assert cluster.main(["scale", "--streams", "40", "--seconds", "10", "--max-tokens", "300"]) == 0
+
+
 def test_the_shipped_file_is_an_application() -> None:
     """Its options are known, and it is two deployments, of which only the ingress speaks HTTP."""
     from ray.serve.schema import ServeDeploySchema
