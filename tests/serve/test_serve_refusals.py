@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Strip
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
+from foretoken.llm import LLM
+from foretoken.serve.app import SMALL_BYTES
+from foretoken.serve.completions import read_completion
 from foretoken.serve.errors import ApiError
+from foretoken.serve.served import Served
 from foretoken.serve.server import Server
 from foretoken.serve.settings import ServerSettings
+from foretoken.serve.tokens import characters_per_token
 from serving import Running
 
 BODIES: dict[str, tuple[str, dict[str, Any], int, str]] = {
@@ -74,8 +87,6 @@ def test_errors_name_what_is_wrong(running_server: Running, name: str) -> None:
 
 
 def _json(body: dict[str, Any]) -> bytes:
-    import json
-
     return json.dumps(body).encode()
 
 
@@ -121,6 +132,89 @@ def test_bodies_have_a_limit(start: Callable[..., Running]) -> None:
     server = start(max_body_bytes=1000)
     assert server.post("/v1/completions", prompt="a" * 2000).status_code == 413
     assert server.post("/v1/completions", prompt="a" * 100, max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_body_that_is_not_wanted_is_read_before_the_answer(start: Callable[..., Running], is_chunked: bool) -> None:
+    """A client that writes all of it first got a reset connection instead of 413, or of 401."""
+    server = start(max_body_bytes=1000, api_keys=("key",))
+    host, port = server.server.address.removeprefix("http://").split(":")
+    body = b"x" * 5_000_000
+    if is_chunked:
+        head, body = "Transfer-Encoding: chunked", b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    else:
+        head = f"Content-Length: {len(body)}"
+    for key, status, kind in (("key", 413, "request_too_large"), ("none", 401, "authentication_error")):
+        told = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n{head}"
+        with socket.create_connection((host, int(port)), timeout=60) as client:
+            client.sendall(f"{told}\r\n\r\n".encode() + body)
+            answer = b"".join(iter(lambda: client.recv(65536), b""))
+        assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == kind
+
+
+def test_a_client_that_asks_first_is_told_before_it_sends(start: Callable[..., Running]) -> None:
+    server = start(api_keys=("key",))
+    host, port = server.server.address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 401 ")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_text_that_cannot_fit_is_not_read(
+    running_server: Running, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """3.6 MB were turned into tokens for three seconds before they were refused."""
+    text = " " * (33 * 4096)
+    monkeypatch.setattr("foretoken.serve.served.encode", lambda *_: pytest.fail("it is read"))
+    response = running_server.post(path, prompt=text, messages=[{"role": "user", "content": text}])
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert "characters" in response.json()["error"]["message"]
+
+
+def test_the_longest_token_is_known_where_nothing_is_left_out(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    each = characters_per_token(llm.tokenizer)
+    assert each == max(map(len, llm.tokenizer.get_vocab())) == 33
+    assert len("\n" + " " * 32) == each * len(llm.tokenizer("\n" + " " * 32)["input_ids"])
+    words = Tokenizer(WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    assert characters_per_token(PreTrainedTokenizerFast(tokenizer_object=words)) is None
+    folding = Tokenizer.from_str(llm.tokenizer.backend_tokenizer.to_str())
+    folding.normalizer = Strip()
+    assert characters_per_token(PreTrainedTokenizerFast(tokenizer_object=folding)) is None
+
+
+def test_long_texts_do_not_keep_others_from_being_read(
+    running_server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+
+    def slow(body: dict[str, Any], *others: Any) -> Any:
+        assert len(body["prompt"]) < SMALL_BYTES or gate.wait(60)
+        return read_completion(body, *others)
+
+    monkeypatch.setattr("foretoken.serve.app.read_completion", slow)
+    with ThreadPoolExecutor(1) as pool:
+        large = pool.submit(running_server.post, "/v1/completions", prompt="a" * SMALL_BYTES)
+        try:
+            assert running_server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
+            assert not large.done()
+        finally:
+            gate.set()
+        assert large.result(60).status_code == 400
+
+
+def test_texts_are_tokens_before_the_engine_has_them(llm: LLM, served: Served) -> None:
+    """Its thread steps all rows, and would read a long prediction meanwhile."""
+    body = {"prompt": "a", "prediction": "the one two three", "bad_words": ["fox"]}
+    params = read_completion(body, served, ServerSettings())[0].params
+    assert llm.tokenizer is not None
+    assert params.prediction == tuple(llm.tokenizer("the one two three")["input_ids"])
+    assert not params.bad_words
+    assert params.bad_words_ids
 
 
 def test_web_pages_may_call_where_they_are_let(start: Callable[..., Running]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from foretoken.serve.backend import Backend
     from foretoken.serve.form import Form
     from foretoken.serve.settings import ServerSettings
-    from foretoken.sessions.outputs import RequestOutput, StreamOutput
+    from foretoken.sessions.outputs import CompletionOutput, RequestOutput, StreamOutput
 
 KEEP_ALIVE = b": keep-alive\n\n"
 CLIENT_LEFT = 499
@@ -126,7 +126,7 @@ async def answer(bridge: Backend, asking: Asking, form: Form, settings: ServerSe
         if asking.streams:
             return EventStream(exchange, asking, form, settings.keep_alive)
         outputs = await exchange.collect()
-        check_texts(outputs)
+        check_texts([text for output in outputs for text in output.outputs])
         usage = usage_of(exchange.ticket)
         beside = counts_of(exchange.ticket, asking.detail) | exchange.ticket.notes
         if asking.verifies:
@@ -142,9 +142,9 @@ async def answer(bridge: Backend, asking: Asking, form: Form, settings: ServerSe
     )
 
 
-def check_texts(outputs: Sequence[RequestOutput]) -> None:
+def check_texts(texts: Iterable[CompletionOutput | StreamOutput]) -> None:
     """Raises: ApiError where one of several texts has ended in an error."""
-    if any(text.finish_reason == "error" for output in outputs for text in output.outputs):
+    if any(text.finish_reason == "error" for text in texts):
         raise ApiError(500, "one of the texts ended in an error inside the server", code="internal_error")
 
 
@@ -182,8 +182,7 @@ class EventStream(Response):
         usage = partial(usage_of, exchange.ticket)
         await self._put(send, *form.opening())
         while (news := await exchange.news(self._keep_alive)) is not None:
-            if any(delta.finish_reason == "error" for delta in news):
-                raise ApiError(500, "one of the texts ended in an error inside the server", code="internal_error")
+            check_texts(news)
             await self._put(send, *(form.events(news, usage) if news else [KEEP_ALIVE]))
         beside = counts_of(exchange.ticket, asking.detail) | exchange.ticket.notes
         used = usage()

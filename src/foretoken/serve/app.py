@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -24,16 +22,17 @@ from foretoken.serve.answering import CLIENT_LEFT, answer
 from foretoken.serve.asking import Asking
 from foretoken.serve.chat import read_chat, read_messages
 from foretoken.serve.completions import read_completion
-from foretoken.serve.errors import ApiError, ModelChanged, loading, stopping, unauthorized
+from foretoken.serve.errors import ApiError, ModelChanged, loading, stopping
 from foretoken.serve.fields import Fields
 from foretoken.serve.form import Form
+from foretoken.serve.guards import Drain, Keys
 from foretoken.serve.responses import read_response
 from foretoken.serve.tokens import encode, token_ids
 from foretoken.sessions.prompts import chat_prompt
 from foretoken.views.page import page
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp
 
     from foretoken.serve.backend import Backend, Figures
     from foretoken.serve.served import Served
@@ -41,10 +40,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("foretoken.serve")
 
-OPEN_PATHS = ("/health", "/ping", "/")
-"""Paths that need no key."""
 BODY_SECONDS = 60.0
 """In which the body of a request must have come."""
+SMALL_BYTES = 64 * 2**10
+"""Of bodies that are read in milliseconds; larger ones wait for each other, but nobody else waits for them."""
 
 Reader = Callable[[dict[str, Any], Any, Any], tuple[Asking, Form]]
 
@@ -60,7 +59,8 @@ class Application:
         self.served: Served | None = None
         self.is_stopping = False
         self._bridge, self._settings, self._metrics = bridge, settings, metrics
-        self._reader = ThreadPoolExecutor(1, "foretoken-prompts")  # tokenizers are not for several threads
+        self._reader = ThreadPoolExecutor(1, "foretoken-prompts")
+        self._reader_of_large = ThreadPoolExecutor(1, "foretoken-large-prompts")
         self._created = int(time.time())
 
     def build(self) -> ASGIApp:
@@ -87,7 +87,7 @@ class Application:
             "/detokenize": self.detokenize,
         }.items():
             app.add_api_route(path, post, methods=["POST"], response_model=None)
-        guarded: ASGIApp = _Keys(app, self._settings.api_keys)
+        guarded: ASGIApp = Drain(Keys(app, self._settings.api_keys))
         if self._settings.cors_origins:
             guarded = CORSMiddleware(
                 guarded, list(self._settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
@@ -138,12 +138,15 @@ class Application:
             raise
 
     async def _answer(self, request: Request, body: dict[str, Any], read: Reader) -> Response:
-        asking, form = await self._in_reader(read, body, self._ready(), self._settings)
+        asking, form = await self._in_reader(request, read, body, self._ready(), self._settings)
         return await answer(self._bridge, asking, form, self._settings, request.receive)
 
-    async def _in_reader(self, work: Callable[..., Any], *args: Any) -> Any:
+    async def _in_reader(self, request: Request, work: Callable[..., Any], *args: Any) -> Any:
         """Work with a tokenizer, outside of the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._reader, work, *args)
+        length = request.headers.get("content-length", "")  # which none has that comes in chunks
+        is_small = length.isdecimal() and int(length) <= SMALL_BYTES
+        reader = self._reader if is_small else self._reader_of_large
+        return await asyncio.get_running_loop().run_in_executor(reader, work, *args)
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """The JSON object of a request.
@@ -178,7 +181,7 @@ class Application:
         return {"version": __version__}
 
     async def metrics_page(self) -> Response:
-        page = await self._in_reader(self._metrics.page)
+        page = await asyncio.get_running_loop().run_in_executor(self._reader, self._metrics.page)
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def page(self) -> Response:
@@ -217,7 +220,7 @@ class Application:
             {},
         )
         served.choose(given.text("model"), None)
-        return dict(await self._in_reader(self._tokenized, given, served))
+        return dict(await self._in_reader(request, self._tokenized, given, served))
 
     def _tokenized(self, given: Fields, served: Served) -> dict[str, Any]:
         tokenizer = served.tokenizer
@@ -236,7 +239,7 @@ class Application:
         given = Fields(await self._body(request), {"model", "tokens"}, {})
         served.choose(given.text("model"), None)
         ids = token_ids(given.get("tokens"), served.llm.target.vocab_size, "tokens")
-        return {"prompt": await self._in_reader(served.tokenizer.decode, ids)}
+        return {"prompt": await self._in_reader(request, served.tokenizer.decode, ids)}
 
     async def tokenizer_info(self) -> dict[str, Any]:
         tokenizer = self._ready().tokenizer
@@ -251,29 +254,3 @@ class Application:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number of JSON")
-
-
-class _Keys:
-    """Lets pass who has a key. Every key is compared, in constant time.
-
-    Args:
-      keys: none for an open server.
-    """
-
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
-        self._app = app
-        self._digests = [sha256(key.encode()).digest() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._digests and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
-            error = unauthorized()
-            await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _has_key(self, scope: Scope) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        kind, _, key = given.partition(b" ")
-        digest = sha256(key.strip()).digest()
-        matches = [hmac.compare_digest(digest, one) for one in self._digests]
-        return kind.lower() == b"bearer" and any(matches)

@@ -13,6 +13,7 @@ from foretoken.serve.errors import ApiError
 from foretoken.serve.fields import SAMPLING, Fields, StreamOptions, named, text_of, wrong_field
 from foretoken.serve.settings import DETAILS, GRANULARITIES, ServerSettings
 from foretoken.serve.tokens import token_ids
+from foretoken.sessions.prompts import resolved
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
@@ -86,7 +87,7 @@ def read_asking(given: Fields, served: Served, settings: ServerSettings, **param
     sent["structured_outputs"] = read_form(given)
     if sent.get("prompt_logprobs") is not None:
         given.whole("prompt_logprobs", None, 0, settings.max_logprobs)
-    read = read_params(sent)
+    read = read_params(sent, llm.tokenizer)
     llm.prepare(read)
     return Asking(
         model=model or served.name,
@@ -144,10 +145,13 @@ def read_prediction(given: Any, vocab_size: int) -> str | list[int] | None:
     wrong_field("prediction", given, "{type: 'content', content: text or parts of type text}")
 
 
-def read_params(sent: dict[str, Any]) -> SamplingParams:
-    """Raises: ApiError, naming the field."""
+def read_params(sent: dict[str, Any], tokenizer: Any) -> SamplingParams:
+    """Parameters whose texts are token ids already, so that the thread of the engine has none to read.
+
+    Raises: ApiError, naming the field.
+    """
     try:
-        return SamplingParams.from_dict(sent)
+        return resolved(SamplingParams.from_dict(sent), tokenizer)
     except (ConfigError, OverflowError, TypeError) as error:
         message = str(error).replace("SamplingParams.", "")
         field = re.match(r"\w+", message)

@@ -216,11 +216,7 @@ class Bridge:
         came: list[tuple[Ticket, News]] = []
         for ticket in list(self._open):
             assert ticket.stream is not None
-            try:
-                news = ticket.stream.take()
-            except Exception as error:
-                self._fail(ticket, error)
-                continue
+            news = ticket.stream.take()
             if ticket.is_queued and not ticket.stream.is_waiting:
                 ticket.is_queued = False
                 self._metrics.started(ticket)

@@ -16,7 +16,7 @@ from foretoken.serve.fields import REFUSED, SHARED, Fields, shown, text_of, wron
 from foretoken.serve.form import ChoicesForm
 from foretoken.serve.tokens import chat_logprobs, prompt_tables
 from foretoken.serve.tools import CallReader, read_tools
-from foretoken.sessions.prompts import chat_prompt
+from foretoken.sessions.prompts import chat_text
 
 if TYPE_CHECKING:
     from foretoken.serve.served import Served
@@ -79,12 +79,13 @@ def _prompt(given: Fields, tools: list[dict[str, Any]], served: Served) -> dict[
     if tools:
         options["tools"] = tools
     try:
-        return chat_prompt(served.tokenizer, messages, **options)
+        text = chat_text(served.tokenizer, messages, **options)
     except ConfigError as error:
         raise ApiError(400, str(error), "messages", "no_chat_template") from None
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
         said = f": {error}" if isinstance(error, TemplateError) else ""
         raise ApiError(400, f"the chat template of the model does not take these messages{said}", "messages") from None
+    return {"prompt": text, "prompt_token_ids": served.encode(text, add_special_tokens=False)}
 
 
 def read_messages(given: Any, name: str = "messages") -> list[dict[str, Any]]:

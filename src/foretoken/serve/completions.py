@@ -9,7 +9,7 @@ from foretoken.serve.asking import Asking, read_asking, with_prompts
 from foretoken.serve.errors import ApiError
 from foretoken.serve.fields import REFUSED, SHARED, Fields, wrong_field
 from foretoken.serve.form import ChoicesForm
-from foretoken.serve.tokens import Offsets, completion_logprobs, echoed_logprobs, encode, prompt_tables, token_ids
+from foretoken.serve.tokens import Offsets, completion_logprobs, echoed_logprobs, prompt_tables, token_ids
 
 if TYPE_CHECKING:
     from foretoken.serve.served import Served
@@ -48,8 +48,7 @@ def _prompts(prompt: Any, served: Served, add_special_tokens: bool, most: int) -
 
 def _prompt(prompt: Any, served: Served, add_special_tokens: bool) -> dict[str, Any]:
     if isinstance(prompt, str):
-        ids = encode(served.tokenizer, prompt, add_special_tokens)
-        return {"prompt": prompt, "prompt_token_ids": ids}
+        return {"prompt": prompt, "prompt_token_ids": served.encode(prompt, add_special_tokens)}
     return {"prompt_token_ids": token_ids(prompt, served.llm.target.vocab_size, "prompt")}
 
 

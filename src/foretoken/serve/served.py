@@ -19,6 +19,7 @@ from foretoken.model.execution.packing import weight_sums
 from foretoken.model.promise import MOST_NODES
 from foretoken.serve.errors import ApiError
 from foretoken.serve.fields import shown, wrong_field
+from foretoken.serve.tokens import characters_per_token, encode
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
@@ -61,6 +62,24 @@ class Served:
         """Limit of prompt and output together; None where the model knows none."""
         limits = [self.llm.engine_config.max_model_len, self.llm.model_info.context_length]
         return min((limit for limit in limits if limit is not None), default=None)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a prompt. One that cannot fit, whatever its tokens, is not read at all.
+
+        Raises: ApiError for such a one, or without a tokenizer; PromptError for half a surrogate pair.
+        """
+        tokenizer, most = self.tokenizer, self._most_characters
+        if most is not None and len(text) > most:
+            message = f"the prompt has {len(text)} characters, and {self.max_model_len} tokens, all that the model has"
+            message += f" room for, are at most {most}; shorten it"
+            raise ApiError(400, message, "prompt", "context_length_exceeded")
+        return encode(tokenizer, text, add_special_tokens)
+
+    @cached_property
+    def _most_characters(self) -> int | None:
+        """Of a prompt that may fit; None where that is not known."""
+        each, limit = characters_per_token(self.llm.tokenizer), self.max_model_len
+        return None if each is None or limit is None else each * limit
 
     @classmethod
     def of(cls, llm: LLM, names: Sequence[str], given: Sequence[str], chat_template: str | None) -> Served:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
+
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from foretoken.config.keywords import check_unicode
 from foretoken.engine.stopping import REPLACEMENT, Detokenizer
@@ -26,6 +30,32 @@ def encode(tokenizer: Any, text: str, add_special_tokens: bool, name: str = "pro
     """
     check_unicode(text, name)
     return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+
+def characters_per_token(tokenizer: Any) -> int | None:
+    """The most characters of a text that one token stands for; None where there may be any number.
+
+    Byte-level vocabularies spell every byte and drop nothing, so it is the length of the longest token. Others leave
+    out spaces, join characters, or have one token for all that they do not know.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return None
+    backend = tokenizer.backend_tokenizer
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    strips = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+    is_whole = isinstance(backend.model, BPE) and backend.normalizer is None and backend.truncation is None
+    if not is_whole or strips or not vocabulary.keys() >= _bytes_of_characters().keys():
+        return None
+    return max(map(len, vocabulary)) if _splits_bytes(backend.pre_tokenizer) else None
+
+
+def _splits_bytes(pre_tokenizer: Any) -> bool:
+    """Whether a pre-tokenizer spells bytes and leaves nothing out."""
+    found = {} if pre_tokenizer is None else json.loads(pre_tokenizer.__getstate__())
+    steps = found.get("pretokenizers", [found])
+    kinds = [step.get("type") for step in steps]
+    loses = any(step.get("behavior") == "Removed" for step in steps)
+    return "ByteLevel" in kinds and {*kinds} <= {"ByteLevel", "Split", "Digits"} and not loses
 
 
 class TokenNames:

@@ -83,6 +83,16 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **temp
 
     Raises: ConfigError when there is no template.
     """
+    text = chat_text(tokenizer, messages, **template_options)
+    assert tokenizer is not None
+    return {"prompt": text, "prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]}
+
+
+def chat_text(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **template_options: Any) -> str:
+    """One conversation through the chat template.
+
+    Raises: ConfigError when there is no template.
+    """
     if tokenizer is None or not tokenizer.chat_template:
         lacks = "tokenizer, and so no chat template" if tokenizer is None else "chat template"
         raise ConfigError(
@@ -90,8 +100,7 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **temp
             "chat_template.jinja beside the weights"
         )
     options = {"add_generation_prompt": True, **template_options}
-    text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    return {"prompt": text, "prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]}
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
 
 def _ids(value: Any, place: int) -> tuple[int, ...]:
@@ -136,14 +145,14 @@ def read_params(
     if isinstance(params, Mapping):
         params = SamplingParams.from_dict(params)
     if isinstance(params, SamplingParams):
-        return [_resolved(params, tokenizer)] * num_prompts
+        return [resolved(params, tokenizer)] * num_prompts
     listed = list(params)
     if len(listed) != num_prompts:
         raise ConfigError(f"{len(listed)} sampling parameters for {num_prompts} prompts; give one, or one for each")
     for item in listed:
         if not isinstance(item, SamplingParams):
             raise ConfigError(f"sampling_params holds {type(item).__name__}; every entry must be SamplingParams")
-    return [_resolved(item, tokenizer) for item in listed]
+    return [resolved(item, tokenizer) for item in listed]
 
 
 def seeded(params: SamplingParams, seed: int | None, number: int) -> SamplingParams:
@@ -161,7 +170,11 @@ def seeded(params: SamplingParams, seed: int | None, number: int) -> SamplingPar
 _WITHOUT_TEXT = {"stop": "use stop_token_ids", "bad_words": "use bad_words_ids", "prediction": "give token ids"}
 
 
-def _resolved(params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None) -> SamplingParams:
+def resolved(params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None) -> SamplingParams:
+    """Parameters with ``bad_words`` and ``prediction`` as token ids; resolving twice changes nothing.
+
+    Raises: ConfigError when text is needed and there is no tokenizer.
+    """
     for name, remedy in _WITHOUT_TEXT.items():
         given = getattr(params, name)
         if given and tokenizer is None and (name != "prediction" or isinstance(given, str)):

@@ -84,12 +84,9 @@ class Stream(Iterator[StreamOutput]):
         raise StopIteration
 
     def take(self) -> list[StreamOutput]:
-        """What has come since, without stepping: another thread calls `LLM.step` meanwhile. Raises: `error`."""
-        session = self._session
-        news = list(session.news)
-        session.news.clear()
-        if not news and not session.is_closed and self.error is not None:
-            raise self.error
+        """What has come since, without stepping: another thread calls `LLM.step` meanwhile. See `error` at the end."""
+        news = list(self._session.news)
+        self._session.news.clear()
         return news
 
     @property
