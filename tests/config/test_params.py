@@ -326,6 +326,7 @@ class TestSpeculativeConfig:
             ("ngrm", "method 'ngrm' is not known; did you mean 'ngram'?"),
             ("dflas", "did you mean 'dflash'? That is not available in this version"),
             ("qwertz", "method 'qwertz' is not known; choose one of none"),
+            ("ngram+", "names nothing on one side of '+'"),
             ('"ngram"', "give a JSON object"),
             ("spec.json", "to read a file, write '@spec.json'"),
             ("owner/drafter", '"model": "owner/drafter"'),
@@ -338,6 +339,11 @@ class TestSpeculativeConfig:
         with pytest.raises(ConfigError) as caught:
             SpeculativeConfig.parse(text)
         assert message in str(caught.value)
+
+    @pytest.mark.parametrize("text", ['{"method": "ngram"}', "@file.json"])
+    def test_a_method_is_no_config(self, text: str) -> None:
+        with pytest.raises(ConfigError, match="which is a config; give it as speculative_config"):
+            SpeculativeConfig.parse({"method": text})
 
     def test_keys_of_vllm_that_cannot_apply(self) -> None:
         assert SpeculativeConfig.parse({"method": "ngram", "draft_tensor_parallel_size": 1}).method == "ngram"

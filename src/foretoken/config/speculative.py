@@ -173,13 +173,20 @@ def _chosen(name: Any, given: Mapping[str, Any]) -> tuple[Method, list[str] | No
     if not isinstance(name, str):
         raise ConfigError(f"method is {name!r}; choose one of {', '.join(methods())}")
     spelled = spelling(name).lower()
+    if spelled.startswith(("{", "@")):
+        raise ConfigError(
+            f"method is {name!r}, which is a config; give it as speculative_config (--speculative-config)"
+        )
     _check_available(spelled)
     is_whole = spelled in methods() or spelled in method_aliases()  # "hydra++" has a sign in it
     for sign, composition in () if is_whole else compositions().items():
         if sign in spelled:
             if given.get("drafters") is not None:
                 raise ConfigError(f"method {name!r} names its drafters, and drafters does too; give one")
-            return methods()[composition], _parted(spelled, sign)
+            parts = _parted(spelled, sign)
+            if not all(parts):
+                raise ConfigError(f"method {name!r} names nothing on one side of {sign!r}; write 'ngram{sign}suffix'")
+            return methods()[composition], parts
     spelled = method_aliases().get(spelled, spelled)
     if spelled not in methods():
         near = get_close_matches(spelled, [*methods(), *method_aliases(), *METHODS_ELSEWHERE], n=1, cutoff=0.5)
