@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from foretoken.serve.answering import answer
+from foretoken.serve.bridge import Bridge, Ticket
 from foretoken.serve.completions import read_completion
 from foretoken.serve.settings import ServerSettings
 from serving import Running
@@ -57,6 +58,24 @@ def test_a_request_has_its_time(running_server: Running, stream: bool) -> None:
         assert (response.status_code, response.headers["x-should-retry"]) == (504, "false")
     assert error["code"] == "timeout"
     wait_until(lambda: rows(running_server) == 0)
+
+
+def test_a_request_is_open_until_it_is_counted(running_server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waited for the last one to end found figures without it now and then."""
+    bridge, were_open = running_server.server.bridge, []
+    assert isinstance(bridge, Bridge)
+    ended = bridge._metrics.ended
+
+    def counting(ticket: Ticket, has_failed: bool) -> None:
+        were_open.append(ticket in bridge._open)
+        ended(ticket, has_failed)
+
+    monkeypatch.setattr(bridge._metrics, "ended", counting)
+    assert running_server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
+    with running_server.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+        next(response.iter_lines())
+    wait_until(lambda: len(were_open) == 2)
+    assert were_open == [True, True]
 
 
 def test_a_client_that_reads_nothing_has_its_time_too(running_server: Running) -> None:

@@ -244,9 +244,9 @@ class Bridge:
         """Leave nothing of a request in the engine."""
         ticket.is_queued = False
         if ticket in self._open and ticket.stream is not None:
-            del self._open[ticket]
             ticket.stream.close()
             self._metrics.ended(ticket, has_failed)
+            del self._open[ticket]  # last, so that what is not open is counted
 
     def _abort_all(self, error: ApiError) -> None:
         for ticket in list(self._open):
