@@ -96,3 +96,13 @@ def test_a_missing_package_and_cache_have_a_remedy(monkeypatch: pytest.MonkeyPat
     assert missing["gguf"] == "python -m pip install 'foretoken[gguf]'"
     assert missing["cache"] == "set FORETOKEN_CACHE to a folder that can be written"
     assert "[gguf]" in run()  # not taken as markup
+
+
+def test_packed_copies_are_listed_with_their_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    assert json.loads(run("--json"))["cache"]["packed_copies"] == []
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "m.packed").write_bytes(bytes(300_000))
+    (found,) = json.loads(run("--json"))["cache"]["packed_copies"]
+    assert (found["file"], found["num_bytes"]) == (str(tmp_path / "packed" / "m.packed"), 300_000)
+    assert f"packed copy {tmp_path}/packed/m.packed (0.3 MB, settings unknown); delete it: it is damaged" in run()

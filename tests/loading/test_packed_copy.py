@@ -6,12 +6,16 @@ import errno
 import logging
 import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from transformers import GemmaConfig, GemmaForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from foretoken import LLM, SamplingParams
@@ -21,6 +25,7 @@ from foretoken.loading.models import load_model
 from foretoken.model.execution.packing import packed_products, weight_sums
 from foretoken.model.nodes import Nodes
 from foretoken.native.library import library
+from gguf_files import write_llama
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels here")
 
@@ -262,3 +267,79 @@ def test_what_lies_about_itself_is_not_used(
         llm = LLM(folder, cache_packed=True)
     assert re.search(r"is not used, and made again: (ValueError|KeyError): ", caplog.text)
     assert_same(llm, plain)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1, Kind.Q6_K], ids=lambda kind: kind.name)
+def test_stored_weights_of_a_gguf_file_are_kept(tmp_path: Path, cache: Path, kind: Kind) -> None:
+    """With types mixed by layer; and a file that was changed is read again."""
+    sizes = {"vocab_size": 512, "num_hidden_layers": 1}
+    file = write_llama(tmp_path / "m.gguf", kind, kinds={"attn_v": Kind.Q4_0}, **sizes).path
+    plain = LLM(file, "ngram", weights="stored")
+    for is_second in (False, True):
+        kept = LLM(file, "ngram", weights="stored", cache_packed=True)
+        assert kept._pairing.loaded.is_from_copy == is_second
+        assert_same(kept, plain)
+    assert len(list(cache.iterdir())) == 1
+    write_llama(file, Kind.Q5_1, **sizes)
+    other = LLM(file, weights="stored", cache_packed=True)
+    assert not other._pairing.loaded.is_from_copy
+    assert_same(other, LLM(file, weights="stored"))
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from foretoken import LLM, SamplingParams
+from foretoken.loading import packed_copy
+packed_copy.cache_folder = lambda *parts: Path(sys.argv[2], *parts)  # kernels stay where they are
+print("ready", flush=True)
+sys.stdin.readline()
+llm = LLM(sys.argv[1], "ngram", cache_packed=True)
+print(llm.generate([[5, 6, 7] * 3], SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].token_ids)
+"""
+
+
+def test_two_processes_may_write_one_copy(tmp_path: Path) -> None:
+    """Each to a file of its own, which becomes the copy when it is whole: nothing else is left, and the texts agree."""
+    folder = saved(tmp_path / "model")
+    command = [sys.executable, "-c", WRITER, str(folder), str(tmp_path / "both")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    writers = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    for each in writers:
+        assert each.stdout is not None
+        assert each.stdout.readline() == "ready\n"
+    for each in writers:
+        assert each.stdin is not None
+        each.stdin.write("go\n")
+        each.stdin.flush()
+    texts = [each.communicate()[0] for each in writers]
+    assert [each.returncode for each in writers] == [0, 0]
+    assert len(set(texts)) == 1
+    (file,) = (tmp_path / "both" / "packed").iterdir()
+    assert tensor_file.TensorFile(file).read()
+
+
+def test_copies_of_all_settings_are_listed(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a load may read, and those that none reads any more, with the reason."""
+    assert packed_copy.kept_files() == []
+    one, other = saved(tmp_path / "one"), saved(tmp_path / "other")
+    for folder, quantization in ((one, None), (one, "int8"), (other, "int4")):
+        LLM(folder, cache_packed=True, quantization=quantization)
+    found = packed_copy.kept_files()
+    assert [Path(each.file) for each in found] == sorted(cache.iterdir())
+    assert [each.num_bytes for each in found] == [file.stat().st_size for file in sorted(cache.iterdir())]
+    assert not any(each.why_unused for each in found)
+    assert [f"quantization={each}" in " ".join(one.settings for one in found) for each in ("int8", "int4")] == [
+        True
+    ] * 2
+    shutil.rmtree(other)
+    (cache / ".x.packed.1-2.part").write_bytes(b"half")
+    (cache / "y.packed").write_bytes(b"something else")
+    told = {Path(each.file).name: each.why_unused for each in packed_copy.kept_files()}
+    assert told.pop(".x.packed.1-2.part") == "it was not finished, unless a process writes it now"
+    assert told.pop("y.packed").startswith("it is damaged (it does not begin as such files do")
+    assert sorted(why.rpartition("/")[2] for why in told.values())[:2] == ["", ""]
+    assert sum(why.startswith(f"{other}/") and why.endswith("has changed or is gone") for why in told.values()) == 1
+    monkeypatch.setattr("foretoken.__version__", "0.2")
+    whys = [each.why_unused for each in packed_copy.kept_files()]
+    assert whys.count("it was made by another foretoken") == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ def machine_report() -> dict[str, Any]:
     from foretoken import zoo
     from foretoken.bench.provenance import provenance
     from foretoken.folders import CACHE_VARIABLE, cache_folder
+    from foretoken.loading.packed_copy import kept_files
     from foretoken.machine import available_memory_bytes, cpu_name, cpu_quota, num_cpus
     from foretoken.model.promise import Promise
     from foretoken.native.build import cpp_compiler, instruction_set, why_not_precompiled
@@ -89,6 +91,7 @@ def machine_report() -> dict[str, Any]:
         "cache": {
             "folder": str(folder),
             "bytes": {one.name: _size(one) for one in sorted(folder.glob("*")) if one.is_dir()},
+            "packed_copies": [asdict(one) for one in kept_files()],
             "free_bytes": shutil.disk_usage(_existing(folder)).free,
         },
         "missing": missing,
@@ -117,6 +120,10 @@ def show_machine(report: dict[str, Any]) -> None:
     sizes = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in cache["bytes"].items()) or "empty"
     facts.add_row("cache", f"{cache['folder']}: {sizes}; {cache['free_bytes'] / 1e9:.1f} GB are free there")
     console.print(facts)
+    for copy in cache["packed_copies"]:
+        told = f"{copy['file']} ({copy['num_bytes'] / 1e6:.1f} MB, {copy['settings'] or 'settings unknown'})"
+        unused = f"; delete it: {copy['why_unused']}" if copy["why_unused"] else ""
+        console.print(escape(f"packed copy {told}{unused}"), soft_wrap=True)
     if not report["missing"]:
         console.print("nothing is missing")
         return

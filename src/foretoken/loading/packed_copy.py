@@ -105,10 +105,7 @@ class PackedCopy:
     def key(self) -> dict[str, Any]:
         """What a copy has to be made from, to be this one's."""
         return {
-            "format": FORMAT,
-            "foretoken": f"{foretoken.__version__} {source_digest()}",
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            **_versions(),
             "way": dict(self.way),
             "files": [_fingerprint(file) for file in _files_of(self.source, self.blocks)],
         }
@@ -178,6 +175,52 @@ def taken(found: Loaded, copy: PackedCopy, facts: Mapping[str, Any]) -> Loaded:
     return replace(found, **facts, packed_copy=copy, is_from_copy=True)
 
 
+# -- all that are kept ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KeptFile:
+    """A file in the folder of packed copies, of any model and way to load it.
+
+    Args:
+      settings: it was loaded by; empty where it cannot be read.
+      why_unused: why no load reads it; empty where one with these settings may.
+    """
+
+    file: str
+    num_bytes: int
+    settings: str
+    why_unused: str
+
+
+def kept_files() -> list[KeptFile]:
+    """Every file there, by name: copies of other settings and versions, and what writers left that were ended."""
+    folder, found = cache_folder("packed"), []
+    for file in sorted(folder.iterdir()) if folder.is_dir() else []:
+        try:
+            num_bytes = file.stat().st_size
+        except OSError:  # it went away meanwhile
+            continue
+        found.append(KeptFile(str(file), num_bytes, *_settings_of(file)))
+    return found
+
+
+def _settings_of(file: Path) -> tuple[str, str]:
+    """What a copy was loaded by, and why no load reads it."""
+    if file.suffix != SUFFIX:
+        return "", "it was not finished, unless a process writes it now"
+    try:
+        key = TensorFile(file).about["key"]
+        settings = " ".join(f"{name}={value}" for name, value in key["way"].items() if value is not None)
+        versions = {name: version for name, version in _versions().items() if key.get(name) != version}
+        sources = [name for name, *stamp in key["files"] if _stamp(Path(name)) != stamp[:2]]
+    except (OSError, DamagedFileError, KeyError, TypeError, ValueError, AttributeError) as error:
+        return "", f"it is damaged ({' '.join(str(error).split())[:80]})"
+    if versions:
+        return settings, f"it was made by another {' and '.join(versions)}"
+    return settings, f"{sources[0]} has changed or is gone" if sources else ""
+
+
 # -- sources -------------------------------------------------------------------------------------------------------
 
 
@@ -194,11 +237,31 @@ def _files_of(source: Source, blocks: Path | None) -> list[Path]:
     return [*files, *([] if blocks in (None, place) else [blocks])]
 
 
+def _versions() -> dict[str, Any]:
+    """By what a copy is made."""
+    return {
+        "format": FORMAT,
+        "foretoken": f"{foretoken.__version__} {source_digest()}",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _stamp(file: Path) -> list[int]:
+    """Size and time of change; empty for a file that is gone."""
+    try:
+        found = file.stat()
+    except OSError:
+        return []
+    return [found.st_size, found.st_mtime_ns]
+
+
 def _fingerprint(file: Path) -> list[Any]:
     """Name, size, time of change, and a hash of both ends: a head is at one of them."""
-    found, digest = file.stat(), hashlib.sha256()
+    size, changed = _stamp(file)
+    digest = hashlib.sha256()
     with file.open("rb") as stream:
         digest.update(stream.read(LOOKED_AT))
-        stream.seek(max(0, found.st_size - LOOKED_AT))
+        stream.seek(max(0, size - LOOKED_AT))
         digest.update(stream.read(LOOKED_AT))
-    return [str(file), found.st_size, found.st_mtime_ns, digest.hexdigest()]
+    return [str(file), size, changed, digest.hexdigest()]
