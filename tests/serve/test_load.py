@@ -181,9 +181,11 @@ def soak(start: Callable[..., Running], num_requests: int, llm: LLM) -> None:
 
 
 def figures_of(server: Running) -> dict[str, float]:
-    """Figures that clients can count, too, once no request is open: the thread counts after it has answered."""
+    """Figures that clients can count, too, once no request is open and no row runs: gauges are told after a step."""
     deadline = monotonic() + 20
-    while server.server.bridge._open and monotonic() < deadline:
+    while monotonic() < deadline and (
+        server.server.bridge._open or sum(figures(server.http.get("/metrics").text, "num_requests_running"))
+    ):
         sleep(0.02)
     page = server.http.get("/metrics").text
     for name in COUNTED:
