@@ -11,7 +11,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import PreTrainedModel
 
-from foretoken.errors import ForetokenError
+from foretoken.errors import CheckpointError, ForetokenError
 from foretoken.gguf.header import read_header
 from foretoken.loading.models import load_model
 from gguf_files import tokenizer_entries, write_llama
@@ -86,3 +86,15 @@ def test_a_lie_in_the_header_is_refused_by_name_or_does_no_harm(lie: str, num_fi
             assert model(torch.arange(8)[None]).logits.shape[:2] == (1, 8)
     if lie in ("dimensions", "offset", "end"):
         assert refused >= num_files // 2
+
+
+def test_a_type_of_smaller_blocks_is_refused(tmp_path: Path) -> None:
+    """Bytes behind the tensor would belong to nobody, and its weights would be others."""
+    written = write_llama(tmp_path / "m.gguf", Kind.Q8_0, vocab_size=512, num_hidden_layers=1)
+    data, name = bytearray(written.path.read_bytes()), b"blk.0.ffn_up.weight"
+    struct.pack_into("<I", data, data.index(name) + len(name) + 20, Kind.Q4_0)
+    written.path.write_bytes(data)
+    with pytest.raises(
+        CheckpointError, match=r"damaged in its header \(blk.0.ffn_up.weight ends at \d+, and .* begins"
+    ):
+        load_model(written.path)

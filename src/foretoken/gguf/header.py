@@ -51,6 +51,7 @@ class Header:
     Args:
       data_start: byte at which the tensors begin.
       num_bytes: of the whole file.
+      alignment: of tensors, in bytes.
     """
 
     path: Path
@@ -58,6 +59,7 @@ class Header:
     tensors: tuple[TensorInfo, ...]
     data_start: int
     num_bytes: int
+    alignment: int
 
     @property
     def architecture(self) -> str:
@@ -125,7 +127,7 @@ class _Reader:
         tensors = tuple(self.tensor() for _ in range(num_tensors))
         alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT)) or _DEFAULT_ALIGNMENT
         data_start = -(-self.stream.tell() // alignment) * alignment
-        return Header(self.path, metadata, tensors, data_start, self.num_bytes)
+        return Header(self.path, metadata, tensors, data_start, self.num_bytes, alignment)
 
     def tensor(self) -> TensorInfo:
         name, num_dimensions = self.string(), self.take("I")

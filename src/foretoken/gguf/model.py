@@ -147,16 +147,20 @@ def _not_dequantised(header: Header) -> dict[str, list[str]]:
 
 
 def _check_places(header: Header) -> None:
-    """Raises: CheckpointError for rows that are no whole blocks, and for tensors that lie over one another."""
+    """Raises: CheckpointError for rows that are no whole blocks, and for tensors that lie over one another or apart."""
     import gguf
 
-    before = None
+    before, alignment = None, header.alignment
     for tensor in sorted(header.tensors, key=lambda tensor: tensor.offset):
         elements = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type_id)][0]
         if tensor.shape and tensor.shape[-1] % elements:
             wrong = f"{tensor.name} has rows of {tensor.shape[-1]}, and {type_name(tensor)} has blocks of {elements}"
         elif before is not None and _end(before) > tensor.offset and tensor.num_elements:
             wrong = f"{before.name} reaches into {tensor.name}"
+        elif (
+            before is not None and -(-_end(before) // alignment) * alignment < tensor.offset
+        ):  # llama.cpp refuses it too
+            wrong = f"{before.name} ends at {_end(before)}, and {tensor.name} begins at {tensor.offset}"
         else:
             before = tensor
             continue
