@@ -24,7 +24,7 @@ from foretoken.engine.cost_model import SHARE, CostModel
 from foretoken.engine.drafter import Drafter, Requirements
 from foretoken.engine.engine import Engine
 from foretoken.engine.governor import Governor
-from foretoken.engine.patience import TO_LOSE, Patience
+from foretoken.engine.patience import TO_LOSE, TO_RETURN, Patience
 from foretoken.engine.sequence import Sequence
 from foretoken.model.capture import Wanted
 from foretoken.model.lm import CausalLM
@@ -50,14 +50,30 @@ def test_what_a_drafter_may_lose_is_limited(taken: float, num_arms: int) -> None
     lost = steps_to_the_end(patience, taken) * (taken - SHARE)
     assert TO_LOSE * num_arms <= lost <= TO_LOSE * num_arms + taken
     assert not patience.welcomes()
-    for _ in range(int(TO_LOSE * num_arms / SHARE) - 1):
+    for _ in range(int(TO_RETURN * TO_LOSE * num_arms / SHARE) - 1):
         patience.rested(1, 0.001)
         assert not patience.welcomes()
     for _ in range(2):
         patience.rested(1, 0.001)
     assert patience.welcomes()
     assert patience.totals.speedup == pytest.approx(1.0)
-    assert patience.totals.num_tokens == patience.totals.num_steps == int(TO_LOSE * num_arms / SHARE) + 1
+    assert patience.totals.num_tokens == patience.totals.num_steps == int(TO_RETURN * TO_LOSE * num_arms / SHARE) + 1
+
+
+@pytest.mark.parametrize("taken", [0.05, 0.6, 3.0])
+def test_what_is_lost_over_time_is_limited_though_it_is_tried_again(taken: float) -> None:
+    patience, lost, trials = Patience(), 0.0, 0
+    for step in range(20_000):
+        if step % 50 == 0 and not patience.is_attending:  # a row comes in
+            trials += patience.welcomes()
+        if patience.is_attending:
+            patience.attended(1, 1, taken * 0.001, 0.001, drafts=False)
+            lost += taken
+            patience.ends()
+        else:
+            patience.rested(1, 0.001)
+    assert trials >= 10
+    assert lost <= TO_LOSE + SHARE * 20_000 + taken * (trials + 1)
 
 
 def test_what_is_small_beside_a_step_is_borne() -> None:

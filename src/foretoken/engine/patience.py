@@ -11,6 +11,10 @@ TO_LOSE = 16.0
 """Plain steps whose time may be lost by each way of drafting before it is judged: an eighth of an answer, in which a
 drafter that loses a tenth of every step is watched for 160 of them."""
 
+TO_RETURN = 0.25
+"""Of that, what has to be there again before a drafter that was left is tried anew: other texts may suit it, and with
+all of it a session that begins with texts that do not went on without it for 1,600 steps."""
+
 BEARABLE = 0.03
 """Of a step that drafts nothing: what a drafter may take of it without being left (issue 26: never slower by more)."""
 
@@ -25,7 +29,7 @@ class Patience:
     it, and it takes in the text. Beside a step of 9 ms that is nothing, beside one of half a millisecond up to half of
     it. So what every step loses is taken from the account and what drafts bring is added, and `SHARE` of each step.
     When nothing is left, the rows that run go on without the drafter for good, and rows that come have none either,
-    until the account is full again.
+    until `TO_RETURN` of the account is there again; so what is lost over time stays below `SHARE`.
 
     Args:
       num_arms: ways of drafting that a governor has to try.
@@ -44,7 +48,7 @@ class Patience:
 
     def welcomes(self) -> bool:
         """Whether a row that comes in now has the drafter."""
-        self.is_attending = self.is_attending or self._left >= self._most
+        self.is_attending = self.is_attending or self._left >= TO_RETURN * self._most
         return self.is_attending
 
     def attended(self, num_rows: int, num_tokens: int, drafter_seconds: float, seconds: float, *, drafts: bool) -> None:
