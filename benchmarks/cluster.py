@@ -814,10 +814,7 @@ def deployed(changes: Mapping[str, Any], scaling: Mapping[str, Any], num_cpus: i
     finally:
         subprocess.run([*serve, "shutdown", "-y", *where], check=False, timeout=120, **silent)
         process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(60)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _await_end(process)
 
 
 def _free_ports(count: int) -> list[int]:
