@@ -4,6 +4,7 @@
         [--nodes 1 5 16 32] [--context 256] [--batch-sizes 8 32] [--prompts 512 2048] [--repeats 20] [--out steps.json]
 
     python benchmarks/steps.py --executions compiled --nodes --batch-sizes --prompts 2048 --chunks 128 512 --pauses 4000
+    python benchmarks/steps.py --formats bfloat16 int8 int4 stored Q4_K gptq --prompts
 
 Everything runs in turns. Times are milliseconds, minimum and median; ratios are medians of pairs with 95 % intervals.
 "linears" are the products of a forward with as many rows, one after another, so that weights are as cold as in one;
@@ -12,6 +13,9 @@ folder, "warm" from the same folder and in a process that has not seen the graph
 "chunks" reads a prompt as the engine does, in pieces of so many tokens, up to its first token. A pause is the longest
 time between two tokens of a row that runs while a prompt of that length comes.
 Ragged rows have texts of 60 to 400 tokens. "sum of nodes" is the time of one row with as many nodes as all rows have.
+With "formats" the arms are formats of weights by one execution, the last, and ratios are to the first of them; a format
+of files is made by rounding the model into its form in memory, with group sizes that fit. "floor" is the time in which
+its weights are read at the bandwidth of the same turns.
 """
 
 from __future__ import annotations
@@ -35,21 +39,66 @@ from foretoken.bench.provenance import provenance
 from foretoken.config.engine import EngineConfig
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.engine import Engine
+from foretoken.loading.models import load_model
+from foretoken.loading.packed_copy import adapter_of
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.execution import compiled_layers
 from foretoken.model.execution.compiled_layers import CompiledLayers
 from foretoken.model.execution.forwards import linears, replacement
-from foretoken.model.execution.packing import PackedLinear
+from foretoken.model.execution.packing import PackedLinear, dense_weight
+from foretoken.model.execution.rounding import ROUNDINGS, STORED, roundable, take_codes
 from foretoken.model.lm import CausalLM
 from foretoken.model.nodes import Nodes
+from foretoken.native.codes import Codes, Form, StoredCodes, Unrounded
 
 RAGGED = (60, 400)
+SINGLE, HALF, BYTE = torch.float32, torch.float16, torch.uint8
+Q8_0, Q6_K = Form(8, 32, HALF), Form(8, 16, SINGLE)
+FORMS: dict[str, tuple[Form, Form | None]] = {
+    "Q8_0": (Q8_0, Q8_0),
+    "Q6_K": (Q6_K, Q6_K),
+    "Q5_0": (Q8_0, Q8_0),
+    "Q5_1": (Form(8, 32, HALF, HALF), Q8_0),
+    "Q5_K": (Form(8, 32, SINGLE, SINGLE), Q6_K),
+    "Q4_0": (Form(4, 32, HALF), Q8_0),
+    "Q4_1": (Form(4, 32, HALF, HALF), Q8_0),
+    "Q4_K": (Form(4, 32, SINGLE, SINGLE), Q6_K),
+    "gptq": (Form(4, 64, HALF), None),
+    "awq": (Form(4, 64, HALF, BYTE), None),  # and GPTQ with zero points
+    "gptq-8": (Form(8, 64, HALF), None),
+    "ct-int8": (Form(8, 0, SINGLE), None),  # compressed-tensors
+    "ct-int4": (Form(4, 64, SINGLE), None),
+    "ct-int4-zeros": (Form(4, 64, SINGLE, BYTE), None),
+}
+"""Of a format of files, how layers lie in memory, and the output embedding, which is left as it is by None."""
 
 
 def load(options: argparse.Namespace) -> PreTrainedModel:
     name = options.model
     path = zoo.path(name.removeprefix("zoo:")) if name.startswith("zoo:") else name
     return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, options.dtype)).eval()
+
+
+def in_form(layer: torch.nn.Module, form: Form) -> StoredCodes:
+    """The weight of a layer, rounded."""
+    codes = Unrounded(dense_weight(layer), form).codes()
+    return StoredCodes.of(Codes(codes.numbers, codes.bits, codes.scales.to(form.scales), codes.zeros, codes.group))
+
+
+def of_format(name: str, options: argparse.Namespace) -> CausalLM:
+    """The model with weights of a format, and nothing else in memory."""
+    kind = options.executions[-1]
+    if name in FORMS:
+        model, (of_layers, of_output) = load(options), FORMS[name]
+        output = model.get_output_embeddings()
+        forms = {layer: of_output if layer is output else of_layers for layer in roundable(model)}
+        codes = {layer: in_form(layer, form) for layer, form in forms.items() if form is not None}
+        take_codes(model, codes, dtype=model.dtype)
+        return CausalLM(model, execution=kind, release_originals=True, probe=False, quantization=STORED)
+    if name not in (options.dtype, STORED, *ROUNDINGS):
+        raise SystemExit(f"format {name!r}: known are {options.dtype}, {', '.join((*ROUNDINGS, STORED, *FORMS))}")
+    rounded, stored = (name if name in ROUNDINGS else None), (name if name == STORED else None)
+    return adapter_of(load_model(options.model, dtype=options.dtype, quantization=rounded, weights=stored), kind)
 
 
 def filled(lm: CausalLM, lengths: list[int]) -> KVCache:
@@ -73,6 +122,11 @@ def products(lm: CausalLM) -> list[tuple[Any, int]]:
         run = forward.product if isinstance(forward, PackedLinear) else layer
         found.setdefault(id(run), (run, layer.in_features))
     return list(found.values())
+
+
+def bytes_read(lm: CausalLM) -> int:
+    """Of all products of a forward."""
+    return sum(run.matrix.num_bytes for run, _ in products(lm))
 
 
 @torch.inference_mode()
@@ -157,6 +211,9 @@ def main() -> None:
     parser.add_argument("--model", default="zoo:smollm2")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--executions", nargs="+", default=["eager", "packed", "compiled"])
+    parser.add_argument(
+        "--formats", nargs="*", default=[], help=f"{STORED}, {', '.join((*ROUNDINGS, *FORMS))}, or the dtype"
+    )
     parser.add_argument("--nodes", nargs="*", type=int, default=[1, 5, 16, 32])
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--batch-sizes", nargs="*", type=int, default=[8, 32])
@@ -168,13 +225,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     result: dict[str, Any] = {"provenance": provenance(), "options": {k: str(v) for k, v in vars(options).items()}}
-    if "compiled" in options.executions and not options.skip_compile_times:
+    if "compiled" in options.executions and not options.formats and not options.skip_compile_times:
         result["compile_seconds"] = compile_times(options)
     model = load(options)
-    lms = {kind: CausalLM(model, execution=kind, probe=False) for kind in options.executions}
-    last = lms[options.executions[-1]]
+    if options.formats:
+        lms = {name: of_format(name, options) for name in options.formats}
+        sizes = {name: bytes_read(lm) for name, lm in lms.items()}
+    else:
+        lms, sizes = {kind: CausalLM(model, execution=kind, probe=False) for kind in options.executions}, {}
+    last = list(lms.values())[-1]
 
-    every = products(last)
+    every = [] if options.formats else products(last)
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     memory = torch.ones(num_bytes // 8, dtype=torch.int64)
     caches = {kind: filled(lm, [options.context]) for kind, lm in lms.items()}
@@ -184,10 +245,19 @@ def main() -> None:
         tasks: dict[str, Callable[[], object]] = {
             kind: lambda lm=lm, kind=kind, nodes=nodes: lm.forward(nodes, caches[kind]) for kind, lm in lms.items()
         }
-        tasks["linears"] = lambda given=given: [run(given[size]) for run, size in every]
+        if not options.formats:
+            tasks["linears"] = lambda given=given: [run(given[size]) for run, size in every]
         tasks["bandwidth"] = memory.sum
         title = f"{count} nodes after {options.context} tokens"
-        result[f"nodes {count}"] = show(title, in_turns(tasks, options.repeats), "linears")
+        found = result[f"nodes {count}"] = show(
+            title, in_turns(tasks, options.repeats), (options.formats or ["linears"])[0]
+        )
+        for name, size in sizes.items():
+            floor = found["bandwidth"]["median"] * size / num_bytes
+            found[name] |= {"bytes": size, "floor": floor}
+            print(
+                f"  {name:28} {size / 1e6:8.1f} MB read, floor {floor:.1f}, {floor / found[name]['median']:.2f} of it"
+            )
     for size in options.batch_sizes:
         lengths = np.random.default_rng(size).integers(*RAGGED, size).tolist()
         batches = {kind: filled(lm, lengths) for kind, lm in lms.items() if kind != "eager"}
@@ -199,7 +269,7 @@ def main() -> None:
             tasks[f"{kind}, a node each"] = lambda lm=lm, cache=cache, one=one: lm.forward(one, cache, listed=True)
             tasks[f"{kind}, one row of 8"] = lambda lm=lm, cache=cache, wide=wide: lm.forward(wide, cache, listed=True)
             tasks[f"{kind}, sum of nodes"] = lambda lm=lm, kind=kind, chain=chain: lm.forward(chain, caches[kind])
-        base = f"{list(batches)[-1]}, sum of nodes"
+        base = f"{options.formats[0]}, a node each" if options.formats else f"{list(batches)[-1]}, sum of nodes"
         result[f"batch {size}"] = show(f"{size} ragged rows", in_turns(tasks, options.repeats), base)
     for length in options.prompts:
         prompt = torch.tensor([text(length, 1)])

@@ -98,3 +98,34 @@ def test_a_type_of_smaller_blocks_is_refused(tmp_path: Path) -> None:
         CheckpointError, match=r"damaged in its header \(blk.0.ffn_up.weight ends at \d+, and .* begins"
     ):
         load_model(written.path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "size", "refusal"),
+    [
+        ("llama.block_count", 2**24, "states 16777216 layers .* and holds tensors of 1"),
+        ("llama.feed_forward_length", 2**20, r"holds \d+ weights, and a model of the sizes that it states has 8\d+"),
+        ("llama.vocab_size", 2**20, r"holds \d+ weights, and a model of the sizes that it states has 5\d+"),
+    ],
+)
+def test_sizes_that_the_file_has_no_weights_for_are_refused(
+    entry: str, size: int, refusal: str, tmp_path: Path
+) -> None:
+    """Before modules or weights are made of them: one damaged byte of a number of layers filled the memory."""
+    metadata = {**dict.fromkeys(tokenizer_entries()), entry: size}
+    written = write_llama(tmp_path / "m.gguf", Kind.Q8_0, metadata=metadata, vocab_size=512, num_hidden_layers=1)
+    with pytest.raises(CheckpointError, match=refusal):
+        load_model(written.path)
+
+
+def test_an_alignment_below_nothing_is_refused(tmp_path: Path) -> None:
+    """Tensors would begin within the header."""
+    written = write_llama(
+        tmp_path / "m.gguf", Kind.Q8_0, metadata={"general.alignment": 32}, vocab_size=512, num_hidden_layers=1
+    )
+    data, name = bytearray(written.path.read_bytes()), b"general.alignment"
+    place = data.index(name) + len(name)
+    struct.pack_into("<Ii", data, place, 5, -32)
+    written.path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"damaged in its header \(general.alignment is -32\)"):
+        read_header(written.path)

@@ -70,6 +70,16 @@ class Header:
         return self.metadata.get(f"{self.architecture}.{key}")
 
 
+def aligned(place: int, alignment: int) -> int:
+    """The first multiple of an alignment that is not before a byte.
+
+    Example:
+        >>> aligned(33, 32), aligned(64, 32)
+        (64, 64)
+    """
+    return -(-place // alignment) * alignment
+
+
 def is_gguf(file: Path | str) -> bool:
     """Whether a file begins like a GGUF file, whatever its name."""
     try:
@@ -126,7 +136,9 @@ class _Reader:
             metadata[key] = self.value(self.take("I"))
         tensors = tuple(self.tensor() for _ in range(num_tensors))
         alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT)) or _DEFAULT_ALIGNMENT
-        data_start = -(-self.stream.tell() // alignment) * alignment
+        if alignment < 0:  # tensors would begin within the header
+            raise ValueError(f"general.alignment is {alignment}")
+        data_start = aligned(self.stream.tell(), alignment)
         return Header(self.path, metadata, tensors, data_start, self.num_bytes, alignment)
 
     def tensor(self) -> TensorInfo:

@@ -7,6 +7,7 @@ is added here or refused.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,10 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
-from foretoken.gguf.header import Header, TensorInfo
+from foretoken.gguf.header import Header, TensorInfo, aligned
 from foretoken.gguf.packages import INSTALL, missing_packages
 
 _ROPE_FREQS = "rope_freqs.weight"
+_BLOCK = re.compile(r"blk\.(\d+)\.")
 _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # type ids of tensors that are not in blocks
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -67,6 +69,7 @@ def check_readable(header: Header) -> None:
             f"{version('gguf')} cannot dequantise; convert the model to another type, such as Q8_0 or F16"
         )
     _check_places(header)
+    _check_blocks(header)
     end = max((_end(tensor) for tensor in header.tensors), default=0) + header.data_start
     if end > header.num_bytes:
         raise CheckpointError(
@@ -83,6 +86,7 @@ def load(header: Header, dtype: torch.dtype) -> Any:
     where: dict[str, Any] = {"gguf_file": header.path.name, "local_files_only": True}
     config = AutoConfig.from_pretrained(header.path.parent, **where)
     _scale_positions(config, header)
+    _check_sizes(config, header)
     with _obedient_progress_bar():
         model, report = AutoModelForCausalLM.from_pretrained(
             header.path.parent, config=config, dtype=dtype, output_loading_info=True, **where, **_unpacked()
@@ -150,21 +154,30 @@ def _check_places(header: Header) -> None:
     """Raises: CheckpointError for rows that are no whole blocks, and for tensors that lie over one another or apart."""
     import gguf
 
-    before, alignment = None, header.alignment
+    before = None
     for tensor in sorted(header.tensors, key=lambda tensor: tensor.offset):
         elements = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type_id)][0]
         if tensor.shape and tensor.shape[-1] % elements:
             wrong = f"{tensor.name} has rows of {tensor.shape[-1]}, and {type_name(tensor)} has blocks of {elements}"
         elif before is not None and _end(before) > tensor.offset and tensor.num_elements:
             wrong = f"{before.name} reaches into {tensor.name}"
-        elif (
-            before is not None and -(-_end(before) // alignment) * alignment < tensor.offset
-        ):  # llama.cpp refuses it too
+        elif before is not None and aligned(_end(before), header.alignment) < tensor.offset:  # llama.cpp refuses it too
             wrong = f"{before.name} ends at {_end(before)}, and {tensor.name} begins at {tensor.offset}"
         else:
             before = tensor
             continue
         raise CheckpointError(f"{header.path} is damaged in its header ({wrong}); download or copy it again")
+
+
+def _check_blocks(header: Header) -> None:
+    """Raises: CheckpointError for more layers than there are tensors of: modules would be made of each first."""
+    stated = header.of_architecture("block_count")
+    held = {found[1] for tensor in header.tensors if (found := _BLOCK.match(tensor.name))}
+    if isinstance(stated, int) and stated > len(held):
+        raise CheckpointError(
+            f"{header.path} states {stated} layers ({header.architecture}.block_count) and holds tensors of "
+            f"{len(held)}: it is damaged in its header; download or copy it again"
+        )
 
 
 def _end(tensor: TensorInfo) -> int:
@@ -237,6 +250,19 @@ def _rope_factors(header: Header) -> list[float] | None:
         stream.seek(header.data_start + tensor.offset)
         data = bytearray(stream.read(4 * tensor.num_elements))
     return [float(value) for value in torch.frombuffer(data, dtype=torch.float32)]
+
+
+def _check_sizes(config: Any, header: Header) -> None:
+    """Raises: CheckpointError for a model of more weights than the file holds: memory would be taken for all first."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    wanted = sum(weight.numel() for weight in model.parameters())
+    held = sum(tensor.num_elements for tensor in header.tensors)
+    if wanted > held:
+        raise CheckpointError(
+            f"{header.path} holds {held} weights, and a model of the sizes that it states has {wanted}: it is damaged "
+            "in its header, or lacks tensors; download or convert the model again"
+        )
 
 
 def _check_complete(model: Any, missing: list[str], header: Header) -> None:
