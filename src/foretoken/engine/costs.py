@@ -11,7 +11,6 @@ from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from time import gmtime, perf_counter, process_time, strftime
@@ -19,7 +18,9 @@ from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
+import transformers
 
+import foretoken
 from foretoken.engine.cost_model import FEW, CostCurve, read_seconds
 from foretoken.engine.memory import bytes_per_token
 from foretoken.folders import cache_folder, keep_json
@@ -344,7 +345,7 @@ def _device(name: str) -> str:
 
 @cache
 def _versions() -> list[str]:
-    return [version(name) for name in ("foretoken", "torch", "transformers")]
+    return [foretoken.__version__, torch.__version__, transformers.__version__]
 
 
 def _digest(value: Any) -> str:

@@ -11,7 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK_ELEMENTS = 400_000
-"""Logits of a block, in float32 about 1.6 MB: what the second-level cache of a core holds."""
+"""Logits of a block on a CPU, in float32 about 1.6 MB: what the second-level cache of a core holds."""
+
+BLOCK_ELEMENTS_ELSEWHERE = 1 << 26
+"""And on an accelerator, where every call takes longer than the numbers of such a block."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ class DistilledOutput(torch.autograd.Function):
         wide = torch.float64 if states.dtype == torch.float64 else torch.float32
         narrow = weight.dtype if not weight.requires_grad or wide == torch.float64 else states.dtype
         logits = states.to(narrow) @ weight.detach().to(narrow).T
-        size = max(1, BLOCK_ELEMENTS // logits.shape[1])
+        elements = BLOCK_ELEMENTS if logits.device.type == "cpu" else BLOCK_ELEMENTS_ELSEWHERE
+        size = max(1, elements // logits.shape[1])
         losses = torch.empty(len(logits), dtype=wide, device=logits.device)
         right = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
         for start in range(0, len(logits), size):

@@ -411,6 +411,24 @@ class TestGroupedAttention:
         else:
             assert torch.equal(grouped_sdpa(module, query, key, key, shared, softcap=1.0)[0], want)
 
+    def test_a_kernel_may_lay_out_its_result_otherwise(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """CUDA's for float32 turns rows and heads; what was a view of them failed there, and with it every head."""
+        module = nn.Module()
+        module.num_key_value_groups = 2
+        torch.manual_seed(2)
+        query, key, value = torch.randn(3, 4, 5, 8), torch.randn(3, 2, 7, 8), torch.randn(3, 2, 7, 8)
+        mask = torch.rand(3, 1, 5, 7) < 0.7
+        mask[..., 0] = True
+        want, _ = grouped_sdpa(module, query, key, value, mask)
+        own = F.scaled_dot_product_attention
+
+        def turned(*args, **kwargs):
+            return own(*args, **kwargs).transpose(1, 2).contiguous().transpose(1, 2)
+
+        monkeypatch.setattr(F, "scaled_dot_product_attention", turned)
+        got, _ = grouped_sdpa(module, query, key, value, mask)
+        assert torch.equal(got, want)
+
     def test_copies_neither_keys_nor_values(self, monkeypatch: pytest.MonkeyPatch) -> None:
         module = nn.Module()
         module.num_key_value_groups = 4

@@ -198,7 +198,8 @@ def _grouped(
         # heads 0..g-1 share key head 0: (B, H_kv * g, N, D) -> (B, H_kv, g * N, D)
         query = query.reshape(num_rows, key.shape[1], -1, size)
     output = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling)
-    return output.view(num_rows, num_heads, num_queries, output.shape[3]).transpose(1, 2)
+    # some kernels (CUDA's, in float32) give their result with the dimensions of rows and heads turned
+    return output.reshape(num_rows, num_heads, num_queries, output.shape[3]).transpose(1, 2)
 
 
 PLAIN_ARGUMENTS = ("dropout", "scaling", "is_causal")

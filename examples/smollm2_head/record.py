@@ -1,0 +1,46 @@
+"""What goes with a head into the zoo: digests of the prompts that it was trained on, and where it came from."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import lzma
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from answers import rows_of
+from train import is_held_out
+from transformers import AutoTokenizer
+
+from foretoken import zoo
+from foretoken.train.examples import is_evaluation
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--answers", type=Path, required=True, help="of answers.py, or xz-compressed")
+    parser.add_argument("--prompts", type=Path, required=True, help="of prompts.py")
+    parser.add_argument("--trained-on", type=Path, required=True)
+    options = parser.parse_args()
+    data = options.answers.read_bytes()
+    answers = np.load(io.BytesIO(lzma.decompress(data) if options.answers.suffix == ".xz" else data))
+    prompts = np.load(options.prompts)
+    before, closing = int(prompts["num_before"]), len(prompts["closing"])
+    tokenizer = AutoTokenizer.from_pretrained(zoo.path("smollm2", "tokenizer"), local_files_only=True)
+    digests, kinds = set(), Counter()
+    for row, kind in zip(rows_of(answers, "prompt"), answers["kinds"].tolist(), strict=True):
+        text = tokenizer.decode(row[before:-closing])
+        if is_evaluation(text):
+            raise SystemExit(f"a prompt is one of an evaluation set: {text!r}")
+        if not is_held_out(row):
+            digests.add(hashlib.sha256(" ".join(text.split()).lower().encode()).hexdigest()[:8])
+            kinds[kind] += 1
+    options.trained_on.write_text("".join(f"{digest}\n" for digest in sorted(digests)))
+    print(json.dumps({"prompts": len(digests), "by_kind": dict(kinds)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,387 @@
+"""Trains EAGLE-3's head for SmolLM2 on millions of its answers, many texts at a time, on a GPU.
+
+What is computed is what `foretoken train eagle3` computes text by text (`check.py` holds the two against each other):
+soft cross entropy against the target's law at several steps of a draft. Rates follow the clock, so that a lent machine
+is used to its end. The head is written at every measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from answers import EOS, LAYER, Weights, forward, rows_of
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from foretoken import zoo
+from foretoken.heads.checkpoint import write_checkpoint
+from foretoken.heads.eagle import EagleHead, EagleShape, default_streams
+from foretoken.heads.eagle_layouts import write_eagle
+from foretoken.heads.layers import LayerShape, Placed
+from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.model.execution.attention import seen_by
+from foretoken.train.losses import DistilledOutput
+from foretoken.train.recipe import TargetParts
+from foretoken.train.start import begin_as
+
+VOCABULARY_SIZE = 49_152
+
+
+@dataclass(frozen=True)
+class Text:
+    token_ids: list[int]
+    first: int
+    temperature: float
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.token_ids[: self.first + 2]
+
+    @property
+    def num_drafts(self) -> int:
+        return len(self.token_ids) - 2 - self.first
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts side by side, and where in them drafts begin.
+
+    Args:
+      token_ids: int64 (B, T), filled up with EOS.
+      entries: int64 (B, A), the entries from which drafts begin, filled up with the last.
+      places: by step int64 (M_j,), which of the B x A drafts have a token to say at that depth.
+      laws: by step int64 (M_j,), the row of the law of each, among those of the first step.
+      labels: by step int64 (M_j,), the tokens of the texts.
+    """
+
+    token_ids: Tensor
+    entries: Tensor
+    places: list[Tensor]
+    laws: list[Tensor]
+    labels: list[Tensor]
+
+    @classmethod
+    def of(cls, texts: list[Text], num_steps: int, device: torch.device) -> Batch:
+        width = -(-(max(len(text.token_ids) for text in texts) + num_steps) // 32) * 32
+        ids = np.full((len(texts), width), EOS, np.int64)
+        for place, text in enumerate(texts):
+            ids[place, : len(text.token_ids)] = text.token_ids
+        first = np.asarray([text.first for text in texts])
+        count = np.asarray([text.num_drafts for text in texts])
+        deep = -(-int(count.max()) // 32) * 32
+        steps = np.arange(deep)
+        entries = np.minimum(first[:, None] + steps, width - 3 - num_steps)
+        is_draft = steps < count[:, None]
+        numbers = np.cumsum(is_draft.reshape(-1)).reshape(is_draft.shape) - 1
+        places, laws, labels = [], [], []
+        for step in range(num_steps):
+            rows, columns = np.nonzero(steps < count[:, None] - step)
+            places.append(rows * deep + columns)
+            laws.append(numbers[rows, columns + step])
+            labels.append(ids[rows, first[rows] + columns + 2 + step])
+
+        def there(array: np.ndarray) -> Tensor:
+            tensor = torch.from_numpy(array)
+            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+        return cls(there(ids), there(entries), *([there(one) for one in parts] for parts in (places, laws, labels)))
+
+
+class States:
+    """Keys and values of every step of a draft, by layer, with their gradients."""
+
+    def __init__(self) -> None:
+        self.by_layer: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        self.by_layer.setdefault(layer_idx, []).append((keys, values))
+        return keys, values
+
+
+def attention(states: States, entries: Tensor) -> Any:
+    """Attention of a step: the entries of texts see those before them, those of drafts the text and their own."""
+
+    def seen(module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **_options: Any) -> Tensor:
+        own = states.by_layer[module.index]
+        if len(own) == 1:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
+        rows, heads, num, size = query.shape
+        groups = key.shape[1]
+        grouped = query.view(rows, groups, -1, num, size)
+        (first_keys, first_values), *later = own
+        scores = grouped.flatten(2, 3) @ first_keys.transpose(-1, -2)
+        scores = scores.view(rows, groups, -1, num, scores.shape[-1])
+        columns = torch.arange(scores.shape[-1], device=query.device)
+        scores = scores.masked_fill(columns > entries[:, None, None, :, None], -torch.inf)
+        by_step = [(grouped * keys[:, :, None]).sum(-1, keepdim=True) for keys, _ in later]
+        shares = (torch.cat([scores, *by_step], dim=-1) * size**-0.5).softmax(-1).to(value.dtype)
+        text, *drafts = shares.split([scores.shape[-1], *([1] * len(later))], dim=-1)
+        mixed = (text.flatten(2, 3) @ first_values).view(rows, groups, -1, num, size)
+        for share, (_, values) in zip(drafts, later, strict=True):
+            mixed = mixed + share * values[:, :, None]
+        return mixed.reshape(rows, heads, num, size).transpose(1, 2)
+
+    return seen
+
+
+def drafted(head: EagleHead, fused: Tensor, embedded: Tensor, batch: Batch, num_steps: int) -> Iterator[Tensor]:
+    """What the head puts out at every step for every draft: (B * A, H) each."""
+    states = States()
+    rows, num = batch.token_ids.shape[0], fused.shape[1] - 2
+    every = torch.arange(rows, device=fused.device)[:, None]
+    entries = torch.arange(num, device=fused.device).expand(rows, -1)
+    with seen_by(attention(states, batch.entries)):
+        outputs = head(embedded[:, 1 : num + 1], fused[:, :num], Placed(*head.place(entries), None, states))
+        outputs = outputs[every, batch.entries]
+        yield outputs.flatten(0, 1)
+        for step in range(1, num_steps):
+            fed = embedded[every, batch.entries + 1 + step]
+            outputs = head(fed, outputs, Placed(*head.place(batch.entries + step), None, states))
+            yield outputs.flatten(0, 1)
+
+
+class Training:
+    """A head, the target whose drafts it learns, and losses of batches."""
+
+    def __init__(self, head: EagleHead, weights: Weights, num_steps: int, decay: float, autocast: bool) -> None:
+        self.head, self.weights, self.num_steps, self.decay, self.autocast = head, weights, num_steps, decay, autocast
+        device = weights.norm.device
+        vocabulary = head.vocabulary or DraftVocabulary.full(VOCABULARY_SIZE)
+        self.kept = vocabulary.rows_of_layer(weights.embedding)
+        self.t2d = vocabulary.t2d.to(device)
+
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Loss by draft of the first step, sums of losses by step, and by step whether every draft was right."""
+        device = batch.token_ids.device
+        with torch.no_grad():
+            positions = torch.arange(batch.token_ids.shape[1], device=device).expand(len(batch.token_ids), -1)
+            last, layers = forward(self.weights, batch.token_ids, positions, wanted=self.head.shape.layer_inputs)
+            last = F.rms_norm(last, self.weights.norm.shape, self.weights.norm, self.weights.eps)
+            every = torch.arange(len(last), device=device)[:, None]
+            states = last[every, batch.entries + 1].flatten(0, 1)[batch.places[0]]
+            law = states @ self.kept.T
+            embedded = F.embedding(batch.token_ids, self.weights.embedding)
+            streams = torch.cat([layers[layer] for layer in self.head.shape.streams], dim=-1)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
+            fused = self.head.features(streams.to(self.head.dtype))
+            outputs = drafted(self.head, fused, embedded.to(self.head.dtype), batch, self.num_steps)
+            parts = [self.head.before_output(out[places]) for out, places in zip(outputs, batch.places, strict=True)]
+            by_place, is_right = DistilledOutput.apply(torch.cat(parts), self.kept, law, torch.cat(batch.laws))
+        counts = [len(places) for places in batch.places]
+        is_drafted = self.t2d[torch.cat(batch.labels)]
+        by_step = [part.sum() for part in (by_place * is_drafted).split(counts)]
+        right = list((is_right & is_drafted).split(counts))
+        loss = sum(self.decay**step * part for step, part in enumerate(by_step)) / counts[0]
+        return loss, torch.stack([part.detach() for part in by_step]), right
+
+
+def as_chain(batch: Batch, right: list[Tensor]) -> list[int]:
+    """How many drafts of the first step were right up to each depth."""
+    held = torch.zeros(batch.entries.numel(), dtype=torch.bool, device=batch.entries.device)
+    found = []
+    for step, (places, hits) in enumerate(zip(batch.places, right, strict=True)):
+        now = torch.zeros_like(held)
+        now[places] = hits
+        held = now if step == 0 else held & now
+        found.append(int(held.sum()))
+    return found
+
+
+def target_parts(path: Path) -> TargetParts:
+    found = load_file(path / "model.safetensors")
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    layers = [
+        {name: found[f"model.layers.{number}.{name}.weight"] for name in LAYER}
+        for number in range(config.num_hidden_layers)
+    ]
+    embedding = found["model.embed_tokens.weight"]
+    return TargetParts(
+        name="zoo:smollm2",
+        embedding=embedding,
+        output=embedding,
+        norm=found["model.norm.weight"],
+        num_layers=config.num_hidden_layers,
+        layer=LayerShape.of(config),
+        eos_token_ids=(EOS,),
+        layers=layers,
+        context=config.max_position_embeddings,
+    )
+
+
+def new_head(options: argparse.Namespace, texts: list[Text], target: TargetParts) -> EagleHead:
+    counts = Counter(token for text in texts for token in text.token_ids[text.first + 2 :])
+    vocabulary = DraftVocabulary.most_frequent(counts, options.vocabulary, VOCABULARY_SIZE, always=(EOS,))
+    covered = sum(counts[token] for token in vocabulary.target_ids.tolist()) / sum(counts.values())
+    print(f"{len(vocabulary)} tokens that can be drafted are {covered:.4f} of those of the answers", flush=True)
+    shape = EagleShape(
+        generation=3,
+        layer=replace(target.layer, intermediate_size=options.intermediate),
+        target_size=target.hidden_size,
+        streams=tuple(options.streams) if options.streams else default_streams(target.num_layers),
+        num_layers_of_target=target.num_layers,
+        num_layers=options.num_layers,
+        shares_output=True,
+    )
+    head = EagleHead(shape, vocabulary)
+    begin_as(head, target)
+    return head
+
+
+def is_held_out(prompt: list[int]) -> bool:
+    """One prompt in 128, by its tokens."""
+    return hash(tuple(prompt[:-2])) % 128 == 0
+
+
+def texts_of(file: Path) -> list[Text]:
+    data = np.load(file)
+    found = []
+    for prompt, answer, heat in zip(
+        rows_of(data, "prompt"), rows_of(data, "answer"), data["temperatures"], strict=True
+    ):
+        text = Text(prompt + answer, len(prompt) - 2, float(heat))
+        if text.num_drafts >= 4:
+            found.append(text)
+    return found
+
+
+def batches(texts: list[Text], size: int, rng: random.Random) -> Iterator[list[Text]]:
+    """Batches of about so many drafts, of texts of like lengths, without an end."""
+    while True:
+        order = list(texts)
+        rng.shuffle(order)
+        ready = []
+        for start in range(0, len(order), 8192):
+            pool = sorted(order[start : start + 8192], key=lambda text: (len(text.token_ids) // 96, text.num_drafts))
+            batch: list[Text] = []
+            for text in pool:
+                batch.append(text)
+                longest = max(len(one.token_ids) for one in batch) * len(batch)
+                if sum(one.num_drafts for one in batch) >= size or longest >= 4 * size:
+                    ready.append(batch)
+                    batch = []
+            if batch:
+                ready.append(batch)
+        rng.shuffle(ready)
+        yield from ready
+
+
+def measured(training: Training, held_out: list[list[Text]], device: torch.device) -> dict[str, Any]:
+    """Agreement by depth on held-out texts; as a chain on greedy ones, with the tokens of a step."""
+    losses, hits, counts, chain, drafts = (torch.zeros(training.num_steps, dtype=torch.float64) for _ in range(5))
+    with torch.no_grad():
+        for texts in held_out:
+            batch = Batch.of(texts, training.num_steps, device)
+            _, by_step, right = training.losses(batch)
+            losses += by_step.double().cpu()
+            hits += torch.tensor([float(part.sum()) for part in right])
+            counts += torch.tensor([float(len(part)) for part in right])
+            if texts[0].temperature == 0:
+                chain += torch.tensor([float(count) for count in as_chain(batch, right)])
+                drafts += sum(text.num_drafts for text in texts)
+    return {
+        "loss_by_depth": [round(x, 4) for x in (losses / counts).tolist()],
+        "agreement_by_depth": [round(x, 4) for x in (hits / counts).tolist()],
+        "greedy_chain": [round(x, 4) for x in (chain / drafts).tolist()],
+        "tokens_per_step": round(1 + float((chain / drafts).sum()), 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--answers", type=Path, required=True, help="of answers.py")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, required=True, help="of training; the rate falls to their end")
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--intermediate", type=int, default=1408)
+    parser.add_argument("--num-layers", type=int, default=1)
+    parser.add_argument("--num-steps", type=int, default=5)
+    parser.add_argument("--decay", type=float, default=0.8)
+    parser.add_argument("--streams", type=int, nargs="*", default=())
+    parser.add_argument("--batch", type=int, default=8192, help="drafts of a step")
+    parser.add_argument("--rate", type=float, default=1.5e-3)
+    parser.add_argument("--warmup", type=float, default=0.03)
+    parser.add_argument("--floor", type=float, default=0.01)
+    parser.add_argument("--measurements", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(options.seed)
+    rng = random.Random(options.seed)
+    texts = texts_of(options.answers)
+    kept_out = [text for text in texts if is_held_out(text.prompt)]
+    texts = [text for text in texts if not is_held_out(text.prompt)]
+    held_out = [
+        part[i : i + 16]
+        for part in ([t for t in kept_out if t.temperature == 0], [t for t in kept_out if t.temperature > 0])
+        for i in range(0, len(part), 16)
+    ]
+    path = Path(zoo.path("smollm2"))
+    weights = Weights.load(device, torch.bfloat16)
+    head = new_head(options, texts, target_parts(path)).to(device)
+    training = Training(head, weights, options.num_steps, options.decay, autocast=True)
+    parameters = list(head.parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.01},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=options.rate,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+    print(
+        f"{len(texts)} texts, {sum(t.num_drafts for t in texts)} drafts, {head.num_parameters} parameters", flush=True
+    )
+    begun, num_drafts, history = time.monotonic(), 0, []
+    due = 1 / options.measurements
+    for num_steps, batch_texts in enumerate(batches(texts, options.batch, rng)):
+        share = (time.monotonic() - begun) / options.seconds
+        if share >= due or share >= 1:
+            entry = {"seconds": round(time.monotonic() - begun, 1), "steps": num_steps, "drafts": num_drafts}
+            entry |= measured(training, held_out, device)
+            history.append(entry)
+            print(json.dumps(entry), flush=True)
+            save(options, head, history)
+            due += 1 / options.measurements
+            if share >= 1:
+                break
+        rate = options.rate * min(1.0, max(share, 1e-3) / options.warmup)
+        if share > options.warmup:
+            left = (1 - share) / (1 - options.warmup)
+            rate = options.rate * (options.floor + (1 - options.floor) * (1 - math.cos(math.pi * left)) / 2)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss, _, _ = training.losses(Batch.of(batch_texts, options.num_steps, device))
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        num_drafts += sum(text.num_drafts for text in batch_texts)
+        if num_steps % 200 == 199 and not math.isfinite(float(loss.detach())):
+            raise SystemExit(f"the loss is {float(loss.detach())} at step {num_steps}")
+
+
+def save(options: argparse.Namespace, head: EagleHead, history: list[dict[str, Any]]) -> None:
+    config, tensors = write_eagle(head, "zoo:smollm2")
+    halved = {key: value.bfloat16() if value.is_floating_point() else value for key, value in tensors.items()}
+    facts = {"first_token_acceptance": round(history[-1]["agreement_by_depth"][0], 2)}
+    write_checkpoint(options.out, {**config, **facts}, {key: value.cpu().contiguous() for key, value in halved.items()})
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    (options.out / "history.json").write_text(json.dumps({"settings": settings, "history": history}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
