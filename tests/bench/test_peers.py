@@ -73,7 +73,8 @@ def main():
         if "broken" in plan:
             raise RuntimeError(plan["broken"])
         entries = [
-            Entry(one["name"], one["kind"], "fake", candidates(one), one.get("counts", True), one.get("num_rows", 1))
+            Entry(one["name"], one["kind"], one.get("numerics", "fake"), candidates(one), one.get("counts", True),
+                  one.get("num_rows", 1))
             for one in plan["entries"]
         ]
         return plan["name"] + " 1.0", entries
@@ -216,6 +217,18 @@ def test_quantised_arms_are_shown_apart(track: Track) -> None:
     assert "does not count" in text
 
 
+def test_own_quantised_arms_are_compared_with_those_of_others(track: Track) -> None:
+    own = [OWN[0], entry("plain int8", slow=0.002, counts=False)]
+    peer = [entry("plain"), entry("plain q8_0", slow=0.004, counts=False)]
+    outcome = track.run([track.launch("foretoken", own), track.launch("other", peer)])
+    plain = {(one.arm, one.base): one.counts for one in outcome.heats[0].verdicts if one.what == "plain"}
+    assert plain == {
+        ("foretoken plain", "other plain"): True,
+        ("foretoken plain", "other plain q8_0"): False,
+        ("foretoken plain int8", "other plain q8_0"): False,
+    }
+
+
 def test_what_was_not_timed_is_a_dash_with_its_reason(track: Track) -> None:
     own = [OWN[0], entry("ngram", LOOKUP, at_once=True)]
     outcome = track.run([track.launch("foretoken", own), track.launch("other", [entry("plain")])])
@@ -242,6 +255,12 @@ def test_own_texts_that_differ_in_float32_hide_all_speeds(track: Track, dtype: s
     assert outcome.wrong == (("foretoken ngram",) if is_wrong else ())
     assert ("no speed is shown" in shown(outcome)) == is_wrong
     assert ("tok/s" in shown(outcome)) != is_wrong
+
+
+def test_own_arms_with_other_weights_are_not_held_to_the_texts_of_full_precision(track: Track) -> None:
+    own = [OWN[0], entry("plain int8", counts=False, numerics="float32, int8 weights", departs_at=2)]
+    outcome = track.run([track.launch("foretoken", own), track.launch("other", [entry("plain")])], "float32")
+    assert outcome.wrong == ()
 
 
 def test_own_runs_that_differ_from_each_other_are_wrong_in_any_dtype(track: Track) -> None:
@@ -335,7 +354,7 @@ def test_batches_run_in_groups_beside_single_rows(track: Track) -> None:
 
 def test_own_methods_are_sorted_by_what_they_need_and_whether_they_count() -> None:
     own = object.__new__(Own)
-    own.numerics = "float32"
+    own.numerics, own.quantization = "float32", None
     draft = {"method": "draft_model", "model": "zoo:tiny"}
     methods = {
         "draft_model": draft,
@@ -355,6 +374,9 @@ def test_own_methods_are_sorted_by_what_they_need_and_whether_they_count() -> No
     }
     names = [(one.name, one.num_rows) for one in own.entries({"ngram": methods["ngram"]}, [8])]
     assert names == [("plain", 1), ("plain, 8 rows", 8), ("ngram, 8 rows", 8)]
+    own.quantization = "int8"
+    found = {one.name: (one.kind, one.counts) for one in own.entries({"ngram": methods["ngram"]}, [])}
+    assert found == {"plain int8": (PLAIN, False), "ngram int8": (LOOKUP, False)}
 
 
 # -- environments ------------------------------------------------------------------------------------------------
@@ -427,6 +449,7 @@ def test_all_engines_hold_the_same_precision(
     own, openvino, llamacpp, transformers = (launch.arguments for launch in found)
     assert missing == {}
     assert {f"--dtype={dtype}", "--scale=100m", "--execution=packed", "--exactness=strict"} <= set(own)
+    assert own[-3:] == ("--quantised", "int8", "int4")
     assert ("--weights", weights, "--precision", precision, "--quantised", "int8", "int4") == openvino[4:]
     assert ("--types", *types, "--quantised", "q8_0", "q4_1", "q4_0") == llamacpp[4:]
     assert transformers[4:6] == ("--dtype", dtype)

@@ -242,7 +242,7 @@ def _race(options: BenchOptions, model: str, scale: str, report: Report) -> int:
     if given:
         raise ConfigError(
             f"{given[0]} is not for --peers: a race gives all engines the same weights, so that their texts can be "
-            "compared; --quantised lets the others run in fewer bits, too, and --methods measures this library in them"
+            "compared; --quantised lets all of them run in fewer bits, too, and --methods measures this library in them"
         )
     peers, folder = read_peers(options.peers or "", "--peers"), environments(options.peers_folder)
     check_installed(peers, folder)

@@ -69,7 +69,9 @@ class BenchOptions(TargetOptions):
     ] = None
     quantised: Annotated[
         bool,
-        typer.Option("--quantised", help="With --peers: engines with int8 and 4-bit weights too, which do not count."),
+        typer.Option(
+            "--quantised", help="With --peers: all engines with int8 and 4-bit weights too, which do not count."
+        ),
     ] = False
     batch_sizes: Annotated[
         str, typer.Option(help="With --peers: batches of so many rows, by comma, instead of single rows with drafts.")

@@ -28,7 +28,7 @@ OPENVINO = {"float32": ("fp32", "f32"), "bfloat16": ("fp16", "bf16"), "float16":
 """Weights as stored and arithmetic; optimum stores no bfloat16, and float16 holds what matters of it."""
 GGUF = {"float32": ("f32",), "bfloat16": ("bf16", "f16"), "float16": ("f16",)}
 """Weights among which llama.cpp's fastest are taken: half precision of either kind."""
-QUANTISED = {"openvino": ("int8", "int4"), "llamacpp": ("q8_0", "q4_1", "q4_0")}
+QUANTISED = {OWN: ("int8", "int4"), "openvino": ("int8", "int4"), "llamacpp": ("q8_0", "q4_1", "q4_0")}
 
 
 @dataclass(frozen=True)
@@ -242,4 +242,5 @@ def _own(exported: Exported, model: str, scale: str, dtype: str, arming: Arming)
         "methods": json.dumps(given),
     }
     arguments = [f"--{name}={value}" for name, value in options.items()]
-    return Launch(OWN, OWN, None, "foretoken_worker", (*_common(exported, arming), *arguments))
+    own = (*_common(exported, arming), *arguments, *_quantised(OWN, arming))
+    return Launch(OWN, OWN, None, "foretoken_worker", own)

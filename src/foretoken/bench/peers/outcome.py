@@ -262,14 +262,15 @@ def verdicts(trial: Trial, arms: Seq[RemoteArm]) -> list[Verdict]:
     found = []
     for num_rows in sizes:
         for what, kinds in COMPARED.items():
-            ours = best_of(arms, OWN, kinds, num_rows, counts=True)
-            if ours is None or kinds[-1] not in present:
+            if kinds[-1] not in present:
                 continue
-            for peer, counts in product(peers, (True, False)):
-                theirs = best_of(arms, peer, kinds, num_rows, counts)
-                if theirs is not None:
+            for peer, (we_count, they_count) in product(peers, ((True, True), (True, False), (False, False))):
+                ours = best_of(arms, OWN, kinds, num_rows, we_count)
+                theirs = best_of(arms, peer, kinds, num_rows, they_count)
+                if ours is not None and theirs is not None:
                     title = what if num_rows == 1 else f"{what}, {num_rows} rows"
-                    found.append(Verdict(title, ours.name, theirs.name, counts, compare(trial, ours.name, theirs.name)))
+                    comparison = compare(trial, ours.name, theirs.name)
+                    found.append(Verdict(title, ours.name, theirs.name, we_count and they_count, comparison))
     for name, num_rows in product((OWN, *peers), sizes):
         batch, alone = best_of(arms, name, (PLAIN,), num_rows, True), best_of(arms, name, (PLAIN,), 1, True)
         if num_rows > 1 and batch is not None and alone is not None:

@@ -240,12 +240,16 @@ class Race:
         return self._gaps[key]
 
     def _is_wrong(self, arm: RemoteArm, found: Equality) -> bool:
-        """Own arms always say the same again; in float32 they and transformers say what plain decoding says."""
+        """Own arms always say the same again; in float32 they and transformers say what plain decoding says, but those
+        with other weights."""
         engine = arm.worker.launch.name
         if engine == OWN and not found.is_repeatable:
             return True
-        is_judged = self._dtype == "float32" and engine in (OWN, "transformers")
-        return is_judged and not (found.is_repeatable and found.passes(torch.float32))
+        if self._dtype != "float32" or engine not in (OWN, "transformers"):
+            return False
+        if engine == OWN and arm.facts["numerics"] != self._workers[0].arms[0].facts["numerics"]:
+            return False  # it has other weights
+        return not (found.is_repeatable and found.passes(torch.float32))
 
     def outcome(self, unfinished: Heat | None = None) -> Outcome:
         """What is known so far."""

@@ -7,7 +7,9 @@ how much the model prefers one token to another).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,33 +31,40 @@ whose requests learn from each other (``shared``), since a race asks everything 
 
 
 class Own:
-    """The target, and arms over it."""
+    """The target, and arms over it.
 
-    def __init__(self, model: str, dtype: str, scale: str, execution: str, exactness: str) -> None:
+    Args:
+      quantization: to which its weights are rounded; what that decodes does not count.
+    """
+
+    def __init__(
+        self, model: str, dtype: str, scale: str, execution: str, exactness: str, quantization: str | None = None
+    ) -> None:
         wanted = getattr(torch, dtype)
         loaded = load_model(model, dtype=dtype)
         if sizes(scale) is not None:  # in float32, as the checkpoint of the other engines was
             cast(loaded.model, torch.float32)
             loaded = inflated(loaded, scale)
             cast(loaded.model, wanted)
-        self._arms = OwnArms(loaded, model, dtype, execution, exactness)
-        self.numerics = f"{dtype}, {self._arms.target.execution.describe()}, {exactness} exactness"
+        self._arms = OwnArms(replace(loaded, quantization=quantization), model, dtype, execution, exactness)
+        self.quantization = quantization
+        weights = "" if quantization is None else f", {quantization} weights"
+        self.numerics = f"{dtype}{weights}, {self._arms.target.execution.describe()}, {exactness} exactness"
 
-    def entries(self, methods: Mapping[str, Mapping[str, Any]], batch_sizes: list[int]) -> list[Entry]:
+    def entries(self, methods: Mapping[str, Mapping[str, Any]], batch_sizes: Seq[int]) -> Iterator[Entry]:
         """Plain decoding and the methods, of one row or of batches; plain decoding of one row is always there."""
         every = {PLAIN: {"method": "none"}, **methods}
-        found = []
+        suffix = "" if self.quantization is None else f" {self.quantization}"
         for rows in (1, *batch_sizes):
             for name, given in every.items() if rows > 1 or not batch_sizes else [(PLAIN, every[PLAIN])]:
-                found.append(self._entry(name if rows == 1 else f"{name}, {rows} rows", given, rows))
-        return found
+                yield self._entry(f"{name}{suffix}" if rows == 1 else f"{name}{suffix}, {rows} rows", given, rows)
 
     def _entry(self, name: str, given: Mapping[str, Any], num_rows: int) -> Entry:
         config = SpeculativeConfig.parse(given)
         kind = PLAIN if config.method == "none" else LOOKUP if config.model_part is None else DRAFT
-        counts = not {part.method for part in config.parts} & set(NOT_COUNTING) and not given.get("shared")
+        is_exact = self.quantization is None and not {part.method for part in config.parts} & set(NOT_COUNTING)
         make = partial(self._decode, config, num_rows)
-        return Entry(name, kind, self.numerics, one_way({}, make), counts, num_rows)
+        return Entry(name, kind, self.numerics, one_way({}, make), is_exact and not given.get("shared"), num_rows)
 
     def _decode(self, config: SpeculativeConfig, num_rows: int) -> Decode:
         return decode_with(self._arms.arm("", config, num_rows=num_rows))
@@ -90,6 +99,7 @@ def main() -> None:
     parser.add_argument("--execution", required=True)
     parser.add_argument("--exactness", required=True)
     parser.add_argument("--methods", type=json.loads, required=True, help="speculative configs by name, as JSON")
+    parser.add_argument("--quantised", nargs="*", default=[], help="the same with weights in fewer bits, too")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     own: list[Own] = []
@@ -97,8 +107,10 @@ def main() -> None:
     def start() -> tuple[str, list[Entry]]:
         from foretoken import __version__
 
-        own.append(Own(options.model, options.dtype, options.scale, options.execution, options.exactness))
-        return f"foretoken {__version__}", own[0].entries(options.methods, options.batch_sizes)
+        where = options.model, options.dtype, options.scale, options.execution, options.exactness
+        own.extend(Own(*where, quantization) for quantization in (None, *options.quantised))
+        entries = [entry for each in own for entry in each.entries(options.methods, options.batch_sizes)]
+        return f"foretoken {__version__}", entries
 
     serve(start, {"answer": lambda request: own[0].answer(request), "gap": lambda request: own[0].gap(request)})
 
