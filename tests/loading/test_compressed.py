@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ def test_plain_checkpoints_of_others_are_read(
         ({"config_groups": {"a": {**scheme(8, 0), "input_activations": {"num_bits": 8}}}}, "rounds activations, too"),
         ({"config_groups": {"a": scheme(8, 0, type="float")}}, "its weights are float of 8 bits"),
         ({"config_groups": {"a": scheme(3, 0)}}, "its weights are int of 3 bits"),
-        ({"config_groups": {"a": scheme(4, 32, actorder="group")}}, "actorder group"),
+        ({"config_groups": {"a": scheme(4, 32, strategy="block")}}, "its scales are by block"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "its weights are sparse"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "it has a kv_cache_scheme"),
     ],
@@ -210,12 +211,67 @@ def test_other_layouts_are_refused_by_name(method: str, tmp_path: Path) -> None:
         load_model(tmp_path / "m", weights="stored")
 
 
-def test_inputs_in_an_order_of_their_own_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["torchao", "hqq"])
+def test_a_layout_without_its_package_is_refused_by_name(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without ``weights``: transformers would read it with a package that is not here."""
+    write(tmp_path / "m", 4, 32, "pack-quantized")
+    change(tmp_path / "m", quant_method=method)
+    monkeypatch.setitem(sys.modules, method, None)
+    remedy = rf"layout of {method}, which foretoken leaves to .* install that, or load the model that it was made from"
+    with pytest.raises(CheckpointError, match=remedy):
+        load_model(tmp_path / "m")
+
+
+def test_a_layout_that_nobody_knows_is_refused_by_name(tmp_path: Path) -> None:
+    """transformers passes over it with a warning, and takes whole numbers for weights."""
+    write(tmp_path / "m", 8, 0, "int-quantized")
+    change(tmp_path / "m", quant_method="newest")
+    with pytest.raises(UnsupportedModelError, match=r"layout of newest, which neither foretoken nor transformers"):
+        load_model(tmp_path / "m")
+
+
+@pytest.mark.parametrize("style", ["pack-quantized", "int-quantized"])
+@pytest.mark.parametrize("order", ["neighbours", "none", "groups", "inputs"])
+def test_inputs_that_are_grouped_by_the_order_of_activations_are_read(order: str, style: str, tmp_path: Path) -> None:
+    """By ``weight_g_idx``. Groups in another order are multiplied as they lie; inputs that are spread dequantised."""
+    bits = 4 if style == "pack-quantized" else 8
+    write(tmp_path / "m", bits, 32, style, has_zeros=True)
+    change(tmp_path / "m", config_groups={"group_0": scheme(bits, 32, actorder="group")})
+    file = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(file)
+    parts = {part.rsplit(".", 1)[1]: each for part, each in tensors.items() if part.startswith("model.layers.0.mlp.up")}
+    generator = torch.Generator().manual_seed(2)
+    groups = torch.arange(128) // 32
+    wanted = {
+        "neighbours": groups,
+        "none": groups,
+        "groups": 3 - groups,
+        "inputs": groups[torch.randperm(128, generator=generator)],
+    }[order]
+    given = torch.full((128,), -1) if order == "none" else wanted
+    file_of = {"quant_method": METHOD}
+    own = codes_of(file_of, "layer", parts).codes
+    assert own.zeros is not None
+    scales, zeros = own.scales[:, wanted], own.zeros[:, wanted].float()
+    dense = (own.numbers.float() - zeros) * scales
+    parts["weight_g_idx"] = given.to(torch.int32)
+    found = codes_of(file_of, "layer", parts)
+    assert torch.equal(found.dense(), dense)
+    assert (found.order is not None) == (order == "inputs")
+    save_file({**tensors, "model.layers.0.mlp.up_proj.weight_g_idx": given.to(torch.int32)}, file)
+    loaded = load_model(tmp_path / "m", dtype="float32")
+    assert loaded.types is not None
+    assert ("1 with inputs in an order of their own" in loaded.types) == (order == "inputs")
+
+
+def test_inputs_in_groups_of_several_sizes_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "m", 4, 32, "pack-quantized")
     file = tmp_path / "m" / "model.safetensors"
     tensors = load_file(file)
     save_file({**tensors, "model.layers.0.mlp.up_proj.weight_g_idx": torch.zeros(128)}, file)
-    with pytest.raises(UnsupportedModelError, match=r"model.layers.0.mlp.up_proj are in an order of their own"):
+    with pytest.raises(UnsupportedModelError, match=r"model.layers.0.mlp.up_proj are in groups of several sizes"):
         load_model(tmp_path / "m")
 
 

@@ -1,8 +1,9 @@
 """Checkpoints in the layout of compressed-tensors whose weights alone are whole numbers: read and written.
 
 A layer ``NAME`` has ``NAME.weight_packed`` (codes of 4 or 8 bits in int32, the first in the lowest bits) with
-``NAME.weight_shape``, or ``NAME.weight`` in int8; ``NAME.weight_scale`` (outputs, groups); and, where codes are not
-even about 0, ``NAME.weight_zero_point``, packed along the outputs beside packed codes.
+``NAME.weight_shape``, or ``NAME.weight`` in int8; ``NAME.weight_scale`` (outputs, groups); where codes are not even
+about 0, ``NAME.weight_zero_point``, packed along the outputs beside packed codes; and, where inputs are grouped by the
+order of activations, ``NAME.weight_g_idx``, the group of every input (-1 for groups of neighbours).
 
 Source: compressed-tensors (vllm-project/compressed-tensors), formats pack-quantized, int-quantized, naive-quantized.
 """
@@ -44,8 +45,8 @@ def why_not_plain(settings: Mapping[str, Any]) -> str:
             return "it rounds activations, too"
         if weights.get("type", "int") != "int" or weights.get("num_bits") not in (4, 8):
             return f"its weights are {weights.get('type')} of {weights.get('num_bits')} bits; int of 4 or 8 is read"
-        if weights.get("strategy") not in ("tensor", "channel", "group") or weights.get("actorder") == "group":
-            return f"its scales are by {weights.get('strategy')}, actorder {weights.get('actorder')}"
+        if weights.get("strategy") not in ("tensor", "channel", "group"):
+            return f"its scales are by {weights.get('strategy')}"
     return ""
 
 
@@ -75,8 +76,6 @@ def read(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.Tenso
     Raises: KeyError, RuntimeError, ValueError, IndexError for parts that do not fit one another,
       UnsupportedModelError for groups without a kernel.
     """
-    if "weight_g_idx" in parts:
-        raise refusal(f"inputs of {name} are in an order of their own (weight_g_idx)")
     scales, zeros = parts["weight_scale"], parts.get("weight_zero_point")
     bits = 8
     if "weight_packed" in parts:
@@ -95,7 +94,33 @@ def read(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.Tenso
     elif zeros is not None:
         zeros = zeros.expand(scales.shape).reshape(scales.shape).to(torch.int16).add(2 ** (bits - 1)).to(torch.uint8)
     zeros = None if zeros is None else whole_zeros(zeros.view(scales.shape), bits)
-    return Read(by_groups(name, numbers, bits, scales, zeros, inputs // scales.shape[1]))
+    size, groups, order = inputs // scales.shape[1], parts.get("weight_g_idx"), None
+    if groups is not None and not bool((groups == -1).all()):
+        of_groups, order = orders(name, groups, size)
+        scales, zeros = scales[:, of_groups], None if zeros is None else zeros[:, of_groups]
+        numbers = numbers if order is None else numbers[:, order].contiguous()
+    return Read(by_groups(name, numbers, bits, scales, zeros, size), order)
+
+
+def orders(name: str, groups: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """In which order groups of a size come, and inputs, for each group to lie together; None for inputs that stay.
+
+    Args:
+      groups: of every input; the last may be smaller.
+
+    Raises: UnsupportedModelError for groups of several sizes.
+
+    Example:
+        >>> [order.tolist() for order in orders("up", torch.tensor([1, 0, 0, 1]), 2)]
+        [[0, 1], [1, 2, 0, 3]]
+    """
+    groups, inputs = groups.long(), len(groups)
+    order, first = groups.argsort(stable=True), groups[::size]
+    if not torch.equal(groups[order], torch.arange(inputs) // size):
+        raise refusal(f"inputs of {name} are in groups of several sizes (g_idx)")
+    if torch.equal(first.repeat_interleave(size)[:inputs], groups):
+        return first, None
+    return torch.arange(len(first)), order
 
 
 def whole_zeros(zeros: torch.Tensor, bits: int) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from foretoken.loading.compressed import Read, by_groups, refusal, unpacked, whole_zeros
+from foretoken.loading.compressed import Read, by_groups, orders, refusal, unpacked, whole_zeros
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 """Of a layer."""
@@ -92,14 +92,11 @@ def _read(
     if zeros.shape != scales.shape or count != -(-inputs // size) or scales.shape[1] != len(numbers):
         raise ValueError(f"{inputs} inputs in {count} groups of {size}")
     order = None
-    if groups is not None and not torch.equal(groups, torch.arange(inputs) // size):
-        first = groups[::size].long()
-        if torch.equal(first.repeat_interleave(size)[:inputs], groups.long()):  # groups in another order
-            scales, zeros = scales[first], zeros[first]
-        else:
-            order = groups.argsort(stable=True)
-            if not torch.equal(groups[order], torch.arange(inputs) // size):
-                raise refusal(f"inputs of {name} are in groups of several sizes (g_idx)")
-            numbers = numbers[:, order]
+    if groups is not None:
+        if len(groups) != inputs:
+            raise ValueError(f"groups of {len(groups)} inputs")
+        of_groups, order = orders(name, groups, size)
+        scales, zeros = scales[of_groups], zeros[of_groups]
+        numbers = numbers if order is None else numbers[:, order]
     codes = by_groups(name, numbers.contiguous(), bits, scales.t(), whole_zeros(zeros.t(), bits), size)
     return Read(codes, order)

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import cached_file
 
 from foretoken import zoo
-from foretoken.errors import CheckpointError, ConfigError, ForetokenError, UnsupportedModelError
+from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.gguf import model as gguf_model
 from foretoken.gguf.header import Header, read_header
 from foretoken.gguf.stored import multiply_as_stored
 from foretoken.gguf.tokenizer import read_tokenizer
+from foretoken.loading.checkpoint_errors import as_checkpoint_error
 from foretoken.loading.info import Loaded, model_name
 from foretoken.loading.layouts import LAYOUTS, method_of, settings_of
 from foretoken.loading.packed_copy import PackedCopy, taken
-from foretoken.loading.sources import TOKENIZER_FILES, ZOO, Source, has_tokenizer, nearby, resolve
+from foretoken.loading.sources import TOKENIZER_FILES, ZOO, Source, has_tokenizer, resolve
 from foretoken.loading.stored import load_codes
 from foretoken.loading.threads import keep_to_quota
 from foretoken.model.dtypes import choose_dtype, stored_dtype
@@ -90,7 +90,7 @@ def load_model(
         return taken(Loaded.of(kept[0], source.name, True, tokenizer, stored), copy, kept[1])
     types = None
     if is_whole:
-        with _as_checkpoint_error(source, "weights"):
+        with as_checkpoint_error(source, "weights"):
             loaded, types = load_codes(source.location, source.revision, front, chosen)
     elif isinstance(front, Header):
         loaded = _load_gguf(source, front, chosen)
@@ -137,7 +137,7 @@ def load_tokenizer_of(source: Source, part: str = "target") -> PreTrainedTokeniz
         source = Source(str(zoo.path(source.name.split(" ")[0], "tokenizer")), source.name)
     if source.is_local and not has_tokenizer(source.location):
         return None
-    with _as_checkpoint_error(source, "tokenizer"):
+    with as_checkpoint_error(source, "tokenizer"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.location, **source.options)
     return tokenizer
 
@@ -188,7 +188,7 @@ def _check_kept(
 
 def _config(source: Source) -> Any:
     """The configuration, of a model that can be decoded here at all."""
-    with _as_checkpoint_error(source, "configuration"):
+    with as_checkpoint_error(source, "configuration"):
         config = AutoConfig.from_pretrained(source.location, **source.options)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
@@ -199,7 +199,13 @@ def _config(source: Source) -> Any:
 
 def _load_weights(source: Source, config: Any, dtype: torch.dtype) -> Any:
     """The model in this dtype; every weight comes from the checkpoint."""
-    with _as_checkpoint_error(source, "weights"), no_progress_bars() if source.name.startswith(ZOO) else nullcontext():
+    method, quiet = method_of(config), no_progress_bars() if source.name.startswith(ZOO) else nullcontext()
+    if method and not AutoHfQuantizer.supports_quant_method(settings_of(config)):  # it would take codes for weights
+        raise UnsupportedModelError(
+            f"{source.name} has the layout of {method}, which neither foretoken nor transformers "
+            f"{transformers.__version__} reads; load the model that it was made from, with quantization='int8'"
+        )
+    with as_checkpoint_error(source, "weights", method), quiet:
         model, report = AutoModelForCausalLM.from_pretrained(
             source.location, config=config, dtype=dtype, output_loading_info=True, **source.options
         )
@@ -214,7 +220,7 @@ def _load_weights(source: Source, config: Any, dtype: torch.dtype) -> Any:
 
 def _load_gguf(source: Source, header: Header, dtype: torch.dtype) -> Any:
     """The model in a GGUF file, in this dtype."""
-    with _as_checkpoint_error(source, "model"):
+    with as_checkpoint_error(source, "model"):
         return gguf_model.load(header, dtype)
 
 
@@ -263,37 +269,6 @@ def _header(source: Source) -> Header:
     """The front of a GGUF file, which is fetched where it is at a hub."""
     location = source.location
     if source.gguf_file is not None:
-        with _as_checkpoint_error(source, "GGUF file"):
+        with as_checkpoint_error(source, "GGUF file"):
             location = cached_file(source.location, source.gguf_file, revision=source.revision or "main")
     return read_header(location)
-
-
-@contextmanager
-def _as_checkpoint_error(source: Source, what: str) -> Iterator[None]:
-    """Everything that loaders raise becomes a CheckpointError that says where, what and what to do."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError, ForetokenError):
-        raise
-    except Exception as error:
-        detail = " ".join(str(error).split())
-        raise CheckpointError(
-            f"the {what} of {source.name} cannot be loaded ({type(error).__name__}: {detail[:300]}); "
-            f"{_remedy(source, error)}"
-        ) from error
-
-
-def _remedy(source: Source, error: Exception) -> str:
-    if source.is_gguf and source.is_local:
-        return (
-            f"transformers {transformers.__version__} cannot read this GGUF file; load the original model, try a newer "
-            "transformers, or download the file again if it may be damaged"
-        )
-    if not source.is_local:
-        return (
-            f"{nearby(source.name)}it is not a directory here and could not be fetched as a hub id: check the spelling "
-            "and the network, or give a directory or zoo:tiny"
-        )
-    if isinstance(error, SafetensorError):
-        return "a weight file is truncated or damaged: download or copy it again"
-    return "the directory needs config.json and the weights as save_pretrained writes them"
