@@ -202,13 +202,13 @@ def generate(
     return [row[: row.index(EOS) + 1] if EOS in row else row for row in found]
 
 
-def batches(rows: list[list[int]], num_new: int, budget: int) -> list[list[int]]:
-    """Places of rows of like lengths, so many that keys and values of a batch have at most ``budget`` columns."""
+def batches(rows: list[list[int]], num_new: int, budget: int, most: int) -> list[list[int]]:
+    """Places of rows of like lengths, ``most`` at most, so that keys and values of a batch have ``budget`` columns."""
     order = sorted(range(len(rows)), key=lambda place: len(rows[place]))
     found: list[list[int]] = [[]]
     for place in reversed(order):
         longest = len(rows[found[-1][0]]) if found[-1] else len(rows[place])
-        if found[-1] and (len(found[-1]) + 1) * (longest + num_new) > budget:
+        if len(found[-1]) == most or (found[-1] and (len(found[-1]) + 1) * (longest + num_new) > budget):
             found.append([])
         found[-1].append(place)
     return found
@@ -227,6 +227,9 @@ def main() -> None:
     parser.add_argument("--num-new", type=int, default=256)
     parser.add_argument("--own-tokens", type=int, default=160, help="of a prompt that the model completes")
     parser.add_argument("--columns", type=int, default=1_200_000, help="of keys and values that fit into memory")
+    parser.add_argument(
+        "--rows", type=int, default=4096, help="of a batch: in a short time many lengths should have one"
+    )
     parser.add_argument("--most", type=int, default=10**9, help="prompts and beginnings, for a trial")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -243,7 +246,7 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(zoo.path("smollm2", "tokenizer"), local_files_only=True)
     num_left_out = 0
-    for places in batches(beginnings, options.own_tokens, options.columns):
+    for places in batches(beginnings, options.own_tokens, options.columns, options.rows):
         made = generate(
             weights, [beginnings[i] for i in places], [1.0] * len(places), options.own_tokens, generator, min_p=0.0
         )
@@ -259,7 +262,7 @@ def main() -> None:
     print(f"{len(prompts)} prompts, {num_left_out} left out, after {time.monotonic() - begun:.1f} s", flush=True)
     rng = np.random.default_rng(options.seed)
     heat = [0.0 if is_greedy else 0.8 for is_greedy in rng.random(len(prompts)) < 0.5]
-    work = batches(prompts, options.num_new, options.columns)
+    work = batches(prompts, options.num_new, options.columns, options.rows)
     rng.shuffle(work)  # if time is up, what is missing is of all lengths
     answered: list[int] = []
     answers: list[list[int]] = []
