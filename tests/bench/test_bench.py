@@ -191,6 +191,24 @@ def test_every_arm_gives_the_same_greedy_tokens(pair: Pair, target: CausalLM, dr
     assert runs[0].num_first == runs[3].num_first == 1
 
 
+def test_transformers_is_given_tokens_where_its_model_is() -> None:
+    """They stayed on the CPU beside a model on a GPU."""
+    given: dict[str, torch.device] = {}
+
+    class Elsewhere:
+        device = torch.device("meta")
+
+        def generate(self, *, input_ids: torch.Tensor, attention_mask: torch.Tensor, streamer: Any, **_: Any) -> Any:
+            given.update(ids=input_ids.device, mask=attention_mask.device)
+            streamer.put(torch.tensor([PROMPT]))
+            streamer.put(torch.tensor([7]))
+            streamer.end()
+            return torch.tensor([[*PROMPT, 7]])
+
+    assert TransformersArm("hf", Elsewhere()).run(PROMPT, 1, GREEDY).token_ids == (7,)
+    assert given == {"ids": Elsewhere.device, "mask": Elsewhere.device}
+
+
 def test_an_ignored_end_does_not_end_any_arm(pair: Pair, target: CausalLM) -> None:
     """The tenth greedy token is declared to be the end."""
     tokens = plain_arm(target).run(PROMPT, 16, GREEDY).token_ids

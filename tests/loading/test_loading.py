@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrain
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.errors import CheckpointError, ConfigError, TokenizerMismatchError, UnsupportedModelError
 from foretoken.loading.info import eos_token_ids
-from foretoken.loading.models import choose_device, load_model, load_tokenizer
+from foretoken.loading.models import _is_on, choose_device, load_model, load_tokenizer
 from foretoken.loading.pairing import check_same_tokenizer, check_vocab_sizes
 from foretoken.loading.sources import resolve
 from foretoken.model.dtypes import choose_dtype
@@ -177,6 +177,18 @@ def test_auto_keeps_what_the_device_computes_in(has_bfloat16: bool, monkeypatch:
     assert choose_dtype("fp16", CPU, torch.float32) == torch.float16
     with pytest.raises(ConfigError, match="dtype is 'int4'; choose auto"):
         choose_dtype("int4", CPU)
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted", "is_on"),
+    [
+        *(("cpu", "cpu", True), ("cpu", "cuda", False), ("cuda:1", "cuda", True)),
+        *(("cuda:1", "cuda:1", True), ("cuda:0", "cuda:1", False)),
+    ],
+)
+def test_a_loaded_model_is_where_it_is_wanted_or_not(own: str, wanted: str, is_on: bool) -> None:
+    """One on the first GPU was taken for one on the second."""
+    assert _is_on(torch.device(own), torch.device(wanted)) == is_on
 
 
 @pytest.mark.parametrize("names_dtype", [True, False], ids=["config", "weights"])

@@ -251,6 +251,19 @@ def test_an_interrupted_run_that_goes_on_has_the_weights_of_one_that_was_not(met
         other.resume()
 
 
+def test_a_checkpoint_of_a_gpu_is_gone_on_from_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was refused as unreadable, with the advice to remove it."""
+    first = trainer("medusa", tmp_path)
+    first.take_step()
+    with monkeypatch.context() as patched:
+        patched.setattr("torch.serialization.location_tag", lambda _: "cuda:0")
+        first.save()
+    second = trainer("medusa", tmp_path, seed=99)
+    assert second.resume()
+    for mine, its in zip(second.recipe.module.parameters(), first.recipe.module.parameters(), strict=True):
+        assert torch.equal(mine, its)
+
+
 def test_a_loss_that_is_not_finite_stops_and_names_the_batch(tmp_path: Path) -> None:
     run = trainer("medusa", tmp_path)
     real = run._features.of

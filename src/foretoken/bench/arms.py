@@ -246,9 +246,11 @@ class TransformersArm(Arm):
         torch.manual_seed(sampling.seed)
         with torch.inference_mode(), self._prepared() as extra:
             emissions = _Emissions()
+            ids = [[0] * wide + list(ids) for wide, ids in zip(padding, prompts, strict=True)]
+            is_text = [[0] * wide + [1] * (width - wide) for wide in padding]
             output = self._model.generate(
-                input_ids=torch.tensor([[0] * wide + list(ids) for wide, ids in zip(padding, prompts, strict=True)]),
-                attention_mask=torch.tensor([[0] * wide + [1] * (width - wide) for wide in padding]),
+                input_ids=torch.tensor(ids, device=self._model.device),
+                attention_mask=torch.tensor(is_text, device=self._model.device),
                 generation_config=config,
                 streamer=_Clock(emissions),
                 **extra,

@@ -180,10 +180,15 @@ def _check_kept(
         raise ConfigError(
             f"dtype is {dtype!r}, but the loaded model is in {model.dtype}; convert it with model.to(...)"
         )
-    if device not in (None, "auto") and choose_device(device).type != model.device.type:
+    if device not in (None, "auto") and not _is_on(model.device, choose_device(device)):
         raise ConfigError(
             f"device is {device!r}, but the loaded model is on {model.device}; move it with model.to(...)"
         )
+
+
+def _is_on(own: torch.device, wanted: torch.device) -> bool:
+    """Whether a model lies where it is wanted: on that very device, or on any of a kind where no number is said."""
+    return own.type == wanted.type and wanted.index in (None, own.index)
 
 
 def _config(source: Source) -> Any:

@@ -152,7 +152,7 @@ class Trainer:
         if not file.exists():
             return False
         try:
-            state = torch.load(file, weights_only=True)
+            state = torch.load(file, map_location="cpu", weights_only=True)
             self.recipe.module.load_state_dict(state["module"])
             self._optimizer.load_state_dict(state["optimizer"])
         except (OSError, RuntimeError, KeyError, EOFError, ValueError) as error:

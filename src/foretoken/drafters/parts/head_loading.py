@@ -66,7 +66,7 @@ def load_head(
         raise ConfigError(f"dtype is {options.dtype!r}, and a head runs in that of its target, {name_of(target)}")
     if isinstance(given, kind):
         parameter = next(given.parameters())
-        if (parameter.dtype, parameter.device.type) != (target.dtype, target.device.type):
+        if (parameter.dtype, parameter.device) != (target.dtype, target.device):
             raise ConfigError(
                 f"the head is {parameter.dtype} on {parameter.device}, and its target {target.dtype} on "
                 f"{target.device}; move it with head.to(...)"
