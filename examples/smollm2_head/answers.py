@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from prompts import packed, shingles
+from prompts import load_tokenizer, packed, shingles
 from safetensors.torch import load_file
 from torch import Tensor
 
 from foretoken import zoo
+from foretoken.heads.layers import rotated
 
 EOS = 2
 MIN_P = 0.05
@@ -76,11 +77,6 @@ def angles(weights: Weights, positions: Tensor) -> tuple[Tensor, Tensor]:
     turned = torch.cat([turned, turned], dim=-1)
     dtype = weights.embedding.dtype
     return turned.cos().to(dtype), turned.sin().to(dtype)
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 def forward(
@@ -242,9 +238,7 @@ def main() -> None:
     prompts, kinds = rows_of(data, "prompt")[: options.most], data["prompt_kinds"].tolist()[: options.most]
     beginnings = rows_of(data, "beginning")[: options.most]
     known, closing, before = set(data["shingles"].tolist()), data["closing"].tolist(), int(data["num_before"])
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(zoo.path("smollm2", "tokenizer"), local_files_only=True)
+    tokenizer = load_tokenizer()
     num_left_out = 0
     for places in batches(beginnings, options.own_tokens, options.columns, options.rows):
         made = generate(

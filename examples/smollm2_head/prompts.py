@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import AutoTokenizer
 
 from foretoken import zoo
 from foretoken.train.examples import is_evaluation
@@ -159,7 +160,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rng = random.Random(options.seed)
-    tokenizer = _tokenizer()
+    tokenizer = load_tokenizer()
     template = tokenizer.apply_chat_template(
         [{"role": "user", "content": MARK}], add_generation_prompt=True, tokenize=False
     )
@@ -214,9 +215,7 @@ def main() -> None:
     print(f"{len(prompts)} prompts ({left_out} left out), {len(beginnings)} beginnings -> {options.out}")
 
 
-def _tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
+def load_tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(zoo.path("smollm2", "tokenizer"), local_files_only=True)
 
 

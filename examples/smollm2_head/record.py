@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import io
 import json
 import lzma
@@ -12,11 +11,10 @@ from pathlib import Path
 
 import numpy as np
 from answers import rows_of
+from prompts import load_tokenizer
 from train import is_held_out
-from transformers import AutoTokenizer
 
-from foretoken import zoo
-from foretoken.train.examples import is_evaluation
+from foretoken.train.examples import is_evaluation, prompt_digest
 
 
 def main() -> None:
@@ -29,14 +27,14 @@ def main() -> None:
     answers = np.load(io.BytesIO(lzma.decompress(data) if options.answers.suffix == ".xz" else data))
     prompts = np.load(options.prompts)
     before, closing = int(prompts["num_before"]), len(prompts["closing"])
-    tokenizer = AutoTokenizer.from_pretrained(zoo.path("smollm2", "tokenizer"), local_files_only=True)
+    tokenizer = load_tokenizer()
     digests, kinds = set(), Counter()
     for row, kind in zip(rows_of(answers, "prompt"), answers["kinds"].tolist(), strict=True):
         text = tokenizer.decode(row[before:-closing])
         if is_evaluation(text):
             raise SystemExit(f"a prompt is one of an evaluation set: {text!r}")
         if not is_held_out(row):
-            digests.add(hashlib.sha256(" ".join(text.split()).lower().encode()).hexdigest()[:8])
+            digests.add(prompt_digest(text)[:8])
             kinds[kind] += 1
     options.trained_on.write_text("".join(f"{digest}\n" for digest in sorted(digests)))
     print(json.dumps({"prompts": len(digests), "by_kind": dict(kinds)}))

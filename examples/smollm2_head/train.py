@@ -1,8 +1,8 @@
 """Trains EAGLE-3's head for SmolLM2 on millions of its answers, many texts at a time, on a GPU.
 
 What is computed is what `foretoken train eagle3` computes text by text (`check.py` holds the two against each other):
-soft cross entropy against the target's law at several steps of a draft. Rates follow the clock, so that a lent machine
-is used to its end. The head is written at every measurement.
+soft cross entropy against the target's law at several steps of a draft. Rates follow the clock, so that the time
+that is given is used to its end. The head is written at every measurement.
 """
 
 from __future__ import annotations

@@ -137,8 +137,12 @@ def evaluation_digests() -> frozenset[str]:
 
 def is_evaluation(text: str) -> bool:
     """Whether a prompt is one of an evaluation set, up to blanks and capitals; such prompts are never trained on."""
-    digest = hashlib.sha256(" ".join(text.split()).lower().encode()).hexdigest()[:12]
-    return digest in evaluation_digests()
+    return prompt_digest(text) in evaluation_digests()
+
+
+def prompt_digest(text: str) -> str:
+    """Of a text up to blanks and capitals, as sets of prompts are told apart: 12 hexadecimal digits."""
+    return hashlib.sha256(" ".join(text.split()).lower().encode()).hexdigest()[:12]
 
 
 def is_held_out(digest: str, one_in: int) -> bool:
