@@ -34,7 +34,7 @@ from foretoken.loading.info import describe, eos_token_ids
 from foretoken.loading.models import is_zoo, load_model, load_tokenizer
 from foretoken.loading.packed_copy import adapter_of, check_cache_packed
 from foretoken.loading.pairing import Pairing
-from foretoken.loading.sources import check_exists
+from foretoken.loading.sources import check_parts
 from foretoken.loading.stored import save_compressed
 from foretoken.machine import collector_paused
 from foretoken.model.cache.prefixes import PrefixStore
@@ -142,9 +142,7 @@ class LLM:
         check_weights(weights, quantization)
         check_cache_packed(cache_packed, execution)
         profile = None if profile_file is None else Profile.load(profile_file)
-        for part in config.parts:
-            check_exists(part.model)
-            part.options.check_paths()
+        check_parts(config)
         chosen = None if tokenizer is None else load_tokenizer(tokenizer)
         loaded = load_model(
             model,

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from foretoken.llm import LLM
-from foretoken.serve.served import Served, draftings
+from foretoken.serve.offer import Offer
+from foretoken.serve.served import Served
 from foretoken.serve.settings import ServerSettings
 from serving import MODEL, SETTINGS, Running, running
 
@@ -21,7 +22,7 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="session")
 def served(llm: LLM) -> Served:
-    return Served(draftings(llm, "tiny", SETTINGS), ("alias",))
+    return Offer.of(["tiny", "alias"], SETTINGS).over(llm)
 
 
 @pytest.fixture(scope="module")

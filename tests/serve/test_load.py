@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from foretoken.llm import LLM
 from foretoken.serve.completions import KNOWN
 from foretoken.serve.fields import IGNORED, REFUSED
+from foretoken.serve.offer import Offer
 from foretoken.serve.responses import KNOWN as OF_RESPONSES
-from foretoken.serve.served import Served, draftings
+from foretoken.serve.served import Served
 from serving import MODEL, SETTINGS, Running
 
 NUM_CLIENTS = 32
@@ -137,7 +138,7 @@ def soak(start: Callable[..., Running], num_requests: int, llm: LLM) -> None:
     In four parts, after each of which nothing is left and memory is read; of the last one, which nobody leaves early,
     figures are what clients have counted.
     """
-    served = Served(draftings(llm, "tiny", SETTINGS))
+    served = Offer.of(["tiny"], SETTINGS).over(llm)
     lookup: Any = served.names["lookup"]._runner.engine.drafter
     sound, draw = lookup.propose_row, random.Random(0)
 

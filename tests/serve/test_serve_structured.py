@@ -14,7 +14,7 @@ import pytest
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.llm import LLM
-from foretoken.serve.served import Served, draftings
+from foretoken.serve.offer import Offer
 from schemas import HOSTILE, is_valid, random_schema
 from serving import Running, running
 
@@ -122,7 +122,7 @@ def test_two_hundred_schemas_on_a_real_model(temperature: int) -> None:
     llm = LLM("zoo:smollm2", "none", max_num_seqs=8, num_cached_prefixes=8, prefill_chunk_size=64)
     draw = random.Random(200)
     schemas = [random_schema(draw) for _ in range(200)]
-    with running(Served(draftings(llm, "grammar", ["default=suffix+eagle3"]))) as server, ThreadPoolExecutor(8) as pool:
+    with running(Offer.of(["grammar"], ["default=suffix+eagle3"]).over(llm)) as server, ThreadPoolExecutor(8) as pool:
 
         def ask(number: int, **fields: Any) -> Answered:
             wanted: dict[str, Any] = {

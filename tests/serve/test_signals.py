@@ -100,18 +100,45 @@ def test_keys_from_a_file_and_the_environment(tmp_path: Path) -> None:
     [
         (["--stream-granularity", "word"], "choose one of token, step"),
         (["--api-key", ""], "an API key is empty"),
+        (["--api-key", "secret "], "an API key has white space at an end"),
         (["--api-key-file", "/nothing"], "cannot be read"),
+        (["--api-key-file", "/dev/null"], "holds no keys"),
         (["--request-timeout", "0"], "request_timeout is 0"),
+        (["--request-timeout", "nan"], "request_timeout is nan; it must be finite"),
+        (["--shutdown-timeout", "inf"], "shutdown_timeout is inf; it must be finite"),
         (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
+        (["--port", "70000"], "Invalid value for '--port'"),
         (["--tool-call-parser", "pythonic"], "choose hermes"),
+        (["--cors-origins", "a.example"], "cors_origins is 'a.example'; give *, or an origin"),
+        (["--cors-origins", "https://a.example/"], "an origin without a path"),
+        (["--chat-template", "/nothing"], "cannot be read"),
+        (["--chat-template", "BROKEN"], "chat_template cannot be read: unexpected '}' (line 2)"),
+        (["--served-model-name", ""], "served_model_name '' is given and says nothing"),
+        (["--served-model-name", "a", "--served-model-name", "a"], "served_model_name 'a' is given twice"),
+        (["--served-model-name", "a", "--drafting", "a=ngram"], "'a' is served already"),
         (["--drafting", "ngram"], "give NAME=METHOD"),
+        (["--drafting", "a=ngrm"], "drafting 'a': method 'ngrm' is not known; did you mean 'ngram'?"),
+        (["--drafting", "a={"], "drafting 'a': speculative config is not valid JSON"),
+        (["--drafting", 'a={"method": "ngram", "window": 3}'], "drafting 'a': "),
+        (["--drafting", 'a={"method": "draft_model", "model": "/nothing"}'], "/nothing does not exist"),
+        (["--drafting", 'a={"method": "rest", "datastore": "/nothing"}'], "/nothing"),
+        (["--drafting", "a=ngram", "--drafting", "a=suffix"], "'a' is served already"),
+        (["--method", "ngrm"], "did you mean 'ngram'?"),
+        (["--max-kv-bytes", "lots"], "max_kv_bytes is 'lots'"),
         (["--model", "other"], "give one"),
     ],
 )
-def test_options_that_cannot_be(options: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["serve", MODEL, "--port", "0", *options])
+def test_options_that_cannot_be(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They are told before the model is loaded; of a malformed way of drafting that took a whole load."""
+    monkeypatch.setattr("foretoken.llm.load_model", lambda *_, **__: pytest.fail("the model is loaded"))
+    (tmp_path / "broken").write_text("{% for message in messages %}\n{{ message.content }")
+    options = [str(tmp_path / "broken") if option == "BROKEN" else option for option in options]
+    result = CliRunner().invoke(app, ["serve", MODEL, "--port", "0", *options], terminal_width=200)
     assert result.exit_code == 2
     assert message in result.output
+    assert "secret" not in result.output
 
 
 def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,9 +69,9 @@ def serve(
         int, typer.Option(help="Texts whose prompts are kept for others that begin like them; 0 keeps none.")
     ] = 8,
     max_queued_requests: Annotated[
-        int, typer.Option(help="Requests that may wait; more get 429. -1 is no limit.")
+        int, typer.Option(min=-1, help="Requests that may wait; more get 429. -1 is no limit.")
     ] = DEFAULTS.max_queued_requests or 0,
-    max_queued_tokens: Annotated[int, typer.Option(help="Tokens of their prompts; -1 is no limit.")] = -1,
+    max_queued_tokens: Annotated[int, typer.Option(min=-1, help="Tokens of their prompts; -1 is no limit.")] = -1,
     max_body_bytes: Annotated[int, typer.Option(help="Size of a request; more gets 413.")] = DEFAULTS.max_body_bytes,
     max_n: Annotated[int, typer.Option(help="Samples of a prompt.")] = DEFAULTS.max_n,
     max_logprobs: Annotated[
@@ -121,7 +121,7 @@ def serve(
     """
     with exit_codes():
         try:
-            from foretoken.serve.served import Served
+            from foretoken.serve.offer import Offer
             from foretoken.serve.server import Server
         except ModuleNotFoundError as error:
             raise ConfigError(f"{EXTRA} ({error.name} is missing)") from None
@@ -146,6 +146,7 @@ def serve(
             log_requests=enable_log_requests,
         )
         template = None if chat_template is None else read_text(chat_template)
+        offer = Offer.of(names, drafting_setting or (), template)
         config = drafting.config(chosen, loading.profile_file)
         chunk_size = _chunk_size(loading.device) if prefill_chunk_size is None else prefill_chunk_size
         kept = {
@@ -177,8 +178,10 @@ def serve(
             serve_cluster(cluster, ray_address, host=host, port=port, say=say)
             return
 
+        offer.check_files()
+
         def load() -> Served:
-            return Served.of(load_llm(chosen, config, **options), names, drafting_setting or (), template)
+            return offer.over(load_llm(chosen, config, **options))
 
         server = Server(load, names[0], settings, host=host, port=port, say=say)
         if not server.run_until_end():

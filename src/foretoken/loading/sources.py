@@ -12,6 +12,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from foretoken import zoo
+from foretoken.config.speculative import SpeculativeConfig
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.gguf.header import is_gguf
 
@@ -116,6 +117,13 @@ def check_exists(model: object) -> None:
         raise CheckpointError(
             f"{name} does not exist; {nearby(name)}give a directory, a hub id (owner/name) or zoo:NAME"
         )
+
+
+def check_parts(config: SpeculativeConfig) -> None:
+    """Raises: CheckpointError, ConfigError for a model or file of a drafter that is not there; nothing is loaded."""
+    for part in config.parts:
+        check_exists(part.model)
+        part.options.check_paths()
 
 
 def _gguf_in(directory: str, name: str, wanted: str | None) -> str | None:

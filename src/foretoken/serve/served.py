@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ import transformers
 
 from foretoken import __version__
 from foretoken.config.sampling import SamplingParams
-from foretoken.errors import ConfigError
 from foretoken.machine import cpu_digest
 from foretoken.model.execution.packing import weight_sums
 from foretoken.model.promise import MOST_NODES
@@ -80,19 +79,6 @@ class Served:
         """Of a prompt that may fit; None where that is not known."""
         each, limit = characters_per_token(self.llm.tokenizer), self.max_model_len
         return None if each is None or limit is None else each * limit
-
-    @classmethod
-    def of(cls, llm: LLM, names: Sequence[str], given: Sequence[str], chat_template: str | None) -> Served:
-        """What a model is served as.
-
-        Args:
-          names: of the model in requests, the first for answers too.
-          given: further ways of drafting, as `draftings` takes them.
-          chat_template: in place of the model's own.
-        """
-        if chat_template is not None and llm.tokenizer is not None:
-            llm.tokenizer.chat_template = chat_template
-        return cls(draftings(llm, names[0], given), tuple(names[1:]))
 
     def choose(self, model: str, speculative: Any) -> tuple[LLM, int | None]:
         """The LLM that a request asks for, and its limit for drafts, None for the LLM's own.
@@ -173,17 +159,3 @@ class Served:
         for llm in self.llms:
             room = (self.max_model_len or len(prompt) * 4) - 2
             llm.generate([{"prompt_token_ids": prompt[: max(1, room // 2)]}], params, use_tqdm=False)
-
-
-def draftings(llm: LLM, name: str, given: Sequence[str]) -> dict[str, LLM]:
-    """LLMs over one model by name: the first, and one for each ``NAME=CONFIG``.
-
-    Raises: ConfigError for what is not of that form, a name given twice, or a config that does not fit.
-    """
-    found = {name: llm}
-    for one in given:
-        key, equals, config = one.partition("=")
-        if not equals or not key or not config or key in found:
-            raise ConfigError(f"drafting is {one!r}; give NAME=METHOD or NAME=JSON, with a name of its own")
-        found[key] = llm.with_speculative_config(config)
-    return found

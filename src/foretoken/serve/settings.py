@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, fields
 
 from foretoken.errors import ConfigError
@@ -9,6 +11,8 @@ from foretoken.errors import ConfigError
 GRANULARITIES = ("token", "step")
 DETAILS = ("none", "summary", "detailed")
 PARSERS = ("hermes",)
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,20 @@ class ServerSettings:
             value = getattr(self, field.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 least = 0 if field.name in ("shutdown_timeout", "max_logprobs", "max_queued_requests") else 1e-3
-                if value < least:
-                    raise ConfigError(f"{field.name} is {value}; it must be {'positive' if least else '0 or more'}")
+                if not least <= value < math.inf:
+                    what = "positive" if least else "0 or more"
+                    raise ConfigError(
+                        f"{field.name} is {value}; it must be {what if math.isfinite(value) else 'finite'}"
+                    )
         for name, known in (("stream_granularity", GRANULARITIES), ("spec_decode_metrics", DETAILS)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}")
         if self.tool_call_parser not in (None, *PARSERS):
             raise ConfigError(f"tool_call_parser is {self.tool_call_parser!r}; choose {', '.join(PARSERS)}, or none")
+        for origin in self.cors_origins:
+            if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"cors_origins is {origin!r}; give *, or an origin without a path: https://a.example")
         if not all(self.api_keys):
             raise ConfigError("an API key is empty; give one, or leave the option out to serve without")
+        if any(key != key.strip() for key in self.api_keys):
+            raise ConfigError("an API key has white space at an end, which no client can send; leave it out")

@@ -8,6 +8,7 @@ from typing import Any
 
 from foretoken.config.engine import EngineConfig
 from foretoken.errors import ConfigError
+from foretoken.serve.offer import Offer
 from foretoken.serve.ray.limits import FailoverSettings
 from foretoken.serve.settings import ServerSettings
 
@@ -56,7 +57,7 @@ class ClusterConfig:
         config = cls(**_frozen(given))
         for name, kind in (("server", ServerSettings), ("failover", FailoverSettings)):
             _check(name, getattr(config, name), kind)
-        config.settings, config.limits  # noqa: B018  # checked here instead of on another machine
+        config.settings, config.limits, config.offer  # noqa: B018  # checked here instead of on another machine
         if config.num_replicas < 1 or config.num_ingresses < 1:
             raise ConfigError("num_replicas and num_ingresses must be 1 or more")
         return config
@@ -70,6 +71,11 @@ class ClusterConfig:
     def max_ongoing_requests(self) -> int:
         """Requests that a replica takes: as many as rows run at once."""
         return int(self.llm.get("max_num_seqs", EngineConfig.max_num_seqs))
+
+    @property
+    def offer(self) -> Offer:
+        """Names and ways of drafting."""
+        return Offer.of(self.served_model_name or [self.model], self.drafting, self.chat_template)
 
     @property
     def settings(self) -> ServerSettings:

@@ -55,8 +55,7 @@ def load_served(config: ClusterConfig) -> Served:
     """The model of a config, in this process."""
     from foretoken.llm import LLM
 
-    llm = LLM(config.model, config.speculative_config, **config.llm)
-    return Served.of(llm, config.served_model_name or [config.model], config.drafting, config.chat_template)
+    return config.offer.over(LLM(config.model, config.speculative_config, **config.llm))
 
 
 # -- figures -------------------------------------------------------------------------------------------------------
