@@ -37,9 +37,26 @@ def test_a_first_draft_counts_only_as_long_as_there_is_no_other() -> None:
     assert costs.draft(4, 2) == pytest.approx(0.02)
 
 
-def test_what_deep_drafts_took_when_they_were_last_tried_does_not_keep_them_away_for_good() -> None:
+def test_what_deep_drafts_took_when_they_were_tried_once_does_not_keep_them_away() -> None:
+    """The first draft of a process, or one in which the machine paused, and others were seen more often since."""
     costs = CostModel({1: 0.02})
-    costs.drafted(1, 2, 0.05)  # cold
+    costs.drafted(1, 4, 0.05)  # cold
+    assert costs.draft(1, 2) == pytest.approx(0.025)
+    for _ in range(2):
+        costs.drafted(1, 2, 0.004)
+    assert costs.draft(1, 4) == pytest.approx(0.05)
+    costs.drafted(1, 2, 0.004)
+    assert costs.draft(1, 4) == pytest.approx(0.008)
+    assert costs.draft(1, 3) == pytest.approx(0.006)
+    costs.drafted(1, 4, 0.005)
+    assert costs.draft(1, 4) == pytest.approx(0.005)
+    assert costs.draft(1, 6) == pytest.approx(0.006)
+
+
+def test_what_deep_drafts_took_each_time_is_believed_until_it_is_long_ago() -> None:
+    costs = CostModel({1: 0.02})
+    for _ in range(3):
+        costs.drafted(1, 2, 0.05)
     for _ in range(63):
         costs.drafted(1, 1, 0.002)
     assert costs.draft(1, 2) == pytest.approx(0.05)

@@ -97,6 +97,15 @@ def test_pauses_of_the_machine_are_not_the_drafters() -> None:
         assert not patience.ends()
 
 
+def test_a_machine_that_pauses_often_does_not_drive_a_good_drafter_away() -> None:
+    """Chat on an idle machine was left once, for pauses of 20 ms in steps of 8."""
+    patience = Patience()
+    for step in range(1000):
+        patience.attended(1, 1, 0.0006, 0.0075, drafts=False)
+        patience.attended(1, 2, 0.001, 0.0105 if step % 4 else 0.03, drafts=True)
+        assert not patience.ends()
+
+
 class Dawdling(Drafter):
     """Drafts nothing, wants features, and takes its time over every step."""
 

@@ -217,8 +217,9 @@ class CostModel:
 class _Levels:
     """Logarithms of seconds of drafts, by their number of levels.
 
-    Numbers that were not seen for long begin anew: what they took when they were last tried, the first time perhaps,
-    would keep them from being tried again.
+    Numbers that were not seen for long begin anew, and those that were seen less than `FEW` times are believed only
+    where they are cheaper than the others let expect: what they took when they were tried, the first time of all or
+    while the machine paused, would keep them from being tried again.
     """
 
     def __init__(self) -> None:
@@ -239,23 +240,29 @@ class _Levels:
         return self._count - self._last[num_levels] < MEMORY // 2
 
     def seconds(self, num_levels: int) -> float:
-        """Of so many levels, from those that were seen of late: on a line through the fewest and the most."""
+        """Of so many levels, from those that were seen of late, often if any were: on a line through them."""
         if num_levels not in self._known:
             self._known[num_levels] = self._expected(num_levels)
         return self._known[num_levels]
 
     def _expected(self, num_levels: int) -> float:
-        seen = {levels: math.exp(one.value) for levels, one in self._averages.items() if self._is_fresh(levels)}
-        if num_levels in seen:
-            return seen[num_levels]
-        fewest, most = min(seen), max(seen)
-        if fewest == most:  # all of it is by the level, until that is tried
-            expected = seen[most] * num_levels / most
-        else:
-            slope = max(0.0, (seen[most] - seen[fewest]) / (most - fewest))
-            expected = max(seen[fewest] + slope * (num_levels - fewest), 0.0)
-        old = self._averages.get(num_levels)
-        return expected if old is None else min(expected, math.exp(old.value))
+        seen = {levels: math.exp(one.value) for levels, one in self._averages.items()}
+        fresh = [levels for levels in seen if self._is_fresh(levels)]
+        often = [levels for levels in fresh if self._averages[levels].count >= FEW] or fresh
+        sure = {levels: seen[levels] for levels in often}
+        if num_levels in sure:
+            return sure[num_levels]
+        believed = {levels: min(seen[levels], _on_line(sure, levels)) for levels in fresh if levels not in sure}
+        return min(_on_line(sure | believed, num_levels), seen.get(num_levels, math.inf))
+
+
+def _on_line(seconds: Mapping[int, float], num_levels: int) -> float:
+    """Of so many levels, by what the fewest and the most have taken."""
+    fewest, most = min(seconds), max(seconds)
+    if fewest == most:  # all of it is by the level, until that is tried
+        return seconds[most] * num_levels / most
+    slope = max(0.0, (seconds[most] - seconds[fewest]) / (most - fewest))
+    return max(seconds[fewest] + slope * (num_levels - fewest), 0.0)
 
 
 class _Verifying:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from foretoken.engine.cost_model import RATE, SHARE, Average
+from foretoken.engine.cost_model import FAR, RATE, SHARE, Average
 from foretoken.engine.stats import Totals
 
 TO_LOSE = 16.0
@@ -19,7 +19,8 @@ BEARABLE = 0.03
 """Of a step that drafts nothing: what a drafter may take of it without being left (issue 26: never slower by more)."""
 
 WORST = 4.0
-"""Plain steps that one step can lose, at most: pauses of the machine are not the drafter's."""
+"""Plain steps that one step can lose, at most; and no more than steps that draft take of late, but for `FAR`: pauses
+of the machine are not the drafter's."""
 
 
 class Patience:
@@ -42,7 +43,8 @@ class Patience:
         self._most = TO_LOSE * max(num_arms, 1)
         self._left = self._most
         self._taken = 0.0  # share of steps without a draft
-        self._bare: dict[int, Average] = {}  # logarithms of their seconds without the drafter, by magnitude of rows
+        self._bare: dict[int, Average] = {}  # logarithms of their seconds without the drafter, by magnitude of rows,
+        self._drafting: dict[int, Average] = {}  # and of all of steps that draft, by those
         self.is_attending = True
         self.totals = Totals()
 
@@ -59,10 +61,13 @@ class Patience:
           drafter_seconds: of drafter and governor; ``seconds`` of all the rest.
           drafts: whether a draft was verified.
         """
-        bare = self._bare.setdefault(num_rows.bit_length(), Average())
+        size = num_rows.bit_length()
+        bare = self._bare.setdefault(size, Average())
         if drafts:
-            plain = math.exp(bare.value) if bare.count else seconds
-            lost = (drafter_seconds + seconds) / plain - num_tokens / num_rows
+            usual = self._drafting.setdefault(size, Average())
+            taken = math.log(drafter_seconds + seconds) - (bare.value if bare.count else math.log(seconds))
+            usual.add(taken)
+            lost = math.exp(min(taken, usual.value + FAR)) - num_tokens / num_rows
         else:
             bare.add(math.log(seconds))
             lost = drafter_seconds / seconds
