@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from foretoken.llm import LLM
 from foretoken.serve.answering import answer
 from foretoken.serve.bridge import Bridge, Ticket
 from foretoken.serve.completions import read_completion
+from foretoken.serve.offer import Offer
 from foretoken.serve.settings import ServerSettings
-from serving import Running
+from serving import MODEL, SETTINGS, Running, running
 
 LONG = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "temperature": 0, "model": "plain"}
 
@@ -151,3 +155,25 @@ def test_requests_that_take_too_long_are_told_that_the_server_ends(start: Callab
     *_, error, done = [line for line in texts[0].splitlines() if line]
     assert done == "data: [DONE]"
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "shutting_down"
+
+
+def test_a_server_that_has_ended_is_let_go() -> None:
+    """FastAPI's own routes keep what they call in caches of the process, and with it the model: 100 MB a server."""
+
+    def serve() -> list[weakref.ref[Any]]:
+        llm = LLM(MODEL, "draft_model", max_num_seqs=4)
+        with running(Offer.of(["tiny"], SETTINGS).over(llm)) as server:
+            assert server.post("/v1/completions", prompt="a", max_tokens=2, verify=True).status_code == 200
+            assert server.post("/v1/completions", prompt="a", logprobs=99).status_code == 400
+            assert server.events("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
+            for path, status in (("/metrics", 200), ("/v1/models/tiny", 200), ("/nothing", 404)):
+                assert server.http.get(path).status_code == status
+            with server.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+                next(response.iter_lines())
+            assert server.http.head("/health").status_code == 200
+            kept = [server.server, server.server.application, server.server.bridge, llm, llm.target]
+            return [weakref.ref(one) for one in kept]
+
+    kept = serve()
+    gc.collect()
+    assert [one() for one in kept] == [None] * len(kept)

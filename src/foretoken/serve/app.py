@@ -10,10 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from foretoken import __version__
@@ -68,6 +68,8 @@ class Application:
         app = FastAPI(title="foretoken", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
         for kind in (ApiError, ForetokenError, HTTPException, ClientDisconnect, Exception):
             app.add_exception_handler(kind, self._refuse)
+        # Routes of Starlette, which knows all that is asked of them here: those of FastAPI leave what they call, and so
+        # the model, in caches of the process.
         for path, get in {
             "/": self.page,
             "/health": self.health,
@@ -75,10 +77,10 @@ class Application:
             "/version": self.version,
             "/metrics": self.metrics_page,
             "/v1/models": self.models,
+            "/v1/models/{name:path}": self.model,
             "/tokenizer_info": self.tokenizer_info,
         }.items():
-            app.add_api_route(path, get, methods=["GET"], response_model=None)
-        app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"], response_model=None)
+            app.add_route(path, get, methods=["GET"])
         for path, post in {
             "/v1/completions": self.completions,
             "/v1/chat/completions": self.chat,
@@ -86,7 +88,7 @@ class Application:
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
         }.items():
-            app.add_api_route(path, post, methods=["POST"], response_model=None)
+            app.add_route(path, post, methods=["POST"])
         guarded: ASGIApp = Drain(Keys(app, self._settings.api_keys))
         if self._settings.cors_origins:
             guarded = CORSMiddleware(
@@ -173,30 +175,30 @@ class Application:
 
     # -- what is served --------------------------------------------------------------------------------------------
 
-    async def health(self) -> Response:
+    async def health(self, _: Request) -> Response:
         self._ready()
         return Response(status_code=200)
 
-    async def version(self) -> dict[str, Any]:
-        return {"version": __version__}
+    async def version(self, _: Request) -> Response:
+        return JSONResponse({"version": __version__})
 
-    async def metrics_page(self) -> Response:
+    async def metrics_page(self, _: Request) -> Response:
         page = await asyncio.get_running_loop().run_in_executor(self._reader, self._metrics.page)
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def page(self) -> Response:
+    async def page(self, _: Request) -> Response:
         policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
         headers = {"content-security-policy": policy, "x-content-type-options": "nosniff", "cache-control": "no-cache"}
         return HTMLResponse(page("foretoken.serve", "page.html"), headers=headers)
 
-    async def models(self) -> dict[str, Any]:
+    async def models(self, _: Request) -> Response:
         served = self._ready()
-        return {"object": "list", "data": [self._card(served, name) for name in served.names]}
+        return JSONResponse({"object": "list", "data": [self._card(served, name) for name in served.names]})
 
-    async def model(self, name: str) -> dict[str, Any]:
-        served = self._ready()
+    async def model(self, request: Request) -> Response:
+        served, name = self._ready(), request.path_params["name"]
         served.choose(name, None)
-        return self._card(served, name)
+        return JSONResponse(self._card(served, name))
 
     def _card(self, served: Served, name: str) -> dict[str, Any]:
         llm = served.names[name]
@@ -212,7 +214,7 @@ class Application:
 
     # -- tokens ----------------------------------------------------------------------------------------------------
 
-    async def tokenize(self, request: Request) -> dict[str, Any]:
+    async def tokenize(self, request: Request) -> Response:
         served = self._ready()
         given = Fields(
             await self._body(request),
@@ -220,7 +222,7 @@ class Application:
             {},
         )
         served.choose(given.text("model"), None)
-        return dict(await self._in_reader(request, self._tokenized, given, served))
+        return JSONResponse(await self._in_reader(request, self._tokenized, given, served))
 
     def _tokenized(self, given: Fields, served: Served) -> dict[str, Any]:
         tokenizer = served.tokenizer
@@ -234,22 +236,23 @@ class Application:
         limit = served.max_model_len
         return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings}
 
-    async def detokenize(self, request: Request) -> dict[str, Any]:
+    async def detokenize(self, request: Request) -> Response:
         served = self._ready()
         given = Fields(await self._body(request), {"model", "tokens"}, {})
         served.choose(given.text("model"), None)
         ids = token_ids(given.get("tokens"), served.llm.target.vocab_size, "tokens")
-        return {"prompt": await self._in_reader(request, served.tokenizer.decode, ids)}
+        return JSONResponse({"prompt": await self._in_reader(request, served.tokenizer.decode, ids)})
 
-    async def tokenizer_info(self) -> dict[str, Any]:
+    async def tokenizer_info(self, _: Request) -> Response:
         tokenizer = self._ready().tokenizer
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
-        return {
+        info = {
             "tokenizer_class": type(tokenizer).__name__,
             **{name: None if getattr(tokenizer, name) is None else str(getattr(tokenizer, name)) for name in names},
             "chat_template": tokenizer.chat_template,
             "vocab_size": len(tokenizer),
         }
+        return JSONResponse(info)
 
 
 def _no_constant(name: str) -> None:
