@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
+from foretoken.config import sampling
 from foretoken.engine.prediction import LONGEST, Prediction
 from foretoken.errors import ConfigError
 from foretoken.sessions.outputs import RequestOutput
@@ -191,6 +194,34 @@ def test_many_places_cost_no_more() -> None:
     prediction = Prediction([5] * 20_000, 0)
     prediction.draft([5] * 300 + [6], 4)
     assert prediction.draft([5] * 300 + [6, 5], 4) == (5, 5)
+
+
+@pytest.mark.parametrize("kind", ["text", "ids"])
+def test_a_prediction_is_checked_and_indexed_once(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Every set of parameters that was made of others checked all of it anew, and every sample indexed it."""
+    checked, indexed = 0, 0
+    check, index = sampling.integer, Prediction.__init__
+
+    def checking(owner: str, name: str, *args: Any, **options: Any) -> int:
+        nonlocal checked
+        checked += name == "prediction"
+        return check(owner, name, *args, **options)
+
+    def indexing(self: Prediction, tokens: Sequence[int], start: int) -> None:
+        nonlocal indexed
+        indexed += len(tokens)
+        index(self, tokens, start)
+
+    monkeypatch.setattr(sampling, "integer", checking)
+    monkeypatch.setattr(Prediction, "__init__", indexing)
+    text = "the one two three " * 100
+    made = LLM("zoo:tiny")
+    assert made.tokenizer is not None
+    ids = made.tokenizer(text)["input_ids"]
+    params = replace(GREEDY, prediction=text if kind == "text" else ids, n=4, temperature=1.0, max_tokens=3)
+    (output,) = made.generate(["Once upon a time"], replace(params, seed=3))
+    assert len(output.outputs) == 4
+    assert (checked, indexed) == (len(ids), len(ids))
 
 
 # -- joined drafts ---------------------------------------------------------------------------------------------------

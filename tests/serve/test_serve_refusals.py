@@ -161,17 +161,23 @@ def test_a_client_that_asks_first_is_told_before_it_sends(start: Callable[..., R
         assert client.recv(65536).startswith(b"HTTP/1.1 401 ")
 
 
+@pytest.mark.parametrize("name", ["prompt", "prediction"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_text_that_cannot_fit_is_not_read(
-    running_server: Running, monkeypatch: pytest.MonkeyPatch, path: str
+    running_server: Running, monkeypatch: pytest.MonkeyPatch, path: str, name: str
 ) -> None:
-    """3.6 MB were turned into tokens for three seconds before they were refused."""
+    """3.6 MB were turned into tokens for three seconds before they were refused; of line ends in a prediction, 17."""
     text = " " * (33 * 4096)
-    monkeypatch.setattr("foretoken.serve.served.encode", lambda *_: pytest.fail("it is read"))
-    response = running_server.post(path, prompt=text, messages=[{"role": "user", "content": text}])
+    given = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "prediction": None}
+    given |= {"prompt": text, "messages": [{"role": "user", "content": text}]} if name == "prompt" else {}
+    given |= {"prediction": {"type": "content", "content": text}} if name == "prediction" else {}
+    reader = "served.encode" if name == "prompt" else "asking.read_params"
+    monkeypatch.setattr(f"foretoken.serve.{reader}", lambda *_: pytest.fail("it is read"))
+    response = running_server.post(path, **given)
     assert response.status_code == 400
-    assert response.json()["error"]["code"] == "context_length_exceeded"
-    assert "characters" in response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", name)
+    assert "characters" in error["message"]
 
 
 def test_the_longest_token_is_known_where_nothing_is_left_out(llm: LLM) -> None:

@@ -31,6 +31,10 @@ SAMPLING_ALIASES = {
 """Names of transformers, of the OpenAI API and of `foretoken.classic` for fields of `SamplingParams`."""
 
 
+class TokenIds(tuple[int, ...]):
+    """Token ids that have been checked, one by one: parameters that are made of others check them no more."""
+
+
 @strict_keywords(SAMPLING_ALIASES, foreign=SAMPLING_PARAMETERS)
 @dataclass(frozen=True, repr=False)
 class SamplingParams:
@@ -111,8 +115,8 @@ class SamplingParams:
         self._set("bad_words", strings("SamplingParams", "bad_words", self.bad_words))
         self._set("stop_token_ids", tuple(self._token("stop_token_ids", t) for t in self._listed("stop_token_ids")))
         self._set("bad_words_ids", tuple(self._token_sequence(words) for words in self._listed("bad_words_ids")))
-        if self.prediction is not None and not isinstance(self.prediction, str):
-            self._set("prediction", tuple(self._token("prediction", t) for t in self._listed("prediction")))
+        if self.prediction is not None and not isinstance(self.prediction, (str, TokenIds)):
+            self._set("prediction", TokenIds(self._token("prediction", t) for t in self._listed("prediction")))
         if self.structured_outputs is not None:
             self._set("structured_outputs", StructuredOutputs.of(self.structured_outputs))
         self._set("logit_bias", self._checked_bias())

@@ -61,10 +61,12 @@ class Admission:
         check_prompt(prompt, self.target.vocab_size, self.max_model_len, num_new_tokens=params.max_tokens != 0)
         request_id = f"request-{next(self.ids)}" if request_id is None else request_id
         seed = fresh_seed() if params.seed is None else params.seed
-        rows = [
-            self._row(prompt, self._law(params, prompt, history_ids, mix(seed, index)), request_id, index)
-            for index in range(params.n)
-        ]
+        prediction = self._prediction(params, len(prompt))
+        rows = []
+        for index in range(params.n):
+            law = self._law(params, prompt, history_ids, mix(seed, index))
+            own = None if prediction is None else prediction.copy()
+            rows.append(self._row(prompt, law, request_id, index, own))
         for row, output in zip(rows, output_ids, strict=False):
             self._continue(row, as_ids(output))
         return rows
@@ -119,7 +121,9 @@ class Admission:
         law.seed, law.contains_faults = seed, self.contains_faults
         return law
 
-    def _row(self, prompt: list[int], law: SamplingLaw, request_id: str, index: int) -> Sequence:
+    def _row(
+        self, prompt: list[int], law: SamplingLaw, request_id: str, index: int, prediction: Prediction | None
+    ) -> Sequence:
         params, length = law.params, len(prompt)
         wanted = self.max_model_len if params.max_tokens is None else length + params.max_tokens
         max_length = min(wanted, self.max_model_len)
@@ -134,5 +138,5 @@ class Admission:
             law=law,
             max_length=max_length,
             checker=StopChecker(params, self.eos_token_ids, length, max_length, self.tokenizer),
-            prediction=self._prediction(params, length),
+            prediction=prediction,
         )

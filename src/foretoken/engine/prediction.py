@@ -47,6 +47,12 @@ class Prediction:
         for place, token in enumerate(self.tokens, 1):
             self._places.setdefault(token, []).append(place)
 
+    def copy(self) -> Prediction:
+        """The same prediction for another sample of its prompt, which has said nothing yet."""
+        other = Prediction((), self._start)
+        other.tokens, other._places = self.tokens, self._places
+        return other
+
     def draft(self, token_ids: Seq[int], depth: int) -> tuple[int, ...]:
         """What is likely to follow a row, which has grown since the last call; ``depth`` tokens at most."""
         for end in range(self._num_seen + 1, len(token_ids) + 1):

@@ -83,7 +83,7 @@ def read_asking(given: Fields, served: Served, settings: ServerSettings, **param
     llm, length = served.choose(model, given.get("speculative"))
     sent = {name: given.get(name) for name in SAMPLING if given.get(name) is not None}
     sent |= {"n": given.whole("n", 1, 1, settings.max_n), "num_speculative_tokens": length, **params}
-    sent["prediction"] = read_prediction(given.get("prediction"), served.llm.target.vocab_size)
+    sent["prediction"] = read_prediction(given.get("prediction"), served)
     sent["structured_outputs"] = read_form(given)
     if sent.get("prompt_logprobs") is not None:
         given.whole("prompt_logprobs", None, 0, settings.max_logprobs)
@@ -129,19 +129,20 @@ def read_form(given: Fields) -> dict[str, Any] | None:
     wrong_field("response_format", form, "{type: 'text', 'json_object', or 'json_schema' with json_schema.schema}")
 
 
-def read_prediction(given: Any, vocab_size: int) -> str | list[int] | None:
+def read_prediction(given: Any, served: Served) -> str | list[int] | None:
     """The output that a request predicts: ``{"type": "content", "content": ...}``, text, or token ids.
 
-    Raises: ApiError for anything else.
+    Raises: ApiError for anything else, and for text that no output has room for.
     """
-    if isinstance(given, dict) and given.get("type") == "content":
-        text = text_of(given.get("content"))
-        if text is not None:
-            return text
-    elif given is None or isinstance(given, str):
-        return given
-    elif isinstance(given, list):
-        return token_ids(given, vocab_size, "prediction")
+    if given is None:
+        return None
+    if isinstance(given, list):
+        return token_ids(given, served.llm.target.vocab_size, "prediction")
+    is_content = isinstance(given, dict) and given.get("type") == "content"
+    text = text_of(given.get("content")) if is_content else given
+    if isinstance(text, str):
+        served.check_length(text, "prediction")
+        return text
     wrong_field("prediction", given, "{type: 'content', content: text or parts of type text}")
 
 

@@ -63,20 +63,25 @@ class Served:
         return min((limit for limit in limits if limit is not None), default=None)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a prompt. One that cannot fit, whatever its tokens, is not read at all.
+        """Token ids of a prompt.
 
-        Raises: ApiError for such a one, or without a tokenizer; PromptError for half a surrogate pair.
+        Raises: ApiError for one that cannot fit, or without a tokenizer; PromptError for half a surrogate pair.
         """
-        tokenizer, most = self.tokenizer, self._most_characters
-        if most is not None and len(text) > most:
-            message = f"the prompt has {len(text)} characters, and {self.max_model_len} tokens, all that the model has"
-            message += f" room for, are at most {most}; shorten it"
-            raise ApiError(400, message, "prompt", "context_length_exceeded")
+        tokenizer = self.tokenizer
+        self.check_length(text, "prompt")
         return encode(tokenizer, text, add_special_tokens)
+
+    def check_length(self, text: str, name: str) -> None:
+        """Raises: ApiError for a text that cannot fit, whatever its tokens: it is not read at all."""
+        most = self._most_characters
+        if most is not None and len(text) > most:
+            message = f"the {name} has {len(text)} characters, and {self.max_model_len} tokens, all that the model has"
+            message += f" room for, are at most {most}; shorten it"
+            raise ApiError(400, message, name, "context_length_exceeded")
 
     @cached_property
     def _most_characters(self) -> int | None:
-        """Of a prompt that may fit; None where that is not known."""
+        """Of a text that may fit; None where that is not known."""
         each, limit = characters_per_token(self.llm.tokenizer), self.max_model_len
         return None if each is None or limit is None else each * limit
 
