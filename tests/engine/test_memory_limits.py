@@ -20,11 +20,11 @@ import torch
 from drafting import made
 from foretoken import SamplingParams
 from foretoken.config.engine import EngineConfig
-from foretoken.config.memory import memory_size
+from foretoken.config.memory import share_of
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.memory import bytes_per_token
+from foretoken.engine.memory import available_on, bytes_per_token
 from foretoken.engine.sequence import Sequence
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.cache.storage import RaggedLayer
@@ -158,7 +158,7 @@ def address_space(num_bytes: int) -> Iterator[None]:
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not hold this limit")
 def test_a_share_is_of_what_the_limits_of_the_process_leave() -> None:
     with address_space(100_000_000):
-        assert 0 < memory_size("max_kv_bytes", "50%") <= 50_000_000
+        assert 0 < share_of("max_kv_bytes", "50%", available_on(torch.device("cpu"))) <= 50_000_000
 
 
 def run_out_of_memory() -> None:

@@ -16,7 +16,7 @@ import toy_heads
 from drafting import made
 from foretoken import LLM, SamplingParams
 from foretoken.config.engine import EngineConfig
-from foretoken.config.memory import available_bytes, memory_size
+from foretoken.config.memory import available_bytes, memory_size, share_of
 from foretoken.drafters.compose.union import UnionDrafter
 from foretoken.drafters.heads.eagle import EagleDrafter
 from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
@@ -27,9 +27,10 @@ from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.drafters.parts.self_draft import SelfDrafter
 from foretoken.drafters.parts.sparse_view import SparseView
 from foretoken.drafters.selfdraft.sparse_kv import USUAL_ACCEPTANCE
+from foretoken.engine import memory
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.memory import MemoryUse, bytes_per_token
+from foretoken.engine.memory import MemoryUse, available_on, bytes_per_token
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError, ContextLengthError
 from foretoken.model.cache.ragged import KVCache
@@ -255,6 +256,25 @@ def test_sizes_are_read() -> None:
     assert memory_size("x", "500MB") == 500_000_000
     assert memory_size("x", "1.5 GiB") == 3 * 2**29
     assert memory_size("x", 7) == memory_size("x", "7B") == 7
+    assert memory_size("x", "40 %") == "40%"
+
+
+def test_a_share_is_of_what_the_device_of_the_model_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU has its own memory, of which torch holds what this process has freed; other devices may not say."""
+    monkeypatch.setattr(memory, "available_bytes", lambda: 8_000_000)
+    engine = Engine(target(), EmptyDrafter(), EngineConfig(max_kv_bytes="25 %"))
+    assert engine.plan is not None
+    assert engine.plan.num_bytes == 2_000_000
+    gpu = torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", {gpu: (5_000, 9_000)}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", {gpu: 3_000}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", {gpu: 1_000}.__getitem__)
+    assert share_of("x", "50%", available_on(gpu)) == 3_500
+    monkeypatch.setattr(memory, "available_bytes", lambda: None)
+    with pytest.raises(ConfigError, match="max_kv_bytes is '25%', and it is not known what is available"):
+        Engine(target(), EmptyDrafter(), EngineConfig(max_kv_bytes="25%"))
+    with pytest.raises(ConfigError, match="it is not known what is available"):
+        share_of("x", "50%", available_on(torch.device("mps")))
 
 
 def told(folder: Path, limit: object, used: int, droppable: int = 0, version: int = 2) -> None:

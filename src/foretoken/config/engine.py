@@ -27,7 +27,8 @@ class EngineConfig:
         too, so compare results of one width. Without meaning where the library's own kernels run.
       typical: what "typical" accepts.
       max_kv_bytes: memory of the target's keys and values: a number of bytes, "500MB", "2GB", or "40%" of what is
-        available when the engine is made. Rows wait, or leave for a while, as it asks for. None for no limit.
+        available on the model's device when the engine is made. Rows wait, or leave for a while, as it asks for. None
+        for no limit.
       contains_faults: an exception of a drafter ends its drafting for the rows that it was working on, and one of a
         logits processor, or while text is looked at, ends its row with the reason "error"; nothing else is touched.
         Otherwise such exceptions are raised, which ends all rows that run.

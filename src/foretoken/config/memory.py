@@ -12,10 +12,10 @@ UNITS = {"": 1, "B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KIB": 1024, "
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def memory_size(name: str, value: object) -> int:
-    """A number of bytes, from a whole number, "500MB", "1.5GiB", or "40%" of what is available now.
+def memory_size(name: str, value: object) -> int | str:
+    """A number of bytes, from a whole number, "500MB" or "1.5GiB"; a share like "40%" stays one, see `share_of`.
 
-    Raises: ConfigError for anything else, for nothing, and for a share where the system does not say what it has.
+    Raises: ConfigError for anything else, and for nothing.
     """
     text = str(value).strip().upper().replace(" ", "")
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(%|[KMG]?I?B|)", text)
@@ -23,15 +23,28 @@ def memory_size(name: str, value: object) -> int:
         raise ConfigError(f"{name} is {value!r}; give a number of bytes, a size like 500MB or 2GB, or a share like 40%")
     number, unit = float(match[1]), match[2]
     if unit == "%":
-        available = available_bytes()
-        if available is None or not 0 < number <= 100:
-            reason = "this system does not say what is available" if available is None else "a share is up to 100%"
-            raise ConfigError(f"{name} is {value!r}, and {reason}; give a number of bytes")
-        return int(available * number / 100)
+        if not 0 < number <= 100:
+            raise ConfigError(f"{name} is {value!r}, and a share is up to 100%; give a number of bytes")
+        return text
     size = int(number * UNITS[unit])
     if size < 1:
         raise ConfigError(f"{name} is {value!r}; it must be 1 byte or more")
     return size
+
+
+def share_of(name: str, share: str, available: int | None) -> int:
+    """Bytes of a share like "40%".
+
+    Args:
+      available: bytes that it is of; None where the system does not say.
+
+    Raises: ConfigError where that is not known.
+    """
+    if available is None:
+        raise ConfigError(
+            f"{name} is {share!r}, and this system does not say what is available; give a number of bytes"
+        )
+    return int(available * float(share.rstrip("%")) / 100)
 
 
 def available_bytes(

@@ -7,6 +7,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
+from foretoken.config.memory import available_bytes, share_of
 from foretoken.errors import ConfigError, ContextLengthError
 from foretoken.model.nodes import Nodes
 
@@ -100,8 +103,10 @@ class MemoryPlan:
                 "exactness='strict' runs every step of this model at one shape, over columns of max_model_len for "
                 "max_num_seqs rows, so max_kv_bytes cannot hold it to less; leave it out and lower max_num_seqs"
             )
-        own_caches = drafter.own_caches()
-        plan = cls(int(config.max_kv_bytes), target, own_caches)
+        num_bytes, own_caches = config.max_kv_bytes, drafter.own_caches()
+        if isinstance(num_bytes, str):
+            num_bytes = share_of("max_kv_bytes", num_bytes, available_on(target.device))
+        plan = cls(num_bytes, target, own_caches)
         for each in (cache, *(own.cache for own in own_caches if own.most_columns is None)):
             each.max_cells, each.capacity = plan.max_cells, min(each.capacity, plan.max_cells)
         return plan
@@ -146,3 +151,14 @@ def bytes_per_token(target: CausalLM) -> int:
     target.forward(Nodes.from_chains([[0]]), cache)
     target.num_forwards = count
     return cache.num_bytes
+
+
+def available_on(device: torch.device) -> int | None:
+    """Memory that can still be allocated there, in bytes; None where the system does not say.
+
+    Of a CUDA device what is free, and what this process has freed and torch holds for what comes next.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return available_bytes() if device.type == "cpu" else None
