@@ -19,7 +19,9 @@
 
 enum { PARTS = CODES_BLOCK / LANES };      // vectors of a block
 enum { MOST_ROWS = LANES == 8 ? 2 : 8 };   // rows that are multiplied at a time, as registers allow
+enum { MOST_SPLIT_ROWS = 4 };              // rows whose activations of 16 bits are multiplied byte by byte
 enum { FETCHED = 4096 };                   // bytes of codes ahead of those that are multiplied
+enum { FETCHED_GROUPS = 16 };              // groups whose scales are fetched ahead
 enum { SHARED_NUMBERS = 1 << 14 };         // activations from which on threads share the rounding of rows
 
 // Of what a row is rounded to, by bytes: two, 256 of the first and one of the second, stay within -128 and 127.
@@ -27,11 +29,19 @@ static const float LARGEST[3] = {0.0f, 127.0f, 32639.0f};
 
 // ---- rows -----------------------------------------------------------------------------------------------------------
 
-// Rows (n, K) in one or two bytes; in two, of every four inputs numbers 0 and 2 lie before 1 and 3, as pairs of codes do.
+// Activations in a byte; in words, of every four inputs numbers 0 and 2 before 1 and 3, as pairs of codes lie; or the upper
+// bytes of every four before their lower ones.
+enum Layout { ONE_BYTE, WORDS, SPLIT };
+
+template <int LAYOUT>
+constexpr int64_t stored_bytes = LAYOUT == ONE_BYTE ? 1 : 2;
+
+// Rows (n, K).
 namespace {  // others have rounded rows, too
 struct Rounded {
   int64_t inputs, span, spans;  // inputs: with zeros behind the last one
   int64_t bytes, stored;        // of an activation, and of it as it is laid out
+  Layout layout;
   std::vector<uint8_t> values;
   std::vector<float> scales, sums;  // by row and span; of the rounded numbers
   std::vector<int32_t> starts;      // what sums begin with, since codes are too large
@@ -41,7 +51,10 @@ struct Rounded {
   void take(const Matrix& matrix, const T* x, int64_t rows, int threads) {
     const int64_t given = matrix.inputs, whole = matrix.group ? matrix.group : CODES_SPAN;
     span = least(whole, CODES_SPAN), inputs = rounded_up(given, whole), spans = inputs / span;
-    bytes = matrix.activation_bytes, stored = has_vnni && matrix.kind == BYTES ? bytes : 2;
+    bytes = matrix.activation_bytes;
+    const bool is_split = matrix.kind == NIBBLES && rows <= MOST_SPLIT_ROWS, is_byte = matrix.kind == BYTES && bytes == 1;
+    layout = !has_vnni ? WORDS : is_split ? SPLIT : is_byte ? ONE_BYTE : WORDS;
+    stored = layout == ONE_BYTE ? 1 : 2;
     excess = matrix.zeros ? matrix.zero_kind == BYTES : matrix.kind == BYTES ? 128 : 8;
     values.resize(rows * inputs * stored);
     scales.resize(rows * spans), sums.resize(rows * spans), starts.resize(rows * spans);
@@ -69,10 +82,11 @@ struct Rounded {
     for (int64_t i = 0; i < vectors; ++i) {
       const Whole whole = is_usable ? nearest(numbers[i] * factor) : all_whole(0);
       total = add_whole(total, whole);
-      if (stored == 1)
-        write_bytes(to + i * LANES, whole);
-      else
-        write_words(to + i * LANES * 2, whole);
+      switch (layout) {
+        case ONE_BYTE: write_bytes(to + i * LANES, whole); break;
+        case WORDS: write_words(to + i * LANES * 2, whole); break;
+        case SPLIT: write_split(to + i * LANES * 2, whole); break;
+      }
     }
     // what is infinite counts as nothing in a draft, whose keys and values would keep it
     const float scale = is_usable ? peak / LARGEST[bytes] : bytes == 1 || (peak < 1e34f && is_finite) ? 0.0f : NAN;
@@ -102,6 +116,18 @@ static ALWAYS_INLINE void begin(const Matrix& matrix, const Rounded& x, int64_t 
       if (SCALING == WITH_ZERO_CODES)
         sums[i][j] = multiply_whole(sums[i][j], widened((const uint8_t*)matrix.zeros + place + j * LANES));
     }
+}
+
+// Fetches the scales and zeros of a group that is still to come; place: of this one's.
+template <int SCALING>
+static ALWAYS_INLINE void fetch_scales(const Matrix& matrix, int64_t place) {
+  if (SCALING == BY_OUTPUT) return;
+  const int64_t later = place + FETCHED_GROUPS * CODES_BLOCK, bytes = matrix.scale_kind == FLOAT16 ? 2 : 4;
+  for (int64_t line = 0; line < CODES_BLOCK * bytes; line += 64) {
+    _mm_prefetch((const char*)matrix.scales + later * bytes + line, _MM_HINT_T0);
+    if (SCALING == WITH_ZEROS) _mm_prefetch((const char*)matrix.zeros + later * bytes + line, _MM_HINT_T0);
+  }
+  if (SCALING == WITH_ZERO_CODES) _mm_prefetch((const char*)matrix.zeros + later, _MM_HINT_T0);
 }
 
 // Adds the sums of a span, times their scales, to those of a block; place: of its scales; at: of those of the first row.
@@ -173,6 +199,38 @@ static ALWAYS_INLINE void add_words(const uint8_t* weight, const uint8_t* values
   } while (weight < end);
 }
 
+// The same of codes of 4 bits and split activations: of few rows, where codes are unpacked for each of them.
+template <int ROWS>
+static ALWAYS_INLINE void add_split(const uint8_t* weight, const uint8_t* values, int64_t stride, int64_t inputs,
+                                    Whole (&sums)[ROWS][PARTS]) {
+  const uint8_t* end = weight + inputs * CODES_BLOCK / 2;
+  Whole upper[ROWS][PARTS];
+  for (int i = 0; i < ROWS; ++i)
+    for (int j = 0; j < PARTS; ++j) upper[i][j] = all_whole(0);
+  do {
+    Whole codes[PARTS];
+    for (int j = 0; j < PARTS; ++j) codes[j] = read_bytes(weight + 4 * LANES * j);
+    for (int line = 0; line < 2; ++line) _mm_prefetch((const char*)(weight + FETCHED + 64 * line), _MM_HINT_T0);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      Whole here[PARTS];
+      for (int j = 0; j < PARTS; ++j) here[j] = lower_halves(half ? shifted<4>(codes[j]) : codes[j]);
+#pragma GCC unroll 4
+      for (int i = 0; i < ROWS; ++i) {
+        const uint8_t* four = values + i * stride + half * 8;
+        const Whole high = four_of(four), low = four_of(four + 4);
+        for (int j = 0; j < PARTS; ++j) {
+          upper[i][j] = add_fours_at_once(upper[i][j], here[j], high);
+          sums[i][j] = add_fours_at_once(sums[i][j], here[j], low);
+        }
+      }
+    }
+    weight += 4 * CODES_BLOCK, values += 16;
+  } while (weight < end);
+  for (int i = 0; i < ROWS; ++i)
+    for (int j = 0; j < PARTS; ++j) sums[i][j] = add_whole(sums[i][j], times_256(upper[i][j]));
+}
+
 // The same of codes and activations in a byte.
 template <int ROWS>
 static ALWAYS_INLINE void add_bytes(const uint8_t* weight, const uint8_t* values, int64_t stride, int64_t inputs,
@@ -191,10 +249,10 @@ static ALWAYS_INLINE void add_bytes(const uint8_t* weight, const uint8_t* values
   } while (weight < end);
 }
 
-// BITS of a code; STORED: bytes of an activation, one only with VNNI: instructions that multiply and add up at once.
-template <int BITS, int STORED, int SCALING, int ROWS, bool VNNI>
+// BITS of a code; LAYOUT of activations, in bytes only with VNNI: instructions that multiply and add up at once.
+template <int BITS, int LAYOUT, int SCALING, int ROWS, bool VNNI>
 static ALWAYS_INLINE void block_rows(const Matrix& matrix, const Rounded& x, int64_t row, int64_t block, void* out) {
-  const int64_t first = block * CODES_BLOCK, stride = x.inputs * STORED;
+  const int64_t first = block * CODES_BLOCK, stride = x.inputs * stored_bytes<LAYOUT>;
   const int64_t spans_of_group = SCALING == BY_OUTPUT ? x.spans : matrix.group / x.span;
   const uint8_t* weight = (const uint8_t*)matrix.weight + first * x.inputs * BITS / 8;
   const uint8_t* values = x.values.data() + row * stride;
@@ -205,13 +263,17 @@ static ALWAYS_INLINE void block_rows(const Matrix& matrix, const Rounded& x, int
   for (int64_t at = row * x.spans, end = at + x.spans; at < end; ++at) {
     Whole sums[ROWS][PARTS];
     begin<SCALING, ROWS>(matrix, x, at, place, sums);
-    if constexpr (STORED == 1)
+    if constexpr (LAYOUT == ONE_BYTE)
       add_bytes<ROWS>(weight, values, stride, x.span, sums);
+    else if constexpr (LAYOUT == SPLIT)
+      add_split<ROWS>(weight, values, stride, x.span, sums);
     else
       add_words<BITS, ROWS, VNNI>(weight, values, stride, x.span, sums);
-    weight += x.span * CODES_BLOCK * BITS / 8, values += x.span * STORED;
+    weight += x.span * CODES_BLOCK * BITS / 8, values += x.span * stored_bytes<LAYOUT>;
     add_span<SCALING, ROWS>(matrix, x, at, place, sums, totals);
-    if (!--left) place += CODES_BLOCK, left = spans_of_group;
+    if (--left) continue;
+    fetch_scales<SCALING>(matrix, place);
+    place += CODES_BLOCK, left = spans_of_group;
   }
   const float* scales = SCALING == BY_OUTPUT ? (const float*)matrix.scales + first : nullptr;
   if (matrix.value_kind == BFLOAT16)
@@ -222,42 +284,43 @@ static ALWAYS_INLINE void block_rows(const Matrix& matrix, const Rounded& x, int
 
 template <int BITS, int SCALING, int ROWS>
 static void wide_rows(const Matrix& matrix, const Rounded& x, int64_t row, int64_t block, void* out) {
-  block_rows<BITS, 2, SCALING, ROWS, false>(matrix, x, row, block, out);
+  block_rows<BITS, WORDS, SCALING, ROWS, false>(matrix, x, row, block, out);
 }
 
-template <int BITS, int STORED, int SCALING, int ROWS>
+template <int BITS, int LAYOUT, int SCALING, int ROWS>
 static WITH_VNNI void vnni_rows(const Matrix& matrix, const Rounded& x, int64_t row, int64_t block, void* out) {
-  block_rows<BITS, STORED, SCALING, ROWS, true>(matrix, x, row, block, out);
+  block_rows<BITS, LAYOUT, SCALING, ROWS, true>(matrix, x, row, block, out);
 }
 
-template <int BITS, int STORED, int SCALING, int ROWS>
+template <int BITS, int LAYOUT, int SCALING, int ROWS>
 static void some_rows(const Matrix& matrix, const Rounded& x, int64_t rows, int64_t row, int64_t block, void* out) {
   if constexpr (ROWS > 1)
-    if (rows < ROWS) return some_rows<BITS, STORED, SCALING, ROWS - 1>(matrix, x, rows, row, block, out);
+    if (rows < ROWS) return some_rows<BITS, LAYOUT, SCALING, ROWS - 1>(matrix, x, rows, row, block, out);
   if (has_vnni)
-    vnni_rows<BITS, STORED, SCALING, ROWS>(matrix, x, row, block, out);
+    vnni_rows<BITS, LAYOUT, SCALING, ROWS>(matrix, x, row, block, out);
   else
     wide_rows<BITS, SCALING, ROWS>(matrix, x, row, block, out);
 }
 
-template <int BITS, int STORED, int SCALING>
+template <int BITS, int LAYOUT, int SCALING>
 static void multiply(const Matrix& matrix, const Rounded& x, int64_t rows, void* out, int threads) {
   share_out((matrix.outputs + CODES_BLOCK - 1) / CODES_BLOCK, threads, [&](int64_t first, int64_t last, int) {
     for (int64_t block = first; block < last; ++block)
       for (int64_t row = 0, here; row < rows; row += here) {  // in groups of about the same size
-        const int64_t left = rows - row, groups = (left + MOST_ROWS - 1) / MOST_ROWS;
+        constexpr int most = LAYOUT == SPLIT && MOST_ROWS > MOST_SPLIT_ROWS ? MOST_SPLIT_ROWS : MOST_ROWS;
+        const int64_t left = rows - row, groups = (left + most - 1) / most;
         here = (left + groups - 1) / groups;
-        some_rows<BITS, STORED, SCALING, MOST_ROWS>(matrix, x, here, row, block, out);
+        some_rows<BITS, LAYOUT, SCALING, most>(matrix, x, here, row, block, out);
       }
   });
 }
 
-template <int BITS, int STORED>
+template <int BITS, int LAYOUT>
 static void multiply(const Matrix& matrix, const Rounded& x, int64_t rows, void* out, int threads) {
-  if (!matrix.group) return multiply<BITS, STORED, BY_OUTPUT>(matrix, x, rows, out, threads);
-  if (!matrix.zeros) return multiply<BITS, STORED, BY_GROUP>(matrix, x, rows, out, threads);
-  if (matrix.zero_kind == BYTES) return multiply<BITS, STORED, WITH_ZERO_CODES>(matrix, x, rows, out, threads);
-  multiply<BITS, STORED, WITH_ZEROS>(matrix, x, rows, out, threads);
+  if (!matrix.group) return multiply<BITS, LAYOUT, BY_OUTPUT>(matrix, x, rows, out, threads);
+  if (!matrix.zeros) return multiply<BITS, LAYOUT, BY_GROUP>(matrix, x, rows, out, threads);
+  if (matrix.zero_kind == BYTES) return multiply<BITS, LAYOUT, WITH_ZERO_CODES>(matrix, x, rows, out, threads);
+  multiply<BITS, LAYOUT, WITH_ZEROS>(matrix, x, rows, out, threads);
 }
 
 // One row of the matrix: the very numbers that its codes stand for.
@@ -298,10 +361,12 @@ extern "C" void multiply_codes(const Matrix* matrix, const void* x, int64_t rows
     rounded.take(*matrix, (const Bfloat16*)x, rows, threads);
   else
     rounded.take(*matrix, (const float*)x, rows, threads);
-  if (matrix->kind == NIBBLES)
-    multiply<4, 2>(*matrix, rounded, rows, out, threads);
-  else if (rounded.stored == 1)
-    multiply<8, 1, BY_OUTPUT>(*matrix, rounded, rows, out, threads);
+  if (rounded.layout == SPLIT)
+    multiply<4, SPLIT>(*matrix, rounded, rows, out, threads);
+  else if (matrix->kind == NIBBLES)
+    multiply<4, WORDS>(*matrix, rounded, rows, out, threads);
+  else if (rounded.layout == ONE_BYTE)
+    multiply<8, ONE_BYTE, BY_OUTPUT>(*matrix, rounded, rows, out, threads);
   else
-    multiply<8, 2>(*matrix, rounded, rows, out, threads);
+    multiply<8, WORDS>(*matrix, rounded, rows, out, threads);
 }

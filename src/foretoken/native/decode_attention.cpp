@@ -31,9 +31,10 @@ struct Room {  // floats of scratch that one head of one row needs over so many 
   int64_t of_thread() const { return queries + keys; }
 };
 
-// Few heads and long rows are shared out within a head, else every head is a thread's.
+// Few heads that do not come out even among threads are shared out within a head, else every head is a thread's.
 static inline bool is_split(const Attention* call, int threads) {
-  return threads > 1 && call->rows * call->heads < 4 * threads;
+  const int64_t heads = call->rows * call->heads;
+  return threads > 1 && heads < 4 * threads && heads % threads;
 }
 
 // How a call is run: so many nodes of a row at a time that their scores, and all scratch, stay within bounds.
