@@ -41,9 +41,7 @@ def share_of(name: str, share: str, available: int | None) -> int:
     Raises: ConfigError where that is not known.
     """
     if available is None:
-        raise ConfigError(
-            f"{name} is {share!r}, and this system does not say what is available; give a number of bytes"
-        )
+        raise ConfigError(f"{name} is {share!r}, and it is not known what is available; give a number of bytes")
     return int(available * float(share.rstrip("%")) / 100)
 
 
