@@ -156,13 +156,17 @@ class Application:
         Raises: ApiError where it is too large, does not come, or is none.
         """
         limit = self._settings.max_body_bytes
+        too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > limit:
+            raise too_large
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 data = bytearray()
                 async for piece in request.stream():
                     data += piece
                     if len(data) > limit:
-                        raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+                        raise too_large
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} seconds") from None
         try:

@@ -18,6 +18,7 @@ from foretoken.serve.app import Application
 from foretoken.serve.bridge import Bridge
 from foretoken.serve.errors import stopping
 from foretoken.serve.metrics import Metrics
+from foretoken.serve.protocol import TimedHeads
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -74,7 +75,8 @@ class Server(uvicorn.Server):
         self.application = Application(self.bridge, settings, metrics)
         config = uvicorn.Config(
             wrap(self.application.build()),
-            http="h11",  # whatever else is installed: it bounds heads of requests, and knows HTTP/1.0
+            http=TimedHeads,  # over h11, whatever else is installed: it bounds heads of requests, and knows HTTP/1.0
+            ws="none",
             loop="asyncio",
             log_level="warning",
             access_log=False,

@@ -1,0 +1,164 @@
+"""Clients that break the rules of HTTP, or mean harm: each ends its rows within a step, and nothing else is touched."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from serving import Running
+
+LONG = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "temperature": 0, "model": "plain"}
+SHORT = {"prompt": "a", "max_tokens": 2}
+RESET = b"\1\0\0\0\0\0\0\0"
+"""Of SO_LINGER: closing sends a reset."""
+
+
+@pytest.fixture(autouse=True)
+def _tells_no_traceback(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    yield
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+@contextmanager
+def connected(server: Running) -> Iterator[socket.socket]:
+    host, port = server.server.address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as client:
+        yield client
+
+
+def posted(body: dict[str, Any], length: str | None = None) -> bytes:
+    sent = json.dumps(body).encode()
+    told = str(len(sent)) if length is None else length
+    return f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {told}\r\n\r\n".encode() + sent
+
+
+def answers(client: socket.socket) -> bytes:
+    """All that comes until the server closes."""
+    return b"".join(iter(lambda: client.recv(65536), b""))
+
+
+def wait_for_rows(server: Running, number: int) -> None:
+    served = server.server.application.served
+    assert served is not None
+    end = time.monotonic() + 60
+    while sum(llm.num_unfinished for llm in served.llms) != number:
+        assert time.monotonic() < end, f"there are not {number} rows"
+        time.sleep(0.005)
+
+
+def check_nothing_is_left(server: Running) -> None:
+    wait_for_rows(server, 0)
+    assert server.post("/v1/completions", **SHORT).status_code == 200
+    assert server.server.bridge._open == {}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_closed_clients_count_as_gone(running_server: Running, stream: bool) -> None:
+    with connected(running_server) as client:
+        client.sendall(posted({**LONG, "stream": stream, "n": 2}))
+        wait_for_rows(running_server, 2)
+        client.shutdown(socket.SHUT_WR)
+        check_nothing_is_left(running_server)
+        answers(client)  # which come to an end
+
+
+def test_a_reset_within_a_stream(running_server: Running) -> None:
+    with connected(running_server) as client:
+        client.sendall(posted({**LONG, "stream": True, "n": 3}))
+        assert b"200 OK" in client.recv(4096)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+    check_nothing_is_left(running_server)
+
+
+def test_pipelined_requests_are_answered_in_turn(running_server: Running) -> None:
+    with connected(running_server) as client:
+        last = b"GET /version HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+        client.sendall(posted(SHORT) + posted({**SHORT, "temperature": -1}) + posted(SHORT) + last)
+        found = answers(client)
+    assert re.findall(rb"HTTP/1.1 (\d+) ", found) == [b"200", b"400", b"200", b"200"]
+
+
+@pytest.mark.parametrize("behind", [posted({**LONG, "stream": True}) * 40, b"\0garbage\r\n\r\n" * 1000])
+def test_what_is_pipelined_behind_a_stream_waits_and_goes_with_it(running_server: Running, behind: bytes) -> None:
+    with connected(running_server) as client:
+        client.sendall(posted({**LONG, "stream": True}) + behind)
+        assert b"200 OK" in client.recv(4096)
+        wait_for_rows(running_server, 1)
+        assert len(running_server.server.bridge._open) == 1
+    check_nothing_is_left(running_server)
+
+
+@pytest.mark.parametrize("length", ["-1", "+5", "1e3", "", "5\r\nContent-Length: 7"])
+def test_lengths_that_are_none(running_server: Running, length: str) -> None:
+    with connected(running_server) as client:
+        client.sendall(posted(SHORT, length))
+        assert answers(client).startswith(b"HTTP/1.1 400 ")
+    check_nothing_is_left(running_server)
+
+
+def test_a_body_shorter_than_it_says(running_server: Running) -> None:
+    """The client then ends: nobody waits for the rest."""
+    with connected(running_server) as client:
+        client.sendall(posted(SHORT, "10000"))
+        client.shutdown(socket.SHUT_WR)
+        assert answers(client) == b""
+    check_nothing_is_left(running_server)
+
+
+def test_a_body_longer_than_it_says(running_server: Running) -> None:
+    """What is left over is no request."""
+    with connected(running_server) as client:
+        client.sendall(posted(SHORT, "10"))
+        found = answers(client)
+    assert found.count(b"HTTP/1.1 400 ") == 2
+    assert b"the body is not JSON" in found
+    check_nothing_is_left(running_server)
+
+
+def test_a_body_that_says_it_is_too_large_is_not_waited_for(
+    running_server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foretoken.serve.guards.DRAINED_SECONDS", 0.05)
+    with connected(running_server) as client:
+        client.sendall(posted(SHORT, "99999999999999999999"))
+        assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
+    check_nothing_is_left(running_server)
+
+
+@pytest.mark.parametrize(
+    ("before", "sent"),
+    [(b"", b""), (b"", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-"), (posted(SHORT), b"GET /health HT")],
+)
+def test_heads_that_do_not_come_end_their_connections(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch, before: bytes, sent: bytes
+) -> None:
+    """They were kept for ever, until the process had no files left."""
+    monkeypatch.setattr("foretoken.serve.protocol.HEAD_SECONDS", 0.3)
+    server = start()
+    with connected(server) as first, connected(server) as second:
+        for client in (first, second):
+            client.sendall(before)
+            if before:
+                assert b"200 OK" in client.recv(4096)
+            client.sendall(sent)
+        assert server.post("/v1/completions", **SHORT).status_code == 200
+        assert not any(answers(client).startswith(b"HTTP") for client in (first, second))
+    check_nothing_is_left(server)
+
+
+def test_a_long_answer_is_not_cut_by_the_limit_of_heads(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foretoken.serve.protocol.HEAD_SECONDS", 0.01)
+    with connected(start()) as client:
+        client.sendall(
+            posted({**LONG, "max_tokens": 300, "stream": True}).replace(b"Host", b"Connection: close\r\nHost")
+        )
+        assert answers(client).rstrip(b"\r\n0").endswith(b"data: [DONE]")
