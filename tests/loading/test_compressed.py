@@ -201,7 +201,7 @@ def test_what_is_not_plain_is_refused_by_name(changes: dict[str, Any], message: 
         load_model(tmp_path / "m", weights="stored")
 
 
-@pytest.mark.parametrize("method", ["torchao", "hqq"])
+@pytest.mark.parametrize("method", ["bitsandbytes", "hqq"])
 def test_other_layouts_are_refused_by_name(method: str, tmp_path: Path) -> None:
     """Before any weight is read."""
     write(tmp_path / "m", 4, 32, "pack-quantized")

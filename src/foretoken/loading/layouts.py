@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from foretoken.errors import CheckpointError, ForetokenError
-from foretoken.loading import compressed, gptq
+from foretoken.loading import compressed, gptq, torchao
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ LAYOUTS = {
         Layout(compressed.METHOD, "weight_scale", compressed.PARTS, compressed.why_not_plain, compressed.read),
         Layout("gptq", "qweight", gptq.PARTS, gptq.why_not_gptq, gptq.read_gptq),
         Layout("awq", "qweight", gptq.PARTS, gptq.why_not_awq, gptq.read_awq),
+        Layout(torchao.METHOD, torchao.MARK, torchao.PARTS, torchao.why_not_plain, torchao.read),
     )
 }
 
