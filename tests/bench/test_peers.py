@@ -451,7 +451,7 @@ def test_all_engines_hold_the_same_precision(
     assert {f"--dtype={dtype}", "--scale=100m", "--execution=packed", "--exactness=strict"} <= set(own)
     assert own[-3:] == ("--quantised", "int8", "int4")
     assert ("--weights", weights, "--precision", precision, "--quantised", "int8", "int4") == openvino[4:]
-    assert ("--types", *types, "--quantised", "q8_0", "q4_1", "q4_0") == llamacpp[4:]
+    assert ("--types", *types, "--quantised", "q8_0", "q4_1", "q4_0", "q4_k_m") == llamacpp[4:]
     assert transformers[4:6] == ("--dtype", dtype)
     assert all(launch.arguments[:4] == (str(tmp_path), "--batch-sizes", "8", "32") for launch in found)
 

@@ -106,6 +106,26 @@ def test_a_converted_checkpoint_computes_what_it_did(tmp_path: Path, kind: str, 
     assert expected.abs().max() > 5
 
 
+def test_matrices_are_mixed_as_llama_cpp_mixes_them() -> None:
+    """Q4_K_M of 30 layers with 576 inputs, 1536 in the middle, as of SmolLM2: what no K type fits is rounded less."""
+    from foretoken.bench.peers.workers.to_gguf import mixed_type
+
+    kinds = {
+        (part, layer): mixed_type(f"blk.{layer}.{part}.weight", 1536 if part == "ffn_down" else 576, 30, True).name
+        for part in ("attn_q", "attn_v", "ffn_up", "ffn_down")
+        for layer in range(30)
+    }
+    fine = [*range(3), *range(5, 26, 3), *range(26, 30)]
+    assert [layer for layer in range(30) if kinds["ffn_down", layer] == "Q6_K"] == fine
+    assert [layer for layer in range(30) if kinds["attn_v", layer] == "Q8_0"] == fine
+    assert {kinds["ffn_down", 3], kinds["attn_v", 3]} == {"Q4_K", "Q5_0"}
+    assert {kinds[part, layer] for part in ("attn_q", "ffn_up") for layer in range(30)} == {"Q5_0"}
+    assert mixed_type("token_embd.weight", 576, 30, True).name == "Q8_0"
+    assert mixed_type("token_embd.weight", 2048, 22, True).name == "Q6_K"
+    assert mixed_type("token_embd.weight", 2048, 22, False).name == "Q4_K"
+    assert mixed_type("output.weight", 2048, 22, False).name == "Q6_K"
+
+
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [

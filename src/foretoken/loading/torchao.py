@@ -3,9 +3,9 @@
 A layer ``NAME`` has ``NAME._weight_qdata`` (outputs, inputs) in int8, a number of 4 or 8 bits with its sign in each;
 ``NAME._weight_scale`` and ``NAME._weight_zero_point`` (outputs, groups), of which a weight is (number - zero) * scale.
 
-Source: torchao 0.18 (``Int8Tensor``, ``IntxUnpackedToInt8Tensor``, and ``flatten_tensor_state_dict``, which transformers
-5 writes them with). Its other tensors are laid out for one kernel each; before version 2 of a configuration they were
-pickled.
+Source: torchao 0.18 (``Int8Tensor``, ``IntxUnpackedToInt8Tensor``, and ``flatten_tensor_state_dict``, with which
+transformers 5 writes them). Its other tensors are laid out for one kernel each; before version 2 of a configuration
+they were pickled.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ OPENVINO = {"float32": ("fp32", "f32"), "bfloat16": ("fp16", "bf16"), "float16":
 """Weights as stored and arithmetic; optimum stores no bfloat16, and float16 holds what matters of it."""
 GGUF = {"float32": ("f32",), "bfloat16": ("bf16", "f16"), "float16": ("f16",)}
 """Weights among which llama.cpp's fastest are taken: half precision of either kind."""
-QUANTISED = {OWN: ("int8", "int4"), "openvino": ("int8", "int4"), "llamacpp": ("q8_0", "q4_1", "q4_0")}
+QUANTISED = {OWN: ("int8", "int4"), "openvino": ("int8", "int4"), "llamacpp": ("q8_0", "q4_1", "q4_0", "q4_k_m")}
 
 
 @dataclass(frozen=True)

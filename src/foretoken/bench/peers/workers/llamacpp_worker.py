@@ -20,7 +20,7 @@ from typing import Any
 import xllamacpp
 
 from .protocol import Answer, Candidate, Chosen, Decode, Entry, common_options, say, serve, usual_entries
-from .to_gguf import TYPES, convert
+from .to_gguf import MIXED, TYPES, convert
 
 CONTEXT = 4096
 FLASH: tuple[dict[str, Any], ...] = ({}, {"flash": "off"})
@@ -161,7 +161,7 @@ def request(prompt: list[int], max_new_tokens: int) -> dict[str, Any]:
 def main() -> None:
     parser = common_options(__doc__)
     parser.add_argument("--types", nargs="+", choices=tuple(TYPES), default=["f32"], help="of the weights that count")
-    parser.add_argument("--quantised", nargs="*", choices=tuple(TYPES), default=[])
+    parser.add_argument("--quantised", nargs="*", choices=(*TYPES, MIXED), default=[])
     options = parser.parse_args()
 
     def start() -> tuple[str, list[Entry]]:
