@@ -278,6 +278,103 @@ def test_masks_of_one_draft_are_not_those_of_another() -> None:
         assert {*np.flatnonzero(allowed)} == {ids[text] for text in following[token]}
 
 
+REPEATING = StructuredOutputs(
+    json={
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {"kind": {"enum": ["red", "rough", "blue"]}, "on": {"type": "boolean"}},
+            "required": ["kind", "on"],
+            "additionalProperties": False,
+        },
+        "minItems": 6,
+        "maxItems": 6,
+    },
+    disable_any_whitespace=True,
+)
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("method", ["plain", "union"])
+def test_what_came_of_a_choice_is_drafted_when_it_comes_again(method: str, kind: str) -> None:
+    """Under a name of its own: it may be wrong, and what is forced never is. The text is that of plain decoding."""
+    params = replace(PARAMS[kind], structured_outputs=REPEATING, max_tokens=100)
+    outputs = llm(method).generate(PROMPTS, params)
+    check_equal(outputs, base().generate(PROMPTS, replace(params, num_speculative_tokens=0)))
+    counts = [output.metrics.speculative_decoding["by_drafter"] for output in outputs]
+    for name in ("grammar", "grammar_guess"):
+        drafted, accepted = (
+            sum(each.get(name, {}).get(f"num_{what}_tokens", 0) for each in counts)
+            for what in ("draft", "accepted_draft")
+        )
+        assert 10 < accepted <= drafted
+        assert name == "grammar_guess" or accepted == drafted
+
+
+def test_guesses_are_what_came_after_the_same_mask_and_tokens() -> None:
+    ids = base().tokenizer.get_vocab()
+    a, b, x, y = (ids[letter] for letter in "abxy")
+    matching = grammars().matching(StructuredOutputs(regex="((a|b)(x|y))*"))
+
+    def say(*tokens: int) -> None:
+        for token in tokens:
+            assert matching.allowed(()) is not None
+            matching.extend([token])
+
+    assert matching.guessed(9) == ()
+    say(a, x, b, y)
+    assert matching.guessed(9) == ()  # nothing has come after b y
+    say(a, x)
+    assert matching.guessed(9) == (b, y, a)
+    assert matching.guessed(2) == (b, y)
+    say(a)
+    assert matching.copy().guessed(9) == ()  # another row has chosen nothing
+
+
+def test_guesses_that_fail_end_until_they_would_have_been_right() -> None:
+    """Nothing else governs them: without a drafter nothing is measured."""
+    ids = base().tokenizer.get_vocab()
+    x, y = ids["x"], ids["y"]
+    matching = grammars().matching(StructuredOutputs(regex="(x|y)*"))
+    said, last = [x, y], {}
+
+    def go_on(num_tokens: int, *, as_before: bool) -> list[int]:
+        """How many tokens were guessed before each of these, which are what came the last time or are not."""
+        counts = []
+        for _ in range(num_tokens):
+            counts.append(len(matching.guessed(9)))
+            before = tuple(said[-2:])
+            last[before] = last.get(before, x) if as_before else x + y - last.get(before, x)
+            said.append(last[before])
+            matching.extend(said[-1:])
+        return counts
+
+    matching.extend(said)
+    assert max(go_on(12, as_before=True)) == 4
+    assert go_on(12, as_before=False)[3:] == [0] * 9
+    num_guessed = go_on(12, as_before=True)
+    assert num_guessed[:3] == [0, 0, 0]
+    assert num_guessed[-1] == 4
+
+
+def test_a_draft_at_which_a_grammar_gives_up_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may never be chosen, and then the row ended in an error that plain decoding does not have."""
+    limits = llguidance.LLParserLimits
+    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **given: limits(**given, step_max_items=400))
+    costly = 'start: "Well " s | "No " /[a-z]+/\ns: s s s | s s | /[a-z ]/ | "the" | "t" "h" "e"'
+    matching = grammars().matching(StructuredOutputs(grammar=costly))
+    tokens = base().tokenizer("Well the the the the the the the the", add_special_tokens=False)["input_ids"]
+    failing = next(length for length in range(1, len(tokens)) if matching.allowed(tokens[:length]) is None)
+    assert matching.fault is None
+    assert matching.allowed(()) is not None
+    other = matching.copy()
+    other.extend(base().tokenizer("No", add_special_tokens=False)["input_ids"])
+    assert other.allowed(()) is not None
+    matching.extend(tokens[:failing])
+    assert matching.allowed(()) is None
+    assert "the grammar gave up" in str(matching.fault)
+
+
 def test_forced_tokens_end_with_eos() -> None:
     """Where there is one that it can be; else the model chooses."""
     wanted = StructuredOutputs(choice=["nothing else"])

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 GRAMMAR = "grammar"
 """Name of what proposed tokens that the grammar forces."""
 
+GUESSED = "grammar_guess"
+"""Name of what proposed tokens that came of the same choice of the grammar before, and what those force."""
+
 EXPECTED = 0.9
 """Chance of a predicted token after right ones, where the drafter says those of its own."""
 
@@ -90,14 +93,25 @@ class JoiningDrafter(WrappingDrafter):
 def with_forced(row: Sequence, tree: DraftTree, budget: Budget, rule: AcceptanceRule) -> DraftTree:
     """A draft with the tokens that the grammar of its row forces: they are right, whatever is measured of drafts.
 
+    Beyond them come a few that the grammar's choices led to before, where a row has seen that these are mostly right.
+
     Args:
-      tree: legal already, so that it goes along with them as far as it reaches.
+      tree: legal already, so that it goes along with what is forced as far as it reaches.
       budget: that the row has, before a governor's decision.
     """
-    forced = row.law.matching.forced() if row.law.matching is not None and budget.depth else ()
-    if not forced:
+    matching = row.law.matching
+    if matching is None or not budget.depth:
         return tree
-    scores = None if tree.scores is None else (1.0,) * (len(forced) + 1)
-    chain = DraftTree.chain(tree.tokens[0], forced, source=GRAMMAR)
-    chain = budget.cut(chain if scores is None else replace(chain, scores=scores))
+    forced = matching.forced()
+    may_guess = rule.keeps_tokens and (len(tree) == 1 or not budget.chains_only)
+    guessed = matching.guessed(budget.depth) if may_guess else ()
+    if not forced and not guessed:
+        return tree
+    chain = DraftTree.chain(tree.tokens[0], (*forced, *guessed), source=GRAMMAR)
+    if guessed:
+        chain = replace(chain, sources=(GRAMMAR,) * (len(forced) + 1) + (GUESSED,) * len(guessed))
+    if tree.scores is not None:
+        chances = [EXPECTED**place for place in range(1, len(guessed) + 1)]
+        chain = replace(chain, scores=(1.0,) * (len(forced) + 1) + tuple(chances))
+    chain = budget.cut(chain)
     return chain.joined(tree, budget.nodes) if rule.keeps_tokens else chain.planned(tree.plan)

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from foretoken.engine.joining import GRAMMAR
+from foretoken.engine.joining import GRAMMAR, GUESSED
 from foretoken.engine.prediction import PREDICTION
 from foretoken.law.faults import is_fatal, told
 
@@ -19,7 +19,7 @@ Segments = tuple[tuple[str, str], ...]
 """Pieces of text, each with the name of what proposed it."""
 
 TARGET = "target"
-OF_REQUESTS = (PREDICTION, GRAMMAR)
+OF_REQUESTS = (PREDICTION, GRAMMAR, GUESSED)
 """Names of what requests draft by themselves."""
 
 
