@@ -7,7 +7,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
@@ -333,6 +333,10 @@ class LLM:
         waits for results makes the steps.
         """
         return self._runner.step()
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Say and count nothing meanwhile of what drafting pays: texts that warm it up are nobody's."""
+        return self._runner.unwatched()
 
     @property
     def profile(self) -> StepProfile:

@@ -12,7 +12,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from foretoken.config.sampling import SamplingParams
 from foretoken.llm import LLM
 from foretoken.serve.served import Served
-from serving import Running
+from foretoken.testing.governing import ungoverned
+from serving import MODEL, Running
 
 PROMPT = "The quick brown fox"
 MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]
@@ -191,6 +192,18 @@ def test_offsets_are_characters_of_the_text(running_server: Running, text: str) 
         assert offset == sum(len(part.rstrip("\ufffd")) for part in spelled)
     chunks = running_server.events("/v1/completions", body)
     assert [each for chunk in chunks for each in chunk["choices"][0]["logprobs"]["text_offset"]] == offsets
+
+
+def test_warming_up_is_no_news(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`foretoken serve` said before it was ready that its method does not pay, of texts that are nobody's."""
+    monkeypatch.setattr("foretoken.sessions.payoff.MIN_STEPS", 40)
+    monkeypatch.setattr("foretoken.sessions.payoff.MOST_UNDRAFTED", 20)
+    with caplog.at_level("INFO", "foretoken"), ungoverned():
+        served = Served({"tiny": LLM(MODEL, "ngram", max_num_seqs=4)})
+        served.warm()
+        assert [record for record in caplog.records if record.filename == "payoff.py"] == []
+        served.llm.generate(["Once", "There"], SamplingParams(max_tokens=60, seed=1, temperature=2.0, ignore_eos=True))
+        assert [record for record in caplog.records if record.filename == "payoff.py"]
 
 
 @pytest.mark.smollm2

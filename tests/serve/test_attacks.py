@@ -103,6 +103,18 @@ def test_lengths_that_are_none(running_server: Running, length: str) -> None:
     check_nothing_is_left(running_server)
 
 
+@pytest.mark.parametrize("sent", [b"\x16\x03\x01 no HTTP\r\n\r\n", b"GET /health HTTP/1.1\r\nUpgrade: h2c\r\n"])
+def test_what_clients_do_wrong_fills_no_log(
+    running_server: Running, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, sent: bytes
+) -> None:
+    """Each such request wrote a warning, and one that asks for HTTP/2 two, with advice that does not help."""
+    with connected(running_server) as client:
+        client.sendall(sent + b"Host: a\r\nConnection: Upgrade, close\r\n\r\n")
+        assert answers(client).startswith(b"HTTP/1.1 ")
+    assert "".join(capfd.readouterr()) == ""
+    assert caplog.text == ""
+
+
 def test_a_body_shorter_than_it_says(running_server: Running) -> None:
     """The client then ends: nobody waits for the rest."""
     with connected(running_server) as client:

@@ -128,6 +128,19 @@ def test_unknown_fields_are_named_or_refused(start: Callable[..., Running], runn
     assert "unknown fields: temprature" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("OPTIONS", "/v1/completions", {"POST"}), ("POST", "/v1/models", {"GET", "HEAD"}), ("BREW", "/", {"GET", "HEAD"})],
+)
+def test_another_method_is_told_which_there_are(
+    running_server: Running, method: str, path: str, allowed: set[str]
+) -> None:
+    response = running_server.http.request(method, path)
+    assert response.status_code == 405
+    assert set(response.headers["allow"].split(", ")) == allowed
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
 def test_bodies_have_a_limit(start: Callable[..., Running]) -> None:
     server = start(max_body_bytes=1000)
     assert server.post("/v1/completions", prompt="a" * 2000).status_code == 413

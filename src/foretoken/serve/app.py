@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -99,12 +99,14 @@ class Application:
     async def _refuse(self, request: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
             return Response(status_code=CLIENT_LEFT)
+        beside: Mapping[str, str] = {}
         if isinstance(error, HTTPException):
+            beside = error.headers or {}  # which methods are allowed
             error = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
         told = ApiError.of(error)
         if told.status >= 500 and told is not error:
             logger.error("%s %s ended in an error", request.method, request.url.path, exc_info=error)
-        return JSONResponse(told.body, told.status, told.headers)
+        return JSONResponse(told.body, told.status, {**beside, **told.headers})
 
     def _ready(self) -> Served:
         if self.is_stopping:

@@ -163,4 +163,5 @@ class Served:
         params = SamplingParams(n=2, max_tokens=WARM_TOKENS, ignore_eos=True, seed=0, detokenize=False)
         for llm in self.llms:
             room = (self.max_model_len or len(prompt) * 4) - 2
-            llm.generate([{"prompt_token_ids": prompt[: max(1, room // 2)]}], params, use_tqdm=False)
+            with llm.unwatched():
+                llm.generate([{"prompt_token_ids": prompt[: max(1, room // 2)]}], params, use_tqdm=False)

@@ -78,7 +78,7 @@ class Server(uvicorn.Server):
             http=TimedHeads,  # over h11, whatever else is installed: it bounds heads of requests, and knows HTTP/1.0
             ws="none",
             loop="asyncio",
-            log_level="warning",
+            log_level="error",  # what clients do wrong they are told, and no log
             access_log=False,
             lifespan="off",
             server_header=False,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from time import perf_counter
 
 from foretoken.config.sampling import SamplingParams
@@ -47,7 +48,7 @@ class Runner:
         self._num_changes = self._engine.target.num_changes
         self._num_spec_tokens = num_spec_tokens
         self._lock = lock
-        self._payoff = payoff
+        self._payoff: PayoffWatch | None = payoff
         self._use = ExclusiveUse()  # of the thread that has the lock
         self._num_requests = 0
         self._session_of: dict[int, Session] = {}  # by row, while it is unfinished
@@ -71,6 +72,15 @@ class Runner:
     def num_running(self) -> int:
         """Rows in the cache."""
         return self._engine.num_running
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Let what steps bring meanwhile say nothing of what drafting pays."""
+        payoff, self._payoff = self._payoff, None
+        try:
+            yield
+        finally:
+            self._payoff = payoff
 
     @makes_on_cpu
     def open(self, prompts: Seq[Prompt], params: Seq[Callable[[int], SamplingParams]]) -> Session:
@@ -153,7 +163,8 @@ class Runner:
         try:
             outputs = self._engine.step()
             ended = perf_counter()
-            self._payoff.step(outputs, ended - started, self._engine.profile)
+            if self._payoff is not None:
+                self._payoff.step(outputs, ended - started, self._engine.profile)
             for output in outputs:
                 owner = self._session_of.get(output.row.id)
                 if owner is None:  # of a call that was cut off before it could wait for it
@@ -163,7 +174,8 @@ class Runner:
                     self._engine.abort_row(output.row, "error")
                 if output.row.is_finished:
                     del self._session_of[output.row.id]
-                    self._payoff.ended(output.row.stats, self._engine.profile)
+                    if self._payoff is not None:
+                        self._payoff.ended(output.row.stats, self._engine.profile)
         except BaseException as error:
             failed = self._fail(error)
             is_of_others = failed and session not in failed and isinstance(error, Exception)
