@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
@@ -110,6 +111,29 @@ def test_a_chat_stream_has_one_token_per_chunk_and_its_usage_last(running_server
     assert middle[-1].choices[0].finish_reason == expected.outputs[0].finish_reason
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_streams_tell_the_seeds_that_give_their_texts_again(running_server: Running, path: str) -> None:
+    """Whole answers did, and the documentation says that every text comes with its seed."""
+    body: dict[str, Any] = {"max_tokens": 6, "temperature": 1.0, "n": 2, "return_token_ids": True}
+    body |= {"prompt": PROMPT} if path == "/v1/completions" else {"messages": MESSAGES}
+    if path == "/v1/responses":
+        with running_server.http.stream(
+            "POST", path, json={"input": PROMPT, "max_output_tokens": 6, "stream": True}
+        ) as events:
+            *_, last = [line for line in events.iter_lines() if line.startswith("data: ")]
+        told = json.loads(last.removeprefix("data: "))["response"]
+        again = running_server.post(path, input=PROMPT, max_output_tokens=6, seed=told["seed"]).json()
+        assert again["output"][0]["content"] == told["output"][0]["content"]
+        return
+    chunks = [chunk["choices"][0] for chunk in running_server.events(path, body)]
+    seeds = [choice["seed"] for choice in chunks if choice["finish_reason"] is not None]
+    assert len(seeds) == 2
+    assert not any("seed" in choice for choice in chunks if choice["finish_reason"] is None)
+    for choice in running_server.post(path, **body, seed=seeds[0]).json()["choices"]:
+        said = [token for one in chunks if one["index"] == choice["index"] for token in one.get("token_ids", ())]
+        assert choice["token_ids"] == said
+
+
 def test_prompts_are_texts_or_ids_or_lists_of_both(running_server: Running) -> None:
     tokenizer = running_server.llm.tokenizer
     ids = list(tokenizer(PROMPT)["input_ids"])
@@ -146,6 +170,9 @@ def test_tokens_there_and_back(running_server: Running) -> None:
     assert running_server.post("/detokenize", tokens=found["tokens"]).json() == {"prompt": text}
     chat = running_server.post("/tokenize", messages=MESSAGES).json()
     assert chat["tokens"] == list(running_server.llm.chat_prompt(MESSAGES)["prompt_token_ids"])
+    nothing = running_server.post("/tokenize", model="tiny")
+    assert nothing.status_code == 400
+    assert nothing.json()["error"]["param"] == "prompt"
     info = running_server.http.get("/tokenizer_info").json()
     assert info["eos_token"] == running_server.llm.tokenizer.eos_token
 

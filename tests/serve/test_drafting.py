@@ -100,6 +100,29 @@ def test_predicted_output_is_drafted_and_counted(running_server: Running, kind: 
     assert "completion_tokens_details" not in expected["usage"]
 
 
+@pytest.mark.parametrize(("most", "of_prompt"), [(None, 2), (1, 2), (3, 1), (0, 0)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_with_log_probabilities_of_the_prompt_beside_it(
+    running_server: Running, stream: bool, most: int | None, of_prompt: int
+) -> None:
+    """They were learned and told to nobody; as many are told of either as were asked for."""
+    body = {"prompt": "The quick brown", "max_tokens": 2, "temperature": 0, "seed": 1, "logprobs": most}
+    (expected,) = running_server.post("/v1/completions", **body, prompt_logprobs=of_prompt).json()["choices"]
+    asked = {**body, "prompt_logprobs": of_prompt, "echo": True}
+    if stream:
+        choices = [chunk["choices"][0] for chunk in running_server.events("/v1/completions", asked)]
+        first, text = choices[0], "".join(choice["text"] for choice in choices)
+    else:
+        (first,) = running_server.post("/v1/completions", **asked).json()["choices"]
+        text = first["text"]
+    assert text == "The quick brown" + expected["text"]
+    assert first["prompt_logprobs"] == expected["prompt_logprobs"]
+    assert {len(table) for table in first["prompt_logprobs"][1:]} <= {max(of_prompt, 1), of_prompt + 1}
+    assert (first["logprobs"] is None) == (most is None)
+    if most:
+        assert {len(table) for table in first["logprobs"]["top_logprobs"][1:]} <= {most, most + 1}
+
+
 def test_log_probabilities_of_prompts(running_server: Running) -> None:
     """In vLLM's shape, and before those of the text where the prompt is echoed, as lm-eval reads them."""
     ids = list(running_server.llm.tokenizer("The quick brown fox jumps")["input_ids"])

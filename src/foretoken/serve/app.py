@@ -23,7 +23,7 @@ from foretoken.serve.asking import Asking
 from foretoken.serve.chat import read_chat, read_messages
 from foretoken.serve.completions import read_completion
 from foretoken.serve.errors import ApiError, ModelChanged, loading, stopping
-from foretoken.serve.fields import Fields
+from foretoken.serve.fields import Fields, wrong_field
 from foretoken.serve.form import Form
 from foretoken.serve.guards import Drain, Keys
 from foretoken.serve.responses import read_response
@@ -237,6 +237,8 @@ class Application:
             options = {"add_generation_prompt": given.flag("add_generation_prompt", True)}
             ids = list(chat_prompt(tokenizer, messages, **options)["prompt_token_ids"])
         else:
+            if given.get("prompt") is None:
+                wrong_field("prompt", None, "text, where there are no messages")
             ids = encode(tokenizer, given.text("prompt"), given.flag("add_special_tokens", True))
         strings = tokenizer.convert_ids_to_tokens(ids) if given.flag("return_token_strs") else None
         limit = served.max_model_len

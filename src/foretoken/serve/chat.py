@@ -207,6 +207,8 @@ class ChatForm(ChoicesForm):
                 choice["token_ids"] = list(text.token_ids)
                 choice["prompt_token_ids"] = list(outputs[0].prompt_token_ids)
             if self._asking.params.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = prompt_tables(outputs[0].prompt_logprobs)
+                choice["prompt_logprobs"] = prompt_tables(
+                    outputs[0].prompt_logprobs, self._asking.params.prompt_logprobs
+                )
             choices.append({**choice, "seed": text.seed})
         return choices

@@ -28,11 +28,12 @@ def read_completion(body: dict[str, Any], served: Served, settings: ServerSettin
     given = Fields(body, KNOWN, REFUSED)
     logprobs = given.whole("logprobs", None, 0, settings.max_logprobs)
     echo = given.flag("echo")
-    of_prompt = {"prompt_logprobs": logprobs} if echo and logprobs is not None else {}
-    asking = read_asking(given, served, settings, logprobs=logprobs, **of_prompt)
+    of_prompt = given.whole("prompt_logprobs", None, 0, settings.max_logprobs)
+    learned = {"prompt_logprobs": max(logprobs, of_prompt or 0)} if echo and logprobs is not None else {}
+    asking = read_asking(given, served, settings, logprobs=logprobs, **learned)
     prompts = _prompts(given.get("prompt"), served, given.flag("add_special_tokens", True), settings.max_prompts)
     asking = with_prompts(asking, prompts, settings)
-    return asking, CompletionForm(asking, served, echo)
+    return asking, CompletionForm(asking, served, echo, of_prompt)
 
 
 def _prompts(prompt: Any, served: Served, add_special_tokens: bool, most: int) -> list[dict[str, Any]]:
@@ -56,15 +57,16 @@ class CompletionForm(ChoicesForm):
     """Shape of the answers of ``/v1/completions``.
 
     Args:
-      echo: begin every text with its prompt.
+      echo: begin every text with its prompt, its log-probabilities with those of that.
+      of_prompt: log-probabilities that are told beside it, most likely ones of each token; None for none at all.
     """
 
     prefix = "cmpl"
     kinds = ("text_completion", "text_completion")
 
-    def __init__(self, asking: Asking, served: Served, echo: bool) -> None:
+    def __init__(self, asking: Asking, served: Served, echo: bool, of_prompt: int | None) -> None:
         super().__init__(asking, served)
-        self._echo = echo
+        self._echo, self._most_of_prompt = echo, of_prompt
         self._learns_prompt = asking.params.prompt_logprobs is not None
         self._tokenizer = served.llm.tokenizer
         self._offsets: dict[int, Offsets] = {}  # of each choice of a stream
@@ -97,11 +99,14 @@ class CompletionForm(ChoicesForm):
         prompt, tables = self._asking.prompts[delta.prompt_index], delta.prompt_logprobs
         choice = self._choice(index, self._prompt_text(prompt) if self._echo else "", None, None)
         self._offsets[index] = self._new_offsets(len(choice["text"]))
-        if self._echo:
+        if self._echo and self._asking.params.logprobs is not None:
             choice["logprobs"] = self._of_prompt(prompt, tables)
-        else:
-            choice["prompt_logprobs"] = prompt_tables(tables)
-        return choice
+        return choice | self._beside(tables)
+
+    def _beside(self, tables: Sequence[Table | None] | None) -> dict[str, Any]:
+        """Log-probabilities of a prompt in vLLM's shape, if they were asked for."""
+        most = self._most_of_prompt
+        return {} if most is None else {"prompt_logprobs": prompt_tables(tables, most)}
 
     def _part(self, index: int, delta: StreamOutput, part: slice, is_last: bool) -> dict[str, Any]:
         reasons = (delta.finish_reason, delta.stop_reason) if is_last else (None, None)
@@ -145,8 +150,7 @@ class CompletionForm(ChoicesForm):
                         read = self._of_prompt(prompt, output.prompt_logprobs)
                         logprobs = {name: [*read[name], *logprobs[name]] for name in logprobs}
                     choice["logprobs"] = logprobs
-                if self._learns_prompt and not self._echo:
-                    choice["prompt_logprobs"] = prompt_tables(output.prompt_logprobs)
+                choice |= self._beside(output.prompt_logprobs)
                 if self._asking.returns_ids:
                     choice["token_ids"] = list(text.token_ids)
                     choice["prompt_token_ids"] = list(output.prompt_token_ids)

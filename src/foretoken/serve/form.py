@@ -112,7 +112,11 @@ class ChoicesForm(Form):
         return self._chunks(self.first_choices())
 
     def events(self, news: Sequence[StreamOutput], usage: Callable[[], dict[str, Any]]) -> list[bytes]:
-        choices = [choice for delta in news for choice in self.choices(delta)]
+        choices = []
+        for delta in news:
+            choices += self.choices(delta)
+            if delta.finish_reason is not None:
+                choices[-1]["seed"] = delta.seed
         told = {"usage": usage()} if choices and self._asking.stream.continuous_usage_stats else {}
         return self._chunks(choices, **told)
 

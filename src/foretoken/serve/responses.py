@@ -135,7 +135,7 @@ class ResponseForm(Form):
         self._by_token = asking.by_token
         self._item_id = f"msg_{secrets.token_hex(12)}"
         self._num_events = 0
-        self._text, self._reason = "", ""
+        self._text, self._reason, self._seed = "", "", 0
         self._response = {
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response",
@@ -171,7 +171,7 @@ class ResponseForm(Form):
                 if piece:  # tokens that only begin a character have none
                     events.append(self._event("response.output_text.delta", **self._place, delta=piece, logprobs=[]))
             self._text += delta.text
-            self._reason = delta.finish_reason or self._reason
+            self._reason, self._seed = delta.finish_reason or self._reason, delta.seed
         return events
 
     def ending(self, usage: dict[str, Any], beside: dict[str, Any]) -> list[bytes]:
@@ -192,12 +192,12 @@ class ResponseForm(Form):
 
     def body(self, outputs: Sequence[RequestOutput], usage: dict[str, Any], beside: dict[str, Any]) -> dict[str, Any]:
         (text,) = outputs[0].outputs
-        self._text, self._reason = text.text, text.finish_reason
-        return self._finished(usage, {"seed": text.seed, **beside})
+        self._text, self._reason, self._seed = text.text, text.finish_reason, text.seed
+        return self._finished(usage, beside)
 
     def _finished(self, usage: dict[str, Any], beside: dict[str, Any]) -> dict[str, Any]:
         status = "completed" if self._reason == "stop" else "incomplete"
-        return self._responded(status, [self._item(status)], usage) | beside
+        return self._responded(status, [self._item(status)], usage) | {"seed": self._seed} | beside
 
     def _responded(self, status: str, output: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None

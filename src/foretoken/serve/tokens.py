@@ -134,11 +134,18 @@ def number(logprob: float) -> float:
     return max(logprob, LOWEST)
 
 
-def prompt_tables(tables: Sequence[Table | None] | None) -> list[dict[str, Any] | None] | None:
+def prompt_tables(tables: Sequence[Table | None] | None, most: int) -> list[dict[str, Any] | None] | None:
     """``prompt_logprobs`` of vLLM: by token id, with rank and text; None of the first token, which follows none."""
     if tables is None:
         return None
-    return [None if table is None else {str(token): _entry(one) for token, one in table.items()} for table in tables]
+    return [
+        None if table is None else {str(token): _entry(one) for token, one in _best(table, most)} for table in tables
+    ]
+
+
+def _best(table: Table, most: int) -> list[tuple[int, Logprob]]:
+    """Entries of the token itself, which comes first, and of the most likely ones; there may be more than wanted."""
+    return [(token, entry) for place, (token, entry) in enumerate(table.items()) if not place or entry.rank <= most]
 
 
 def _entry(entry: Logprob) -> dict[str, Any]:
@@ -175,7 +182,7 @@ def completion_logprobs(
 def _tops(names: TokenNames, table: Table, most: int) -> dict[str, float]:
     """By text; of two tokens with one text, the likelier."""
     found: dict[str, float] = {}
-    for token, entry in table.items():
+    for token, entry in _best(table, most):
         text = names.text(token, entry)
         found[text] = max(found.get(text, LOWEST), number(entry.logprob))
     return found if most else {}

@@ -175,6 +175,7 @@ class StreamOutput:
       token_ids: new tokens.
       num_accepted: how many of them, counted from the front, were drafted.
       finish_reason, stop_reason: set on the last delta of the sample.
+      seed: of the request, as in `CompletionOutput`.
       texts: ``text`` in pieces, one for each of the tokens: what it has made certain, possibly nothing.
       logprobs: for each of the tokens; None unless asked for.
       tree: the draft that the step verified.
@@ -194,6 +195,7 @@ class StreamOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     tree: DraftTree | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    seed: int = 0
 
 
 def _shortened(value: object) -> str:

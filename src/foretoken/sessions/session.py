@@ -125,6 +125,7 @@ class Session:
                 logprobs=self._table(request, text.logprobs[num_logprobs:]),
                 tree=output.tree,
                 prompt_logprobs=self._prompt_logprobs(request) if is_first else None,
+                seed=int(request.params.seed or 0),
             )
         )
         return is_read
