@@ -5,9 +5,10 @@
 
 Every client asks for one streamed chat answer after another, over connections of its own; servers take turns with the
 same prompts, and those of which the process is known are stopped (SIGSTOP) while another is measured. No prompt comes
-twice to one server, so none is found read. Tokens are those of the texts by the model's tokenizer, so that servers
-which send several in one chunk count alike; time is from the first request of a turn to the end of its last. `--llm
-METHOD` beside: the same rows by `LLM` in this process, as many at once as there are clients, and whether texts equal.
+twice to one server, so none is found read; two names of one process are one server in that. Tokens are those of the
+texts by the model's tokenizer, so that servers which send several in one chunk count alike; time is from the first
+request of a turn to the end of its last. `--llm METHOD` beside: the same rows by `LLM` in this process, as many at once
+as there are clients, and whether texts equal.
 """
 
 from __future__ import annotations
@@ -190,6 +191,7 @@ def main() -> None:
     parser.add_argument("--options", action="append", default=[], metavar="NAME=JSON", help="fields of every request")
     parser.add_argument("--model", default="zoo:smollm2", help="of --llm; its tokenizer counts tokens")
     parser.add_argument("--llm", action="append", default=[], metavar="METHOD", help="rows without a server, beside")
+    parser.add_argument("--prefill-chunk-size", type=int, default=64, help="of --llm; as servers have it")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=2, help="requests of each client in a turn")
     parser.add_argument("--turns", type=int, default=3)
@@ -202,7 +204,7 @@ def main() -> None:
         name, _, where = given.partition("=")
         url, _, model = where.partition(",")
         servers.append(Address(name, url, model or options.model, pids.get(name), fields.get(name, {})))
-    llm = LLM(options.model, num_cached_prefixes=8)
+    llm = LLM(options.model, num_cached_prefixes=8, prefill_chunk_size=options.prefill_chunk_size)
     llms = {f"LLM {method}": llm.with_speculative_config(method) for method in options.llm}
     prompts = iter(prompts_of(sum(each * (options.rounds * options.turns + 1) for each in options.clients)))
     for num_clients in options.clients:
