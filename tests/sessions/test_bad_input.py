@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import replace
 from functools import cache
@@ -253,3 +254,19 @@ def test_an_engine_entered_from_two_threads_refuses_the_second() -> None:
     may_leave.set()
     thread.join()
     assert tuple(tuple(row.output_ids) for row in rows) == sound_outputs(GREEDY)
+
+
+def test_a_prompt_that_is_too_long_is_refused_by_this_library_alone(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers wrote besides that running it "will result in indexing errors", to the log of the server, too."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    llm = LLM("zoo:tiny")
+    assert llm.tokenizer is not None
+    llm.tokenizer.deprecation_warnings.clear()  # what it has said already
+    with pytest.raises(ContextLengthError, match="shorten the prompt"):
+        llm.generate("a " * 5000)
+    llm.generate("a", replace(GREEDY, prediction="a " * 5000, max_tokens=2))
+    assert "indexing errors" not in caplog.text
+    llm.tokenizer("a " * 5000)
+    assert "indexing errors" in caplog.text

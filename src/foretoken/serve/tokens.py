@@ -29,7 +29,7 @@ def encode(tokenizer: Any, text: str, add_special_tokens: bool, name: str = "pro
     Raises: PromptError for half a surrogate pair.
     """
     check_unicode(text, name)
-    return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+    return list(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
 
 def characters_per_token(tokenizer: Any) -> int | None:

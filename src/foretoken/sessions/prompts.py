@@ -72,7 +72,7 @@ def read_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, place: i
             "tokenizer=... to LLM, or give prompt_token_ids (on the command line in --prompts-file)"
         )
     check_unicode(prompt, f"prompt {place}")
-    ids = tokenizer(prompt)["input_ids"]
+    ids = tokenizer(prompt, verbose=False)["input_ids"]
     if not ids:
         raise PromptError(f"prompt {place} is empty: {prompt!r} has no tokens; give some text, or the BOS token")
     return Prompt(tuple(ids), prompt)
@@ -85,7 +85,7 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **temp
     """
     text = chat_text(tokenizer, messages, **template_options)
     assert tokenizer is not None
-    return {"prompt": text, "prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]}
+    return {"prompt": text, "prompt_token_ids": tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]}
 
 
 def chat_text(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **template_options: Any) -> str:
@@ -186,7 +186,8 @@ def resolved(params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None) 
         return params
     if isinstance(text := params.prediction, str):
         check_unicode(text, "prediction")
-        params = replace(params, prediction=tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
+        predicted = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        params = replace(params, prediction=tuple(predicted))
     if not params.bad_words:
         return params
     banned = [ids for word in params.bad_words for ids in spellings(word, tokenizer)]
@@ -198,7 +199,7 @@ def spellings(word: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, 
     check_unicode(word, f"bad word {word!r}")
     found = []
     for text in (word, " " + word.lstrip()):
-        ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         if ids and ids not in found:
             found.append(ids)
     return found
