@@ -16,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
@@ -236,6 +238,18 @@ class TestAgainstTransformers:
         assert scores[0].tolist() == pytest.approx([1, 1, 2 / 1.5, 1 / 1.5 - 1.0, 1, 1, 1, 1])
 
 
+class LargestOf64Bits(TorchDispatchMode):
+    """How many numbers the largest tensor has that is made of numbers of 64 bits."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        made = [each for each in tree_leaves(found) if isinstance(each, Tensor) and each.itemsize == 8]
+        self.numbers = max([self.numbers, *(each.numel() for each in made)])
+        return found
+
+
 def rows_of(kind: str, num_rows: int, vocab_size: int, generator: torch.Generator) -> Tensor:
     """Logits of a certain shape: (num_rows, vocab_size)."""
     logits = torch.randn(num_rows, vocab_size, generator=generator)
@@ -345,6 +359,17 @@ class TestTruncation:
             dense = choice.perturbed_best_dense(warper, logits, keys, 4)
             assert torch.equal(quick[0], dense[0])
             torch.testing.assert_close(quick[1], dense[1], atol=1e-9, rtol=0)
+
+    def test_an_accelerator_makes_noise_for_a_few_rows_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """512 nodes of a vocabulary of 128,000 took 0.5 GB for each of the tensors that noise is made of."""
+        logits = rows_of("language", 30, 700, torch.Generator().manual_seed(1))
+        keys = [noise.row_key(3, position) for position in range(30)]
+        whole = choice.perturbed_best_dense(Warper(top_p=0.9), logits, keys, 4)
+        monkeypatch.setattr(choice, "NOISE_NUMBERS", 5000)  # 7 rows
+        with LargestOf64Bits() as largest:
+            blocks = choice.perturbed_best_dense(Warper(top_p=0.9), logits, keys, 4)
+        assert largest.numbers == 7 * 700
+        assert all(torch.equal(mine, its) for mine, its in zip(blocks, whole, strict=True))
 
     @pytest.mark.parametrize("temperature", [1.0, 0.2, 0.05, 0.01])
     @pytest.mark.parametrize("scale", [1.0, 10.0])

@@ -20,6 +20,9 @@ from foretoken.law.nucleus import candidates
 from foretoken.law.support import Warper
 from foretoken.native import sample_kernels
 
+NOISE_NUMBERS = 1 << 23
+"""Numbers of noise that are made at once on an accelerator: each of the few tensors that it takes has 64 MB of them."""
+
 
 def argmax(logits: Tensor) -> Tensor:
     """Lowest index of the largest logit, as greedy ``generate`` takes it in float32; -1 in bad rows.
@@ -107,12 +110,21 @@ def perturbed_best(
 def perturbed_best_dense(
     warper: Warper, scores: Tensor, keys: Sequence[int], k: int, columns: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The same on any device, with noise for the whole vocabulary."""
+    """The same on any device, with noise for the whole vocabulary, of as many rows at a time as `NOISE_NUMBERS` allows.
+
+    Rows are apart from each other, so that what is found does not depend on it.
+    """
+    size = max(1, NOISE_NUMBERS // scores.shape[1])
+    if len(scores) > size:
+        blocks = [slice(start, start + size) for start in range(0, len(scores), size)]
+        parts = [perturbed_best_dense(warper, scores[block], keys[block], k, columns) for block in blocks]
+        tokens, distances = zip(*parts, strict=True)
+        return torch.cat(tokens), torch.cat(distances)
     logits = warper.scaled(scores.float())
     healthy = logits.amax(dim=-1).isfinite()
-    tokens = torch.arange(logits.shape[1]) if columns is None else columns
-    tokens = tokens.to(logits.device)
-    words = noise.bits(torch.tensor(noise.as_int64(keys), device=logits.device)[:, None], tokens)
+    device = logits.device
+    names = torch.arange(logits.shape[1], device=device) if columns is None else columns.to(device)
+    words = noise.bits(torch.tensor(noise.as_int64(keys), device=device)[:, None], names)
     perturbed = warper.truncated(logits).double() + noise.gumbel_of_bits(words)
     perturbed = perturbed.where(healthy[:, None], -torch.inf)
     values, best = perturbed.topk(min(k, logits.shape[1]), dim=-1)

@@ -76,6 +76,7 @@ class Candidates:
     ) -> None:
         self._vocab_size = target_vocab_size
         self._vocabulary = None if vocabulary is None or vocabulary.is_full else vocabulary
+        self._ids = None if self._vocabulary is None else self._vocabulary.target_ids
         self._is_greedy = is_greedy
         self.sharpness = sharpness
 
@@ -164,9 +165,10 @@ class Candidates:
 
     def _processable(self, logits: torch.Tensor, parents: Parents) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits that the laws of nodes can process, and the tokens of their columns; None for their numbers."""
-        if self._vocabulary is None or any(law.is_processed for law in parents.laws):
+        if self._ids is None or any(law.is_processed for law in parents.laws):
             return self._spread(logits), None
-        return logits, self._vocabulary.target_ids
+        self._ids = self._ids.to(logits.device)  # once, not with every call
+        return logits, self._ids
 
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:
         """(M, V of the drafter) -> (M, V of the target): what it does not know is impossible."""
@@ -181,7 +183,10 @@ def _named(found: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
 
 
 def _paired(tokens: torch.Tensor, scores: torch.Tensor) -> list[Scored]:
-    """Tokens (M, k) and scores, without what is impossible or not a number."""
+    """Tokens (M, k) and scores float64, without what is impossible or not a number."""
+    if tokens.device.type != "cpu":  # one round trip instead of two; float64 holds all tokens
+        scores, names = torch.stack([scores, tokens.double()]).cpu()
+        tokens = names.long()
     return [
         [(token, score) for token, score in zip(*columns, strict=True) if token >= 0 and score > float("-inf")]
         for columns in zip(tokens.tolist(), scores.tolist(), strict=True)

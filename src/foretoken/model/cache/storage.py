@@ -183,7 +183,7 @@ class Moves:
           memory: another object whenever the buffers are others.
         """
         if buffers and buffers[0].device.type != "cpu":
-            of_rows, old, new = (torch.tensor(each, device=buffers[0].device) for each in (rows, sources, targets))
+            of_rows, old, new = torch.tensor([rows, sources, targets], device=buffers[0].device)
             for buffer in buffers:
                 buffer[of_rows, :, new] = buffer[of_rows, :, old]  # (moves, heads, head_dim)
             return
