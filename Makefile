@@ -22,7 +22,7 @@ SAME_ON_EVERY_VERSION = $(addprefix tests/test_,real_model.py tree.py) tests/acc
 	tests/drafters/iterate $(addprefix tests/drafters/lookup/test_,nasd.py ngram.py suffix.py token_recycling.py) \
 	tests/drafters/parts \
 	$(addprefix tests/drafters/selfdraft/test_,self_draft_mutations.py self_draft_state.py swift.py) \
-	$(addprefix tests/engine/test_,acceptance_model.py broken_steps.py budget.py cost_model.py costs.py prefixes.py random_schedules.py) \
+	$(addprefix tests/engine/test_,acceptance_model.py accelerator.py broken_steps.py budget.py cost_model.py costs.py prefixes.py random_schedules.py) \
 	$(addprefix tests/heads/test_,eagle_layouts.py heads_checkpoint.py medusa_hydra_layouts.py) \
 	$(addprefix tests/law/test_,noise.py sampling.py) tests/loading/test_neighbours.py \
 	$(addprefix tests/model/test_,flat_nodes.py model_changes.py mutations.py prompt_bits.py rehearsal.py strict.py) \

@@ -1,0 +1,385 @@
+"""Everything that decodes or trains, on a simulated GPU: what `test_accelerator.py` runs in a process of its own.
+
+Texts are those of the CPU, run by the same modules: the device refuses and lays out as a GPU does, but computes alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_train
+import torch
+from promise import METHODS, TEXTS
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import eagle_heads
+import foretoken
+import simulated_device
+from architectures import ARCHITECTURES, target_model
+from foretoken import LLM, SamplingParams, StructuredOutputs, zoo
+from foretoken.classic.ngram_assisted import NGramStorage, OneLevelNGramStorage, ngram_assisted_speculative_generate
+from foretoken.classic.sampling import autoregressive_generate, speculative_generate
+from foretoken.classic.sampling.base_decoding import beam_search_generate
+from foretoken.classic.utils.logits_processor import GreedyProcessor, MultinomialProcessor
+from foretoken.cli import app
+from foretoken.config.method import methods
+from foretoken.errors import ConfigError
+from foretoken.loading import models
+from foretoken.model.lm import CausalLM
+from foretoken.testing import perturbed, toy_model
+from foretoken.zoo.manifest import root
+from harness import random_ids
+from serving import Running, running
+
+DEVICE = "sim"
+ON_CPU_ALONE = {"quantized_self"}
+UNIONS = ("suffix+token_recycling", "auto")
+DECODING = {**{name: config for name, config in METHODS.items() if name not in ON_CPU_ALONE}, **{u: u for u in UNIONS}}
+RULES: dict[str, dict[str, Any]] = {
+    "rejection": {"method": "draft_model", "rejection_sample_method": "rejection"},
+    "block": {"method": "draft_model", "rejection_sample_method": "block"},
+    "self-drafted": {"method": "layer_skip", "rejection_sample_method": "rejection"},
+    "looked up": {"method": "ngram", "prompt_lookup_min": 1, "rejection_sample_method": "rejection"},
+    "swift": {"method": "layer_skip", "layer_search": "swift"},
+    "view that changes": {"method": "sparse_kv", "kv_budget": 24, "kv_refresh": 4},
+    "view that is voted for": {"method": "sparse_kv", "kv_selector": "snapkv", "kv_budget": 24, "kv_window": 8},
+}
+GREEDY = SamplingParams(temperature=0.0, seed=7, max_tokens=16)
+SAMPLED = replace(GREEDY, temperature=1.0, top_p=0.4)
+MODES = {"greedy": GREEDY, "sampled": SAMPLED}
+PARAMS = {
+    **MODES,
+    "logprobs": replace(GREEDY, logprobs=3, prompt_logprobs=2),
+    "several": replace(SAMPLED, n=2),
+    "penalised": replace(
+        GREEDY, temperature=0.8, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2,
+        no_repeat_ngram_size=3, min_tokens=3, logit_bias={5: 2.0}, bad_words=("the",),
+    ),
+    "truncated": replace(GREEDY, temperature=0.9, top_p=0.8, top_k=30, min_p=0.02, typical_p=0.95),
+    "stopped": replace(GREEDY, stop=(" was", "return")),
+    "predicted": replace(GREEDY, prediction=" a girl. Once upon a time there was a boy"),
+    "shortened": replace(GREEDY, num_speculative_tokens=2),
+    "structured": replace(GREEDY, structured_outputs=StructuredOutputs(regex=r"(the|a) [a-z]{3,9}( and [a-z]{3,9})+")),
+    "chosen": replace(SAMPLED, structured_outputs=StructuredOutputs(choice=["yes", 'no "maybe"'])),
+}  # fmt: skip
+QUICK = {"ngram", "suffix+eagle3"}
+slow, full = pytest.mark.slow, pytest.mark.full
+
+
+@cache
+def llm(device: str = DEVICE) -> LLM:
+    return LLM("zoo:tiny", device=device, dtype="float32", execution="eager", max_num_seqs=4, num_cached_prefixes=4)
+
+
+def said(texts: list[Any]) -> list[Any]:
+    """What must be the same: tokens, text, and why it ended."""
+    return [[(one.token_ids, one.text, one.finish_reason) for one in text.outputs] for text in texts]
+
+
+@cache
+def on_cpu(name: str) -> list[Any]:
+    """Plain decoding on the CPU, by the name of its parameters."""
+    return llm("cpu").generate(TEXTS, PARAMS[name])
+
+
+def num_accepted(texts: list[Any]) -> int:
+    return sum(step.accepted for text in texts for step in text.metrics.trace)
+
+
+# -- the device ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        lambda here, there: here + there,
+        lambda here, there: torch.cat([here, there]),
+        lambda here, there: there.scatter(0, here.long(), 1.0),
+        lambda here, there: torch.where(here > 0, here, there),
+        lambda here, there: there[here.long()],
+        lambda here, there: here.index_put((there.long(),), there),
+        lambda here, there: here.masked_fill(there > 0, 1.0),
+        lambda here, there: torch.nn.functional.linear(here, there),
+        lambda here, there: torch.rand(3, device=DEVICE, generator=torch.Generator()),
+    ],
+)
+def test_tensors_of_two_devices_are_not_mixed(mixed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    there = torch.tensor([0.0, 1.0, 2.0])
+    with pytest.raises(RuntimeError, match=r"device|indices"):
+        mixed(there.to(DEVICE), there)
+
+
+def test_a_tensor_of_the_device_is_none_of_numpy() -> None:
+    with pytest.raises(TypeError, match="numpy"):
+        torch.zeros(2, device=DEVICE).numpy()
+
+
+def test_what_cuda_lets_pass_passes() -> None:
+    """Scalars, index tensors of the CPU, lists, copies; transfers are counted."""
+    simulated_device.transfers.clear()
+    here = torch.arange(4.0, device=DEVICE)
+    here[[0, 3]] += torch.tensor(2.0)
+    here[1:3] = torch.tensor([7.0, 8.0])
+    assert here[torch.tensor([3, 1])].tolist() == [5.0, 7.0]
+    assert bool((here > 7).any())
+    assert here.cpu().tolist() == [2.0, 7.0, 8.0, 5.0]
+    sizes = [size for direction, size in simulated_device.transfers if direction == simulated_device.TO_HOST]
+    assert sizes == [2, 1, 4]
+    assert len(simulated_device.transfers) == 3 + 3  # both numbers of the list twice, and those copied
+
+
+def test_attention_and_equal_values_come_in_another_form() -> None:
+    """A fault of the first hour on a GPU was a view of such a result."""
+    states = torch.rand(2, 3, 5, 8).to(DEVICE)
+    with torch.inference_mode():
+        found = torch.nn.functional.scaled_dot_product_attention(states, states, states)
+    assert not found.is_contiguous()
+    with pytest.raises(RuntimeError, match="view"):
+        found.view(2, 15, 8)
+    assert torch.ones(4, device=DEVICE).topk(2).indices.tolist() != torch.ones(4).topk(2).indices.tolist()
+
+
+# -- decoding ------------------------------------------------------------------------------------------------------
+
+
+def test_every_method_is_tried() -> None:
+    tried = {config if isinstance(config, str) else config["method"] for config in DECODING.values()}
+    combining = {name for name, method in methods().items() if method.combines and name not in tried}
+    assert set(methods()) - combining - {"none"} == (tried | ON_CPU_ALONE) & set(methods())
+    with pytest.raises(ConfigError, match="quantized_self"):
+        llm().with_speculative_config("quantized_self")
+
+
+def covering(name: str, number: int, mode: str) -> Any:
+    """Greedy and sampled in turn; the other way is for the full matrix."""
+    is_its_turn = mode == list(MODES)[number % 2]
+    return pytest.param(name, mode, marks=[] if name in QUICK else slow if is_its_turn else full)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [covering(name, number, mode) for number, name in enumerate(DECODING) for mode in MODES]
+)
+def test_every_method_says_what_plain_decoding_on_the_cpu_says(name: str, mode: str) -> None:
+    """Ragged rows, more than run at a time."""
+    texts = llm().with_speculative_config(DECODING[name]).generate(TEXTS, PARAMS[mode])
+    assert said(texts) == said(on_cpu(mode))
+    assert num_accepted(texts) > 0
+
+
+@slow
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_says_what_it_says_on_the_cpu(name: str) -> None:
+    """Laws of rejection give other texts than plain decoding; noise is keyed, so they are those of the CPU."""
+    params = replace(SAMPLED, top_p=1.0, n=2)
+    here, there = (
+        llm(device).with_speculative_config(RULES[name]).generate(TEXTS[:3], params) for device in ("sim", "cpu")
+    )
+    assert said(here) == said(there)
+    assert num_accepted(here) > 0
+
+
+@pytest.mark.parametrize("config", ["token_recycling", pytest.param("eagle3", marks=full)])
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "penalised" else pytest.param(name, marks=slow) for name in PARAMS if name not in MODES],
+)
+def test_every_parameter_means_what_it_means_on_the_cpu(name: str, config: str) -> None:
+    params = PARAMS[name]
+    if params.structured_outputs is not None:
+        pytest.importorskip("llguidance", reason="the extra [structured] is not installed")
+    texts = llm().with_speculative_config(config).generate(TEXTS, params)
+    assert said(texts) == said(on_cpu(name))
+    if params.logprobs is not None:
+        for here, there in zip(texts, on_cpu(name), strict=True):
+            mine, its = (
+                [one.logprob for each in text.outputs[0].logprobs for one in each.values()] for text in (here, there)
+            )
+            assert mine == pytest.approx(its, abs=1e-3)
+
+
+@slow
+@pytest.mark.parametrize("config", ["eagle3", "token_recycling"])
+def test_prefixes_are_taken_over(config: str | None) -> None:
+    chosen = llm().with_speculative_config(config)
+    for _ in range(2):
+        texts = chosen.generate(TEXTS[3], GREEDY)
+        assert said(texts) == said(on_cpu("greedy"))[3:4]
+    assert texts[0].num_cached_tokens > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("method", "depth"), [("ngram", 0), ("eagle3", 3)])
+def test_a_step_waits_for_the_device_once_for_its_tokens_and_once_per_level_of_a_head(
+    method: str, depth: int, mode: str
+) -> None:
+    """Tokens and scores of a level came in two round trips, and with each level the whole draft vocabulary went there,
+    or the numbers of all tokens for the noise."""
+    config = {"method": method, "num_speculative_tokens": 3}
+    chosen = llm().with_speculative_config(config)
+    chosen.generate(TEXTS[0], PARAMS[mode])
+    simulated_device.transfers.clear()
+    (text,) = chosen.generate(TEXTS[0], PARAMS[mode])
+    num_steps = len(text.metrics.trace)
+    waits = [size for direction, size in simulated_device.transfers if direction == simulated_device.TO_HOST]
+    assert num_steps <= len(waits) <= num_steps * (1 + depth)
+    assert max(size for _, size in simulated_device.transfers) < 512
+
+
+@slow
+def test_texts_are_drafted_for_in_half_precision() -> None:
+    """Near-ties part from plain texts in bfloat16, so only laws and lengths are compared: what a row says is finite."""
+    half = LLM("zoo:tiny", "suffix+eagle3", device=DEVICE, dtype="bfloat16")
+    for params in MODES.values():
+        texts = half.generate(TEXTS, replace(params, ignore_eos=True))
+        assert [len(text.outputs[0].token_ids) for text in texts] == [16] * len(TEXTS)
+        assert num_accepted(texts) > 0
+
+
+@full
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_decodes(name: str) -> None:
+    """In float64: ragged rows, trees, windows, several kinds of masks."""
+    prompts = [random_ids(length, length) for length in (40, 5, 20)] + [[5, 6, 7] * 4]
+    params = replace(GREEDY, temperature=0.7, max_tokens=16, ignore_eos=True)
+    plain = LLM(target_model(name), execution="eager").generate(prompts, params)
+    for config in ("token_recycling", {"method": "layer_skip", "exit_layer": 1}):
+        there = LLM(target_model(name).to(DEVICE)).with_speculative_config(config)
+        assert [text.outputs[0].token_ids for text in there.generate(prompts, params)] == [
+            text.outputs[0].token_ids for text in plain
+        ]
+
+
+# -- other faces ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["ngram", pytest.param("eagle3", marks=slow)])
+def test_the_hook_gives_tensors_of_the_device(method: str) -> None:
+    """Sequences, scores and logits of ``model.generate``, greedy and sampled."""
+    model = AutoModelForCausalLM.from_pretrained(zoo.path("tiny", "target"), dtype=torch.float32).to(DEVICE).eval()
+    head = {} if method == "ngram" else {"model": str(root() / "tiny" / method)}
+    ids = torch.tensor([llm().tokenizer(TEXTS[0]).input_ids], device=DEVICE)
+    plain = model.generate(ids, max_new_tokens=12, do_sample=False)
+    wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    for do_sample in (False, True):
+        found = model.generate(
+            ids, max_new_tokens=12, do_sample=do_sample, custom_generate=foretoken.speculate(method, **head), **wanted
+        )
+        tensors = [found.sequences, *found.scores, *found.logits]
+        assert {tensor.device.type for tensor in tensors} == {DEVICE}
+        assert do_sample or found.sequences.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("uses_cache", [True, pytest.param(False, marks=slow)])
+@pytest.mark.parametrize("processor", [GreedyProcessor(), MultinomialProcessor(1.0)])
+def test_the_classic_functions_say_what_they_say_on_the_cpu(processor: Any, uses_cache: bool) -> None:
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4]
+    options = {"max_gen_len": 12, "logits_processor": processor, "use_cache": uses_cache}
+
+    def everything(move: Callable[[Any], Any]) -> list[Any]:
+        target, drafter = move(toy_model()), move(perturbed(toy_model(), 0.1, seed=1))
+        torch.manual_seed(5)
+        found = [
+            autoregressive_generate(prompt, target, **options),
+            speculative_generate(prompt, drafter, target, gamma=3, **options),
+            beam_search_generate(prompt, target, max_gen_len=8, num_beams=3),
+        ]
+        for storage in (NGramStorage(n=3, vocab_size=64), OneLevelNGramStorage(n=3, vocab_size=64)):
+            found.append(
+                ngram_assisted_speculative_generate(prompt, storage, target, gamma=3, filler_top_k=3, **options)
+            )
+        return found
+
+    assert everything(lambda model: model.to(DEVICE)) == everything(lambda model: model)
+
+
+@slow
+def test_the_server_answers() -> None:
+    from foretoken.serve.offer import Offer
+
+    served = Offer.of(["tiny"], ["lookup=ngram", "plain=none"]).over(llm().with_speculative_config("eagle3"))
+    with running(served) as server:
+        found = [ask(server, model) for model in ("tiny", "lookup", "plain")]
+    assert found[0] == found[1] == found[2] == on_cpu("greedy")[0].outputs[0].text
+
+
+def ask(server: Running, model: str) -> str:
+    body = {"model": model, "prompt": TEXTS[0], "max_tokens": 16, "temperature": 0}
+    return str(server.post("/v1/completions", **body).json()["choices"][0]["text"])
+
+
+# -- verbs ---------------------------------------------------------------------------------------------------------
+
+
+def foretoken_does(*arguments: str) -> str:
+    done = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+@slow
+def test_generate_and_info_name_the_device() -> None:
+    model = ("--model", "zoo:tiny", "--device", DEVICE, "--dtype", "float32", "--json")
+    found = json.loads(foretoken_does("generate", TEXTS[0], *model, "--max-new-tokens", "16", "--temperature", "0"))
+    assert found["text"] == on_cpu("greedy")[0].outputs[0].text
+    assert "sim:0" in foretoken_does("info", *model)
+
+
+@full
+def test_verify_finds_no_fault() -> None:
+    """Its settings, enumerated laws and the control that is broken on purpose."""
+    foretoken_does(
+        "verify", "--model", "zoo:tiny", "--device", DEVICE, "--dtype", "float32", "--method", "suffix+eagle3"
+    )
+
+
+@full
+def test_bench_measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It takes the GPU where there is one."""
+    monkeypatch.setattr(models, "choose_device", lambda _: torch.device(DEVICE))
+    few = ("--num-prompts", "2", "--max-new-tokens", "8", "--repeats", "1", "--parts", "speed", "--parts", "equality")
+    foretoken_does("bench", "--model", "zoo:tiny", "--dtype", "float32", "--methods", "ngram,eagle3", *few)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("eagle3", marks=slow),
+        *[pytest.param(name, marks=full) for name in ("medusa", "hydra++", "draft_model")],
+    ],
+)
+def test_a_head_is_trained_and_drafts(method: str, tmp_path: Path) -> None:
+    """Answers, features, losses, checkpoints, the measurement, and what is read back."""
+    prompts, head = tmp_path / "prompts.txt", tmp_path / "head"
+    prompts.write_text(
+        "\n".join(f"Once there was a {one} who {other}" for one in ("dog", "girl", "king") for other in ("ran", "sang"))
+    )
+    small = ("--max-new-tokens", "12", "--batch-tokens", "24", "--draft-vocabulary-size", "256", "--held-out", "8")
+    on = ("--target", "zoo:tiny", "--device", DEVICE, "--dtype", "float32", "--evaluate-tokens", "60", "--json")
+    told = foretoken_does("train", method, "--prompts", str(prompts), "--raw", "--out", str(head), *small, *on)
+    assert json.loads(told.splitlines()[-1])["tau"] >= 1.0
+    trained = llm().with_speculative_config({"model": str(head)})
+    assert said(trained.generate(TEXTS, GREEDY)) == said(on_cpu("greedy"))
+
+
+@pytest.mark.parametrize("method", [pytest.param("hydra++", marks=slow), pytest.param("eagle3", marks=full)])
+def test_a_training_goes_on_with_the_weights_of_one_that_was_not_stopped(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = CausalLM(eagle_heads.target().shadow.to(DEVICE), execution="eager")
+    monkeypatch.setattr(eagle_heads, "target", lambda: target)
+    recipe = test_train.recipe
+
+    def moved(*args: Any, **keys: Any) -> Any:
+        made = recipe(*args, **keys)
+        made.module.to(DEVICE)
+        return made
+
+    monkeypatch.setattr(test_train, "recipe", moved)
+    test_train.test_an_interrupted_run_that_goes_on_has_the_weights_of_one_that_was_not(method, tmp_path)
