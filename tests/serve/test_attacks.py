@@ -115,6 +115,18 @@ def test_what_clients_do_wrong_fills_no_log(
     assert caplog.text == ""
 
 
+def test_a_body_with_two_ends_is_refused_and_nothing_behind_it_read(running_server: Running) -> None:
+    """A proxy that goes by the other end has let pass the second request as part of the first."""
+    sent = posted(SHORT, "60\r\nTransfer-Encoding: chunked").split(b"\r\n\r\n")[0]
+    with connected(running_server) as client:
+        client.sendall(sent + b"\r\n\r\n0\r\n\r\n" + posted(SHORT))
+        found = answers(client)
+    assert found.startswith(b"HTTP/1.1 400 ")
+    assert b"send one of them" in found
+    assert found.count(b"HTTP/1.1") == 1
+    check_nothing_is_left(running_server)
+
+
 def test_a_body_shorter_than_it_says(running_server: Running) -> None:
     """The client then ends: nobody waits for the rest."""
     with connected(running_server) as client:

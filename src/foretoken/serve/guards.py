@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from starlette.responses import JSONResponse
 
-from foretoken.serve.errors import unauthorized
+from foretoken.serve.errors import ApiError, unauthorized
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +20,12 @@ OPEN_PATHS = ("/health", "/ping", "/")
 DRAINED_BYTES = 64 * 2**20
 DRAINED_SECONDS = 5.0
 """Of a body that is not wanted; a client that sends more may find its connection reset instead of an answer."""
+
+AMBIGUOUS = JSONResponse(
+    ApiError(400, "the request has a content-length and a transfer-encoding; send one of them").body,
+    400,
+    {"connection": "close"},
+)
 
 
 class Keys:
@@ -52,7 +58,8 @@ class Drain:
     """Reads what is left of a body before an answer begins, and throws it away.
 
     A connection that is closed around bytes which nobody has read is reset, and the reset overtakes the answer, so a
-    client that writes all of its body first would never learn why it was refused.
+    client that writes all of its body first would never learn why it was refused. One whose end is told in two ways is
+    refused, and its connection closed: a proxy may see another request where it ends (RFC 9112, 6.1).
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -62,6 +69,7 @@ class Drain:
         if scope["type"] != "http" or not _comes_with_a_body(scope):
             await self._app(scope, receive, send)
             return
+        app = AMBIGUOUS if _has_two_ends(scope) else self._app
         is_whole = False
 
         async def noting() -> Message:
@@ -79,7 +87,11 @@ class Drain:
                             left -= len((await noting()).get("body", b""))
             await send(message)
 
-        await self._app(scope, noting, draining)
+        await app(scope, noting, draining)
+
+
+def _has_two_ends(scope: Scope) -> bool:
+    return {b"content-length", b"transfer-encoding"} <= dict(scope["headers"]).keys()
 
 
 def _comes_with_a_body(scope: Scope) -> bool:
