@@ -334,9 +334,8 @@ def test_generate_and_info_name_the_device() -> None:
 @full
 def test_verify_finds_no_fault() -> None:
     """Its settings, enumerated laws and the control that is broken on purpose."""
-    foretoken_does(
-        "verify", "--model", "zoo:tiny", "--device", DEVICE, "--dtype", "float32", "--method", "suffix+eagle3"
-    )
+    options = ("--model", "zoo:tiny", "--device", DEVICE, "--dtype", "float32", "--method", "eagle3", "--budget", "900")
+    foretoken_does("verify", *options, "--num-prompts", "2", "--max-new-tokens", "16")
 
 
 @full

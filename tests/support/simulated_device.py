@@ -52,15 +52,16 @@ class Simulated(torch.Tensor):
 
     @staticmethod
     def __new__(cls, raw: torch.Tensor) -> Simulated:
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
-            raw.size(),
-            strides=raw.stride(),
-            storage_offset=raw.storage_offset(),
-            dtype=raw.dtype,
-            device=DEVICE,
-            requires_grad=raw.requires_grad,
-        )
+        with torch.inference_mode(raw.is_inference()):  # a view of a parameter is none of inference
+            return torch.Tensor._make_wrapper_subclass(
+                cls,
+                raw.size(),
+                strides=raw.stride(),
+                storage_offset=raw.storage_offset(),
+                dtype=raw.dtype,
+                device=DEVICE,
+                requires_grad=raw.requires_grad,
+            )
 
     def __init__(self, raw: torch.Tensor) -> None:
         assert not isinstance(raw, Simulated)
