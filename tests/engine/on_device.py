@@ -259,7 +259,8 @@ def test_every_architecture_decodes(name: str) -> None:
 # -- other faces ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["ngram", pytest.param("eagle3", marks=slow)])
+@slow
+@pytest.mark.parametrize("method", ["ngram", "eagle3"])
 def test_the_hook_gives_tensors_of_the_device(method: str) -> None:
     """Sequences, scores and logits of ``model.generate``, greedy and sampled."""
     model = AutoModelForCausalLM.from_pretrained(zoo.path("tiny", "target"), dtype=torch.float32).to(DEVICE).eval()
@@ -276,7 +277,8 @@ def test_the_hook_gives_tensors_of_the_device(method: str) -> None:
         assert do_sample or found.sequences.tolist() == plain.tolist()
 
 
-@pytest.mark.parametrize("uses_cache", [True, pytest.param(False, marks=slow)])
+@slow
+@pytest.mark.parametrize("uses_cache", [True, False])
 @pytest.mark.parametrize("processor", [GreedyProcessor(), MultinomialProcessor(1.0)])
 def test_the_classic_functions_say_what_they_say_on_the_cpu(processor: Any, uses_cache: bool) -> None:
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4]
