@@ -108,7 +108,7 @@ class Costed:
             budgets = governor.habit.budgets(budgets)
         trees = walk.propose(budgets)
         if governor is not None and not is_deciding:
-            trees = governor.cut(trees, num_nodes)
+            trees = governor.cut(rows, trees, num_nodes)
         elif governor is not None:
             trees = governor.trimmed(rows, trees, num_nodes)
         elif max_nodes is not None:

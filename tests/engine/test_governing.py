@@ -68,3 +68,12 @@ def test_a_pause_of_the_machine_does_not_keep_it_from_deciding() -> None:
         later.append(attention.begin(1))
         attention.end(DECIDING if later[-1] else FOLLOWING, 0.01)
     assert sum(later) > 24
+
+
+def test_drafts_are_learned_of_between_decisions_where_steps_are_long() -> None:
+    for step_seconds, is_learning in ((0.01, True), (0.0003, False)):
+        attention = Attention()
+        attention.begin(1)
+        assert not attention.is_learning  # nothing is known yet
+        attention.end(DECIDING, step_seconds)
+        assert attention.is_learning == is_learning

@@ -303,9 +303,10 @@ def test_the_best_nodes_are_those_of_exhaustive_search() -> None:
         def worth(sizes: Any, are_chains: bool, price: float = price) -> float:
             return price * (sum(sizes) - 3) ** 0.8
 
-        counts = best_counts(found, worth)
+        counts, stated = best_counts(found, worth)
         value = sum(chance for nodes, n in zip(found, counts, strict=True) for chance, _ in nodes[:n])
         value -= worth([1 + n for n in counts], False)
+        assert stated == pytest.approx(value)
         for first in range(len(found[0]) + 1):
             for second in range(len(found[1]) + 1):
                 for third in range(len(found[2]) + 1):
@@ -323,17 +324,18 @@ def test_a_batch_ends_with_its_last_row() -> None:
 
 # -- steps between two decisions ------------------------------------------------------------------------------------
 
-NO_COST = {"worth": lambda sizes, are_chains: 0.0, "trust": 1.0}
 WIDE = DraftTree.from_paths(1, [[2, 3, 4], [2, 5], [6, 7], [8]])
 
 
-def kept(habit: Habit, tree: DraftTree, **known: Any) -> DraftTree:
-    """What is left of one draft, where verifying costs nothing unless said otherwise."""
-    (found,) = habit.cut([tree], **{**NO_COST, **known})
+def kept(habit: Habit, tree: DraftTree) -> DraftTree:
+    """What is left of one draft."""
+    (found,) = habit.cut([tree])
     return found
 
 
-def adopt(habit: Habit, trees: list[DraftTree], kept: list[DraftTree], worth: Any = NO_COST["worth"]) -> None:
+def adopt(
+    habit: Habit, trees: list[DraftTree], kept: list[DraftTree], worth: Any = lambda sizes, are_chains: 0.0
+) -> None:
     habit.adopt(trees, kept, worth)
 
 
@@ -375,33 +377,6 @@ def test_chains_of_several_rows_are_cut_to_their_mean() -> None:
     assert kept(habit, chain) is chain
 
 
-def test_drafts_with_scores_are_cut_to_what_is_worth_it() -> None:
-    """A node costs a quarter of a token here, but the first two cost nothing."""
-
-    def worth(sizes: Sequence[int], are_chains: bool) -> float:
-        return 0.25 * max(sum(sizes) - len(sizes) - 2, 0)
-
-    draft = scored(0.9, 0.2, 0.3, 0.26, 0.1)
-    assert kept(Habit(), draft, worth=worth).tokens == (1, 2, 4, 5)
-    assert kept(Habit(), draft, worth=worth, trust=0.5).tokens == (1, 2, 4)
-    assert kept(Habit(), scored(0.1), worth=lambda sizes, are_chains: 0.2).tokens == (1,)
-    whole = scored(0.9, 0.8)
-    assert kept(Habit(), whole, worth=worth) is whole
-
-
-def test_deep_nodes_are_trusted_less() -> None:
-    deep = DraftTree((1, 2, 3, 4), (-1, 0, 1, 2), scores=(1.0, 0.8, 0.8, 0.8))
-    cost = {"worth": lambda sizes, are_chains: 0.3 * (sizes[0] - 1)}
-    assert kept(Habit(), deep, **cost, trust=0.9) is deep
-    assert kept(Habit(), deep, **cost, trust=0.7).tokens == (1, 2, 3)
-
-
-def test_rows_share_what_a_step_is_worth() -> None:
-    first, second = scored(0.9, 0.1), scored(0.2, 0.15)
-    cut = Habit().cut([first, second, DraftTree.root(7)], lambda sizes, are_chains: 0.3 * (sum(sizes) - 3), 1.0)
-    assert [tree.tokens for tree in cut] == [(1, 2), (1,), (7,)]
-
-
 def test_what_is_worth_drafting_is_half_of_what_one_more_node_costs() -> None:
     """Of the nodes that were kept last; drafts without scores say nothing of that."""
 
@@ -416,11 +391,6 @@ def test_what_is_worth_drafting_is_half_of_what_one_more_node_costs() -> None:
     assert habit.budgets([Budget(8)])[0].least == habit.least
     adopt(habit, [scored(0.4)], [DraftTree.root(1)], worth)
     assert habit.least == pytest.approx(0.04 * (2**2 - 1**2) / 2)
-
-
-def test_a_node_whose_score_is_above_its_parents_does_not_stay_alone() -> None:
-    odd = DraftTree((1, 2, 3), (-1, 0, 1), scores=(1.0, 0.1, 0.9))
-    assert len(kept(Habit(), odd, worth=lambda sizes, are_chains: 0.5 * (sizes[0] - 1))) == 1
 
 
 def test_what_cannot_be_cut_is_kept_whole_or_dropped() -> None:
@@ -439,3 +409,100 @@ def test_budgets_are_those_of_the_decision_and_keep_their_other_limits() -> None
     assert (cut.depth, cut.nodes, cut.chains_only, short.depth) == (3, 16, True, 2)
     habit.depth = sys.maxsize
     assert habit.budgets([Budget(8)]) == [8]
+
+
+# -- drafts with scores, between decisions ---------------------------------------------------------------------------
+
+
+@dataclass
+class Sure:
+    """Decodes one row with drafts of a token each, some of which are surer than others; costs are those of a curve.
+
+    Args:
+      rates: by score, how often such a draft is right.
+      shares: by score, how many of the drafts have it.
+      drafting: milliseconds that a draft takes.
+      interval: steps from one decision to the next.
+    """
+
+    rates: dict[float, float]
+    shares: dict[float, float]
+    drafting: float = 0.1
+    interval: int = 10
+    learns: bool = True
+    verified: dict[float, list[bool]] = field(default_factory=dict)
+
+    def run(self, one: Governor, curve: dict[int, float], num_steps: int = 600) -> float:
+        """Speed by that of plain decoding."""
+        rng, costs = random.Random(1), CostModel(curve)
+        row: Any = SimpleNamespace(id=0, is_finished=False)
+        plain = spent = 0.0
+        for step in range(num_steps):
+            is_deciding = step % self.interval == 0
+            (budget,) = one.budgets([row], [Budget(4)], num_nodes) if is_deciding else one.habit.budgets([Budget(4)])
+            (score,) = rng.choices([*self.shares], [*self.shares.values()])
+            is_right = rng.random() < self.rates[score]
+            tree = scored(score) if budget else DraftTree.root(1)
+            if is_deciding:
+                (part,) = one.trimmed([row], [tree], num_nodes)
+            else:
+                (part,) = one.cut([row], [tree], num_nodes, learns=self.learns)
+            self.verified.setdefault(score, []).append(len(part) > 1)
+            tokens = (2, 9) if is_right and len(part) > 1 else (2,) if is_right else (9,)
+            output: Any = SimpleNamespace(row=row, token_ids=tokens)
+            drafting, other = self.drafting * bool(budget) / 1e3, costs.curve(len(part)) / 1e3
+            spent += drafting + other
+            plain += costs.curve(1) / 1e3 * len(tokens)
+            if is_deciding:
+                one.learn([part], [output], num_nodes, drafting_seconds=drafting, other_seconds=other)
+                continue
+            if one.has_open_drafts:
+                one.follow([output])
+            steps = Steps()
+            steps.add(1, len(part) - 1, len(tokens), drafting, other)
+            one.follow_steps(steps)
+        return plain / spent
+
+    def share(self, score: float) -> float:
+        """Of the drafts with a score, in the second half of the steps, those that were verified."""
+        found = self.verified[score]
+        return sum(found[len(found) // 2 :]) / (len(found) - len(found) // 2)
+
+
+def test_drafts_with_scores_are_cut_by_what_such_scores_were_worth() -> None:
+    """One factor for all of them kept many that were wrong, and few of those that were sure of many tokens."""
+    world = Sure({0.95: 0.95, 0.7: 0.1}, {0.95: 0.5, 0.7: 0.5})
+    world.run(governor(STEEP), STEEP)
+    assert world.share(0.95) > 0.9
+    assert world.share(0.7) < 0.1
+
+
+def test_what_is_learned_between_decisions_is_used_at_once() -> None:
+    """Decisions are so rare here that they alone learn next to nothing."""
+    shares = {}
+    for learns in (False, True):
+        world = Sure({0.95: 0.02, 0.6: 0.95}, {0.95: 0.5, 0.6: 0.5}, interval=100, learns=learns)
+        world.run(governor(STEEP), STEEP, 300)
+        shares[learns] = world.share(0.95)
+    assert shares[True] < 0.1 < 0.3 < shares[False]
+
+
+def test_drafts_that_mostly_bring_nothing_are_made_for_those_that_are_sure() -> None:
+    """One in five is, and says so: by the mean of all, none was worth the time of making it."""
+    world = Sure({0.95: 0.95, 0.05: 0.02}, {0.95: 0.2, 0.05: 0.8}, drafting=0.5)
+    assert world.run(governor(STEEP), STEEP) > 1.04
+    assert world.share(0.95) > 0.9
+    assert world.share(0.05) < 0.1
+    never = Sure({0.95: 0.3, 0.05: 0.02}, {0.95: 0.2, 0.05: 0.8}, drafting=0.5)
+    assert never.run(governor(STEEP), STEEP) > 0.97
+
+
+def test_rows_share_what_a_step_is_worth() -> None:
+    rows: Any = [SimpleNamespace(id=row) for row in range(3)]
+    one = governor({1: 20.0, 3: 20.0, 4: 26.0, 5: 32.0, 6: 38.0, 8: 50.0})
+    trees = [scored(0.95, 0.1), scored(0.1), DraftTree.root(7)]
+    for _ in range(40):
+        one.cut(rows, trees, num_nodes)
+        for row, text in zip(rows, ((2,), (9,), (9,)), strict=True):
+            one.follow([SimpleNamespace(row=SimpleNamespace(id=row.id, is_finished=False), token_ids=text)])
+    assert [tree.tokens for tree in one.cut(rows, trees, num_nodes)] == [(1, 2), (1,), (7,)]

@@ -182,7 +182,7 @@ class Willing(Governor):
     def trimmed(self, rows: Any, trees: Any, *args: Any) -> Any:
         return trees
 
-    def cut(self, trees: Any, *args: Any) -> Any:
+    def cut(self, rows: Any, trees: Any, *args: Any, **keys: Any) -> Any:
         return trees
 
 

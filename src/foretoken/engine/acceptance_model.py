@@ -40,7 +40,7 @@ Kind = tuple[str, int, int]
 
 
 class Rate:
-    """A share of outcomes, the newest `MEMORY` of which count.
+    """A mean of outcomes, mostly of whether something was right; the newest `MEMORY` count.
 
     Args:
       prior: the rate before there is experience.
@@ -53,18 +53,18 @@ class Rate:
         self.hits = PRIOR_WEIGHT * prior
         self.last = 0
 
-    def add(self, is_hit: bool, now: int) -> None:
+    def add(self, outcome: float, now: int) -> None:
         """Count an outcome."""
         self.last = now
         self.trials += 1.0
-        self.hits += is_hit
+        self.hits += outcome
         if self.trials > MEMORY:
             self.trials *= 0.5
             self.hits *= 0.5
 
     @property
     def value(self) -> float:
-        """0..1."""
+        """Of late."""
         return self.hits / self.trials
 
     def beside(self, above: float, now: int) -> float:

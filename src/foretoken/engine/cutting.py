@@ -38,8 +38,8 @@ def weights_of(num_left: Seq[int], share: float) -> list[float]:
     return [ahead + (1.0 - ahead) * count / most for count in num_left]
 
 
-def best_counts(found: Seq[Chances], worth: Worth, *, are_chains: bool = False) -> list[int]:
-    """How many of the likeliest nodes of every row pay, the root not counted."""
+def best_counts(found: Seq[Chances], worth: Worth, *, are_chains: bool = False) -> tuple[list[int], float]:
+    """How many of the likeliest nodes of every row pay, the root not counted; and the tokens that they gain."""
     if len(found) == 1:
         ranked = [(chance, 0) for chance, _ in found[0]]
     else:
@@ -57,15 +57,15 @@ def best_counts(found: Seq[Chances], worth: Worth, *, are_chains: bool = False) 
     counts = [0] * len(found)
     for _, row in ranked[:best]:
         counts[row] += 1
-    return counts
+    return counts, best_value
 
 
 class Habit:
     """Drafts as deep as was decided last, cut as drafts like them were cut: a few operations per row.
 
-    Of drafts with scores those nodes are kept that are worth it, if the scores are as right as those of late. Of drafts
-    without, chains are cut to one length, the mean of what was kept, and others to the nodes that stand where nodes
-    were kept, by the ranks among siblings from the root on. Those that must not be cut are kept whole or not at all.
+    Of drafts without scores, chains are cut to one length, the mean of what was kept, and others to the nodes that
+    stand where nodes were kept, by the ranks among siblings from the root on. Those that must not be cut are kept whole
+    or not at all.
     """
 
     def __init__(self) -> None:
@@ -114,25 +114,9 @@ class Habit:
             return budgets
         return [budget.within(depth, least) for budget in budgets]
 
-    def cut(self, trees: Seq[DraftTree], worth: Worth, trust: float) -> list[DraftTree]:
-        """The parts of drafts that are verified.
-
-        Args:
-          trust: what scores are multiplied by, once per level.
-        """
-        if any(tree.scores is not None and len(tree) > 1 and not tree.is_whole for tree in trees):
-            return self._worthy(trees, worth, trust)
+    def cut(self, trees: Seq[DraftTree]) -> list[DraftTree]:
+        """The parts of drafts that are verified."""
         return [self._cut(tree) for tree in trees]
-
-    def _worthy(self, trees: Seq[DraftTree], worth: Worth, trust: float) -> list[DraftTree]:
-        """The parts that are worth verifying by their scores."""
-        powers = [trust**depth for depth in range(max(tree.depth for tree in trees) + 1)]
-        found = [_chances(tree, powers) for tree in trees]
-        counts = best_counts(found, worth, are_chains=all(tree.is_chain for tree in trees))
-        return [
-            tree if count + 1 == len(tree) else tree.restricted(_closed(tree, sorted([0, *_nodes(nodes[:count])])))
-            for tree, nodes, count in zip(trees, found, counts, strict=True)
-        ]
 
     def _cut(self, tree: DraftTree) -> DraftTree:
         if len(tree) == 1:
@@ -147,19 +131,6 @@ class Habit:
             wanted = [node for node, standing in enumerate(_standings(tree)) if standing in standings]
             nodes = self._known[tree.parents] = _closed(tree, wanted)
         return tree.restricted(nodes)
-
-
-def _chances(tree: DraftTree, powers: Seq[float]) -> Chances:
-    """Nodes with the chances that their scores say, the likeliest first."""
-    if tree.scores is None:
-        return []
-    found = [(tree.scores[node] * powers[tree.depths[node]], node) for node in range(1, len(tree))]
-    found.sort(key=itemgetter(0), reverse=True)
-    return found
-
-
-def _nodes(chances: Chances) -> list[int]:
-    return [node for _, node in chances]
 
 
 def _closed(tree: DraftTree, nodes: list[int]) -> list[int]:

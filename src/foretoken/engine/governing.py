@@ -37,6 +37,10 @@ AnyGovernor: TypeAlias = Governor | MethodBandit
 USUAL_TRIALS = 8.0
 """Outcomes that the usual acceptance of a drafter is worth: it takes more than a few misses to doubt it."""
 
+MOST_DECIDING = 12 * SHARE
+"""Of a step, for a decision: where it takes more, so does learning of drafts in the steps between, which takes a sixth
+of that and brings 2 to 7 % of the speed of drafts with scores (dev/measurements/governor.md)."""
+
 LONGEST = MEMORY // 2
 """Steps between two decisions, at most: half of an answer."""
 
@@ -114,7 +118,7 @@ class Governing:
         if self._attention.is_deciding:
             trees = self._governor.trimmed(rows, trees, self._forwards.num_nodes)
         else:
-            trees = self._governor.cut(trees, self._forwards.num_nodes)
+            trees = self._governor.cut(rows, trees, self._forwards.num_nodes, learns=self._attention.is_learning)
         self._own_seconds += perf_counter() - start
         return trees
 
@@ -195,6 +199,12 @@ class Attention:
         self.is_deciding = self._left <= 0 or size != self._class
         self._class = size
         return self.is_deciding
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether steps are long beside what it takes to hold their drafts against the text between two decisions."""
+        meter = self._meters.get(self._class)
+        return meter is not None and meter.deciding.value <= meter.step.value + math.log(MOST_DECIDING)
 
     def end(self, own_seconds: float, step_seconds: float) -> None:
         """A step has taken so long; governing alone, and all the rest."""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from foretoken.engine.acceptance_model import LITTLE, ROW_MEMORY, AcceptanceModel
+from foretoken.engine.acceptance_model import LITTLE, ROW_MEMORY, AcceptanceModel, Rate
 from foretoken.engine.cost_model import FEW, MEMORY, SHARE
 from foretoken.engine.cutting import Chances, Habit, NumNodes, Worth, best_counts, weights_of
 from foretoken.engine.patience import Patience
@@ -62,9 +62,10 @@ class Governor:
         self._begun: set[int] = set()  # rows that were drafted for
         self._widths: dict[int, float] = {}  # nodes per row that are kept at a depth, of drafts that branch
         self._coverage: dict[int, float] = {}  # share of the chance of a level that the kept nodes have
+        self._value = Rate(0.0)  # tokens per row that the best parts of drafts with scores gain
         self._plain_seconds = 0.0  # of a step like the last one, without a draft
         self._last: tuple[int, NumNodes] | None = None
-        self._worths: dict[int, dict[int, float]] = {}  # since the last decision, by rows and nodes; trees below 0
+        self._worths: dict[int, Worth] = {}  # since the last decision, by rows
 
     # -- before drafting -------------------------------------------------------------------------------------------
 
@@ -90,9 +91,6 @@ class Governor:
         if is_closed and len(rows) > 1:
             share = self._plain(len(rows) - 1, num_nodes) / self._plain(len(rows), num_nodes)
             self._weights = weights_of([row.num_remaining_tokens for row in rows], share)
-        if self.acceptance.num_rows > len(rows) + MEMORY:  # which were aborted
-            self._begun &= {row.id for row in rows}
-            self.acceptance.keep_only(row.id for row in rows)
         cap = int(max(budgets, default=0))
         self._asked_depth = min(self._depth(rows, budgets, cap, num_nodes), cap) if cap else 0
         return [budget.within(self._asked_depth, self.habit.least) for budget in budgets]
@@ -108,9 +106,17 @@ class Governor:
         if cost * price <= LITTLE * sum(self._weights):
             self.habit.depth = sys.maxsize
             return cap
-        self.habit.depth = self._best_depth(rows, budgets, cap, price, num_nodes)
-        if self.habit.depth:
-            return self.habit.depth
+        depth = self._best_depth(rows, budgets, cap, price, num_nodes)
+        if not depth:  # by the mean of drafts; some of those with scores may be sure of themselves
+            worth = self._value.value * num_rows
+            depth = next(
+                (some for some in (cap, probe) if worth > (self.costs.draft(num_rows, some) or 0.0) * price), 0
+            )
+        if depth and (cost - (self.costs.draft(num_rows, depth) or 0.0)) * price <= LITTLE * num_rows:
+            depth = sys.maxsize
+        self.habit.depth = depth
+        if depth:
+            return depth
         self._is_probing = self._affords(self._cost_of_probe(num_rows, probe, num_nodes))
         return probe if self._is_probing else 0
 
@@ -167,8 +173,7 @@ class Governor:
 
     def trimmed(self, rows: Seq[Sequence], trees: Seq[DraftTree], num_nodes: NumNodes) -> list[DraftTree]:
         """The parts of drafts that are worth verifying."""
-        for row, tree in zip(rows, trees, strict=True):
-            self.acceptance.proposed(row.id, tree)
+        self._hold(rows, trees)
         deepest = max(tree.depth for tree in trees)
         self._reach = max(self._reach, deepest)
         self._is_at_end = 0 < self._reach < self._asked_depth if deepest == self._reach else self._is_at_end
@@ -176,22 +181,40 @@ class Governor:
             return list(trees)
         worth = self._worth(len(rows), num_nodes)
         is_whole = any(tree.is_whole for tree in trees)
-        kept = self._whole_or_none(rows, trees, worth) if is_whole else self._best(rows, trees, worth)
+        if is_whole:
+            kept = self._whole_or_none(rows, trees, worth)
+        else:
+            found = self._best(rows, trees, worth)
+            kept = _parts(trees, found)
+            if not all(tree.is_chain for tree in trees):
+                self._note_shape(rows, trees, found)
         self.habit.adopt(trees, kept, worth)
         return self._probed(trees, kept, num_nodes) if all(len(tree) == 1 for tree in kept) else kept
 
-    def cut(self, trees: Seq[DraftTree], num_nodes: NumNodes) -> list[DraftTree]:
-        """The parts of drafts that are verified in a step between two decisions."""
-        num_rows = len(trees)
-        known = self._worths.setdefault(num_rows, {})
+    def cut(
+        self, rows: Seq[Sequence], trees: Seq[DraftTree], num_nodes: NumNodes, *, learns: bool = True
+    ) -> list[DraftTree]:
+        """The parts of drafts that are verified in a step between two decisions.
 
-        def worth(sizes: Seq[int], are_chains: bool) -> float:
-            size = sum(sizes) if are_chains else -sum(sizes)
-            if size not in known:
-                known[size] = self._worth(num_rows, num_nodes)(sizes, are_chains)
-            return known[size]
+        Args:
+          learns: whether the drafts are held against their texts.
+        """
+        if learns:
+            self._hold(rows, trees)
+        if not any(tree.scores is not None and len(tree) > 1 and not tree.is_whole for tree in trees):
+            return self.habit.cut(trees)
+        worth = self._worths.get(len(rows))
+        if worth is None:
+            worth = self._worths[len(rows)] = _remembered(self._worth(len(rows), num_nodes))
+        return _parts(trees, self._best(rows, trees, worth))
 
-        return self.habit.cut(trees, worth, self.acceptance.trust)
+    def _hold(self, rows: Seq[Sequence], trees: Seq[DraftTree]) -> None:
+        """Keep drafts until their texts have come."""
+        if self.acceptance.num_rows > len(rows) + MEMORY:  # which were aborted
+            self._begun &= {row.id for row in rows}
+            self.acceptance.keep_only(row.id for row in rows)
+        for row, tree in zip(rows, trees, strict=True):
+            self.acceptance.proposed(row.id, tree)
 
     def _worth(self, num_rows: int, num_nodes: NumNodes) -> Worth:
         """How many tokens must be gained by verifying drafts of some sizes."""
@@ -209,21 +232,17 @@ class Governor:
             return list(trees)
         return [DraftTree.root(tree.tokens[0], tree.source) for tree in trees]
 
-    def _best(self, rows: Seq[Sequence], trees: Seq[DraftTree], worth: Worth) -> list[DraftTree]:
-        """The best part of every draft."""
-        are_chains = all(tree.is_chain for tree in trees)
+    def _best(self, rows: Seq[Sequence], trees: Seq[DraftTree], worth: Worth) -> list[Chances]:
+        """The nodes of every draft that pay."""
+        weights = self._weights if len(self._weights) == len(rows) else [1.0] * len(rows)
         found = [
             [(weight * chance, node) for chance, node in self.acceptance.best_nodes(row.id, tree)]
-            for row, tree, weight in zip(rows, trees, self._weights, strict=True)
+            for row, tree, weight in zip(rows, trees, weights, strict=True)
         ]
-        counts = best_counts(found, worth, are_chains=are_chains)
-        kept = [nodes[:count] for nodes, count in zip(found, counts, strict=True)]
-        if not are_chains:
-            self._note_shape(rows, trees, kept)
-        return [
-            tree if len(nodes) + 1 == len(tree) else tree.restricted([0, *sorted(node for _, node in nodes)])
-            for tree, nodes in zip(trees, kept, strict=True)
-        ]
+        counts, value = best_counts(found, worth, are_chains=all(tree.is_chain for tree in trees))
+        if any(tree.scores is not None for tree in trees):
+            self._value.add(value / len(rows), 0)
+        return [nodes[:count] for nodes, count in zip(found, counts, strict=True)]
 
     def _note_shape(self, rows: Seq[Sequence], trees: Seq[DraftTree], kept: Seq[Chances]) -> None:
         """Remember how wide trees are once they are cut, and how much of the chance of a level the rest has."""
@@ -355,3 +374,24 @@ class Governor:
     def _price(self, num_rows: int, num_nodes: NumNodes) -> float:
         """Tokens that a second brings otherwise: at the speed of late, or plainly, which is always at hand."""
         return max(1.0, self.pace.gain) * num_rows / self._plain(num_rows, num_nodes)
+
+
+def _remembered(worth: Worth) -> Worth:
+    """The same, asked once for every number of nodes."""
+    known: dict[int, float] = {}
+
+    def found(sizes: Seq[int], are_chains: bool) -> float:
+        size = sum(sizes) if are_chains else -sum(sizes)
+        if size not in known:
+            known[size] = worth(sizes, are_chains)
+        return known[size]
+
+    return found
+
+
+def _parts(trees: Seq[DraftTree], kept: Seq[Chances]) -> list[DraftTree]:
+    """Drafts with the nodes that are kept of them."""
+    return [
+        tree if len(nodes) + 1 == len(tree) else tree.restricted([0, *sorted(node for _, node in nodes)])
+        for tree, nodes in zip(trees, kept, strict=True)
+    ]

@@ -85,9 +85,11 @@ class MethodBandit:
         """The parts of drafts that are worth verifying."""
         return self._current.trimmed(rows, trees, num_nodes)
 
-    def cut(self, trees: Seq[DraftTree], num_nodes: NumNodes) -> list[DraftTree]:
-        """The parts of drafts that are verified in a step between two decisions."""
-        return self._current.cut(trees, num_nodes)
+    def cut(
+        self, rows: Seq[Sequence], trees: Seq[DraftTree], num_nodes: NumNodes, *, learns: bool = True
+    ) -> list[DraftTree]:
+        """The parts of drafts that are verified in a step between two decisions, see `Governor.cut`."""
+        return self._current.cut(rows, trees, num_nodes, learns=learns)
 
     def learn(
         self,
