@@ -2,6 +2,7 @@
 
     python benchmarks/governor_regret.py --texts answers.jsonl [--model zoo:smollm2] [--dtype bfloat16]
         [--num-texts 24] [--max-new-tokens 200] [--seeds 3] [--temperature 0.8] [--interval 8] [--out regret.json]
+        [--kinds chat rag ...] [--curve '{"1": 6.8, "8": 9.0, ...}']
 
 Under the rule "match" texts do not depend on drafts, so the texts that a model once gave are all that is needed: the
 drafters run along them, and every step costs what the cost curve of the model on this machine says, with 5 % of noise
@@ -9,7 +10,7 @@ and one step in a hundred three times as slow. So every other setting can be had
 and those of trees cut to so many nodes. Texts are JSON lines with ``kind``, ``prompt`` and ``answer``. One workload
 changes its nature midway, one its number of rows. With ``--interval n`` the governor decides in every n-th step only,
 as it does where steps are short, and its last decision is followed between. Regret is 1 - speed by that of the best
-setting for the whole.
+setting for the whole. ``--kinds`` replaces the workloads by one of each kind, and one of all of them.
 """
 
 from __future__ import annotations
@@ -68,6 +69,12 @@ WORKLOADS = (
     Workload("chat, then passages", "suffix", ("self", "passage")),
     Workload("commands, 1 row, then 8", "suffix", ("command",), (1, 8)),
 )
+
+
+def workloads_of(kinds: Sequence[str]) -> list[Workload]:
+    """Each of these kinds, and all one after the other, by every drafter."""
+    groups = [(kind,) for kind in kinds] + [tuple(kinds)] * (len(kinds) > 1)
+    return [Workload(", then ".join(group), drafter, group) for drafter in DRAFTERS for group in groups]
 
 
 @dataclass
@@ -161,16 +168,19 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="at which the texts were drawn")
     parser.add_argument("--interval", type=int, default=1, help="steps from one decision to the next")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--kinds", nargs="+", help="of the texts, in the place of the workloads named here")
+    parser.add_argument("--curve", type=json.loads, help="milliseconds by nodes, in the place of this machine's")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     pair = load_pair(options.model, None, options.dtype)
     target = CausalLM(pair.target)
-    seconds = cost_curve(target).seconds
+    curve = options.curve and {int(nodes): taken / 1e3 for nodes, taken in options.curve.items()}
+    seconds = curve or cost_curve(target).seconds
     print("ms by nodes:", {nodes: round(1e3 * taken, 1) for nodes, taken in seconds.items()})
     texts = read(options.texts, pair.tokenizer, options)
     results = []
     print("\n| workload | drafter | best setting | speed | governed | regret | default setting |\n|" + "---|" * 7)
-    for workload in WORKLOADS:
+    for workload in workloads_of(options.kinds) if options.kinds else WORKLOADS:
         chosen = [text for kind in workload.kinds for text in texts[kind]]
 
         def walk(seed: int = 0, workload: Workload = workload, chosen: list[Text] = chosen) -> Costed:
