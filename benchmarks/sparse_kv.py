@@ -50,6 +50,7 @@ from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.governing import AnyGovernor
 from foretoken.engine.sequence import Sequence
+from foretoken.loading.models import load_model
 from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import CausalLM, Nodes
@@ -89,7 +90,10 @@ def prompts(llm: LLM, folder: Path, context: int, count: int) -> Iterator[list[i
 
 def sparse(llm: LLM, num_drafted: int, **keys: Any) -> Drafter:
     config = SpeculativeConfig(method="sparse_kv", num_speculative_tokens=num_drafted, **keys)
-    return make_drafter(config, DrafterContext(llm.target, tokenizer=llm.tokenizer))
+    small = None
+    if "model" in keys:
+        small = CausalLM(load_model(keys["model"], part="draft", dtype=llm.target.dtype).model)
+    return make_drafter(config, DrafterContext(llm.target, small, tokenizer=llm.tokenizer))
 
 
 def run(
