@@ -465,3 +465,16 @@ def test_plain_answers_are_not_decoded_again(llm: LLM, monkeypatch: pytest.Monke
     found = verify(llm, PROMPTS, max_tokens=4, budget_seconds=1e6)
     assert sum(one.check == "tokens" and one.status == "holds" for one in found.findings) == 15
     assert len(asked) == 14
+
+
+def test_the_enumerated_law_is_made_of_the_logits_that_tokens_are_chosen_by() -> None:
+    """Read as a prompt, an output has others within rounding, and one token stood outside of a nucleus here alone."""
+    llm = LLM("zoo:tiny", "ngram", dtype="bfloat16")
+    for prompt in (PROMPTS[0] * 8, PROMPTS[1]):  # one is longer than what the kernels of steps run
+        (output,) = llm.generate(prompt, SamplingParams(seed=1, max_tokens=12, logprobs=0, ignore_eos=True))
+        after = ReferenceLaw(llm.target, output.prompt_token_ids, SamplingParams())
+        ids = output.outputs[0].token_ids
+        for length, table in enumerate(output.outputs[0].logprobs):
+            told = table[ids[length]]
+            expected = np.log(after(tuple(ids[:length]))[ids[length]])
+            assert getattr(told, "logprob", told) == pytest.approx(expected, abs=1e-5)

@@ -1,7 +1,7 @@
 """The law of a model over short continuations, enumerated; and whether samples could have been drawn from it.
 
-The law is computed a second time here: by transformers' own processors over plain forwards of the model, so that an
-error of the decoder's law is found as well. Levels are those of exact Monte Carlo tests, at any number of samples.
+The law is computed a second time here: by transformers' own processors over logits of the model, so that an error of
+the decoder's law is found as well. Levels are those of exact Monte Carlo tests, at any number of samples.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.model.lm import CausalLM
 from foretoken.model.nodes import Nodes
+from foretoken.tree import DraftTree
 
 OTHER = -1
 """Stands for every token that is not listed."""
@@ -82,17 +84,30 @@ class ReferenceLaw:
     @torch.inference_mode()
     def __call__(self, output: Text) -> NDArray[np.float64]:
         """(V,), summing to one."""
-        text, last = [*self._prompt, *output], len(self._prompt) + len(output) - 1
-        cache = self._target.new_cache(1, capacity=len(text))
-        nodes = Nodes.from_chains([text])
-        logits = self._target.forward(nodes, cache, keep=slice(last, last + 1))[0].float().cpu()
-        ids = torch.tensor([text])
+        logits = self._logits(output)
+        ids = torch.tensor([[*self._prompt, *output]])
         scores = self._processors(ids, logits)
         for token, count in Counter(output).items():
             scores[0, token] -= self._params.presence_penalty + count * self._params.frequency_penalty
         for biased, bias in (self._params.logit_bias or {}).items():
             scores[0, int(biased)] += bias
         return torch.softmax(self._warpers(ids, scores)[0].double(), dim=-1).numpy()
+
+    def _logits(self, output: Text) -> torch.Tensor:
+        """(1, V) of the last token, read as an engine reads a prompt, and then as a draft: with the bits of its steps.
+
+        Read as a prompt, the output had other ones, and where a nucleus ends, rounding moved a token across.
+        """
+        read, pending = self._prompt[:-1], self._prompt[-1]
+        size = EngineConfig().prefill_chunk_size
+        cache = self._target.new_cache(1, capacity=len(self._prompt) + len(output))
+        for start in range(0, len(read), size):
+            chunk = read[start : start + size]
+            self._target.forward(Nodes.from_chains([chunk]), cache, keep=slice(0, 0))
+            cache.commit([range(len(chunk))])
+        draft = DraftTree.chain(pending, output)
+        logits = self._target.forward(Nodes.from_trees([draft]), cache, listed=True)
+        return logits[0][len(output)][None].float().cpu()
 
 
 @dataclass(frozen=True)
