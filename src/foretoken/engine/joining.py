@@ -104,7 +104,7 @@ def with_forced(row: Sequence, tree: DraftTree, budget: Budget, rule: Acceptance
         return tree
     forced = matching.forced()
     may_guess = rule.keeps_tokens and (len(tree) == 1 or not budget.chains_only)
-    guessed = matching.guessed(budget.depth) if may_guess else ()
+    guessed = matching.guessed(budget.depth, forced) if may_guess else ()
     if not forced and not guessed:
         return tree
     chain = DraftTree.chain(tree.tokens[0], (*forced, *guessed), source=GRAMMAR)

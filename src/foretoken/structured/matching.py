@@ -141,16 +141,16 @@ class Matching:
         """The tokens that follow the output for certain, EOS included; none where there is a choice."""
         return () if self.fault is not None else self._forced_after(())
 
-    def guessed(self, most: int) -> tuple[int, ...]:
+    def guessed(self, most: int, forced: tuple[int, ...] = ()) -> tuple[int, ...]:
         """Tokens that may follow those that are forced: what came of a choice the last time, and what that forces.
 
         A choice is the same where the same tokens may follow the same two. None where guesses have mostly been wrong.
 
         Args:
           most: tokens, those that are forced included.
+          forced: these.
         """
-        path = forced = self.forced()
-        chance = 1.0
+        path, chance = forced, 1.0
         self._guesses.clear()
         for _ in range(MOST_GUESSES):
             token = self._guess(path) if len(path) < most else None

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from transformers import (
 
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
+from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import CausalLM
 from foretoken.model.nodes import Nodes
 from foretoken.tree import DraftTree
@@ -94,20 +96,24 @@ class ReferenceLaw:
         return torch.softmax(self._warpers(ids, scores)[0].double(), dim=-1).numpy()
 
     def _logits(self, output: Text) -> torch.Tensor:
-        """(1, V) of the last token, read as an engine reads a prompt, and then as a draft: with the bits of its steps.
+        """(1, V) of the last token, read as a draft after the prompt: with the bits of an engine's steps.
 
         Read as a prompt, the output had other ones, and where a nucleus ends, rounding moved a token across.
         """
-        read, pending = self._prompt[:-1], self._prompt[-1]
-        size = EngineConfig().prefill_chunk_size
-        cache = self._target.new_cache(1, capacity=len(self._prompt) + len(output))
+        draft = DraftTree.chain(self._prompt[-1], output)
+        logits = self._target.forward(Nodes.from_trees([draft]), self._cache, listed=True)
+        return logits[0][len(output)][None].float().cpu()
+
+    @cached_property
+    def _cache(self) -> KVCache:
+        """Holds the prompt but its last token, read as an engine reads it; drafts behind it are never committed."""
+        read, size = self._prompt[:-1], EngineConfig.prefill_chunk_size
+        cache = self._target.new_cache(1)
         for start in range(0, len(read), size):
             chunk = read[start : start + size]
             self._target.forward(Nodes.from_chains([chunk]), cache, keep=slice(0, 0))
             cache.commit([range(len(chunk))])
-        draft = DraftTree.chain(pending, output)
-        logits = self._target.forward(Nodes.from_trees([draft]), cache, listed=True)
-        return logits[0][len(output)][None].float().cpu()
+        return cache
 
 
 @dataclass(frozen=True)
