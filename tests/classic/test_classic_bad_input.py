@@ -80,10 +80,21 @@ def test_a_prompt_may_be_a_tensor_or_a_tuple(call: Any) -> None:
 
 
 @every_call
-@pytest.mark.parametrize("eos", [64, -1, [1, 99], None, [None], "stop", 1.5, True, [True], torch.tensor(True)])
-def test_unknown_end_tokens(call: Any, eos: Any) -> None:
+@pytest.mark.parametrize("eos", [None, [None], "stop", 1.5, True, [True], torch.tensor(True)])
+def test_end_tokens_that_are_none(call: Any, eos: Any) -> None:
     with pytest.raises(ConfigError, match="eos_tokens_id"):
         call(PROMPT, eos_tokens_id=eos)
+
+
+@every_call
+@pytest.mark.parametrize("eos", [-1, 64, [-1, 10**9], torch.tensor(-1)])
+def test_end_tokens_that_the_model_cannot_say_end_nothing(call: Any, eos: Any) -> None:
+    """Output is compared with them, as described: -1 is how many programs ask for no end."""
+    outputs = []
+    for given in ([], eos):
+        torch.manual_seed(0)
+        outputs.append(call(PROMPT, max_gen_len=12, eos_tokens_id=given))
+    assert outputs[0] == outputs[1]
 
 
 @every_call

@@ -263,7 +263,7 @@ def test_16_random_tokens_are_drafted_only_where_that_is_asked_for() -> None:
 
 
 def test_17_every_token_counts_once_more_than_the_likely_ones() -> None:
-    """As listed, but for impossible tokens, and for ties that the oldest won."""
+    """As listed, ties included, but for impossible tokens."""
     storage = RecordingStorage(3, 64)
     processor = TopKProcessor(1.0, 3)
     torch.manual_seed(0)
@@ -285,7 +285,14 @@ def test_17_every_token_counts_once_more_than_the_likely_ones() -> None:
     plain.update(ids(1, 2), ids(5))
     assert plain.ngrams[3] == {(1, 2): 5}
     plain.update(ids(1, 2), ids(6))
-    assert plain.ngrams[3] == {(1, 2): 6}, "the most recent of equals"
+    assert plain.ngrams[3] == {(1, 2): 5}, "equal counts change nothing"
+    plain.update(ids(1, 2), ids(6))
+    assert plain.ngrams[3] == {(1, 2): 6}
+    for storage in (NGramStorage(3, 64), OneLevelNGramStorage(3, 64)):
+        storage.initialize(ids(1, 2, 3, 1, 2, 4))
+        assert int(storage.next_token(ids(1, 2))[0]) == 3
+        storage.update(ids(1, 2), ids(7, 4))
+        assert int(storage.next_token(ids(1, 2))[0]) == 4
 
 
 @pytest.mark.parametrize(("given", "said", "likely"), [({}, 2.0, 1.0), ({"filler_weight": 0.25}, 1.25, 0.25)])
@@ -314,7 +321,7 @@ def test_a_storage_of_ones_own_counts_fillers_by_update_and_refuses_fractions() 
     told: list[list[int]] = []
     options: dict[str, Any] = {"filler_top_k": 3, "max_gen_len": 4, "eos_tokens_id": []}
     tokens, _ = ngram_assisted_speculative_generate(PROMPT, Own(PROMPT), target(), **options)
-    assert [len(one) for one in told] == [3, 1] * 4
+    assert [len(one) for one in told] == [1, 3] * 4
     assert [one for one in told if len(one) == 1] == [[token] for token in tokens]
     with pytest.raises(ConfigError, match="counts by update alone"):
         ngram_assisted_speculative_generate(PROMPT, Own(PROMPT), target(), **options, filler_weight=0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from foretoken.classic.reader import Readable
 from foretoken.config.keywords import whole_number
@@ -34,7 +35,7 @@ class Request:
         """Check the arguments of a call.
 
         Raises: PromptError for an empty or malformed prompt, or ids outside the vocabulary; ContextLengthError for
-          one that fills the context; ConfigError for a negative ``max_gen_len`` or an unknown end-of-sequence id.
+          one that fills the context; ConfigError for a negative ``max_gen_len`` or an end-of-sequence id that is none.
         """
         if max_gen_len < 0:
             raise ConfigError(f"max_gen_len is {max_gen_len}; it must be 0 or more")
@@ -43,7 +44,7 @@ class Request:
         max_length = len(prompt) + max_gen_len
         if model.context_length is not None:
             max_length = min(max_length, model.context_length)
-        return cls(tuple(prompt), max_length, _eos_ids(eos_tokens_id, model.vocab_size))
+        return cls(tuple(prompt), max_length, _eos_ids(eos_tokens_id))
 
     def new_checker(self) -> StopChecker:
         """Tells token by token where the output ends."""
@@ -56,18 +57,13 @@ def check_least(name: str, value: int, least: int) -> None:
         raise ConfigError(f"{name} is {value}; it must be {least} or more")
 
 
-def _eos_ids(eos_tokens_id: int | Iterable[int], vocab_size: int) -> tuple[int, ...]:
-    given = eos_tokens_id if isinstance(eos_tokens_id, Iterable) else (eos_tokens_id,)
+def _eos_ids(eos_tokens_id: int | Iterable[int]) -> tuple[int, ...]:
+    """Ids that output is compared with, as described; one that the model cannot say, such as -1, ends none."""
+    is_one = not isinstance(eos_tokens_id, Iterable) or getattr(eos_tokens_id, "ndim", 1) == 0
+    given: Any = (eos_tokens_id,) if is_one else eos_tokens_id
     try:
-        ids = tuple(map(whole_number, given))
+        return tuple(map(whole_number, given))
     except (TypeError, ValueError):
         raise ConfigError(
-            f"eos_tokens_id is {eos_tokens_id!r}; give a token id or a list of them, [] for none"
+            f"eos_tokens_id is {eos_tokens_id!r}; give a token id or a list of them, [] or -1 for none"
         ) from None
-    outside = [token for token in ids if not 0 <= token < vocab_size]
-    if outside:
-        raise ConfigError(
-            f"eos_tokens_id {outside} lies outside the vocabulary, 0..{vocab_size - 1}; give a token that the "
-            "model can say, or [] for none"
-        )
-    return ids

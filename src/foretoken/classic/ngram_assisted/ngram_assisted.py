@@ -149,14 +149,14 @@ class StorageProposer:
         return token
 
     def observe(self, text: Sequence[int], laws: Sequence[Tensor]) -> None:
-        """Count every new token, and what the target thought likely in its place; among equals the token is best."""
+        """Count every new token, and then what the target thought likely in its place, which does not tie with it."""
         first = len(text) - len(laws)
         for place, law in enumerate(laws, first):
             self._ids[0, place] = text[place]
+            self._storage.update(self._ids[:, :place], torch.tensor([[text[place]]]))
             likely = self._likely(law)
             if len(likely):
                 self._storage.fill(self._ids[:, :place], likely[None], self._filler_weight)
-            self._storage.update(self._ids[:, :place], torch.tensor([[text[place]]]))
 
     def _likely(self, law: Tensor) -> Tensor:
         """The likeliest tokens that are possible, best first."""

@@ -21,7 +21,7 @@ Gram = tuple[int, ...]
 Counts = dict[Gram, dict[int, float]]
 """Context -> token -> how often it followed, or was likely to. Fillers may weigh a fraction."""
 Best = dict[Gram, int]
-"""Context -> the token with the highest count, the most recent one among equals."""
+"""Context -> the token with the highest count, the one that had it first among equals."""
 
 
 class INgramStorage(ABC):
@@ -139,15 +139,15 @@ class _CountingStorage(INgramStorage):
                 self._count(tuple(row[max(0, place - self.n + 1) : place]), row[place : place + 1], 1)
 
     def _count(self, tail: Gram, tokens: Sequence[int], weight: float) -> None:
-        """Count tokens after every context that ends ``tail``; the first of them becomes the most recent."""
+        """Count tokens after every context that ends ``tail``; the best one gives way only to a higher count."""
         for order in self._orders():
             if order - 1 <= len(tail):
                 counts, best = self._tables(order)
                 gram = tail[len(tail) - order + 1 :]
                 followers = counts.setdefault(gram, {})
-                for token in reversed(tokens):
+                for token in tokens:
                     followers[token] = followers.get(token, 0) + weight
-                    if followers[token] >= followers.get(best.get(gram, token), 0):
+                    if followers[token] > followers[best.setdefault(gram, token)]:
                         best[gram] = token
 
     def has_gram(self, ngram: Tensor) -> bool:

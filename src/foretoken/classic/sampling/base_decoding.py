@@ -41,7 +41,7 @@ def autoregressive_generate(
         for token ids (B, T).
       max_gen_len: most tokens to generate; the model's context may end the output earlier.
       logits_processor: makes probabilities of logits and draws from them.
-      eos_tokens_id: id or ids that end the output, [] for none; the one found is part of it.
+      eos_tokens_id: id or ids that end the output, [] or -1 for none; the one found is part of it.
       pad_token_id: not used, as nothing is padded.
       use_cache: keep keys and values from step to step; False reads the whole text every time.
       debug: print every step, as ids.

@@ -72,7 +72,7 @@ def speculative_generate(
       gamma_min, gamma_max, egag_ema_beta: bounds of that length (``gamma`` if None) and weight of its past.
       logits_processor: makes probabilities of both models' logits and draws from them.
       max_gen_len: most tokens to generate; the target's context may end the output earlier.
-      eos_tokens_id: id or ids that end the output, [] for none; the one found is part of it.
+      eos_tokens_id: id or ids that end the output, [] or -1 for none; the one found is part of it.
       pad_token_id: not used, as nothing is padded.
       use_cache: keep keys and values from step to step; False reads the whole text every time.
       skip_sample_adjustment: after a rejection draw from the target's law instead of the residual: lossy, warns.
