@@ -134,7 +134,7 @@ class DraftTree:
 
     def child(self, node: int, token: int) -> int | None:
         """The child of ``node`` that carries ``token``, or None."""
-        return self._child_of.get((node, token))
+        return self._child_of.get((node, token)) if len(self.tokens) > 1 else None
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:

@@ -83,6 +83,23 @@ def test_the_largest_come_in_order(dtype: torch.dtype) -> None:
     assert torch.equal(kernels.best(table, 9, [3, 0]), found[[3, 0]])
 
 
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_share_the_rows_and_change_nothing(dtype: torch.dtype) -> None:
+    table = rows(dtype)
+    keys = [noise.row_key(row, row) for row in range(len(table))]
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            columns, sums = kernels.gumbel_best(table, 0.7, keys, 3)
+            found.append([kernels.argmax(table), kernels.best(table[:5], 7, [4, 0, 1]), columns, sums])
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
 def test_without_a_compiler_the_same_is_chosen(without: pytest.MonkeyPatch) -> None:
     table = rows(torch.float32)
     assert kernels.argmax(table) is None

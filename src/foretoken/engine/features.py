@@ -11,11 +11,14 @@ from foretoken.lazy import Lazy
 if TYPE_CHECKING:
     import torch
 
+    import foretoken.model.nodes as nodes_of
     from foretoken.engine.accepting import Choices
     from foretoken.model.capture import Output
+    from foretoken.model.nodes import NodeLogits
     from foretoken.native import sample_kernels
 else:
     torch = Lazy("torch")
+    nodes_of = Lazy("foretoken.model.nodes")
     sample_kernels = Lazy("foretoken.native.sample_kernels")
 
 _BLOCK = 128
@@ -54,6 +57,10 @@ class Features:
         """Features whose node i is ``nodes[i]`` here."""
         return _FeaturesAt(self, nodes)
 
+    def places(self, nodes: Seq[int]) -> tuple[NodeLogits, list[int]] | None:
+        """Where the logits of these nodes stand among those of all rows of a forward, if they do."""
+        return None
+
 
 NO_FEATURES = Features()
 
@@ -78,6 +85,9 @@ class _FeaturesAt(Features):
     def choices(self) -> tuple[int, ...]:
         choices = self._features.choices
         return tuple(choices[node] for node in self._nodes)
+
+    def places(self, nodes: Seq[int]) -> tuple[NodeLogits, list[int]] | None:
+        return self._features.places([self._nodes[node] for node in nodes])
 
 
 def _not_required(name: str) -> ConfigError:
@@ -111,12 +121,38 @@ class RowFeatures(Features):
         logits = self._output.logits[self._row]
         if not len(logits):  # a prompt of which no logits were wanted
             return super().top_ids(k, nodes)
-        found = sample_kernels.best(logits, min(k, logits.shape[-1]), nodes)  # without a copy
-        return largest_ids(_selected(logits, nodes), k) if found is None else found
+        return _best_at(logits, k, nodes)
 
     @property
     def choices(self) -> tuple[int, ...]:
         return super().choices if self._choices is None else self._choices[self._row]
+
+    def places(self, nodes: Seq[int]) -> tuple[NodeLogits, list[int]] | None:
+        logits = self._output.logits
+        if not isinstance(logits, nodes_of.NodeLogits):
+            return None
+        start = logits.starts[self._row]
+        return logits, [start + node for node in nodes]
+
+
+def top_ids_of(features: Seq[Features], k: int, nodes: Seq[Seq[int]]) -> torch.Tensor:
+    """`Features.top_ids` of several rows, one row after the other: all at once where they are of one forward.
+
+    Args:
+      nodes: by row.
+    """
+    found = [each.places(some) for each, some in zip(features, nodes, strict=True)]
+    logits = {id(place[0]): place[0] for place in found if place is not None}
+    if len(logits) != 1 or None in found:
+        return torch.cat([each.top_ids(k, some) for each, some in zip(features, nodes, strict=True)])
+    (of_all,) = logits.values()
+    return _best_at(of_all.values, k, [node for place in found if place is not None for node in place[1]])
+
+
+def _best_at(logits: torch.Tensor, k: int, nodes: Seq[int]) -> torch.Tensor:
+    """Ids of the k largest of some rows of (N, V), or of as many as there are, best first."""
+    found = sample_kernels.best(logits, min(k, logits.shape[-1]), nodes)  # without a copy
+    return largest_ids(_selected(logits, nodes), k) if found is None else found
 
 
 def _selected(values: torch.Tensor, nodes: Seq[int]) -> torch.Tensor:

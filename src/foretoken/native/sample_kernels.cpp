@@ -1,7 +1,9 @@
 // The best tokens of rows of scores: the largest, the k largest, and the largest under keyed noise. Each reads a row
-// once; what it returns is what the passes of numpy in choice.py, gumbel_topk.py and noise.py return.
+// once; what it returns is what the passes of numpy in choice.py, gumbel_topk.py and noise.py return. Threads share the
+// rows.
 
 #include "abi.h"
+#include "threads.h"
 #include "vectors.h"
 
 #include <algorithm>
@@ -189,17 +191,20 @@ int64_t foretoken_argmax_at(const void* values, int64_t kind, int64_t row, int64
                          : argmax<Half>((const int16_t*)from, count, infinity_of(kind));
 }
 
-void foretoken_argmax(const void* values, int64_t kind, int64_t rows, int64_t stride, int64_t count, int64_t* out) {
-  for (int64_t row = 0; row < rows; ++row) out[row] = foretoken_argmax_at(values, kind, row, stride, count);
+void foretoken_argmax(const void* values, int64_t kind, int64_t rows, int64_t stride, int64_t count, int64_t* out,
+                      int threads) {
+  share_each(rows, threads,
+             [&](int64_t row, int) { out[row] = foretoken_argmax_at(values, kind, row, stride, count); });
 }
 
 // The k <= 64 largest of some rows, best first, equal ones by number: (rows, k).
 void foretoken_best(const void* values, int64_t kind, int64_t rows, int64_t stride, int64_t count,
-                    const int64_t* numbers, int64_t k, int64_t* out) {
-  for (int64_t row = 0; row < rows; ++row, out += k) {
+                    const int64_t* numbers, int64_t k, int64_t* out, int threads) {
+  share_each(rows, threads, [&](int64_t row, int) {
     const void* from = row_of(values, kind, stride, numbers[row]);
-    kind == FLOAT32 ? best<Single>((const int32_t*)from, count, k, out) : best<Half>((const int16_t*)from, count, k, out);
-  }
+    int64_t* ids = out + row * k;
+    kind == FLOAT32 ? best<Single>((const int32_t*)from, count, k, ids) : best<Half>((const int16_t*)from, count, k, ids);
+  });
 }
 
 // The k largest of score / temperature + noise of a row, best first, and these sums; -1 and minus infinity where there
@@ -237,8 +242,10 @@ void foretoken_gumbel_best_at(const void* values, int64_t kind, int64_t row, int
 
 void foretoken_gumbel_best(const void* values, int64_t kind, int64_t rows, int64_t stride, int64_t count,
                            float temperature, const uint64_t* keys, const int64_t* names, int64_t k, int64_t* columns,
-                           double* sums) {
-  for (int64_t row = 0; row < rows; ++row, columns += k, sums += k)
-    foretoken_gumbel_best_at(values, kind, row, stride, count, temperature, keys[row], names, k, columns, sums);
+                           double* sums, int threads) {
+  share_each(rows, threads, [&](int64_t row, int) {
+    foretoken_gumbel_best_at(values, kind, row, stride, count, temperature, keys[row], names, k, columns + row * k,
+                             sums + row * k);
+  });
 }
 }

@@ -35,7 +35,7 @@ def argmax(scores: Tensor) -> Tensor | None:
         return None
     found = torch.empty(len(scores), dtype=torch.int64)
     run, arguments = table
-    run.argmax(*arguments, found.data_ptr())
+    run.argmax(*arguments, found.data_ptr(), torch.get_num_threads())
     return found
 
 
@@ -71,7 +71,8 @@ def best(scores: Tensor, k: int, rows: Sequence[int] | None = None) -> Tensor | 
     rows = range(num_rows) if rows is None else rows
     found = torch.empty(len(rows), k, dtype=torch.int64)
     numbers = array_of(rows)
-    run.best(address, kind, len(rows), stride, length, ctypes.addressof(numbers), k, found.data_ptr())
+    threads = torch.get_num_threads()
+    run.best(address, kind, len(rows), stride, length, ctypes.addressof(numbers), k, found.data_ptr(), threads)
     return found
 
 
@@ -104,6 +105,7 @@ def gumbel_best(
         k,
         columns.data_ptr(),
         sums.data_ptr(),
+        torch.get_num_threads(),
     )
     return columns, sums
 

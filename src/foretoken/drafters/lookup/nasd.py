@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -16,7 +18,8 @@ from foretoken.drafters.parts.guesses import random_token
 from foretoken.drafters.parts.ngram_storage import RUNNER_UP_WEIGHT, STORAGES, Guess, NGramStorage
 from foretoken.drafters.parts.planned import PlannedDrafter
 from foretoken.drafters.parts.state_file import check_writable, warned
-from foretoken.engine.drafter import Budget, Features, StepResult
+from foretoken.engine.drafter import Budget, StepResult
+from foretoken.engine.features import top_ids_of
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree
@@ -159,18 +162,19 @@ class NasdDrafter(PlannedDrafter[NGramStorage]):
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         super().observe(rows, results)
+        ranked = self._runners_up(results)
         for row, result in zip(rows, results, strict=True):
             num_emitted = len(result.emitted)
             first = len(row.token_ids) - num_emitted
-            self._state_of[row.id].extend(row.token_ids, self._runners_up(result.committed, num_emitted), first)
+            self._state_of[row.id].extend(row.token_ids, list(islice(ranked, num_emitted)), first)
             self._num_counted_of[row.id] = len(row.token_ids)
 
-    def _runners_up(self, features: Features, num_tokens: int) -> list[list[int]]:
-        """The target's best tokens per place, best first; none where they are not learned."""
-        if self.options.filler_top_k < 2:
-            return []
-        ranked: list[list[int]] = features.top_ids(self.options.filler_top_k, range(num_tokens)).tolist()
-        return ranked
+    def _runners_up(self, results: Seq[StepResult]) -> Iterator[list[int]]:
+        """The target's best tokens in every place, row after row, best first; none where they are not learned."""
+        if self.options.filler_top_k < 2 or not results:
+            return iter(())
+        nodes = [range(len(result.emitted)) for result in results]
+        return iter(top_ids_of([result.committed for result in results], self.options.filler_top_k, nodes).tolist())
 
     def keep(self, row: Sequence) -> object:
         return None if self._shared is None else self._shared.epoch

@@ -15,6 +15,7 @@ from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.drafters.parts.rank_tree import RankTree, TreeShape
 from foretoken.drafters.parts.state_file import check_writable, warned
 from foretoken.engine.drafter import Budget, ContextDrafter, PromptChunk, Requirements, StepResult
+from foretoken.engine.features import top_ids_of
 from foretoken.engine.sequence import Sequence
 from foretoken.tree import DraftTree
 
@@ -129,12 +130,16 @@ class TokenRecyclingDrafter(ContextDrafter):
         return filled(row, self._shape, budget.depth, self._matrix_of[row.id]).tree(self.name)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
-        for row, result in zip(rows, results, strict=True):
-            order = last_of_all(len(result.tree), result.path)
+        if not rows:
+            return
+        orders = [last_of_all(len(result.tree), result.path) for result in results]
+        ranked = top_ids_of([result.features for result in results], self._start.num_candidates, orders).cpu().numpy()
+        start = 0
+        for row, result, order in zip(rows, results, orders, strict=True):
             tokens = [result.tree.tokens[node] for node in order]
-            top_ids = result.features.top_ids(self._start.num_candidates, order)
-            self._matrix_of[row.id].update(tokens, top_ids.cpu().numpy())
-            self._is_unsaved = True
+            self._matrix_of[row.id].update(tokens, ranked[start : start + len(order)])
+            start += len(order)
+        self._is_unsaved = True
 
     def forget(self, rows: Seq[Sequence]) -> None:
         for row in rows:

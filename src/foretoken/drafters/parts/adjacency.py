@@ -85,9 +85,8 @@ class AdjacencyMatrix:
     def update(self, tokens: Seq[int], top_ids: np.ndarray) -> None:
         """Put the target's best ids (M, k) after each token in its row; of equal tokens the last one counts."""
         width = top_ids.shape[1]
-        for token, best in dict(zip(tokens, top_ids, strict=True)).items():
+        for token, best in dict(zip(tokens, top_ids + 1, strict=True)).items():
             self._successors[token, :width] = best
-            self._successors[token, :width] += 1
 
     def add_text(self, tokens: Seq[int]) -> None:
         """Put the successors that a text gives its tokens before all others, the most recent first."""
