@@ -12,10 +12,10 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from foretoken.llm import LLM
+from foretoken.serve.calls import CallReader
 from foretoken.serve.chat import ChatForm, read_chat
 from foretoken.serve.served import Served
 from foretoken.serve.settings import ServerSettings
-from foretoken.serve.tools import CallReader
 from foretoken.sessions.outputs import StreamOutput
 from serving import Running
 
@@ -97,7 +97,7 @@ def test_a_model_that_calls_nothing_answers(start: Callable[..., Running], with_
     ChatCompletion.model_validate(found.model_dump(), strict=True)
     assert found.choices[0].message.tool_calls is None
     assert found.choices[0].message.content
-    with pytest.raises(openai.BadRequestError, match="cannot be forced"):
+    with pytest.raises(openai.BadRequestError, match="has another"):
         create(model="tiny", messages=MESSAGES, tools=TOOLS, tool_choice="required")
 
 

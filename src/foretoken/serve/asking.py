@@ -69,10 +69,13 @@ class Asking:
         return {"x-foretoken-warning": f"unknown fields were ignored: {named(self.unknown)}"} if self.unknown else {}
 
 
-def read_asking(given: Fields, served: Served, settings: ServerSettings, **params: Any) -> Asking:
+def read_asking(
+    given: Fields, served: Served, settings: ServerSettings, forced: dict[str, Any] | None = None, **params: Any
+) -> Asking:
     """All but the prompts, which take a tokenizer.
 
     Args:
+      forced: what the output must match whatever the body says of its form; None for what the body says.
       params: fields of `SamplingParams` that go before what the body says of them.
 
     Raises: ApiError, naming the field.
@@ -84,7 +87,11 @@ def read_asking(given: Fields, served: Served, settings: ServerSettings, **param
     sent = {name: given.get(name) for name in SAMPLING if given.get(name) is not None}
     sent |= {"n": given.whole("n", 1, 1, settings.max_n), "num_speculative_tokens": length, **params}
     sent["prediction"] = read_prediction(given.get("prediction"), served)
-    sent["structured_outputs"] = read_form(given)
+    form = read_form(given)
+    if forced and given.get("structured_outputs") is not None:
+        message = "tool_choice forces a call, and structured_outputs another output; leave one of them out"
+        raise ApiError(400, message, "structured_outputs")
+    sent["structured_outputs"] = forced or form
     if sent.get("prompt_logprobs") is not None:
         given.whole("prompt_logprobs", None, 0, settings.max_logprobs)
     read = read_params(sent, llm.tokenizer)

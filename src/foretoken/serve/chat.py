@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from foretoken.config.keywords import Foreign, check_unicode
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, GrammarError
 from foretoken.serve.asking import Asking, read_asking, with_prompts
+from foretoken.serve.calls import joined
 from foretoken.serve.errors import ApiError
 from foretoken.serve.fields import REFUSED, SHARED, Fields, shown, text_of, wrong_field
 from foretoken.serve.form import ChoicesForm
 from foretoken.serve.tokens import chat_logprobs, prompt_tables
-from foretoken.serve.tools import CallReader, read_tools
+from foretoken.serve.tools import Tools, read_tools
 from foretoken.sessions.prompts import chat_text
 
 if TYPE_CHECKING:
@@ -55,13 +56,19 @@ def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) ->
     longest = given.get("max_completion_tokens")
     longest = given.get("max_tokens") if longest is None else longest
     logprobs = most if wants_logprobs else None
-    asking = read_asking(given, served, settings, logprobs=logprobs, max_tokens=longest)
+    tools = read_tools(given, settings.tool_call_parser, str(served.tokenizer.chat_template or ""))
+    try:
+        asking = read_asking(given, served, settings, tools.form, logprobs=logprobs, max_tokens=longest)
+    except GrammarError as error:
+        if not tools.forced:
+            raise
+        reason = str(error).removeprefix("StructuredOutputs.grammar is refused: ")
+        raise ApiError(400, f"no call of these tools can be forced: {reason}", "tools") from None
     if asking.streams and asking.params.prompt_logprobs is not None:
         message = "prompt_logprobs is not told in streams of chat; leave stream out, or use /v1/completions"
         raise ApiError(400, message, "prompt_logprobs")
-    tools = read_tools(given, settings.tool_call_parser, str(served.tokenizer.chat_template or ""))
-    asking = with_prompts(asking, [_prompt(given, tools, served)], settings)
-    return asking, ChatForm(asking, served, has_tools=bool(tools))
+    asking = with_prompts(asking, [_prompt(given, tools.offered, served)], settings)
+    return asking, ChatForm(asking, served, tools)
 
 
 def _prompt(given: Fields, tools: list[dict[str, Any]], served: Served) -> dict[str, Any]:
@@ -85,6 +92,8 @@ def _prompt(given: Fields, tools: list[dict[str, Any]], served: Served) -> dict[
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
         said = f": {error}" if isinstance(error, TemplateError) else ""
         raise ApiError(400, f"the chat template of the model does not take these messages{said}", "messages") from None
+    except RecursionError:
+        raise ApiError(400, "the messages or tools are nested too deeply; make them flatter", "messages") from None
     return {"prompt": text, "prompt_token_ids": served.encode(text, add_special_tokens=False)}
 
 
@@ -142,19 +151,19 @@ class ChatForm(ChoicesForm):
     """Shape of the answers of ``/v1/chat/completions``.
 
     Args:
-      has_tools: look for calls in what the model says.
+      tools: that the model may call, or must.
     """
 
     prefix = "chatcmpl"
     kinds = ("chat.completion", "chat.completion.chunk")
 
-    def __init__(self, asking: Asking, served: Served, has_tools: bool) -> None:
+    def __init__(self, asking: Asking, served: Served, tools: Tools) -> None:
         super().__init__(asking, served)
-        self._readers = [CallReader() if has_tools else None for _ in range(asking.params.n)]
-        self._has_tools = has_tools
+        self._readers = [tools.reader() for _ in range(asking.params.n)]
+        self._tools = tools
 
     def first_choices(self) -> list[dict[str, Any]]:
-        delta = {"role": "assistant", "content": ""}
+        delta = {"role": "assistant", "content": None if self._tools.forced else ""}
         return [self._choice(index, "delta", delta, None, None) for index in range(self._asking.params.n)]
 
     def choices(self, delta: StreamOutput) -> list[dict[str, Any]]:
@@ -174,9 +183,11 @@ class ChatForm(ChoicesForm):
         reason = delta.finish_reason if is_last else None
         if reader is not None:
             said["content"], calls = reader.read(text, is_last)
+            if self._tools.forced:
+                del said["content"]
             if calls:
                 said["tool_calls"] = calls
-            reason = "tool_calls" if reason == "stop" and reader.num_calls else reason
+            reason = "tool_calls" if reason == "stop" and reader.ends_with_calls else reason
         choice = self._choice(delta.index, "delta", said, reason, delta.stop_reason if is_last else None)
         if delta.logprobs is not None:
             choice["logprobs"] = self._logprobs(delta.token_ids[part], delta.logprobs[part])
@@ -194,12 +205,13 @@ class ChatForm(ChoicesForm):
         for text in outputs[0].outputs:
             message: dict[str, Any] = {"role": "assistant", "content": text.text, "refusal": None}
             reason = text.finish_reason
-            if self._has_tools:
-                message["content"], calls = CallReader().read(text.text, is_last=True)
+            if (reader := self._tools.reader()) is not None:
+                message["content"], calls = reader.read(text.text, is_last=True)
                 if calls:
-                    message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
+                    message["tool_calls"] = joined(calls)
+                if calls or self._tools.forced:
                     message["content"] = message["content"] or None
-                    reason = "tool_calls" if reason == "stop" else reason
+                reason = "tool_calls" if reason == "stop" and reader.ends_with_calls else reason
             choice = self._choice(text.index, "message", message, reason, text.stop_reason)
             if text.logprobs is not None:
                 choice["logprobs"] = self._logprobs(text.token_ids, text.logprobs)

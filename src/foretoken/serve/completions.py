@@ -29,7 +29,9 @@ def read_completion(body: dict[str, Any], served: Served, settings: ServerSettin
     logprobs = given.whole("logprobs", None, 0, settings.max_logprobs)
     echo = given.flag("echo")
     of_prompt = given.whole("prompt_logprobs", None, 0, settings.max_logprobs)
-    learned = {"prompt_logprobs": max(logprobs, of_prompt or 0)} if echo and logprobs is not None else {}
+    learned: dict[str, Any] = (
+        {"prompt_logprobs": max(logprobs, of_prompt or 0)} if echo and logprobs is not None else {}
+    )
     asking = read_asking(given, served, settings, logprobs=logprobs, **learned)
     prompts = _prompts(given.get("prompt"), served, given.flag("add_special_tokens", True), settings.max_prompts)
     asking = with_prompts(asking, prompts, settings)

@@ -1,0 +1,339 @@
+"""Calls that have to come: of tools that are required or named, by a grammar, whatever the model would say."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from foretoken.llm import LLM
+from foretoken.serve.calls import ForcedReader, joined
+from foretoken.serve.served import Served
+from foretoken.serve.settings import ServerSettings
+from schemas import HOSTILE, nested, random_schema
+from serving import SETTINGS, Running, running
+
+pytest.importorskip("llguidance")
+
+TEMPLATE = (Path(__file__).parents[2] / "examples" / "serve" / "hermes.jinja").read_text(encoding="utf-8")
+MESSAGES: Any = [{"role": "user", "content": "What is one and two?"}]
+DIGITS = {"type": "integer", "minimum": 0, "maximum": 9}
+ADD = {"a": DIGITS, "b": DIGITS}
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "add": {"type": "object", "properties": ADD, "required": ["a", "b"], "additionalProperties": False},
+    "paint": {
+        "$defs": {"colour": {"enum": ['"red"', "grün}", "{{ \\ }}"]}},
+        "properties": {"colour": {"$ref": "#/$defs/colour"}},
+        "required": ["colour"],
+        "additionalProperties": False,
+    },
+}
+TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": of}} for name, of in PARAMETERS.items()]
+TOOLS += [{"type": "function", "function": {"name": 'stop\nnow "at" once'}}]
+NAMED: Any = {"type": "function", "function": {"name": "add"}}
+
+
+def with_template(llm: LLM) -> LLM:
+    other = llm.with_speculative_config(None)
+    other.tokenizer = copy.deepcopy(llm.tokenizer)
+    other.tokenizer.chat_template = TEMPLATE
+    return other
+
+
+@pytest.fixture(scope="module")
+def server(llm: LLM) -> Iterator[Running]:
+    made = with_template(llm)
+    drafting = {
+        name: made.with_speculative_config(method) for name, _, method in (one.partition("=") for one in SETTINGS)
+    }
+    with running(Served({"tiny": made, **drafting}), ServerSettings(tool_call_parser="hermes")) as found:
+        yield found
+
+
+def ask(server: Running, **fields: Any) -> Any:
+    """A whole answer, which the client's types take strictly."""
+    sent = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "max_tokens": 200}
+    found = server.post("/v1/chat/completions", **sent | fields)
+    assert found.status_code == 200, found.text
+    return ChatCompletion.model_validate_json(found.content, strict=True)
+
+
+def streamed(server: Running, **fields: Any) -> dict[int, Any]:
+    """Messages and reasons by index, put together from a stream by the rules of the client."""
+    sent = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "max_tokens": 200}
+    found: dict[int, Any] = {}
+    for event in server.events("/v1/chat/completions", sent | fields):
+        chunk = ChatCompletionChunk.model_validate(event, strict=True)
+        (choice,) = chunk.choices
+        before = found.setdefault(choice.index, {"calls": [], "reason": None, "num_chunks": 0})
+        assert not choice.delta.content
+        for call in choice.delta.tool_calls or []:
+            assert call.function is not None
+            if call.id is not None:
+                assert (call.index, call.type) == (len(before["calls"]), "function")
+                before["calls"].append({"name": call.function.name, "arguments": ""})
+            before["calls"][call.index]["arguments"] += call.function.arguments or ""
+        before["reason"] = choice.finish_reason or before["reason"]
+        before["num_chunks"] += 1
+    return found
+
+
+def told(choice: Any) -> dict[str, Any]:
+    calls = [each.function for each in choice.message.tool_calls or []]
+    return {
+        "calls": [{"name": each.name, "arguments": each.arguments} for each in calls],
+        "reason": choice.finish_reason,
+    }
+
+
+def check_calls(choice: Any, parameters: dict[str, dict[str, Any]]) -> None:
+    """Whole calls of tools that there are, with arguments of their schemas."""
+    assert choice.message.content is None
+    assert choice.message.tool_calls
+    assert len({call.id for call in choice.message.tool_calls}) == len(choice.message.tool_calls)
+    for call in choice.message.tool_calls:
+        arguments = json.loads(call.function.arguments)
+        assert isinstance(arguments, dict)
+        jsonschema.validate(arguments, parameters.get(call.function.name, {"maxProperties": 0}))
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_required_call_comes_whole_and_streamed(server: Running, temperature: int) -> None:
+    for seed in range(4):
+        sent = {"temperature": temperature, "seed": seed, "n": 2, "parallel_tool_calls": False}
+        found = ask(server, **sent)
+        chunks = streamed(server, **sent)
+        for choice in found.choices:
+            check_calls(choice, PARAMETERS)
+            assert len(choice.message.tool_calls or []) == 1
+            assert choice.finish_reason == "tool_calls"
+            assert told(choice) == {key: chunks[choice.index][key] for key in ("calls", "reason")}
+            assert chunks[choice.index]["num_chunks"] > 5
+    names = {choice.message.tool_calls[0].function.name for choice in ask(server, n=24, seed=1).choices}
+    assert len(names) > 1
+
+
+@pytest.mark.parametrize("name", [tool["function"]["name"] for tool in TOOLS])
+def test_a_named_tool_is_called_once(server: Running, name: str) -> None:
+    """The reason is ``stop`` then, as in the OpenAI API."""
+    choice = ask(server, tool_choice={"type": "function", "function": {"name": name}}, seed=2).choices[0]
+    check_calls(choice, PARAMETERS)
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, choice.finish_reason) == (name, "stop")
+
+
+def test_several_calls_may_come_unless_one_is_wanted(server: Running) -> None:
+    several = ask(server, n=24, seed=3, temperature=1.5).choices
+    assert max(len(choice.message.tool_calls or []) for choice in several) > 1
+    for choice in several:
+        if choice.finish_reason == "tool_calls":
+            check_calls(choice, PARAMETERS)
+    single = ask(server, n=24, seed=3, temperature=1.5, parallel_tool_calls=False).choices
+    assert {len(choice.message.tool_calls or []) for choice in single} == {1}
+
+
+@pytest.mark.parametrize("model", ["tiny", "lookup"])
+def test_calls_are_those_of_plain_decoding(server: Running, model: str) -> None:
+    sent = {"n": 3, "seed": 5, "verify": True, "logprobs": True, "top_logprobs": 2, "model": model}
+    found = server.post(
+        "/v1/chat/completions", messages=MESSAGES, tools=TOOLS, tool_choice="required", max_tokens=60, **sent
+    ).json()
+    assert found["verify"]["identical"]
+    assert found["verify"]["logprobs_identical"]
+    for choice in found["choices"]:
+        assert all(len(token["top_logprobs"]) == 2 for token in choice["logprobs"]["content"])
+        assert "".join(token["token"] for token in choice["logprobs"]["content"]).startswith("<tool_call>")
+
+
+def test_a_call_may_be_cut_anywhere(server: Running) -> None:
+    """By the limit of tokens: arguments up to there, and no call without its name; whole and streamed alike."""
+    whole = told(ask(server, tool_choice=NAMED, seed=7, temperature=0).choices[0])["calls"][0]["arguments"]
+    seen = set()
+    for most in range(1, 60):
+        sent = {"tool_choice": NAMED, "seed": 7, "max_tokens": most, "temperature": 0}
+        (choice,) = ask(server, **sent).choices
+        found = told(choice)
+        assert found == {key: streamed(server, **sent)[0][key] for key in ("calls", "reason")}
+        if found["reason"] == "stop":
+            break
+        assert found["reason"] == "length"
+        assert choice.message.content is None
+        assert all(call["name"] == "add" and whole.startswith(call["arguments"]) for call in found["calls"])
+        seen.add("".join(call["arguments"] for call in found["calls"]))
+    assert found["reason"] == "stop"
+    assert {"", whole} < seen
+
+
+@pytest.mark.parametrize(("stop", "reason"), [("</tool_call>", "tool_calls"), ('"arg', "stop"), (', "b', "stop")])
+def test_stop_strings_end_calls(server: Running, stop: str, reason: str) -> None:
+    """With a reason that says whether there is a whole one."""
+    sent = {"tools": TOOLS[:1], "seed": 1, "temperature": 0, "stop": [stop], "parallel_tool_calls": False}
+    (choice,) = ask(server, **sent).choices
+    found = told(choice)
+    assert found["reason"] == reason
+    assert found == {key: streamed(server, **sent)[0][key] for key in ("calls", "reason")}
+    assert [call["arguments"][:5] for call in found["calls"]] == ([] if stop == '"arg' else ['{"a":'])
+
+
+def test_the_client_streams_calls(server: Running) -> None:
+    """Its own accumulation of chunks, which has the rules of the API."""
+    with server.client.chat.completions.stream(
+        model="tiny", messages=MESSAGES, tools=TOOLS, tool_choice="required", max_tokens=200, seed=4
+    ) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert "tool_calls.function.arguments.delta" in kinds
+    check_calls(final.choices[0], PARAMETERS)
+
+
+def test_calls_of_an_answer_go_back(server: Running) -> None:
+    """As the message of an assistant, as the client makes it; the prompt has them as the grammar does."""
+    said = ask(server, tool_choice=NAMED, seed=6).choices[0].message
+    history = [*MESSAGES, said.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": "1", "content": "3"}]
+    tokens = server.post("/v1/chat/completions", model="tiny", messages=history, max_tokens=1, return_token_ids=True)
+    prompt = server.llm.tokenizer.decode(tokens.json()["choices"][0]["prompt_token_ids"])
+    arguments = said.tool_calls[0].function.arguments
+    assert f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>' in prompt
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "none of the tools"),
+        ({"tools": []}, "without tools"),
+        ({"structured_outputs": {"regex": "a"}}, "leave one of them out"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "1 to 256 characters"),
+        ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "surrogate"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "a JSON schema"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]}, "'object'"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"$ref": 1}}}]}, "can be forced"),
+        ({"tools": TOOLS * 2000}, "characters"),
+    ],
+)
+def test_what_cannot_be_forced_is_refused_by_name(server: Running, fields: dict[str, Any], said: str) -> None:
+    sent = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", **fields}
+    found = server.http.post("/v1/chat/completions", content=json.dumps(sent).encode())
+    assert found.status_code == 400
+    assert said in found.json()["error"]["message"]
+
+
+def test_a_form_of_contents_does_not_matter_to_calls(server: Running) -> None:
+    """Agents ask for both: the form is that of a final answer, and there is none."""
+    check_calls(ask(server, response_format={"type": "json_object"}, seed=1).choices[0], PARAMETERS)
+
+
+@pytest.mark.parametrize("template", ["{{ tools }}", "{{ tools }}<tool_call><function=</tool_call>"])
+def test_another_format_is_refused_by_name(llm: LLM, template: str) -> None:
+    made = with_template(llm)
+    made.tokenizer.chat_template = template
+    with running(Served({"tiny": made}), ServerSettings(tool_call_parser="hermes")) as server:
+        create = server.client.chat.completions.create
+        create(model="tiny", messages=MESSAGES, tools=TOOLS, max_tokens=1)
+        for choice in ("required", NAMED):
+            with pytest.raises(openai.BadRequestError, match="has another"):
+                create(model="tiny", messages=MESSAGES, tools=TOOLS, tool_choice=choice, max_tokens=1)
+
+
+def test_without_llguidance_a_forced_call_is_refused(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    tools = [{"type": "function", "function": {"name": "never_compiled"}}]
+    sent = {"messages": MESSAGES, "tools": tools, "tool_choice": "required"}
+    found = server.post("/v1/chat/completions", **sent)
+    assert found.status_code == 400
+    assert "foretoken[structured]" in found.json()["error"]["message"]
+
+
+INJECTED = '") %json {} start: ("'
+HOSTILE_PARAMETERS: dict[str, dict[str, Any]] = {
+    "deep": json.loads(nested(150)),
+    "deeper": json.loads(nested(400)),
+    **{name: wanted["json"] for name, wanted in HOSTILE.items() if "json" in wanted and name != "deep schema"},
+    "grammar in a description": {"description": '"\nstart: a\n%llguidance\na ::= b', "properties": {}},
+    "grammar in a property": {
+        "properties": {'") %json {} start: ("': {"type": "null"}},
+        "required": ['") %json {} start: ("'],
+    },
+    "white space of its own": {"x-guidance": {"whitespace_pattern": ".*"}, "properties": {"a": {"type": "null"}}},
+    "lenient": {"x-guidance": {"lenient": True}, "properties": {"a": {"contentMediaType": "x"}}},
+    "tags in texts": {"properties": {"a": {"const": "}\n</tool_call>\n<tool_call>\n{"}}, "required": ["a"]},
+    "texts of a pattern": {"properties": {"a": {"pattern": "^(a|b)*a(a|b){60}$"}}, "required": ["a"]},
+    "a pattern that is none": {"properties": {"a": {"pattern": "("}}},
+    "no value possible": {"properties": {"a": False}, "required": ["a"]},
+    "endless": {"properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    "many required": {"properties": {f"p{i}": {} for i in range(2000)}, "required": [f"p{i}" for i in range(2000)]},
+    "elsewhere": {"$ref": "http://example.com/schema.json"},
+    "surrogate": {"properties": {"\ud800": {}}},
+    "numbers": {"properties": {"a": {"type": "number", "multipleOf": 1e-300, "minimum": -1e308}}, "required": ["a"]},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_PARAMETERS)
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_hostile_tools_are_refused_or_called(server: Running, name: str, choice: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": HOSTILE_PARAMETERS[name]}}]
+    sent = {"messages": MESSAGES, "tools": tools, "tool_choice": choice, "max_tokens": 30, "timeout": 60}
+    began = perf_counter()
+    found = server.http.post("/v1/chat/completions", content=json.dumps(sent).encode())
+    took = perf_counter() - began
+    print(f"{name}, {choice}: {found.status_code} {took:.2f} s {found.text[:200]}")
+    if found.status_code != 200:
+        error = found.json()["error"]
+        assert found.status_code == 400 or error["code"] == "no_token_possible", error
+        assert "Traceback" not in found.text
+    elif choice == "required":
+        (text,) = found.json()["choices"]
+        calls = text["message"].get("tool_calls", [])
+        assert all(call["function"]["name"] == "f" for call in calls)
+        if text["finish_reason"] == "tool_calls":
+            assert all(isinstance(json.loads(call["function"]["arguments"]), dict) for call in calls)
+    assert server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_forced_calls_are_read_in_any_pieces(size: int) -> None:
+    calls = [('a "}{" \\', {"x": '}"\\{', "y": {"z": ["}", {}]}}), ("b", {})]
+    written = "\n".join(
+        f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {json.dumps(of)}}}\n</tool_call>'
+        for name, of in calls
+    )
+    reader = ForcedReader(is_named=False)
+    pieces = [written[i : i + size] for i in range(0, len(written), size)]
+    found = joined(call for piece in pieces for call in reader.read(piece)[1])
+    assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found] == calls
+    assert reader.ends_with_calls
+
+
+@pytest.mark.slow
+@pytest.mark.smollm2
+def test_a_real_model_calls_what_it_must() -> None:
+    """With random schemas, whatever it wanted to say; those that end in time are calls of their tools."""
+    made = with_template(LLM("zoo:smollm2", "suffix+eagle3", max_num_seqs=4, num_cached_prefixes=4))
+    draw = random.Random(7)
+    num_ended = 0
+    with running(Served({"tiny": made}), ServerSettings(tool_call_parser="hermes")) as server:
+        for number in range(5):
+            parameters = {f"tool_{place}": random_schema(draw) for place in range(3)}
+            tools = [
+                {"type": "function", "function": {"name": name, "parameters": of}} for name, of in parameters.items()
+            ]
+            sent = {"tools": tools, "n": 2, "seed": number, "temperature": number % 2, "max_tokens": 300}
+            sent |= {"parallel_tool_calls": number % 4 < 2}
+            found = ask(server, **sent)
+            chunks = streamed(server, **sent)
+            for choice in found.choices:
+                assert told(choice) == {key: chunks[choice.index][key] for key in ("calls", "reason")}
+                if choice.finish_reason == "tool_calls":
+                    check_calls(choice, parameters)
+                    num_ended += 1
+    assert num_ended >= 5
