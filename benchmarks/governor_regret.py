@@ -38,7 +38,7 @@ from foretoken.engine.governor import Governor
 from foretoken.engine.stats import Steps
 from foretoken.model.lm import CausalLM
 from foretoken.tune.counting import num_nodes
-from foretoken.tune.walk import Text, Walk
+from foretoken.tune.walk import RecordedText, Walk
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 16)
 NODES = (2, 3, 4, 6, 8, 12, 16, 24)
@@ -84,7 +84,7 @@ class Costed:
     curve: CostModel
     workload: Workload
     target: CausalLM
-    texts: Sequence[Text]
+    texts: Sequence[RecordedText]
     seed: int = 0
     interval: int = 1
     num_steps: int = 0
@@ -139,9 +139,9 @@ class Costed:
         governor.follow_steps(steps)
 
 
-def read(file: Path, tokenizer: Any, options: argparse.Namespace) -> dict[str, list[Text]]:
+def read(file: Path, tokenizer: Any, options: argparse.Namespace) -> dict[str, list[RecordedText]]:
     """Texts by kind; answers of 50 tokens and more."""
-    found: dict[str, list[Text]] = {}
+    found: dict[str, list[RecordedText]] = {}
     with lzma.open(file, "rt", encoding="utf8") if file.suffix == ".xz" else file.open(encoding="utf8") as lines:
         for line in lines:
             one = json.loads(line)
@@ -154,7 +154,7 @@ def read(file: Path, tokenizer: Any, options: argparse.Namespace) -> dict[str, l
             if len(answer) >= 50:
                 ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
                 params = SamplingParams(temperature=options.temperature, max_tokens=len(answer), seed=0)
-                texts.append(Text(one.get("kind", "self"), tuple(ids), tuple(answer), params))
+                texts.append(RecordedText(one.get("kind", "self"), tuple(ids), tuple(answer), params))
     return found
 
 
@@ -183,7 +183,7 @@ def main() -> None:
     for workload in workloads_of(options.kinds) if options.kinds else WORKLOADS:
         chosen = [text for kind in workload.kinds for text in texts[kind]]
 
-        def walk(seed: int = 0, workload: Workload = workload, chosen: list[Text] = chosen) -> Costed:
+        def walk(seed: int = 0, workload: Workload = workload, chosen: list[RecordedText] = chosen) -> Costed:
             return Costed(CostModel(seconds), workload, target, chosen, seed, options.interval)
 
         fixed = {f"K = {length}": walk().speed(length=length) for length in LENGTHS}

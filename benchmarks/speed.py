@@ -42,12 +42,12 @@ import torch
 from transformers.utils import logging
 
 from foretoken.bench.arms import OwnArms
-from foretoken.bench.candidates import PLAIN, PLAIN_CANDIDATE, Candidate, read_candidates
+from foretoken.bench.candidates import PLAIN, PLAIN_CANDIDATE, MethodCandidate, read_candidates
 from foretoken.bench.equality import check
 from foretoken.bench.models import inflated, load_pair, scaled
 from foretoken.bench.provenance import provenance
 from foretoken.bench.trial import Arm, Run, Sampling, Trial, bootstrap, compare, in_groups, interleave
-from foretoken.bench.workload import Prompt, load_prompts, read_questions, select
+from foretoken.bench.workload import BenchPrompt, load_prompts, read_questions, select
 from foretoken.classic import last_trace
 from foretoken.classic.ngram_assisted import NGramStorage, ngram_assisted_speculative_generate
 from foretoken.classic.sampling import autoregressive_generate, beam_search_generate, speculative_generate
@@ -98,7 +98,7 @@ def kinds(options: argparse.Namespace) -> None:
             print(f"{one.name} is left out: {error}", file=sys.stderr)
     every = [PLAIN_CANDIDATE, *(one for one in candidates if one.name in made)]
     if WRONG in options.methods:
-        every.append(Candidate(WRONG, {"method": "ngram"}))  # governed as any lookup is
+        every.append(MethodCandidate(WRONG, {"method": "ngram"}))  # governed as any lookup is
         made[WRONG] = lambda: Wrong(own.target.vocab_size)
     cells: list[dict[str, Any]] = []
     print(f"| method | T | rows | {' | '.join(options.kinds)} | geometric mean | same rows |")
@@ -124,13 +124,13 @@ def kinds(options: argparse.Namespace) -> None:
     print(f"\n{len(slow)} of {sum(len(cell['kinds']) for cell in cells)} cells below 0.97; torch {torch.__version__}")
 
 
-def groups_of(own: OwnArms, kind: str, size: int, options: argparse.Namespace) -> list[Prompt]:
+def groups_of(own: OwnArms, kind: str, size: int, options: argparse.Namespace) -> list[BenchPrompt]:
     """So many groups of prompts of a kind; of one row each where batches have one."""
     wanted = size * options.groups
     if kind == RANDOM:
         rng = random.Random(1)
         drawn = [tuple(rng.randrange(own.target.vocab_size) for _ in range(100)) for _ in range(wanted)]
-        prompts = [Prompt(f"{RANDOM}-{place}", kind, ids) for place, ids in enumerate(drawn)]
+        prompts = [BenchPrompt(f"{RANDOM}-{place}", kind, ids) for place, ids in enumerate(drawn)]
     else:
         questions = [
             one
@@ -140,7 +140,7 @@ def groups_of(own: OwnArms, kind: str, size: int, options: argparse.Namespace) -
         prompts = load_prompts(own.tokenizer, questions, max_length=options.max_prompt_tokens)[:wanted]
     if len(prompts) < wanted:
         raise SystemExit(f"{kind} has {len(prompts)} prompts of {options.max_prompt_tokens} tokens; {wanted} are asked")
-    return [Prompt(one.name, kind, one.token_ids) for one in (in_groups(prompts, size) if size > 1 else prompts)]
+    return [BenchPrompt(one.name, kind, one.token_ids) for one in (in_groups(prompts, size) if size > 1 else prompts)]
 
 
 def cells_of(trial: Trial, size: int) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from foretoken.folders import append_lines, is_no_room, keep_json, keep_text
 from foretoken.heads.checkpoint import write_checkpoint
 from foretoken.train.answers import Answering
 from foretoken.train.plan import Plan
-from foretoken.train.run import Run
+from foretoken.train.run import Training
 from foretoken.views.trajectory import write_text
 
 PROMPTS = "\n".join(
@@ -129,8 +129,8 @@ def test_a_training_goes_on_from_what_was_kept(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text(PROMPTS)
     llm = LLM("zoo:tiny", dtype="float32", execution="packed")
 
-    def run(name: str) -> Run:
-        return Run(
+    def run(name: str) -> Training:
+        return Training(
             llm,
             Plan(
                 method="medusa", out=tmp_path / name, prompts=tmp_path / "prompts.txt",

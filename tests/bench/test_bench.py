@@ -273,7 +273,7 @@ class _Fake(Arm):
 
 
 def trial_of(*arms: Arm, repeats: int = 1) -> Trial:
-    prompts = [workload.Prompt(f"p{i}", "chat", (i,)) for i in (1, 2, 3)]
+    prompts = [workload.BenchPrompt(f"p{i}", "chat", (i,)) for i in (1, 2, 3)]
     return interleave(arms, prompts, GREEDY, 8, repeats)
 
 
@@ -334,7 +334,7 @@ def test_a_wrong_token_closes_the_gate_and_shows_its_gap(pair: Pair, target: Cau
             run = arm.run(prompt_ids, max_new_tokens, sampling)
             return replace(run, token_ids=run.token_ids[:-1])
 
-    prompts = [workload.Prompt("p", "chat", PROMPT)]
+    prompts = [workload.BenchPrompt("p", "chat", PROMPT)]
     for sampling in (GREEDY, Sampling(temperature=1.0, seed=2, ignore_eos=True)):
         trial = interleave([arm, Wrong(), Short()], prompts, sampling, 10)
         wrong, short, right = equality.check(
@@ -612,7 +612,7 @@ def test_tables_print_every_row() -> None:
 def test_tables_fit_and_cut_nothing_off(width: int) -> None:
     efficiency = forwards.Efficiency("draft_model tree", 2.0, 3.22, 11.0, 0.1375, 0.1593, 0.0123, 0.97, 0.99)
     grown = "98.6 M (hidden 1024, ffn 4096, 6 layers; inflated in width from hidden 256)"
-    cell = forwards.Profile("draft_model", 10, 0.151, 0.12, 0.01, dict.fromkeys(forwards.VERBS, 0.011))
+    cell = forwards.StepTimes("draft_model", 10, 0.151, 0.12, 0.01, dict.fromkeys(forwards.VERBS, 0.011))
     texts = [
         shown(width, *speed_table().shown()),
         shown(width, *EfficiencyTable(grown, 0.163, 1500, (efficiency,)).shown()),

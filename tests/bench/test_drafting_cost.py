@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from foretoken.bench.drafting import CONFIGS, Text, draft_cost, draft_costs, opened
+from foretoken.bench.drafting import CONFIGS, PhraseText, draft_cost, draft_costs, opened
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.context import DrafterContext, drafter_factory
 from foretoken.engine.drafter import Drafter
 from foretoken.model.lm import CausalLM
 from foretoken.retrieval.datastore import Datastore
-from foretoken.retrieval.manifest import Manifest
+from foretoken.retrieval.manifest import DatastoreManifest
 from foretoken.testing import toy_model
 
 VOCAB_SIZE = 512
@@ -44,7 +44,7 @@ class Watched(list):
 @pytest.fixture(scope="module")
 def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DrafterContext, str]]:
     folder = tmp_path_factory.mktemp("store")
-    with opened(folder, Text(VOCAB_SIZE), 5000, None) as store:
+    with opened(folder, PhraseText(VOCAB_SIZE), 5000, None) as store:
         target = CausalLM(toy_model(vocab_size=VOCAB_SIZE))
         yield DrafterContext(target, kept={("datastore", str(folder)): store}), str(folder)
 
@@ -61,7 +61,7 @@ def work(drafter: Drafter, context: int) -> tuple[int, int]:
 
     List methods that do not say how far they looked would show as neither; `Watched` counts iteration as all of it.
     """
-    text = Text(VOCAB_SIZE)
+    text = PhraseText(VOCAB_SIZE)
     row, ahead = text.row(context, NUM_STEPS), text.tokens(context + NUM_STEPS * 65)
     drafter.start([row])
     drafter.propose([row], [20])  # what is built at the first step is not of every step
@@ -128,9 +128,9 @@ def test_every_arm_is_measured_at_every_context_and_size(context: tuple[DrafterC
 
 def test_the_row_copies_and_the_datastore_knows_it(tmp_path: Path) -> None:
     """Else every lookup would be cheap because it finds nothing."""
-    text = Text(VOCAB_SIZE)
+    text = PhraseText(VOCAB_SIZE)
     with opened(tmp_path, text, 20_000, None) as store:
-        assert Manifest.read(tmp_path).num_tokens == 20_000
+        assert DatastoreManifest.read(tmp_path).num_tokens == 20_000
         match = Datastore.query(store, text.tokens(1000)[-8:])
         assert match.length >= 3
         made_ = lambda: drafter_factory(SpeculativeConfig.parse({"method": "ngram"}), DrafterContext(None))()  # noqa: E731

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from foretoken.bench import report
 from foretoken.bench.arms import EngineArm
-from foretoken.bench.candidates import Candidate, read_candidates, split_outside_brackets
-from foretoken.bench.equality import Divergence, Equality
+from foretoken.bench.candidates import MethodCandidate, read_candidates, split_outside_brackets
+from foretoken.bench.equality import Departure, Equality
 from foretoken.bench.methods import Methods, MethodsSettings
-from foretoken.bench.outcome import MethodRow, Outcome, Refused, advise, by_kind, ranked
+from foretoken.bench.outcome import MethodRow, MethodsOutcome, RefusedMethod, advise, by_kind, ranked
 from foretoken.bench.trial import Comparison, Run, Sampling, bootstrap
 from foretoken.cli import bench as cli
 from foretoken.config.speculative import SpeculativeConfig
@@ -70,9 +70,9 @@ def row(method: str, *ratios: float | None) -> MethodRow:
     return MethodRow(method, {"method": method}, 10.0, found, ratios, 2.0, 0.5, 3.0, 0.001, 1_000_000, None, None)
 
 
-def outcome(*rows: MethodRow, kinds: tuple[str, ...] | None = None, **changes: Any) -> Outcome:
+def outcome(*rows: MethodRow, kinds: tuple[str, ...] | None = None, **changes: Any) -> MethodsOutcome:
     num_prompts = len(rows[0].prompt_ratios) if rows else 7
-    found = Outcome(
+    found = MethodsOutcome(
         sampling="greedy",
         kinds=kinds or ("chat",) * num_prompts,
         num_prompts_planned=num_prompts,
@@ -141,7 +141,7 @@ def test_kinds_are_told_apart() -> None:
 
 @pytest.mark.parametrize("width", [80, 140])
 def test_everything_fits_and_the_config_can_be_copied(width: int) -> None:
-    divergence = Divergence("ngram", "chat-1", 5, 1, 2, 0.125)
+    divergence = Departure("ngram", "chat-1", 5, 1, 2, 0.125)
     strict = Equality("ngram", "plain", 3, 3, ())
     loose = Equality("ngram", "plain", 3, 2, (divergence,))
     best = replace(row("ngram>token_recycling", 12.11, 12.11, 12.11), equality=strict, timed_equality=loose)
@@ -153,7 +153,7 @@ def test_everything_fits_and_the_config_can_be_copied(width: int) -> None:
         kinds=("chat", "code", "chat"),
         promised="strict",
         different=(wrong,),
-        refused=(Refused("rest", "method 'rest' needs a datastore [and a reason]"),),
+        refused=(RefusedMethod("rest", "method 'rest' needs a datastore [and a reason]"),),
     )
     console = Console(width=width, record=True, file=io.StringIO())
     report.show(console, found.shown("zoo:tiny", ("a note",)))
@@ -182,7 +182,7 @@ def test_everything_fits_and_the_config_can_be_copied(width: int) -> None:
 
 
 def test_notes_of_the_zoo_are_shown_beside_the_methods_they_are_about() -> None:
-    quantized, lookup = Candidate("a", {"method": "quantized_self"}), Candidate("b", {"method": "ngram"})
+    quantized, lookup = MethodCandidate("a", {"method": "quantized_self"}), MethodCandidate("b", {"method": "ngram"})
     assert any("flattered" in note for note in cli.model_notes("zoo:smollm2", [lookup, quantized]))
     assert cli.model_notes("zoo:smollm2", [lookup]) == ()
     assert cli.model_notes("somewhere/else", [quantized]) == ()

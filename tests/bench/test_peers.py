@@ -20,21 +20,21 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from foretoken.bench import report
-from foretoken.bench.candidates import Candidate
+from foretoken.bench.candidates import MethodCandidate
 from foretoken.bench.peers import client, environments
 from foretoken.bench.peers.client import HERE, Launch, Worker, WorkerError
 from foretoken.bench.peers.environments import PEERS, check_installed, make, read_peers
 from foretoken.bench.peers.export import Exported
-from foretoken.bench.peers.outcome import Heat, Outcome, PeerRow
+from foretoken.bench.peers.outcome import Heat, PeerRow, RaceOutcome
 from foretoken.bench.peers.race import Race, RaceSettings
 from foretoken.bench.peers.workers.foretoken_worker import Own
-from foretoken.bench.workload import Prompt
+from foretoken.bench.workload import BenchPrompt
 from foretoken.cli import bench as cli
 from foretoken.errors import ConfigError
 
 FAKE = """
 import json, os
-from .protocol import Answer, Candidate, Entry, common_options, serve
+from .protocol import DecodedRows, Entry, EntrySettings, common_options, serve
 
 
 def main():
@@ -57,7 +57,7 @@ def main():
             num_first = sum(map(len, rows)) if entry.get("at_once") else len(rows)
             decoded = sum(map(len, rows)) - num_first
             seconds = speeds[1 if prompts[0][0] >= 100 else 0]
-            return Answer(rows, num_first, 0.5, decoded * seconds)
+            return DecodedRows(rows, num_first, 0.5, decoded * seconds)
 
         def make():
             if speeds is None:
@@ -67,7 +67,8 @@ def main():
         return make
 
     def candidates(entry):
-        return lambda chosen: [Candidate({"way": way}, made(entry, speeds)) for way, speeds in entry["ways"].items()]
+        ways = entry["ways"].items()
+        return lambda chosen: [EntrySettings({"way": way}, made(entry, speeds)) for way, speeds in ways]
 
     def start():
         if "broken" in plan:
@@ -117,7 +118,7 @@ class Track:
         exported = Exported(self.folder, "a model", dtype)
         return Race(exported, dtype, launches, {}, RaceSettings(**chosen), lambda what, done, total: None)
 
-    def run(self, launches: list[Launch], dtype: str = "bfloat16", **settings: Any) -> Outcome:
+    def run(self, launches: list[Launch], dtype: str = "bfloat16", **settings: Any) -> RaceOutcome:
         with self.race(launches, dtype, **settings) as race:
             return race.run(prompts(), lambda outcome: None)
 
@@ -131,17 +132,17 @@ def track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Track:
     return Track(tmp_path)
 
 
-def prompts() -> Iterator[Prompt]:
+def prompts() -> Iterator[BenchPrompt]:
     """Two that count (and one that is answered too shortly), then those for tuning."""
     for name, ids in (("a", (1, 2)), ("short", (9, 1)), ("b", (3, 4)), ("t", (100, 5)), ("u", (101, 6))):
-        yield Prompt(name, "kind", ids)
+        yield BenchPrompt(name, "kind", ids)
 
 
-def rows(outcome: Outcome) -> dict[str, PeerRow]:
+def rows(outcome: RaceOutcome) -> dict[str, PeerRow]:
     return {row.arm: row for row in outcome.heats[0].rows}
 
 
-def shown(outcome: Outcome, width: int = 100) -> str:
+def shown(outcome: RaceOutcome, width: int = 100) -> str:
     stream = io.StringIO()
     report.show(Console(file=stream, width=width), outcome.shown())
     return stream.getvalue()
@@ -175,7 +176,7 @@ def test_ratios_are_those_of_the_times_and_texts_come_first(track: Track) -> Non
 
 
 def test_what_is_known_after_each_prompt_can_be_shown(track: Track) -> None:
-    known: list[Outcome] = []
+    known: list[RaceOutcome] = []
     with track.race([track.launch("foretoken", OWN), track.launch("other", [entry("plain")])]) as race:
         race.run(prompts(), known.append)
     assert [len(outcome.heats[0].prompts) for outcome in known] == [1, 2, 2]
@@ -421,7 +422,7 @@ def test_an_environment_is_made_once_and_completed_where_it_broke_off(
 
 
 def test_what_is_missing_is_named_with_the_command_that_installs_it(tmp_path: Path) -> None:
-    arming = environments.Arming([Candidate("ngram", {"method": "ngram"})], "auto", "default", False, (2,), (3,))
+    arming = environments.Arming([MethodCandidate("ngram", {"method": "ngram"})], "auto", "default", False, (2,), (3,))
     exported = Exported(tmp_path, "a model", "bfloat16")
     found, missing = environments.launches(exported, "m", "none", "bfloat16", arming, PEERS.values(), tmp_path)
     assert [launch.name for launch in found] == ["foretoken", "transformers"]

@@ -11,7 +11,7 @@ import pytest
 import speed
 
 from foretoken.bench.trial import Arm, Run, Sampling, interleave
-from foretoken.bench.workload import Prompt
+from foretoken.bench.workload import BenchPrompt
 
 
 def test_the_house_is_counted_by_files_lines_classes_and_words(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ class Fake(Arm):
 
 
 def test_speeds_are_ratios_of_sums_by_kind_and_their_geometric_mean() -> None:
-    prompts = [Prompt("a", "chat", (1,)), Prompt("b", "chat", (3,)), Prompt("c", "qa", (2,))]
+    prompts = [BenchPrompt("a", "chat", (1,)), BenchPrompt("b", "chat", (3,)), BenchPrompt("c", "qa", (2,))]
     arms = [Fake("plain", 1.0), Fake("ngram", 0.5), Fake("other", 2.0, (1, 2, 4))]
     trial = interleave(arms, prompts, Sampling(), 3)
     twice, half = speed.cells_of(trial, 1)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from foretoken import LLM, SamplingParams
 from foretoken.cli import app
-from foretoken.cli.conversation import Conversation, Turn
+from foretoken.cli.conversation import ChatTurn, Conversation
 from foretoken.cli.options import respell
 from foretoken.errors import ConfigError, ContextLengthError
 from foretoken.sessions.outputs import StreamOutput
@@ -32,7 +32,7 @@ def kept() -> LLM:
     return LLM("zoo:tiny", "draft_model", dtype="float32", num_cached_prefixes=2, prefill_chunk_size=64)
 
 
-def messages(turns: list[Turn], question: str) -> list[dict[str, str]]:
+def messages(turns: list[ChatTurn], question: str) -> list[dict[str, str]]:
     """The conversation so far as a user of `LLM.chat` would write it."""
     said = [
         message
@@ -151,7 +151,7 @@ def chat(*lines: str, options: tuple[str, ...] = ()) -> Result:
 
 def test_piped_output_is_the_answers_and_nothing_else() -> None:
     result = chat(*QUESTIONS, "", "/stats")
-    turns: list[Turn] = []
+    turns: list[ChatTurn] = []
     conversation = Conversation(kept(), SHORT)
     turns = [conversation.ask(question) for question in QUESTIONS]
     assert result.exit_code == 0
@@ -219,9 +219,9 @@ def test_json_is_one_object_per_answer() -> None:
 
 
 def test_an_answer_that_differs_shows_in_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    again: Callable[..., Turn] = Conversation.again
+    again: Callable[..., ChatTurn] = Conversation.again
 
-    def other(self: Conversation, *args: object, **options: object) -> Turn:
+    def other(self: Conversation, *args: object, **options: object) -> ChatTurn:
         turn = again(self)
         sample = replace(turn.output.outputs[0], token_ids=(5, *turn.token_ids[1:]))
         return replace(turn, output=replace(turn.output, outputs=(sample,)))

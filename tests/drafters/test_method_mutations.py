@@ -30,7 +30,7 @@ import test_token_recycling
 from foretoken.drafters.compose import union
 from foretoken.drafters.compose.first import FirstDrafter
 from foretoken.drafters.iterate.jacobi import JacobiDrafter
-from foretoken.drafters.iterate.lookahead import LookaheadDrafter, Window
+from foretoken.drafters.iterate.lookahead import GuessWindow, LookaheadDrafter
 from foretoken.drafters.lookup import token_recycling
 from foretoken.drafters.lookup.nasd import NasdDrafter
 from foretoken.drafters.lookup.ngram import NGramDrafter
@@ -130,19 +130,19 @@ _WIDE = (5, 4, 3)
 LOOKAHEAD = (
     Mutant(
         "n-grams of the window have the keys of their right neighbours",
-        with_result(Window, "advance", _keys_of_the_right),
+        with_result(GuessWindow, "advance", _keys_of_the_right),
         _NAIVE,
         (*_WIDE, True),
     ),
     Mutant(
         "the window goes on with what was drafted instead of what was chosen",
-        with_arguments(Window, "advance", lambda call: {"choices": call.tree.tokens}),
+        with_arguments(GuessWindow, "advance", lambda call: {"choices": call.tree.tokens}),
         _NAIVE,
         (*_WIDE, False),
     ),
     Mutant(
         "n-grams of the window do not reach the pool",
-        with_result(Window, "advance", lambda ngrams, call: []),
+        with_result(GuessWindow, "advance", lambda ngrams, call: []),
         _NAIVE,
         (*_WIDE, False),
     ),

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from foretoken.config.sampling import SamplingParams
-from foretoken.hf.processors import AsShown, Place, sampling_fields
+from foretoken.hf.processors import AsShown, RowPlace, sampling_fields
 from foretoken.hf.prompts import InputRow, read_rows
 from foretoken.law.sampling import SamplingLaw, scores
 from foretoken.testing import toy_model
@@ -29,9 +29,9 @@ VOCAB, EOS, PAD = 64, 7, 3
 CPU = torch.device("cpu")
 
 
-def place(row: InputRow | None = None, index: int = 0, num_rows: int = 1) -> Place:
+def place(row: InputRow | None = None, index: int = 0, num_rows: int = 1) -> RowPlace:
     row = row or InputRow((10, 11), (10, 11), 0)
-    return Place(index, num_rows, row, frozenset({EOS}), CPU)
+    return RowPlace(index, num_rows, row, frozenset({EOS}), CPU)
 
 
 def built(inputs: torch.Tensor, mask: torch.Tensor, options: dict[str, Any], user: list[Any]) -> LogitsProcessorList:
@@ -93,7 +93,7 @@ def test_random_lists_give_the_same_scores(seed: int) -> None:
     text = torch.cat([inputs, torch.tensor(output), torch.tensor(drafted)], dim=-1)
     expected = processors(text, logits.clone())
     for index, row in enumerate(read_rows(inputs, mask)):
-        fields = sampling_fields(processors, do_sample, Place(index, 3, row, frozenset({EOS}), CPU))
+        fields = sampling_fields(processors, do_sample, RowPlace(index, 3, row, frozenset({EOS}), CPU))
         law = SamplingLaw(
             SamplingParams(max_tokens=None, **fields),
             vocab_size=VOCAB,

@@ -28,7 +28,7 @@ from foretoken.errors import (
     UnsupportedModelError,
     UnsupportedStateError,
 )
-from foretoken.hf.caller import Caller
+from foretoken.hf.caller import GenerateArguments
 from foretoken.hf.refusals import check_inputs
 from foretoken.model.support import cache_argument
 from foretoken.testing import toy_model
@@ -78,10 +78,10 @@ def test_refused_by_name_with_a_remedy(options: dict[str, Any], words: str) -> N
 def test_a_filled_cache_is_refused_however_it_comes() -> None:
     """Called without `generate` around it, the hook sees only the cache itself."""
     with pytest.raises(ConfigError, match="past_key_values"):
-        check_inputs({"past_key_values": filled_cache()}, Caller())
+        check_inputs({"past_key_values": filled_cache()}, GenerateArguments())
     with pytest.raises(ConfigError, match="past_key_values"):
-        check_inputs({"cache": filled_cache()}, Caller())
-    check_inputs({"past_key_values": DynamicCache()}, Caller())
+        check_inputs({"cache": filled_cache()}, GenerateArguments())
+    check_inputs({"past_key_values": DynamicCache()}, GenerateArguments())
 
 
 def test_an_empty_cache_is_none() -> None:
@@ -96,10 +96,10 @@ def test_an_empty_cache_is_none() -> None:
 
 def test_unknown_inputs_are_refused() -> None:
     with pytest.raises(ConfigError, match="return_token_type_ids=False"):
-        check_inputs({"token_type_ids": IDS}, Caller())
+        check_inputs({"token_type_ids": IDS}, GenerateArguments())
     with pytest.raises(ConfigError, match="pixel_values"):
-        check_inputs({"pixel_values": IDS}, Caller())
-    check_inputs({"pixel_values": None, "use_cache": True}, Caller())
+        check_inputs({"pixel_values": IDS}, GenerateArguments())
+    check_inputs({"pixel_values": None, "use_cache": True}, GenerateArguments())
 
 
 def test_encoder_decoder_models_are_refused() -> None:

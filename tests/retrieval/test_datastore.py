@@ -28,12 +28,12 @@ from foretoken.retrieval import build as building
 from foretoken.retrieval import corpus as corpora
 from foretoken.retrieval import datastore as datastore_of
 from foretoken.retrieval import resuming
-from foretoken.retrieval.build import Limits, append, build
+from foretoken.retrieval.build import ShardLimits, append, build
 from foretoken.retrieval.corpus import PIECE_CHARACTERS, CorpusFile, cut, find_files
 from foretoken.retrieval.datastore import SHORTER_WEIGHT, Datastore, Lookup, known_end
 from foretoken.retrieval.documents import from_tokens
 from foretoken.retrieval.growth import ESCAPE, Shape
-from foretoken.retrieval.manifest import Manifest, fingerprint_of
+from foretoken.retrieval.manifest import DatastoreManifest, fingerprint_of
 from foretoken.retrieval.shard import decode, encode, width_of
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "ran", "away", "from", "dog", "that"]
@@ -203,7 +203,7 @@ def test_text_jsonl_and_parquet_hold_the_same_documents(tmp_path: Path) -> None:
 
 
 def test_shards_hold_all_documents_in_order(corpus: Path, tmp_path: Path) -> None:
-    manifest = build([corpus], tokenizer(), tmp_path / "out", limits=Limits(max_shard_tokens=300))
+    manifest = build([corpus], tokenizer(), tmp_path / "out", limits=ShardLimits(max_shard_tokens=300))
     assert len(manifest.shards) > 5
     assert max(shard.num_tokens for shard in manifest.shards) <= 300 + 1
     ids: list[int] = []
@@ -242,7 +242,7 @@ def test_an_interrupted_build_goes_on_where_it_was(
     moment: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Broken off at the n-th state or shard that is written, before or after: the result is the same, byte by byte."""
-    limits = Limits(max_shard_tokens=700)
+    limits = ShardLimits(max_shard_tokens=700)
     monkeypatch.setattr(building, "_CHECKPOINT_BYTES", 256)
     monkeypatch.setattr(corpora, "_BATCH_PIECES", 7)
     build([corpus], tokenizer(), tmp_path / "whole", limits=limits)
@@ -277,9 +277,9 @@ def test_an_interrupted_build_goes_on_where_it_was(
 def test_an_unfinished_build_is_not_mixed_with_another(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = Limits(max_shard_tokens=300)
+    limits = ShardLimits(max_shard_tokens=300)
     with monkeypatch.context() as patch:
-        patch.setattr(building.Manifest, "write", lambda *_: (_ for _ in ()).throw(Killed()))
+        patch.setattr(building.DatastoreManifest, "write", lambda *_: (_ for _ in ()).throw(Killed()))
         with pytest.raises(Killed):
             build([corpus], tokenizer(), tmp_path / "out", limits=limits)
     with pytest.raises(DatastoreError, match=r"max_shard_tokens.*--restart"):
@@ -442,7 +442,7 @@ def test_two_builds_do_not_write_to_one_directory(corpus: Path, tmp_path: Path) 
 
 def test_too_little_memory_is_refused(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leaves no room"):
-        build([corpus], tokenizer(), tmp_path / "out", limits=Limits(memory_bytes=10**8))
+        build([corpus], tokenizer(), tmp_path / "out", limits=ShardLimits(memory_bytes=10**8))
 
 
 @pytest.mark.parametrize(
@@ -461,4 +461,4 @@ def test_the_datastore_of_the_zoo_is_whole_and_names_its_sources() -> None:
     assert all("/" not in name for name, _ in store.manifest.sources)
     match = store.query(tokenizer()("<|user|>How many apples does she have")["input_ids"])
     assert match.length >= 3
-    assert isinstance(store.manifest, Manifest)
+    assert isinstance(store.manifest, DatastoreManifest)

@@ -24,11 +24,11 @@ from foretoken.retrieval import build as building
 from foretoken.retrieval import corpus as corpora
 from foretoken.retrieval import manifest as manifests
 from foretoken.retrieval import resuming
-from foretoken.retrieval.build import Limits, build
+from foretoken.retrieval.build import ShardLimits, build
 from foretoken.retrieval.datastore import Datastore
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "ran", "away", "from", "dog", "that"]
-LIMITS = Limits(max_shard_tokens=700)
+LIMITS = ShardLimits(max_shard_tokens=700)
 
 
 @cache

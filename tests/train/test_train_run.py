@@ -23,7 +23,7 @@ from foretoken.testing import toy_model
 from foretoken.train.answers import TRIED, Answering
 from foretoken.train.examples import evaluation_digests, is_evaluation
 from foretoken.train.plan import Plan
-from foretoken.train.run import Run
+from foretoken.train.run import Training
 from foretoken.train.start import frequent_tokens
 from foretoken.zoo.manifest import HEADS, root
 
@@ -106,7 +106,7 @@ def test_a_dry_run_lets_the_target_ask_few_prompts_and_keeps_none(tmp_path: Path
     few = Answering(max_new_tokens=8)
     plan = Plan(method="medusa", out=tmp_path, own_prompts=2 * TRIED, draft_vocabulary=64, answering=few)
     said: list[str] = []
-    run = Run(LLM("zoo:tiny", "none", dtype="float32", execution="packed"), plan, said.append, is_trial=True)
+    run = Training(LLM("zoo:tiny", "none", dtype="float32", execution="packed"), plan, said.append, is_trial=True)
     assert f"the target asks itself {TRIED} prompts" in said
     assert not (tmp_path / "own_prompts.jsonl").exists()
     estimate = run.estimate()
@@ -162,7 +162,7 @@ def test_a_target_without_usable_features_is_refused(tmp_path: Path) -> None:
     model.lm_head = torch.nn.Linear(32, 64, bias=True, dtype=model.dtype)
     (tmp_path / "p.txt").write_text("a\nb\nc")
     with pytest.raises(UnsupportedModelError, match="output layer"):
-        Run(LLM(model, tokenizer=LLM("zoo:tiny").tokenizer), Plan(method="medusa", out=tmp_path, prompts=tmp_path))
+        Training(LLM(model, tokenizer=LLM("zoo:tiny").tokenizer), Plan(method="medusa", out=tmp_path, prompts=tmp_path))
 
 
 @pytest.mark.parametrize("method", ["medusa", "eagle3", "draft_model"])
@@ -173,7 +173,7 @@ def test_a_target_that_changes_its_logits_is_refused(method: str, tmp_path: Path
     model.config.final_logit_softcapping = 30.0
     (tmp_path / "p.txt").write_text("a\nb\nc")
     with pytest.raises(UnsupportedModelError, match="final_logit_softcapping"):
-        Run(LLM(model, tokenizer=LLM("zoo:tiny").tokenizer), Plan(method=method, out=tmp_path, prompts=tmp_path))
+        Training(LLM(model, tokenizer=LLM("zoo:tiny").tokenizer), Plan(method=method, out=tmp_path, prompts=tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -187,14 +187,14 @@ def test_a_target_that_changes_its_logits_is_refused(method: str, tmp_path: Path
 def test_prompts_that_nothing_can_be_learned_from_are_refused(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text(content)
     with pytest.raises(PromptError, match=message):
-        Run(LLM("zoo:tiny", "none"), Plan(method="medusa", out=tmp_path / "out", prompts=tmp_path, raw=True))
+        Training(LLM("zoo:tiny", "none"), Plan(method="medusa", out=tmp_path / "out", prompts=tmp_path, raw=True))
 
 
 def test_prompts_of_evaluation_sets_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "p.txt").write_text("a\nb\nc")
     monkeypatch.setattr("foretoken.train.run.is_evaluation", lambda _: True)
     with pytest.raises(PromptError, match="every prompt is one of an evaluation set"):
-        Run(LLM("zoo:tiny", "none"), Plan(method="medusa", out=tmp_path / "out", prompts=tmp_path, raw=True))
+        Training(LLM("zoo:tiny", "none"), Plan(method="medusa", out=tmp_path / "out", prompts=tmp_path, raw=True))
 
 
 @pytest.mark.parametrize("method", ["medusa", "eagle3", "draft_model"])
@@ -204,13 +204,13 @@ def test_the_end_of_a_text_can_always_be_drafted(method: str, tmp_path: Path, mo
     (tmp_path / "p.jsonl").write_text("\n".join(lines))
     plan = Plan(method=method, out=tmp_path / "out", prompts=tmp_path, raw=True, draft_vocabulary=64)
     llm = LLM("zoo:tiny", "none")
-    run = Run(llm, plan)
+    run = Training(llm, plan)
     vocabulary = frequent_tokens(run.examples, 64, run._target)
     assert {0, 3} <= set(vocabulary.target_ids.tolist())
     without = DraftVocabulary.of(range(10, 74), vocabulary.target_size)
     monkeypatch.setattr("foretoken.train.run.frequent_tokens", lambda *_: without)
     with pytest.raises(CheckpointError, match="none of the target's EOS tokens"):
-        Run(llm, plan)
+        Training(llm, plan)
 
 
 def test_evaluation_sets_are_never_trained_on(tmp_path: Path) -> None:

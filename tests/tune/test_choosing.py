@@ -15,7 +15,7 @@ import foretoken.tune.tuning as tuning_of
 from drafting import made
 from foretoken import LLM, SamplingParams
 from foretoken.bench.candidates import read_candidates
-from foretoken.bench.workload import Prompt
+from foretoken.bench.workload import BenchPrompt
 from foretoken.cli import app
 from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.engine.cost_model import CostCurve
@@ -29,15 +29,15 @@ from foretoken.tune.choosing import Choice, choose
 from foretoken.tune.counting import (
     LENGTHS,
     PLAIN,
-    Arm,
     Setting,
+    SettingCounts,
     decoded,
     record,
     settings_of,
     walked,
 )
 from foretoken.tune.tuning import Tuning
-from foretoken.tune.walk import Counts, Step, Text, Walk
+from foretoken.tune.walk import CountedStep, Counts, RecordedText, Walk
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 CHEAP, DEAR = {1: 0.020, 2: 0.021, 5: 0.024, 17: 0.036}, {1: 0.020, 2: 0.030, 5: 0.038, 17: 0.12}
@@ -47,13 +47,14 @@ def prices(*curves: dict[int, float]) -> Prices:
     return Prices(tuple(CostCurve(seconds, 256) for seconds in curves), is_steady=True)
 
 
-def arm(title: str, *texts: tuple[int, int], length: int = 4, method: str = "ngram") -> Arm:
+def arm(title: str, *texts: tuple[int, int], length: int = 4, method: str = "ngram") -> SettingCounts:
     """Of every text so many steps with a draft of ``length``, of which so many tokens are right."""
     counts = tuple(
-        Counts(Counter({Step(length + 1, length, length, right): steps}), steps * (right + 1)) for steps, right in texts
+        Counts(Counter({CountedStep(length + 1, length, length, right): steps}), steps * (right + 1))
+        for steps, right in texts
     )
     config = {"method": method, "num_speculative_tokens": length, "length_policy": "fixed"}
-    return Arm(Setting(title, config, length=length), counts, title)
+    return SettingCounts(Setting(title, config, length=length), counts, title)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def target() -> CausalLM:
 
 
 @pytest.fixture(scope="module")
-def texts(target: CausalLM) -> list[Text]:
+def texts(target: CausalLM) -> list[RecordedText]:
     prompts = [(f"kind {i % 2}", tuple([1 + i, 2, 3] * 6)) for i in range(3)]
     return record(target, prompts, PARAMS, (), lambda _: None)
 
@@ -71,7 +72,7 @@ def texts(target: CausalLM) -> list[Text]:
 
 
 @pytest.mark.parametrize("make", [lambda: made("ngram", 6), SuffixDrafter])
-def test_a_walk_takes_the_steps_of_the_engine(target: CausalLM, texts: list[Text], make: Any) -> None:
+def test_a_walk_takes_the_steps_of_the_engine(target: CausalLM, texts: list[RecordedText], make: Any) -> None:
     """Texts do not depend on drafts, so that what the engine accepts is what the walk does, step by step."""
     for text in texts:
         engine, walk = Engine(target, make()), Walk(target, make(), [text])
@@ -91,7 +92,7 @@ def test_a_walk_takes_the_steps_of_the_engine(target: CausalLM, texts: list[Text
         assert tuple(row.output_ids) == text.output
 
 
-def test_counts_along_texts_are_those_of_decoding(target: CausalLM, texts: list[Text]) -> None:
+def test_counts_along_texts_are_those_of_decoding(target: CausalLM, texts: list[RecordedText]) -> None:
     known = prices(CHEAP)
     settings = settings_of("ngram", {"method": "ngram", "num_speculative_tokens": 4}, is_walked=True)
     assert [one.name for one in settings] == ["ngram, governed", *(f"ngram, K = {k}" for k in (1, 2, 3, 4))]
@@ -148,7 +149,7 @@ def test_a_tie_is_named_and_the_simpler_is_taken() -> None:
     """On half of the texts one is better, on half the other."""
     one = arm("ngram", *[(10, 2), (20, 1)] * 6)
     other = arm("suffix", *[(20, 1), (10, 2)] * 6, method="suffix")
-    better = replace(other, counts=(*other.counts[:-1], Counts(Counter({Step(5, 4, 4, 3): 7}), 28)))
+    better = replace(other, counts=(*other.counts[:-1], Counts(Counter({CountedStep(5, 4, 4, 3): 7}), 28)))
     found = choose([one, better], prices(CHEAP))
     assert found.best.setting.title == "suffix"
     assert found.chosen.setting.title == "ngram"
@@ -286,7 +287,7 @@ def test_no_method_applies() -> None:
     tuning = Tuning(LLM(toy_model(64)), {"draft_model": {"method": "draft_model"}}, budget_seconds=60.0)
     tuning.measure()
     with pytest.raises(ConfigError, match=r"none of the methods can be tried: draft_model: .* needs a drafter"):
-        tuning.run([Prompt(str(i), "x", (1, 2, 3 + i)) for i in range(6)], PARAMS)
+        tuning.run([BenchPrompt(str(i), "x", (1, 2, 3 + i)) for i in range(6)], PARAMS)
 
 
 @pytest.mark.usefixtures("_given_prices")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from drafting import made
 from foretoken import LLM, SamplingParams
-from foretoken.bench.workload import Prompt
+from foretoken.bench.workload import BenchPrompt
 from foretoken.cli import app
 from foretoken.engine.cost_model import CostCurve
 from foretoken.engine.costs import Prices
@@ -25,10 +25,10 @@ from foretoken.errors import ConfigError
 from foretoken.model.lm import CausalLM
 from foretoken.testing import toy_model
 from foretoken.tune.profile import best_length, expected_speed, measure
-from foretoken.tune.walk import Counts, Step, rates
+from foretoken.tune.walk import CountedStep, Counts, rates
 
 CURVE = CostCurve({1: 0.020, 2: 0.021, 5: 0.024, 9: 0.030}, 256)
-PROMPTS = [Prompt(str(i), "x", tuple([1 + i, 2, 3] * 6)) for i in range(3)]
+PROMPTS = [BenchPrompt(str(i), "x", tuple([1 + i, 2, 3] * 6)) for i in range(3)]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def found(target: CausalLM) -> Profile:
 
 def text(*steps: tuple[int, int]) -> Counts:
     """One whose steps have drafted and kept so many tokens."""
-    found = Counter(Step(drafted + 1, drafted, drafted, kept) for drafted, kept in steps)
+    found = Counter(CountedStep(drafted + 1, drafted, drafted, kept) for drafted, kept in steps)
     return Counts(found, sum(kept + 1 for _, kept in steps))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from foretoken.bench.workload import Prompt
+from foretoken.bench.workload import BenchPrompt
 from foretoken.cli import app
 from foretoken.cli.layer_search import SearchOptions
 from foretoken.drafters.lengths import Fixed
@@ -30,7 +30,7 @@ from foretoken.tune.space import Space
 
 pytest.importorskip("optuna")
 
-from foretoken.tune.layer_sets import LayerSearch, SearchResult, Trial
+from foretoken.tune.layer_sets import LayerSearch, SearchResult, TriedSet
 
 COSTS = Costs(attention=0.1, mlp=0.2, verify=(1.0, 1.1, 1.2, 1.3))
 
@@ -163,7 +163,7 @@ def drafter_of(lm: CausalLM, length: int) -> Callable[[LayerSet], SelfDrafter]:
 
 def task(length: int = 3, max_new_tokens: int = 13, num_prompts: int = 2) -> Task:
     lm = CausalLM(toy_model(64), execution="eager")
-    prompts = tuple(Prompt(str(i), "toy", (i + 1, 5, 9, 2)) for i in range(num_prompts))
+    prompts = tuple(BenchPrompt(str(i), "toy", (i + 1, 5, 9, 2)) for i in range(num_prompts))
     return Task(lm, prompts, max_new_tokens, drafter_of(lm, length))
 
 
@@ -274,8 +274,8 @@ def test_a_set_under_which_nothing_is_accepted_is_never_written(
 
 
 def test_useless_sets_come_last() -> None:
-    def trial(value: float, rate: float, *attention: int) -> Trial:
-        return Trial(LayerSet(attention, (), 4), Score(value, rate, 1.0 + rate, len(attention), value, value))
+    def trial(value: float, rate: float, *attention: int) -> TriedSet:
+        return TriedSet(LayerSet(attention, (), 4), Score(value, rate, 1.0 + rate, len(attention), value, value))
 
     trials = [trial(0.5, 0.0, 1, 2), trial(1.2, 0.4, 2), trial(1.0, 1.0), trial(1.1, 0.3, 1)]
     result = SearchResult(trials)

@@ -18,7 +18,7 @@ COMPOSITIONS = ("suffix+draft_model", "ngram>token_recycling")
 
 
 @dataclass(frozen=True)
-class Candidate:
+class MethodCandidate:
     """One way of drafting.
 
     Args:
@@ -34,10 +34,10 @@ class Candidate:
         return SpeculativeConfig.parse(self.given)
 
 
-PLAIN_CANDIDATE = Candidate(PLAIN, {"method": "none"})
+PLAIN_CANDIDATE = MethodCandidate(PLAIN, {"method": "none"})
 
 
-def read_candidates(text: str, draft_model: str | None, num_draft_tokens: int | None) -> list[Candidate]:
+def read_candidates(text: str, draft_model: str | None, num_draft_tokens: int | None) -> list[MethodCandidate]:
     """The methods that a user names: by comma, ``a+b``, ``a>b``, JSON and ``@FILE`` as everywhere, or "all".
 
     Args:
@@ -46,7 +46,7 @@ def read_candidates(text: str, draft_model: str | None, num_draft_tokens: int | 
 
     Raises: ConfigError for anything that is not a method.
     """
-    found: list[Candidate] = []
+    found: list[MethodCandidate] = []
     for part in split_outside_brackets(text):
         single = (name for name, method in methods().items() if name != "none" and not method.combines)
         names = [*single, *COMPOSITIONS]
@@ -83,7 +83,7 @@ def _read(part: str) -> dict[str, Any]:
     return found
 
 
-def _completed(given: dict[str, Any], draft_model: str | None, num_draft_tokens: int | None) -> Candidate:
+def _completed(given: dict[str, Any], draft_model: str | None, num_draft_tokens: int | None) -> MethodCandidate:
     """The candidate with the drafter and the length that were named beside it, under the method's own name."""
     config = SpeculativeConfig.parse(given)
     if config.method == "none":
@@ -95,7 +95,7 @@ def _completed(given: dict[str, Any], draft_model: str | None, num_draft_tokens:
         full.setdefault("num_speculative_tokens", num_draft_tokens)
     spelled = str(given["method"]) if "method" in given else str(config.method)
     others = {key: value for key, value in given.items() if key != "method"}
-    return Candidate(" ".join([spelled, *(f"{key}={value}" for key, value in others.items())]), full)
+    return MethodCandidate(" ".join([spelled, *(f"{key}={value}" for key, value in others.items())]), full)
 
 
 def _takes(config: SpeculativeConfig, drafter: str) -> bool:

@@ -86,7 +86,7 @@ def draft_costs(
       datastore_sizes: tokens of the datastores, built one after another in a temporary directory.
       progress: told how building progresses.
     """
-    text = Text(drafter_context.target.vocab_size)
+    text = PhraseText(drafter_context.target.vocab_size)
     for number, size in enumerate(sorted(datastore_sizes)):
         with TemporaryDirectory(prefix="foretoken-") as folder, opened(Path(folder), text, size, progress) as store:
             kept = {**drafter_context.kept, ("datastore", folder): store}
@@ -104,7 +104,7 @@ def draft_costs(
 def draft_cost(
     name: str,
     make: Callable[[], Drafter],
-    text: Text,
+    text: PhraseText,
     context: int,
     num_steps: int,
     datastore_tokens: int | None = None,
@@ -141,7 +141,7 @@ def draft_cost(
     )
 
 
-class Text:
+class PhraseText:
     """Phrases in random order: the text of a row, and of the datastore that knows its phrases among many others.
 
     Args:
@@ -222,7 +222,7 @@ class _Drawn(Features):
 
 
 @contextmanager
-def opened(folder: Path, text: Text, num_tokens: int, progress: Progress | None) -> Iterator[Datastore]:
+def opened(folder: Path, text: PhraseText, num_tokens: int, progress: Progress | None) -> Iterator[Datastore]:
     """A datastore of the text's documents, as long as the block runs."""
     from_tokens(
         text.documents(num_tokens), folder, vocab_size=text.vocab_size, num_tokens=num_tokens, progress=progress

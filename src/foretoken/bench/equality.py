@@ -21,7 +21,7 @@ Gap = Callable[[Seq[int], Seq[int], int, int], float]
 
 
 @dataclass(frozen=True)
-class Divergence:
+class Departure:
     """The first place where an arm's output leaves the reference's.
 
     Args:
@@ -52,7 +52,7 @@ class Equality:
     reference: str
     num_prompts: int
     num_identical: int
-    divergences: tuple[Divergence, ...]
+    divergences: tuple[Departure, ...]
     same_share: float = field(default=1.0, repr=False)
     is_repeatable: bool = field(default=True, repr=False)
 
@@ -95,7 +95,7 @@ def _compared(trial: Trial, gap: Gap, reference: str, arm: str) -> Equality:
             one, other = (tokens[position] if position < len(tokens) else -1 for tokens in (wanted, got))
             has_ended = -1 in (one, other)  # while the other goes on: no rounding does that
             distance = float("inf") if has_ended else gap(ids, wanted[:position], one, other)
-            divergences.append(Divergence(arm, name, position, one, other, distance))
+            divergences.append(Departure(arm, name, position, one, other, distance))
     share = num_same / num_tokens if num_tokens else 1.0
     num_identical = num_rows - len(divergences)
     return Equality(arm, reference, num_rows, num_identical, tuple(divergences), share, trial.is_repeatable(arm))

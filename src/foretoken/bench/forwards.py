@@ -248,7 +248,7 @@ def _efficiency(arm: str, costs: _Costs, base: _Costs) -> Efficiency:
 
 
 @dataclass(frozen=True)
-class Profile:
+class StepTimes:
     """Seconds per decode step.
 
     Only what runs inside a transformers module counts as forward; masks, positions and cache bookkeeping of the
@@ -277,7 +277,7 @@ class Profile:
         return {verb: seconds / self.step_seconds for verb, seconds in self.verb_seconds.items()}
 
 
-def profile(arm: EngineArm, prompts: Seq[Seq[int]], max_new_tokens: int, sampling: Sampling) -> Profile:
+def profile(arm: EngineArm, prompts: Seq[Seq[int]], max_new_tokens: int, sampling: Sampling) -> StepTimes:
     """Profile the decode steps of an arm over some prompts, one at a time; the first step of each is warm-up."""
     engine, total, wall = arm.engine, StepProfile(), 0.0
     before = engine.profile
@@ -298,7 +298,7 @@ def profile(arm: EngineArm, prompts: Seq[Seq[int]], max_new_tokens: int, samplin
     seconds["verify"] -= target.seconds
     count = max(total.num_steps, 1)
     each = {verb: spent / count for verb, spent in seconds.items()}
-    return Profile(arm.name, total.num_steps, wall / count, target.seconds / count, drafter.seconds / count, each)
+    return StepTimes(arm.name, total.num_steps, wall / count, target.seconds / count, drafter.seconds / count, each)
 
 
 class _Stopwatch:

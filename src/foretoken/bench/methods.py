@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 
 from foretoken.bench.arms import EngineArm, OwnArms
-from foretoken.bench.candidates import PLAIN, PLAIN_CANDIDATE, Candidate
+from foretoken.bench.candidates import PLAIN, PLAIN_CANDIDATE, MethodCandidate
 from foretoken.bench.equality import Equality, check, gap_of
 from foretoken.bench.models import describe, load_scaled
-from foretoken.bench.outcome import MethodRow, Outcome, Refused
+from foretoken.bench.outcome import MethodRow, MethodsOutcome, RefusedMethod
 from foretoken.bench.trial import Sampling, Trial, compare, interleave, prompt_ratios
-from foretoken.bench.workload import Prompt, prompts_of_kinds, read_questions, repeated_share
+from foretoken.bench.workload import BenchPrompt, prompts_of_kinds, read_questions, repeated_share
 from foretoken.config.engine import EngineConfig
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
@@ -63,7 +63,7 @@ class Contender:
       equality: with plain decoding in strict mode; None where the timed runs are the ones to be compared.
     """
 
-    candidate: Candidate
+    candidate: MethodCandidate
     new_drafter: Callable[[], Drafter]
     arm: EngineArm
     memory_bytes: int | None
@@ -124,7 +124,7 @@ class Methods:
         self.target = self._arms.target
 
     @cached_property
-    def prompts(self) -> list[Prompt]:
+    def prompts(self) -> list[BenchPrompt]:
         """Prompts, of the kinds in turn; those that leave no room for the output are skipped.
 
         Raises: ConfigError when no prompt remains, or a kind has none.
@@ -143,7 +143,7 @@ class Methods:
             raise ConfigError(f"no prompt leaves room for {settings.max_new_tokens} tokens in {room} of context")
         return prompts
 
-    def run(self, candidates: Seq[Candidate], on_prompt: Callable[[Outcome], None]) -> Outcome:
+    def run(self, candidates: Seq[MethodCandidate], on_prompt: Callable[[MethodsOutcome], None]) -> MethodsOutcome:
         """Compare all that apply.
 
         Args:
@@ -160,7 +160,7 @@ class Methods:
         equal = [one for one in contenders if one.equality is None or self._passes(one.equality)]
         settings = self.settings
 
-        def outcome(trial: Trial) -> Outcome:
+        def outcome(trial: Trial) -> MethodsOutcome:
             return self._outcome(trial, plain, contenders, refused)
 
         def note(trial: Trial) -> None:
@@ -172,7 +172,7 @@ class Methods:
         trial = interleave(arms, self.prompts, settings.sampling, settings.max_new_tokens, settings.repeats, note)
         return outcome(trial)
 
-    def _contenders(self, candidates: Seq[Candidate]) -> tuple[list[Contender], list[Refused]]:
+    def _contenders(self, candidates: Seq[MethodCandidate]) -> tuple[list[Contender], list[RefusedMethod]]:
         """The candidates whose drafter can be made, each started once; and the others with their reason."""
         contenders: list[Contender] = []
         refused = []
@@ -182,7 +182,7 @@ class Methods:
             try:
                 make = self._arms.drafters_of(candidate.config)
             except ForetokenError as error:
-                refused.append(Refused(candidate.name, str(error)))
+                refused.append(RefusedMethod(candidate.name, str(error)))
                 continue
             contenders.append(self._started(candidate, make, before))
         return contenders, refused
@@ -228,11 +228,11 @@ class Methods:
         return contender.candidate.config.rule.keeps_tokens or self.settings.sampling.is_greedy
 
     def _arm(
-        self, candidate: Candidate, new_drafter: Callable[[], Drafter] | None = None, exactness: str | None = None
+        self, candidate: MethodCandidate, new_drafter: Callable[[], Drafter] | None = None, exactness: str | None = None
     ) -> EngineArm:
         return self._arms.arm(candidate.name, candidate.config, new_drafter, exactness=exactness)
 
-    def _started(self, candidate: Candidate, make: Callable[[], Drafter], before: int | None = None) -> Contender:
+    def _started(self, candidate: MethodCandidate, make: Callable[[], Drafter], before: int | None = None) -> Contender:
         """A candidate whose arm has run once.
 
         Args:
@@ -248,7 +248,9 @@ class Methods:
 
     # -- figures -----------------------------------------------------------------------------------------------
 
-    def _outcome(self, trial: Trial, plain: Contender, contenders: Seq[Contender], refused: Seq[Refused]) -> Outcome:
+    def _outcome(
+        self, trial: Trial, plain: Contender, contenders: Seq[Contender], refused: Seq[RefusedMethod]
+    ) -> MethodsOutcome:
         judged = [one.candidate.name for one in contenders if one.candidate.name in trial.runs and self._is_judged(one)]
         timed = {found.arm: found for found in self._checked(trial, judged)}
         rows, different = [], []
@@ -259,7 +261,7 @@ class Methods:
                 different.append(found)
             else:
                 rows.append(contender.row(trial, found, timed.get(name)))
-        return Outcome(
+        return MethodsOutcome(
             sampling=self.settings.sampling.label,
             kinds=tuple(prompt.category for prompt in trial.prompts),
             num_prompts_planned=len(self.prompts),

@@ -27,7 +27,7 @@ _SHOWN_PER_KIND = 3
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedMethod:
     """A method that this model cannot draft by, and why."""
 
     method: str
@@ -72,7 +72,7 @@ class MethodRow:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class MethodsOutcome:
     """All findings of a comparison.
 
     Args:
@@ -93,7 +93,7 @@ class Outcome:
     plain: MethodRow
     rows: tuple[MethodRow, ...]
     different: tuple[Equality, ...]
-    refused: tuple[Refused, ...]
+    refused: tuple[RefusedMethod, ...]
 
     @property
     def num_prompts(self) -> int:
@@ -205,13 +205,13 @@ _REFUSED_COLUMNS = (
 )
 
 
-def ranked(outcome: Outcome) -> list[MethodRow]:
+def ranked(outcome: MethodsOutcome) -> list[MethodRow]:
     """The methods that were timed, the fastest first."""
     timed = [row for row in outcome.rows if row.is_timed]
     return sorted(timed, key=lambda row: -row.comparison.ratio if row.comparison else 0.0)
 
 
-def by_kind(outcome: Outcome) -> list[KindRow]:
+def by_kind(outcome: MethodsOutcome) -> list[KindRow]:
     """The gain of the methods on each kind of prompt, which tells whether they suit one's own prompts."""
     rows = []
     for kind in dict.fromkeys(outcome.kinds):
@@ -243,7 +243,7 @@ class Advice:
     notes: tuple[str, ...]
 
 
-def advise(outcome: Outcome) -> Advice:
+def advise(outcome: MethodsOutcome) -> Advice:
     """Choose the method with the largest median ratio, if it is clearly above 1; plain decoding otherwise."""
     timed = ranked(outcome)
     notes = []

@@ -18,7 +18,7 @@ from foretoken.bench.forwards import Efficiency, efficiencies, profile
 from foretoken.bench.models import Pair, describe, drafter_of_cost, relative_cost, scaled
 from foretoken.bench.tables import BatchRow, EfficiencyTable, ProfileCell, Row, SpeedTable
 from foretoken.bench.trial import Arm, Sampling, Trial, compare, in_groups, interleave
-from foretoken.bench.workload import Prompt, asked_again, load_prompts, read_questions, repeated_share, select
+from foretoken.bench.workload import BenchPrompt, asked_again, load_prompts, read_questions, repeated_share, select
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.context import DrafterContext, drafter_factory
 from foretoken.engine.engine import EngineConfig
@@ -201,7 +201,7 @@ class Suite:
         ]
 
     def tuned(
-        self, name: str, candidates: Seq[TransformersArm], prompts: Seq[Prompt], sampling: Sampling
+        self, name: str, candidates: Seq[TransformersArm], prompts: Seq[BenchPrompt], sampling: Sampling
     ) -> tuple[TransformersArm, dict[str, float]]:
         """The fastest of some settings of transformers on these prompts, and the tokens per second of all.
 
@@ -224,7 +224,7 @@ class Suite:
 
     # -- parts -------------------------------------------------------------------------------------------------
 
-    def prompts(self, context: int | None, *, copying: bool = False, count: int | None = None) -> list[Prompt]:
+    def prompts(self, context: int | None, *, copying: bool = False, count: int | None = None) -> list[BenchPrompt]:
         """Prompts that leave room for the output."""
         questions = select(self.questions, count or self.settings.num_prompts, copying=copying)
         return load_prompts(self.pair.tokenizer, questions, context, self._room)
@@ -256,7 +256,7 @@ class Suite:
         """Lookup beside transformers' best prompt lookup: a question asked again after the model's own answer."""
         return self._lookup_table("a question asked again", self.copying_prompts(), sampling)
 
-    def copying_prompts(self) -> list[Prompt]:
+    def copying_prompts(self) -> list[BenchPrompt]:
         """Conversations in which a question is asked again."""
         plain, sampling = self.plain_arm(), replace(self.greedy, ignore_eos=False)
         questions = select(self.questions, self.settings.num_prompts)
@@ -267,7 +267,7 @@ class Suite:
 
         return asked_again(self.pair.tokenizer, questions, answer, self._room)
 
-    def _lookup_table(self, title: str, prompts: Seq[Prompt], sampling: Sampling) -> SpeedTable:
+    def _lookup_table(self, title: str, prompts: Seq[BenchPrompt], sampling: Sampling) -> SpeedTable:
         lookup, speeds = self.tuned("prompt lookup", self.lookup_candidates(), prompts, sampling)
         arms = [self.plain_arm(), *self.lookup_arms()]
         others = [self.transformers_arm(), lookup]
@@ -277,7 +277,7 @@ class Suite:
         self,
         title: str,
         context: int | None,
-        prompts: Seq[Prompt],
+        prompts: Seq[BenchPrompt],
         sampling: Sampling,
         arms: Seq[EngineArm],
         others: Seq[TransformersArm],
@@ -355,7 +355,7 @@ class Suite:
         context = round(statistics.mean(len(prompt.token_ids) for prompt in prompts))
         return EfficiencyTable("none", 0.0, context, tuple(rows))
 
-    def _efficiencies(self, arms: Seq[EngineArm], prompts: Seq[Prompt], sampling: Sampling) -> list[Efficiency]:
+    def _efficiencies(self, arms: Seq[EngineArm], prompts: Seq[BenchPrompt], sampling: Sampling) -> list[Efficiency]:
         token_ids = [prompt.token_ids for prompt in prompts]
         plain = self.plain_arm()
         for arm in (plain, *arms):

@@ -10,7 +10,7 @@ from typing import Any
 
 from foretoken.bench.drafting import DraftCost
 from foretoken.bench.equality import Equality
-from foretoken.bench.forwards import VERBS, Efficiency, Profile
+from foretoken.bench.forwards import VERBS, Efficiency, StepTimes
 from foretoken.bench.report import NOTHING, Column, Line, Table, figure, load_lines, percent
 from foretoken.bench.trial import Comparison
 from foretoken.engine.budget import counted
@@ -170,7 +170,7 @@ class ProfileCell:
     vocab_size: int
     context: int
     sampling: str
-    profile: Profile
+    profile: StepTimes
 
 
 def batch_table(rows: Seq[BatchRow]) -> Table:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from foretoken.bench.workload import Prompt
+from foretoken.bench.workload import BenchPrompt
 from foretoken.config.sampling import SamplingParams
 from foretoken.engine.stats import SequenceStats, StepTrace
 from foretoken.machine import collector_paused
@@ -115,11 +115,11 @@ def rows_of(prompt_ids: Seq[Any]) -> list[Seq[int]]:
     return list(prompt_ids) if is_group else [prompt_ids]
 
 
-def in_groups(prompts: Seq[Prompt], size: int) -> list[Prompt]:
+def in_groups(prompts: Seq[BenchPrompt], size: int) -> list[BenchPrompt]:
     """Groups of so many prompts, each in the place of one; the last group is filled up from the beginning."""
     ids = [prompt.token_ids for prompt in prompts]
     return [
-        Prompt(f"group {number}", "group", tuple(ids[(start + row) % len(ids)] for row in range(size)))
+        BenchPrompt(f"group {number}", "group", tuple(ids[(start + row) % len(ids)] for row in range(size)))
         for number, start in enumerate(range(0, len(ids), size))
     ]
 
@@ -128,7 +128,7 @@ def in_groups(prompts: Seq[Prompt], size: int) -> list[Prompt]:
 class Trial:
     """Every run of every arm over one set of prompts: ``runs[arm][prompt]`` in the order in which they were made."""
 
-    prompts: list[Prompt]
+    prompts: list[BenchPrompt]
     sampling: Sampling
     max_new_tokens: int
     runs: dict[str, list[list[Run]]] = field(default_factory=dict)
@@ -189,7 +189,7 @@ class Comparison:
 
 def interleave(
     arms: Seq[Arm],
-    prompts: Seq[Prompt],
+    prompts: Seq[BenchPrompt],
     sampling: Sampling,
     max_new_tokens: int,
     repeats: int = 1,

@@ -39,7 +39,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class BenchPrompt:
     """Token ids to continue, and where they come from. Of a group of prompts, ``token_ids`` are those of each."""
 
     name: str
@@ -83,7 +83,7 @@ def prompts_of_kinds(
     kinds: Seq[str] | None,
     room: int | None,
     answer: Callable[[tuple[int, ...]], Seq[int]],
-) -> Iterator[Prompt]:
+) -> Iterator[BenchPrompt]:
     """Prompts of the kinds in turn, one after another as they are asked for.
 
     Args:
@@ -99,7 +99,7 @@ def prompts_of_kinds(
     if unknown:
         raise ConfigError(f"no prompt is of the kind {unknown[0]!r}; choose among {', '.join((*known, AGAIN))}")
 
-    def of(kind: str) -> Iterator[Prompt]:
+    def of(kind: str) -> Iterator[BenchPrompt]:
         if kind == AGAIN:
             for question in select(questions, len(questions)):
                 for prompt in asked_again(tokenizer, [question], answer, room):
@@ -113,7 +113,7 @@ def prompts_of_kinds(
 
 def load_prompts(
     tokenizer: Any, questions: Seq[Question], context: int | None = None, max_length: int | None = None
-) -> list[Prompt]:
+) -> list[BenchPrompt]:
     """Turn questions into prompts in the tokenizer's chat format; those of the kind "copy" become passage + beginning.
 
     Token ids stay as they are given.
@@ -130,7 +130,7 @@ def load_prompts(
         if context is not None:
             ids = (*_padding(tokenizer, context - len(ids), question.id), *ids)
         if max_length is None or len(ids) <= max_length:
-            prompts.append(Prompt(f"{question.category}-{question.id}", question.category, ids))
+            prompts.append(BenchPrompt(f"{question.category}-{question.id}", question.category, ids))
     return prompts
 
 
@@ -139,7 +139,7 @@ def asked_again(
     questions: Seq[Question],
     answer: Callable[[tuple[int, ...]], Seq[int]],
     max_length: int | None = None,
-) -> list[Prompt]:
+) -> list[BenchPrompt]:
     """Conversations that hold a question, the model's own answer, and the question again.
 
     What a model says twice is there to be copied, also by a model too small to copy a passage that it was given.
@@ -153,7 +153,7 @@ def asked_again(
         ids = _token_ids(tokenizer, question)
         ids = (*ids, *answer(ids), *gap, *ids)
         if max_length is None or len(ids) <= max_length:
-            prompts.append(Prompt(f"{question.category}-{question.id}-again", question.category, ids))
+            prompts.append(BenchPrompt(f"{question.category}-{question.id}-again", question.category, ids))
     return prompts
 
 

@@ -26,7 +26,7 @@ from foretoken.folders import check_place, keep_json
 from foretoken.progress import stages
 
 if TYPE_CHECKING:
-    from foretoken.bench.candidates import Candidate
+    from foretoken.bench.candidates import MethodCandidate
     from foretoken.bench.parts import Suite
     from foretoken.bench.report import Report
     from foretoken.model.lm import CausalLM
@@ -187,14 +187,14 @@ def _compare_methods(options: BenchOptions, model: str, scale: str, report: Repo
     """Interrupted, it shows and keeps what the prompts so far have told."""
     from foretoken.bench.candidates import read_candidates
     from foretoken.bench.methods import Methods
-    from foretoken.bench.outcome import Outcome, advise, by_kind
+    from foretoken.bench.outcome import MethodsOutcome, advise, by_kind
     from foretoken.bench.report import show
 
     candidates = read_candidates(options.methods or "", options.draft_model, options.num_speculative_tokens)
     settings = options.methods_settings(is_toy=_is_toy(model))
     notes = model_notes(model, candidates)
 
-    def keep(outcome: Outcome) -> None:
+    def keep(outcome: MethodsOutcome) -> None:
         advice = advise(outcome)
         report.keep(
             methods=outcome,
@@ -204,7 +204,7 @@ def _compare_methods(options: BenchOptions, model: str, scale: str, report: Repo
             notes=[*advice.notes, *notes],
         )
 
-    def compare(note: Callable[[Outcome], None]) -> Outcome:
+    def compare(note: Callable[[MethodsOutcome], None]) -> MethodsOutcome:
         with stages() as watch:
             rounding = {"quantization": options.quantization, "weights": options.weights}
             methods = Methods(model, options.dtype, scale, settings, watch, **rounding)
@@ -233,7 +233,7 @@ def _race(options: BenchOptions, model: str, scale: str, report: Report) -> int:
 
     from foretoken.bench.peers.environments import OPENVINO, check_installed, environments, launches, read_peers
     from foretoken.bench.peers.export import export, prompts_of
-    from foretoken.bench.peers.outcome import Outcome
+    from foretoken.bench.peers.outcome import RaceOutcome
     from foretoken.bench.peers.race import Race
     from foretoken.bench.report import show
     from foretoken.errors import ConfigError
@@ -248,7 +248,7 @@ def _race(options: BenchOptions, model: str, scale: str, report: Report) -> int:
     check_installed(peers, folder)
     settings = options.race_settings(options.threads or torch.get_num_threads())
 
-    def race(note: Callable[[Outcome], None]) -> Outcome:
+    def race(note: Callable[[RaceOutcome], None]) -> RaceOutcome:
         with Race(exported, dtype, engines, missing, settings, watch) as running:
             length = settings.max_new_tokens
             target = exported.folder / "target"
@@ -298,7 +298,7 @@ def _as_far_as_it_came(
     return latest, 0
 
 
-def model_notes(model: str, candidates: list[Candidate]) -> tuple[str, ...]:
+def model_notes(model: str, candidates: list[MethodCandidate]) -> tuple[str, ...]:
     """The zoo's notes on the figures that these methods reach with a model."""
     from foretoken import zoo
     from foretoken.loading.models import is_zoo

@@ -9,14 +9,14 @@ import typer
 
 from foretoken.beginnings import shared_length
 from foretoken.cli.chat_screen import JsonScreen, Screen
-from foretoken.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelOptions, SamplingOptions, takes_groups
+from foretoken.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelChoice, SamplingOptions, takes_groups
 from foretoken.cli.running import EXIT_DIFFERS, EXIT_REFUSED, exit_codes, load_llm
 from foretoken.config.keywords import did_you_mean
 from foretoken.errors import ConfigError, ForetokenError
 from foretoken.native.abi import MOST_NODES
 
 if TYPE_CHECKING:
-    from foretoken.cli.conversation import Conversation, Turn
+    from foretoken.cli.conversation import ChatTurn, Conversation
 
 ANSWER_TOKENS = 256
 KEPT_PREFIXES = 2  # this conversation, and the one before a /reset
@@ -34,7 +34,7 @@ HELP = {
 @takes_groups
 def chat(
     *,
-    model: ModelOptions,
+    model: ModelChoice,
     drafting: DraftingOptions,
     system: Annotated[str | None, typer.Option(help="First message, for templates that know one.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Budget of every answer.")] = ANSWER_TOKENS,
@@ -179,7 +179,7 @@ class Chat:
         self.screen.say("\n".join(f"{usage:<16} {meaning}" for usage, meaning in HELP.items()))
 
 
-def _ending(turn: Turn, conversation: Conversation) -> str:
+def _ending(turn: ChatTurn, conversation: Conversation) -> str:
     """A note on how an answer ended; empty when the model ended it."""
     if turn.is_stopped:
         return "(stopped)" if turn.text else "(stopped before the first word; the question is dropped)"
@@ -207,9 +207,9 @@ def _whole(argument: str) -> int:
         raise ConfigError(f"the seed is {argument!r}; give a whole number, or random") from None
 
 
-def _seed(turn: Turn, conversation: Conversation) -> str:
+def _seed(turn: ChatTurn, conversation: Conversation) -> str:
     return "" if conversation.params.is_greedy else f", seed {turn.seed}"
 
 
-def _steps(turn: Turn) -> int:
+def _steps(turn: ChatTurn) -> int:
     return int(turn.output.metrics.speculative_decoding["num_steps"])

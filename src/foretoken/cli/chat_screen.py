@@ -18,7 +18,7 @@ from foretoken.cli.writers import as_record, write_segments
 from foretoken.errors import ForetokenError
 
 if TYPE_CHECKING:
-    from foretoken.cli.conversation import Turn
+    from foretoken.cli.conversation import ChatTurn
     from foretoken.sessions.outputs import StreamOutput
 
 
@@ -77,7 +77,7 @@ class Screen:
         """Write a piece of an answer."""
         write_segments(self._console, delta.segments)
 
-    def finish(self, turn: Turn, **facts: Any) -> None:
+    def finish(self, turn: ChatTurn, **facts: Any) -> None:
         """End the answer."""
         self._console.file.write("\n")
         self._console.file.flush()
@@ -106,7 +106,7 @@ class JsonScreen(Screen):
     def put(self, delta: StreamOutput) -> None:
         """Answers are written whole."""
 
-    def finish(self, turn: Turn, **facts: Any) -> None:
+    def finish(self, turn: ChatTurn, **facts: Any) -> None:
         record = as_record(turn.output, turn.message)
         put_json({**record, "num_cached_tokens": turn.output.num_cached_tokens, "method": turn.method, **facts})
 

@@ -17,7 +17,7 @@ from foretoken.cli.running import choose_model, load_llm
 from foretoken.config.written import by_comma
 
 if TYPE_CHECKING:
-    from foretoken.bench.workload import Prompt, Question
+    from foretoken.bench.workload import BenchPrompt, Question
     from foretoken.llm import LLM
     from foretoken.progress import Watch
     from foretoken.tune.choosing import Choice
@@ -117,7 +117,7 @@ def find_method(options: ChoosingOptions, say: Watch) -> tuple[Choice, Tuning, d
     return choice, tuning, details
 
 
-def _prompts(llm: LLM, options: ChoosingOptions, questions: Sequence[Question], number: int) -> list[Prompt]:
+def _prompts(llm: LLM, options: ChoosingOptions, questions: Sequence[Question], number: int) -> list[BenchPrompt]:
     from foretoken.bench.workload import AGAIN, prompts_of_kinds
     from foretoken.errors import ConfigError
 

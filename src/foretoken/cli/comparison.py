@@ -112,7 +112,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Answer:
+class BothAnswers:
     """One question, decoded both ways."""
 
     question: str
@@ -148,8 +148,8 @@ def race(
     question: str,
     prompt: PromptLike,
     params: SamplingParams,
-    watch: Callable[[Answer], None] = lambda answer: None,
-) -> Answer:
+    watch: Callable[[BothAnswers], None] = lambda answer: None,
+) -> BothAnswers:
     """Decode a question plainly and speculatively, alternately: the way that has had less time so far goes next.
 
     So at every moment both have had the same time, and are where they would be, had each run alone for that time. Noise
@@ -159,7 +159,7 @@ def race(
       llms: plain and speculative, over one target.
       watch: called after every turn.
     """
-    answer = Answer(question, Lane("plain"), Lane(llms[1].speculative_config.title))
+    answer = BothAnswers(question, Lane("plain"), Lane(llms[1].speculative_config.title))
     with ExitStack() as stack:
         running = [
             (lane, stack.enter_context(llm.stream(prompt, params)))
@@ -174,7 +174,7 @@ def race(
 
 
 @dataclass(frozen=True)
-class Report:
+class DemoReport:
     """The results over all questions.
 
     Args:
@@ -185,7 +185,7 @@ class Report:
     model: str
     llm: LLM
     params: SamplingParams
-    answers: tuple[Answer, ...]
+    answers: tuple[BothAnswers, ...]
 
     @property
     def method(self) -> str:
@@ -272,7 +272,7 @@ class Report:
             report[f"{self.method}_tokens_per_second"] = self.tokens_per_second(self.drafting)
         return report
 
-    def _question(self, answer: Answer) -> dict[str, Any]:
+    def _question(self, answer: BothAnswers) -> dict[str, Any]:
         facts: dict[str, Any] = {
             "question": answer.question,
             "text": answer.plain.text,

@@ -21,7 +21,7 @@ Stop = Callable[[], bool]
 
 
 @dataclass(frozen=True)
-class Turn:
+class ChatTurn:
     """One question and its answer.
 
     Args:
@@ -55,7 +55,7 @@ class Turn:
 
 
 @dataclass
-class Totals:
+class ChatTotals:
     """Counters over the answers of a conversation."""
 
     num_turns: int = 0
@@ -67,7 +67,7 @@ class Totals:
     is_lossless: bool = True
     plain_seconds: float = 0.0
 
-    def add(self, turn: Turn) -> None:
+    def add(self, turn: ChatTurn) -> None:
         metrics = turn.output.metrics
         self.num_turns += 1
         self.is_lossless &= turn.output.lossless
@@ -116,8 +116,8 @@ class Conversation:
     params: SamplingParams
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list, init=False)
-    turns: list[Turn] = field(default_factory=list, init=False)
-    totals: Totals = field(default_factory=Totals, init=False)
+    turns: list[ChatTurn] = field(default_factory=list, init=False)
+    totals: ChatTotals = field(default_factory=ChatTotals, init=False)
 
     def __post_init__(self) -> None:
         if self.params.n != 1:
@@ -176,7 +176,7 @@ class Conversation:
 
     # -- answers -----------------------------------------------------------------------------------------------
 
-    def ask(self, text: str, put: Put = lambda delta: None, stop: Stop = lambda: False) -> Turn:
+    def ask(self, text: str, put: Put = lambda delta: None, stop: Stop = lambda: False) -> ChatTurn:
         """Say something, and take the answer into the conversation.
 
         Args:
@@ -200,7 +200,9 @@ class Conversation:
             self.turns.append(turn)
         return turn
 
-    def again(self, method: SpeculativeLike = PLAIN, put: Put = lambda delta: None, stop: Stop = lambda: False) -> Turn:
+    def again(
+        self, method: SpeculativeLike = PLAIN, put: Put = lambda delta: None, stop: Stop = lambda: False
+    ) -> ChatTurn:
         """Answer the last question once more in another way, with the same seed, as far as the answer went.
 
         The conversation stays as it is.
@@ -223,11 +225,13 @@ class Conversation:
             )
 
     @staticmethod
-    def _answer(llm: LLM, message: str, prompt: dict[str, Any], params: SamplingParams, put: Put, stop: Stop) -> Turn:
+    def _answer(
+        llm: LLM, message: str, prompt: dict[str, Any], params: SamplingParams, put: Put, stop: Stop
+    ) -> ChatTurn:
         with llm.stream(prompt, params) as stream:
             for delta in stream:
                 put(delta)
                 if delta.finish_reason is None and stop():
                     break
             is_stopped = stream.num_finished == 0
-        return Turn(message, llm.speculative_config.title, stream.output(0), is_stopped)
+        return ChatTurn(message, llm.speculative_config.title, stream.output(0), is_stopped)

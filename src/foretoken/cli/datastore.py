@@ -17,7 +17,7 @@ from foretoken.progress import stages
 
 if TYPE_CHECKING:
     from foretoken.retrieval.datastore import Lookup, Match
-    from foretoken.retrieval.manifest import Manifest
+    from foretoken.retrieval.manifest import DatastoreManifest
 
 app = typer.Typer(
     name="datastore", help="Build and search the corpora that method rest drafts from.", no_args_is_help=True
@@ -68,7 +68,7 @@ def build_(
         name = choose_model(tokenizer)
         loaded = load_tokenizer(name)
     with exit_codes(), stages() as report:
-        from foretoken.retrieval.build import Limits, build
+        from foretoken.retrieval.build import ShardLimits, build
 
         manifest = build(
             corpora,
@@ -76,7 +76,7 @@ def build_(
             out,
             tokenizer_name=name,
             field=field,
-            limits=Limits(int(memory * 1e9)),
+            limits=ShardLimits(int(memory * 1e9)),
             restart=restart,
             progress=report,
         )
@@ -94,11 +94,11 @@ def append_(
 ) -> None:
     """Add corpora to a datastore; what is added counts as more recent."""
     with exit_codes():
-        from foretoken.retrieval.build import Limits, append
+        from foretoken.retrieval.build import ShardLimits, append
 
         loaded = _tokenizer_of(folder, tokenizer)
     with exit_codes(), stages() as report:
-        manifest = append(folder, corpora, loaded, field=field, limits=Limits(int(memory * 1e9)), progress=report)
+        manifest = append(folder, corpora, loaded, field=field, limits=ShardLimits(int(memory * 1e9)), progress=report)
     _show(_facts(folder, manifest), as_json)
 
 
@@ -183,7 +183,7 @@ def _show_answer(answer: dict[str, Any]) -> None:
         console.print(f"  {one['score']:.3f}  {one['text']!r}")
 
 
-def _facts(folder: Path, manifest: Manifest) -> dict[str, Any]:
+def _facts(folder: Path, manifest: DatastoreManifest) -> dict[str, Any]:
     return {
         "datastore": str(folder),
         "num_tokens": manifest.num_tokens,
@@ -219,11 +219,11 @@ def _tokenizer_of(folder: Path, named: str | None) -> Any:
     """
     from foretoken.errors import CheckpointError, ConfigError
     from foretoken.loading.models import load_tokenizer
-    from foretoken.retrieval.manifest import Manifest
+    from foretoken.retrieval.manifest import DatastoreManifest
 
     if named is not None:
         return load_tokenizer(named)
-    name = Manifest.read(folder.expanduser()).tokenizer
+    name = DatastoreManifest.read(folder.expanduser()).tokenizer
     try:
         return load_tokenizer(name)
     except (CheckpointError, ConfigError) as error:

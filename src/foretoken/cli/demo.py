@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from foretoken.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelOptions, SamplingOptions, takes_groups
+from foretoken.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelChoice, SamplingOptions, takes_groups
 from foretoken.cli.prompts import Raw, ask, check_text
 from foretoken.cli.running import EXIT_DIFFERS, exit_codes, load_llm, put_json, say
 from foretoken.config.speculative import SpeculativeConfig
 
 if TYPE_CHECKING:
-    from foretoken.cli.comparison import Answer
+    from foretoken.cli.comparison import BothAnswers
     from foretoken.cli.prompts import Asked
     from foretoken.config.sampling import SamplingParams
     from foretoken.llm import LLM
@@ -37,7 +37,7 @@ def demo(
         list[str] | None,
         typer.Argument(metavar="[QUESTION]...", help="Questions of your own, instead of the built-in ones."),
     ] = None,
-    model: ModelOptions,
+    model: ModelChoice,
     drafting: DraftingOptions,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=2)] = 128,
     sampling: Annotated[SamplingOptions, "temperature"],
@@ -66,7 +66,7 @@ def demo(
     console = Console(stderr=as_json, highlight=False)
     with exit_codes(), console.status("starting") as status:
         from foretoken.cli import demo_screen
-        from foretoken.cli.comparison import TOY, WARM_UP, Report, questions_for
+        from foretoken.cli.comparison import TOY, WARM_UP, DemoReport, questions_for
 
         if svg is not None:
             demo_screen.check_picture(svg)
@@ -89,7 +89,7 @@ def demo(
         for either in llms:
             either.generate(warm_up, replace(params, max_tokens=WARM_UP_TOKENS), use_tqdm=False)
         status.stop()
-        report = Report(label, llm, params, _answers(console, llms, asked, params))
+        report = DemoReport(label, llm, params, _answers(console, llms, asked, params))
         if as_json:
             put_json(report.as_dict())
         else:
@@ -115,7 +115,9 @@ def _load_inflated(name: str, config: SpeculativeConfig, loading: LoadingOptions
     return llm, LABEL.format(size=sum(weight.numel() for weight in bigger.parameters()) / 1e6)
 
 
-def _answers(console: Console, llms: tuple[LLM, LLM], asked: list[Asked], params: SamplingParams) -> tuple[Answer, ...]:
+def _answers(
+    console: Console, llms: tuple[LLM, LLM], asked: list[Asked], params: SamplingParams
+) -> tuple[BothAnswers, ...]:
     """Every question in turn; on a terminal one sees it happen."""
     from foretoken.cli.comparison import race
     from foretoken.cli.demo_screen import watching

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from foretoken.cli.comparison import Answer, Lane, Report
+from foretoken.cli.comparison import BothAnswers, DemoReport, Lane
 from foretoken.cli.writers import DRAFTED_STYLE, drafted, ratio
 from foretoken.engine.budget import counted
 from foretoken.errors import ConfigError
@@ -32,14 +32,14 @@ _TURNS = "The two take turns, so both show half speed. A clock counts its own wa
 
 
 @contextmanager
-def watching(console: Console, number: int, num_questions: int) -> Iterator[Callable[[Answer], None]]:
+def watching(console: Console, number: int, num_questions: int) -> Iterator[Callable[[BothAnswers], None]]:
     """Show an answer as it grows, and leave it on the screen when it is there. Only for terminals."""
     heading = f"question {number} of {num_questions}"
     with Live(console=console, auto_refresh=False, transient=True) as live:
         drawn = [float("-inf")]
-        shown: list[Answer] = []
+        shown: list[BothAnswers] = []
 
-        def watch(answer: Answer) -> None:
+        def watch(answer: BothAnswers) -> None:
             shown[:] = [answer]
             if perf_counter() - drawn[0] < _REFRESH_SECONDS:
                 return
@@ -54,7 +54,7 @@ def watching(console: Console, number: int, num_questions: int) -> Iterator[Call
         console.print(Group(_asked(shown[0], heading), _lanes(console, shown[0])))
 
 
-def show(console: Console, report: Report) -> None:
+def show(console: Console, report: DemoReport) -> None:
     """The outcome for people; if they were not watched, the answers too."""
     if not console.is_terminal:
         for number, answer in enumerate(report.answers, 1):
@@ -68,7 +68,7 @@ def show(console: Console, report: Report) -> None:
     console.print(summary(report, console.width))
 
 
-def picture(report: Report, path: Path) -> None:
+def picture(report: DemoReport, path: Path) -> None:
     """One question, both its answers, and the table, as SVG: of the two questions of middling gain the shorter answer.
 
     Raises: ConfigError where the file cannot be written.
@@ -106,11 +106,11 @@ def check_picture(path: Path) -> None:
 # -- the answers -----------------------------------------------------------------------------------------------------
 
 
-def _asked(answer: Answer, heading: str) -> Panel:
+def _asked(answer: BothAnswers, heading: str) -> Panel:
     return Panel(Text(answer.question), title=heading, title_align="left", border_style="cyan")
 
 
-def _lanes(console: Console, answer: Answer, room: int | None = None) -> RenderableType:
+def _lanes(console: Console, answer: BothAnswers, room: int | None = None) -> RenderableType:
     """Both answers, side by side where there is space.
 
     Args:
@@ -159,7 +159,7 @@ def _body(console: Console, lane: Lane, width: int, room: int | None) -> Text:
 # -- the table -------------------------------------------------------------------------------------------------------
 
 
-def summary(report: Report, width: int) -> RenderableType:
+def summary(report: DemoReport, width: int) -> RenderableType:
     """One row per question, and all of them together; without speeds when a text differs."""
     is_narrow = width < _NARROW
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, show_edge=False)
@@ -186,7 +186,7 @@ def summary(report: Report, width: int) -> RenderableType:
     return Group(table, *(Text(line) for line in notes(report)))
 
 
-def _figures(report: Report, speeds: Sequence[float], steps: float, same: str) -> list[str]:
+def _figures(report: DemoReport, speeds: Sequence[float], steps: float, same: str) -> list[str]:
     """Cells of a row; speeds only where all texts are equal."""
     plain, drafting, gain = speeds
     shown = [f"{plain:.1f}", f"{drafting:.1f}", f"{gain:.2f}x"] if report.is_identical else [""] * 3
@@ -198,7 +198,7 @@ def _seconds(number: float) -> str:
     return f"{number:.1f}" if number >= 1 else f"{number:.2g}"
 
 
-def notes(report: Report) -> Iterator[str]:
+def notes(report: DemoReport) -> Iterator[str]:
     """The notes needed to read the table correctly."""
     if report.is_identical:
         plain, drafting = (sum(lane.seconds for lane in lanes) for lanes in (report.plain, report.drafting))

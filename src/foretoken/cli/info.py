@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from foretoken.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelOptions, takes_groups
+from foretoken.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelChoice, takes_groups
 from foretoken.cli.running import exit_codes, load_llm, put_json
 from foretoken.config.method import methods
 from foretoken.config.reference import key_entries
@@ -33,14 +33,14 @@ TIMING = (
 )
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 CONTEXT, REPEATS = 256, 15
-MACHINE = (ModelOptions(), DraftingOptions(), LoadingOptions(), CONTEXT, REPEATS)
+MACHINE = (ModelChoice(), DraftingOptions(), LoadingOptions(), CONTEXT, REPEATS)
 """What is asked for where nothing is said of a model: the machine is shown."""
 
 
 @takes_groups
 def info(
     *,
-    model: ModelOptions,
+    model: ModelChoice,
     drafting: DraftingOptions,
     loading: Annotated[LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "cache_packed"],
     context: Annotated[int, typer.Option(help="Tokens before the measured step.", min=1)] = CONTEXT,

@@ -62,7 +62,7 @@ class Job:
         return [list(self.prompts[max(place, start) : place + BATCH]) for place in places]
 
 
-class Worker:
+class JobWorker:
     """A model in memory that does batches of a job."""
 
     def __init__(self, job: Job) -> None:
@@ -146,7 +146,7 @@ def _is_result(line: bytes, job: Job, number: int) -> bool:
 
 
 def _here(job: Job, batches: list[list[Any]]) -> Iterator[list[dict[str, Any]]]:
-    worker = Worker(job) if batches else None
+    worker = JobWorker(job) if batches else None
     for batch in batches:
         assert worker is not None
         yield worker.generate(batch)
@@ -161,7 +161,7 @@ def _by_ray(job: Job, batches: list[list[Any]], replicas: int, address: str | No
 
     start_ray(address, replicas)
     try:
-        kind = ray.remote(Worker).options(num_cpus=1, max_restarts=-1, max_task_retries=RETRIES)
+        kind = ray.remote(JobWorker).options(num_cpus=1, max_restarts=-1, max_task_retries=RETRIES)
         workers = [kind.remote(job) for _ in range(min(replicas, len(batches)))]
         waiting: deque[Any] = deque()
         for place, batch in enumerate(batches):

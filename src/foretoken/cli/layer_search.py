@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from foretoken.drafters.parts.layer_set import LayerSet
     from foretoken.loading.info import Loaded
     from foretoken.model.lm import CausalLM
-    from foretoken.tune.layer_sets import LayerSearch, SearchResult, Trial
+    from foretoken.tune.layer_sets import LayerSearch, SearchResult, TriedSet
     from foretoken.tune.objective import Task
     from foretoken.tune.space import Space
 
@@ -62,7 +62,7 @@ class SearchOptions(TuneOptions):
 
 
 @dataclass(frozen=True)
-class Job:
+class SearchJob:
     """A search, ready to run.
 
     Args:
@@ -77,7 +77,7 @@ class Job:
     counted: Task
 
     @classmethod
-    def of(cls, options: SearchOptions) -> Job:
+    def of(cls, options: SearchOptions) -> SearchJob:
         """Load the model and the prompts.
 
         Raises: ConfigError, CheckpointError, PromptError, UnsupportedModelError.
@@ -167,7 +167,7 @@ class Job:
         )
 
 
-def _facts(best: Trial) -> dict[str, Any]:
+def _facts(best: TriedSet) -> dict[str, Any]:
     score = asdict(best.score)
     value = score.pop("value")
     return {

@@ -78,7 +78,7 @@ def takes_groups(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 @dataclass(frozen=True)
-class ModelOptions:
+class ModelChoice:
     """The model whose text is wanted."""
 
     model: Target = None

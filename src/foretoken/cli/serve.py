@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from foretoken.cli.options import DraftingOptions, EngineOptions, LoadingOptions, ModelOptions, takes_groups
+from foretoken.cli.options import DraftingOptions, EngineOptions, LoadingOptions, ModelChoice, takes_groups
 from foretoken.cli.running import exit_codes, load_llm, read_text, say
 from foretoken.config.engine import EngineConfig
 from foretoken.errors import ConfigError
@@ -29,7 +29,7 @@ DEFAULTS = ServerSettings()
 def serve(
     *,
     name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As --model.", show_default=False)] = None,
-    model: ModelOptions,
+    model: ModelChoice,
     drafting: DraftingOptions,
     loading: LoadingOptions,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",

@@ -13,7 +13,7 @@ from foretoken.cli.options import AsJson, LoadingOptions, numbers, takes_groups
 from foretoken.cli.running import choose_model, exit_codes, load_llm, put_json
 
 if TYPE_CHECKING:
-    from foretoken.train.run import Run
+    from foretoken.train.run import Training
 
 
 @takes_groups
@@ -96,7 +96,7 @@ def train(
     with exit_codes():
         from foretoken.train.answers import Answering
         from foretoken.train.plan import Plan
-        from foretoken.train.run import Run
+        from foretoken.train.run import Training
         from foretoken.train.small import SmallPlan
 
         plan = Plan(
@@ -114,14 +114,14 @@ def train(
         plan.check()
         llm = load_llm(choose_model(target), "none", **vars(loading))
         console = Console(stderr=True)
-        run = Run(llm, plan, lambda text: console.print(f"foretoken: {text}", highlight=False), is_trial=dry_run)
+        run = Training(llm, plan, lambda text: console.print(f"foretoken: {text}", highlight=False), is_trial=dry_run)
         if dry_run:
             _say_estimate(run, as_json)
             return
         _train(run, console, as_json)
 
 
-def _say_estimate(run: Run, as_json: bool) -> None:
+def _say_estimate(run: Training, as_json: bool) -> None:
     found = run.estimate()
     if as_json:
         put_json(vars(found))
@@ -137,7 +137,7 @@ def _say_estimate(run: Run, as_json: bool) -> None:
     )
 
 
-def _train(run: Run, console: Console, as_json: bool) -> None:
+def _train(run: Training, console: Console, as_json: bool) -> None:
     total = run.trainer.schedule.num_tokens
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     tau: float | None = None

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from foretoken.cli.options import AsJson, LoadingOptions, ModelOptions, SamplingOptions, takes_groups
+from foretoken.cli.options import AsJson, LoadingOptions, ModelChoice, SamplingOptions, takes_groups
 from foretoken.cli.prompts import Chat, Raw, ask, check_template, read_prompts
 from foretoken.cli.running import exit_codes, load_llm, put_json
 from foretoken.folders import check_place
@@ -18,7 +18,7 @@ from foretoken.folders import check_place
 def trajectory(
     *,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text; - is stdin.")],
-    model: ModelOptions,
+    model: ModelChoice,
     block: Annotated[int, typer.Option("--block", help="Tokens that are iterated together.")] = 16,
     initial_guess: Annotated[
         str, typer.Option(help="repeat (the last token), prompt (its tokens) or random (of the vocabulary).")

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from foretoken.cli.choosing import ChoosingOptions, find_method, show_choice
-from foretoken.cli.layer_search import Job, SearchOptions, words
+from foretoken.cli.layer_search import SearchJob, SearchOptions, words
 from foretoken.cli.options import AsJson, takes_groups
 from foretoken.cli.profiling import ProfileOptions, find_profile, show_profile
 from foretoken.cli.running import EXIT_INTERRUPTED, exit_codes, put_json, say, writing
@@ -87,7 +87,7 @@ def layer_skip(
             from foretoken.views.traceplot import check_picture
 
             check_picture(plot)
-        job = Job.of(options)
+        job = SearchJob.of(options)
         search = job.search(out.with_suffix(".trials"), resume)
         with stages() as watch:
 

@@ -13,7 +13,7 @@ from foretoken.errors import ConfigError
 from foretoken.sessions.prompt_files import STDIN, read_prompts_file
 
 if TYPE_CHECKING:
-    from foretoken.bench.workload import Prompt
+    from foretoken.bench.workload import BenchPrompt
 
 BUILT_IN = "built-in"
 NumPrompts = Annotated[int, typer.Option(help="Use only this many of them, from the first.", min=1)]
@@ -41,19 +41,19 @@ class TuneOptions(TargetOptions):
         if self.prompts not in (BUILT_IN, STDIN):
             read_prompts_file(self.prompts)
 
-    def read_prompts(self, model: str, tokenizer: Any) -> list[Prompt]:
+    def read_prompts(self, model: str, tokenizer: Any) -> list[BenchPrompt]:
         """Token ids to continue: those of a file as `generate` would have them, built-in questions in chat format.
 
         Raises: PromptError, ConfigError.
         """
-        from foretoken.bench.workload import Prompt, load_prompts, read_questions, select
+        from foretoken.bench.workload import BenchPrompt, load_prompts, read_questions, select
         from foretoken.sessions.prompts import read_prompt
 
         if self.prompts != BUILT_IN:
             given = [one.given for one in read_prompts_file(self.prompts)[: self.num_prompts]]
             asked = ask(tokenizer, model, given, raw=self.raw)
             ids = (read_prompt(one.prompt, tokenizer, place).token_ids for place, one in enumerate(asked))
-            return [Prompt(str(place), "file", one) for place, one in enumerate(ids)]
+            return [BenchPrompt(str(place), "file", one) for place, one in enumerate(ids)]
         if tokenizer is None:
             raise ConfigError("the built-in prompts are text, and the model has no tokenizer; give --prompts with ids")
         return load_prompts(tokenizer, select(read_questions(), self.num_prompts))

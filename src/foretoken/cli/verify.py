@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelOptions, takes_groups
+from foretoken.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelChoice, takes_groups
 from foretoken.cli.prompts import Chat, Raw, ask, check_template, read_prompts
 from foretoken.cli.running import exit_codes, load_llm, put_json, say
 from foretoken.errors import ConfigError
@@ -29,7 +29,7 @@ def verify(
         str | None, typer.Argument(metavar="[MODEL]", help="The model; the same as --model.", show_default=False)
     ] = None,
     *,
-    model: ModelOptions,
+    model: ModelChoice,
     drafting: DraftingOptions,
     prompts_file: Annotated[
         str | None,

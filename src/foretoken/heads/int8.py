@@ -26,7 +26,7 @@ MOST_NODES = 64
 DTYPES = (torch.bfloat16, torch.float32)
 
 
-class Drawing(NamedTuple):
+class RankingNoise(NamedTuple):
     """The noise and the law by which the tokens of a draft are ranked.
 
     Args:
@@ -152,7 +152,7 @@ class Int8Head:
         power: float,
         least_mass: float = 0.0,
         least: float = -inf,
-        drawing: Drawing | None = None,
+        drawing: RankingNoise | None = None,
     ) -> tuple[list[int], list[int], list[float]]:
         """The draft of one row, as `Growth` makes it with reranking.
 

@@ -16,7 +16,7 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence as EngineRow
 from foretoken.engine.stats import SequenceStats
 from foretoken.hf.columns import Columns, Endings
-from foretoken.hf.processors import Place, is_shared, sampling_fields
+from foretoken.hf.processors import RowPlace, is_shared, sampling_fields
 from foretoken.hf.prompts import InputRow
 from foretoken.law.noise import mix
 from foretoken.law.sampling import SamplingLaw, scores
@@ -49,7 +49,7 @@ class Wishes:
     def params(self, index: int) -> SamplingParams:
         """Parameters of one row; the seed is the call's."""
         row, eos = self.rows[index], self.endings.eos_token_ids
-        place = Place(index, len(self.rows), row, eos, self.device)
+        place = RowPlace(index, len(self.rows), row, eos, self.device)
         fields = sampling_fields(self.processors, self.seed is not None, place)
         if self.endings.max_length is not None:
             fields["max_tokens"] = max(1, self.endings.max_length - len(row.shown_ids))

@@ -17,7 +17,7 @@ _MAX_FRAMES = 16  # wrappers that may stand between ``generate`` and the callabl
 
 
 @dataclass(frozen=True)
-class Caller:
+class GenerateArguments:
     """Arguments of the surrounding ``generate``; all of them empty where there is none.
 
     Args:
@@ -32,7 +32,7 @@ class Caller:
     cache: Any = None
 
     @classmethod
-    def find(cls) -> Caller:
+    def find(cls) -> GenerateArguments:
         """The ``generate`` that called whoever calls this."""
         frame = sys._getframe(1)
         for _ in range(_MAX_FRAMES):

@@ -28,7 +28,7 @@ from foretoken.engine.stats import SequenceStats
 from foretoken.errors import ConfigError, CopyError, PromptError
 from foretoken.hf import refusals
 from foretoken.hf.call import Call, Wishes
-from foretoken.hf.caller import Caller
+from foretoken.hf.caller import GenerateArguments
 from foretoken.hf.columns import Columns, Endings
 from foretoken.hf.prompts import check_positions, read_rows
 from foretoken.loading.adapters import ADAPTERS, Adapter
@@ -172,7 +172,7 @@ class Speculation:
         Returns: as plain ``generate``: int64 (B, T + new), or a `GenerateDecoderOnlyOutput` without a cache.
         Raises: UnsupportedModelError, ProbeError, ConfigError, PromptError before anything runs; NumericsError.
         """
-        caller = Caller.find()
+        caller = GenerateArguments.find()
         synced = synced_gpus if synced_gpus is not None else caller.synced_gpus
         theirs = streamer if streamer is not None else caller.streamer  # has got the prompt from ``generate``
         with _ended(self._streamer), _ended(theirs):
@@ -251,7 +251,7 @@ def _check(
     processors: LogitsProcessorList,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
-    caller: Caller,
+    caller: GenerateArguments,
     synced_gpus: bool | None,
 ) -> None:
     """Refuse, before anything runs, what cannot be done exactly."""

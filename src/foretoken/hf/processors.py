@@ -24,7 +24,7 @@ Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Place:
+class RowPlace:
     """Where a row stands in its call.
 
     Args:
@@ -41,7 +41,7 @@ class Place:
     device: torch.device
 
 
-def sampling_fields(processors: Sequence[Processor], do_sample: bool, place: Place) -> Fields:
+def sampling_fields(processors: Sequence[Processor], do_sample: bool, place: RowPlace) -> Fields:
     """Fields of `SamplingParams` that mean the same as the list.
 
     Exactness: transformers' own values; see `foretoken.law.sampling`.
@@ -66,7 +66,7 @@ def is_shared(params: SamplingParams) -> bool:
 # -- the law's own processors ------------------------------------------------------------------------------------
 
 
-def _beginning(processors: Sequence[Processor], place: Place) -> tuple[int, Fields]:
+def _beginning(processors: Sequence[Processor], place: RowPlace) -> tuple[int, Fields]:
     """How many processors the law replaces from the front, and by which fields."""
     fields: Fields = {}
     last = -1
@@ -81,13 +81,13 @@ def _beginning(processors: Sequence[Processor], place: Place) -> tuple[int, Fiel
     return len(processors), fields
 
 
-def _biases(processor: Any, place: Place) -> Fields | None:
+def _biases(processor: Any, place: RowPlace) -> Fields | None:
     bias = processor.sequence_bias
     is_plain = all(len(ids) == 1 and (math.isfinite(value) or value == -math.inf) for ids, value in bias.items())
     return {"logit_bias": {int(ids[0]): float(value) for ids, value in bias.items()}} if is_plain else None
 
 
-def _repetition(processor: Any, place: Place) -> Fields | None:
+def _repetition(processor: Any, place: RowPlace) -> Fields | None:
     """The law counts the tokens that the model sees."""
     ignored = processor.prompt_ignore_length
     if isinstance(ignored, torch.Tensor):
@@ -97,33 +97,33 @@ def _repetition(processor: Any, place: Place) -> Fields | None:
     return {"repetition_penalty": float(processor.penalty)} if same else None
 
 
-def _ngrams(processor: Any, place: Place) -> Fields | None:
+def _ngrams(processor: Any, place: RowPlace) -> Fields | None:
     return {"no_repeat_ngram_size": int(processor.ngram_size)}
 
 
-def _bad_words(processor: Any, place: Place) -> Fields | None:
+def _bad_words(processor: Any, place: RowPlace) -> Fields | None:
     words = [tuple(int(token) for token in ids) for ids in processor.sequence_bias]
     if not words or any(len(ids) == 1 and ids[0] in place.eos_token_ids for ids in words):
         return None
     return {"bad_words_ids": words}
 
 
-def _min_length(processor: Any, place: Place) -> Fields | None:
+def _min_length(processor: Any, place: RowPlace) -> Fields | None:
     return _least(processor, processor.min_length - len(place.row.shown_ids), place)
 
 
-def _min_new_tokens(processor: Any, place: Place) -> Fields | None:
+def _min_new_tokens(processor: Any, place: RowPlace) -> Fields | None:
     skipped = processor.prompt_length_to_skip - len(place.row.shown_ids)
     return _least(processor, processor.min_new_tokens + skipped, place)
 
 
-def _least(processor: Any, count: int, place: Place) -> Fields | None:
+def _least(processor: Any, count: int, place: RowPlace) -> Fields | None:
     banned = frozenset(processor.eos_token_id.tolist())
     return {"min_tokens": max(0, count)} if banned == place.eos_token_ids else None
 
 
 _LENGTHS = 4
-_FIRST: dict[type, tuple[int, Callable[[Any, Place], Fields | None]]] = {
+_FIRST: dict[type, tuple[int, Callable[[Any, RowPlace], Fields | None]]] = {
     hf.SequenceBiasLogitsProcessor: (0, _biases),
     hf.RepetitionPenaltyLogitsProcessor: (1, _repetition),
     hf.NoRepeatNGramLogitsProcessor: (2, _ngrams),
@@ -221,7 +221,7 @@ class AsShown:
       place: of the row.
     """
 
-    def __init__(self, processors: Sequence[Processor], place: Place) -> None:
+    def __init__(self, processors: Sequence[Processor], place: RowPlace) -> None:
         self._processors = [_of_one_row(processor, place.index) for processor in processors]
         self._place = place
 

@@ -16,7 +16,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from foretoken.errors import ConfigError, UnsupportedModelError
-from foretoken.hf.caller import Caller, given_cache
+from foretoken.hf.caller import GenerateArguments, given_cache
 from foretoken.model.support import CACHE_ARGUMENTS
 
 _WITHOUT = "or call generate without custom_generate"
@@ -99,7 +99,7 @@ def check_model(model: PreTrainedModel) -> None:
         )
 
 
-def check_config(config: GenerationConfig, caller: Caller) -> None:
+def check_config(config: GenerationConfig, caller: GenerateArguments) -> None:
     """Raises: ConfigError for a way of generating that is not plain greedy decoding or sampling."""
     mode = config.get_generation_mode(caller.assistant_model)
     if mode in _MODES:
@@ -116,7 +116,7 @@ def check_config(config: GenerationConfig, caller: Caller) -> None:
         )
 
 
-def check_inputs(model_kwargs: dict[str, Any], caller: Caller) -> None:
+def check_inputs(model_kwargs: dict[str, Any], caller: GenerateArguments) -> None:
     """Raises: ConfigError for inputs beside tokens and their mask, and for a cache that holds anything."""
     if any(_is_filled(cache) for cache in (caller.cache, given_cache(model_kwargs))):
         raise ConfigError(

@@ -51,7 +51,7 @@ class Paragraph:
 
 
 @dataclass(frozen=True)
-class Table:
+class FigureTable:
     """The first column is text and the others are figures."""
 
     heads: Seq[str]
@@ -149,7 +149,7 @@ class Lines:
         return _figure(self.title, WIDTH, HEIGHT, parts, rows)
 
 
-Part: TypeAlias = Paragraph | Table | Bars | Lines
+Part: TypeAlias = Paragraph | FigureTable | Bars | Lines
 
 
 @dataclass(frozen=True)

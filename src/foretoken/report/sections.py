@@ -10,7 +10,7 @@ from typing import Any
 
 from foretoken.bench.accepted import AcceptedLengths
 from foretoken.bench.trial import bootstrap
-from foretoken.report.charts import Bar, Bars, Lines, Paragraph, Part, Section, Table, section
+from foretoken.report.charts import Bar, Bars, FigureTable, Lines, Paragraph, Part, Section, section
 
 Record = Mapping[str, Any]
 
@@ -29,7 +29,7 @@ def conditions(record: Record) -> Section:
         ("command", facts.get("command")),
         ("time", facts.get("time")),
     ]
-    return section("Conditions", Table(("fact", "value"), [row for row in rows if row[1]]))
+    return section("Conditions", FigureTable(("fact", "value"), [row for row in rows if row[1]]))
 
 
 def methods(record: Record) -> Section:
@@ -52,7 +52,9 @@ def methods(record: Record) -> Section:
     held = [row for row in [record["plain"], *record["rows"]] if row["memory_bytes"] is not None]
     memory = [Bar(row["method"], row["memory_bytes"] / 1e6, said=f"{row['memory_bytes'] / 1e6:.0f} MB") for row in held]
     parts.append(Bars("Memory that loading and a first run added", memory))
-    parts.append(Table(("does not apply", "reason"), [(one["method"], one["reason"]) for one in record["refused"]]))
+    parts.append(
+        FigureTable(("does not apply", "reason"), [(one["method"], one["reason"]) for one in record["refused"]])
+    )
     for one in record["different"]:
         parts.append(Paragraph(f"{one['arm']} differs from plain decoding where equality is promised."))
     return section("Methods", *parts)
@@ -120,7 +122,7 @@ def plain_table(record: Record) -> Section:
     rows = [
         (name, value) for name, value in record.items() if isinstance(value, (str, int, float)) and name != "result"
     ]
-    return section("Measured", Table(("name", "value"), rows))
+    return section("Measured", FigureTable(("name", "value"), rows))
 
 
 def verdict(record: Record) -> Section:
@@ -130,7 +132,9 @@ def verdict(record: Record) -> Section:
         Paragraph(record["sentence"]),
         Paragraph(f"Promise: {record['promise']}") if record.get("promise") else None,
     ]
-    return section(f"Verdict: {record['status']}", *said, Table(("setting", "check", "status", "what was found"), rows))
+    return section(
+        f"Verdict: {record['status']}", *said, FigureTable(("setting", "check", "status", "what was found"), rows)
+    )
 
 
 def info(record: Record) -> Section:

@@ -16,7 +16,7 @@ _MAX_ORDERS = 4
 """Most contexts, the longest first, that have a say in what follows."""
 
 
-class Place(NamedTuple):
+class MatchState(NamedTuple):
     """A string of the text: the state that stands for it, its length, and the score of the path that led here."""
 
     state: int
@@ -119,7 +119,7 @@ class SuffixAutomaton:
 
     # -- matching ------------------------------------------------------------------------------------------------
 
-    def match(self) -> Place | None:
+    def match(self) -> MatchState | None:
         """The longest end of the text that has occurred before, no longer than ``max_length`` - 1; None without one."""
         state = self._link[self._last]
         if state <= 0:
@@ -128,9 +128,9 @@ class SuffixAutomaton:
         if length >= self.max_length:
             length = self.max_length - 1
             state = self._shortened(self._tail, length)  # from here it is one link or two, from the match any number
-        return None if length < self._min_match else Place(state, length, 1.0)
+        return None if length < self._min_match else MatchState(state, length, 1.0)
 
-    def candidates(self, place: Place, floor: float = 0.0) -> list[Candidate]:
+    def candidates(self, place: MatchState, floor: float = 0.0) -> list[Candidate]:
         """The tokens that have followed, scored by counts after this context and, for the rest, after shorter ones."""
         floor = max(floor, self._floor)
         shares: dict[int, list[float]] = {}  # token -> share, recency, length of the longest context it followed
@@ -143,7 +143,7 @@ class SuffixAutomaton:
             if length < self._min_match or rest <= self._floor / 4:
                 break
         return [
-            Candidate(share, int(recent), token, Place(int(after), int(reach), share))
+            Candidate(share, int(recent), token, MatchState(int(after), int(reach), share))
             for token, (share, recent, after, reach) in shares.items()
             if share >= floor
         ]

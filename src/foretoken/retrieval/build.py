@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerBase
 
 from foretoken.errors import ConfigError, CorpusError, DatastoreError
 from foretoken.folders import sha256_of
-from foretoken.retrieval.corpus import PIECE_CHARACTERS, CorpusFile, Piece, batches, find_files
+from foretoken.retrieval.corpus import PIECE_CHARACTERS, CorpusFile, TextPiece, batches, find_files
 from foretoken.retrieval.manifest import (
     MANIFEST,
+    DatastoreManifest,
     FileRecord,
-    Manifest,
     ShardRecord,
     fingerprint_of,
     writing,
@@ -42,7 +42,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Limits:
+class ShardLimits:
     """How large shards may get.
 
     Args:
@@ -73,10 +73,10 @@ def build(
     *,
     tokenizer_name: str | None = None,
     field: str = "text",
-    limits: Limits | None = None,
+    limits: ShardLimits | None = None,
     restart: bool = False,
     progress: Progress | None = None,
-) -> Manifest:
+) -> DatastoreManifest:
     """Write a datastore of everything in ``corpora`` to the directory ``out``.
 
     Interrupted (also by ``kill -9``), the same call goes on where it was.
@@ -98,7 +98,7 @@ def build(
     if (folder / MANIFEST).exists():
         raise DatastoreError(f"{folder} holds a datastore already; append to it, or rebuild it with --restart")
     vocab_size = max(tokenizer.get_vocab().values()) + 1
-    base = Manifest(
+    base = DatastoreManifest(
         vocab_size=vocab_size,
         width=width_of(vocab_size),
         fingerprint=fingerprint_of(tokenizer),
@@ -106,7 +106,7 @@ def build(
         shards=(),
         sources=(),
     )
-    return _Builder(folder, files, tokenizer, limits or Limits(), progress).run(base)
+    return _Builder(folder, files, tokenizer, limits or ShardLimits(), progress).run(base)
 
 
 def append(
@@ -115,17 +115,17 @@ def append(
     tokenizer: PreTrainedTokenizerBase,
     *,
     field: str = "text",
-    limits: Limits | None = None,
+    limits: ShardLimits | None = None,
     progress: Progress | None = None,
-) -> Manifest:
+) -> DatastoreManifest:
     """Add shards to a datastore. Readers see them once all are written. Arguments as of `build`.
 
     Raises: CorpusError, DatastoreError, TokenizerMismatchError.
     """
     folder = Path(folder).expanduser()
-    manifest = Manifest.read(folder)
+    manifest = DatastoreManifest.read(folder)
     manifest.check_tokenizer(tokenizer, None)
-    return _Builder(folder, find_files(corpora, field), tokenizer, limits or Limits(), progress).run(manifest)
+    return _Builder(folder, find_files(corpora, field), tokenizer, limits or ShardLimits(), progress).run(manifest)
 
 
 def _drop(folder: Path) -> None:
@@ -144,7 +144,7 @@ class _Builder:
         folder: Path,
         files: list[CorpusFile],
         tokenizer: PreTrainedTokenizerBase,
-        limits: Limits,
+        limits: ShardLimits,
         progress: Progress | None,
     ) -> None:
         self._folder, self._files, self._tokenizer = folder, files, tokenizer
@@ -157,7 +157,7 @@ class _Builder:
             "sources": [[str(file.path.resolve()), file.num_bytes, file.field] for file in files],
         }
 
-    def run(self, base: Manifest) -> Manifest:
+    def run(self, base: DatastoreManifest) -> DatastoreManifest:
         """Take in all files as shards after those of ``base``."""
         with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -218,7 +218,7 @@ class _Builder:
             self._tokens.close()
         self._path("tokens").unlink()  # of the shard that would be next
 
-    def _take(self, batch: Seq[Piece]) -> None:
+    def _take(self, batch: Seq[TextPiece]) -> None:
         texts = [piece.text for piece in batch]
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         for piece, ids in zip(batch, encoded["input_ids"], strict=True):

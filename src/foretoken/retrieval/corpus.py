@@ -47,7 +47,7 @@ TEXT_SUFFIXES = _MARKUP | _CODE | _RECORDS | {".yaml", ".yml", ".toml", ".ini", 
 _COMPRESSED = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Text of one document, cut at a line end where it is long.
 
     Args:
@@ -85,7 +85,7 @@ class CorpusFile:
             suffix = Path(self.path.stem).suffix.lower()
         return {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}.get(suffix, "text")
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TextPiece]:
         """The documents in order, in the same pieces every time.
 
         Raises: CorpusError for anything that is not text or JSON, or lacks the field.
@@ -117,17 +117,17 @@ class CorpusFile:
         except OSError as error:
             raise CorpusError(f"{self.path} cannot be read: {error.strerror or error}; check the path") from None
 
-    def _text(self, raw: BinaryIO, file: IO[str]) -> Iterator[Piece]:
+    def _text(self, raw: BinaryIO, file: IO[str]) -> Iterator[TextPiece]:
         """The whole file is one document."""
         rest = ""
         while block := file.read(PIECE_CHARACTERS):
             self._check_text(block)
             *pieces, rest = cut(rest + block)
             for piece in pieces:
-                yield Piece(piece, False, raw.tell())
-        yield Piece(rest, True, raw.tell())
+                yield TextPiece(piece, False, raw.tell())
+        yield TextPiece(rest, True, raw.tell())
 
-    def _jsonl(self, raw: BinaryIO, lines: IO[str]) -> Iterator[Piece]:
+    def _jsonl(self, raw: BinaryIO, lines: IO[str]) -> Iterator[TextPiece]:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield from _document(self._json_text(line, number), raw.tell())
@@ -161,7 +161,7 @@ class CorpusFile:
         if "\0" in text:
             raise CorpusError(f"{self.path} holds NUL characters, so it is binary, not text; leave it out")
 
-    def _parquet(self) -> Iterator[Piece]:
+    def _parquet(self) -> Iterator[TextPiece]:
         try:
             import pyarrow.parquet as parquet  # type: ignore[import-not-found,import-untyped,unused-ignore]
         except ImportError as error:
@@ -187,16 +187,16 @@ class CorpusFile:
                     )
 
 
-def _document(text: str, bytes_read: int) -> Iterator[Piece]:
+def _document(text: str, bytes_read: int) -> Iterator[TextPiece]:
     *pieces, rest = cut(text)
     for piece in pieces:
-        yield Piece(piece, False, bytes_read)
-    yield Piece(rest, True, bytes_read)
+        yield TextPiece(piece, False, bytes_read)
+    yield TextPiece(rest, True, bytes_read)
 
 
-def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
     """About a MiB of text at a time, so that the tokenizer may work in parallel."""
-    batch: list[Piece] = []
+    batch: list[TextPiece] = []
     size = 0
     for piece in pieces:
         batch.append(piece)

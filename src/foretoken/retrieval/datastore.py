@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from foretoken.retrieval.growth import ESCAPE
-from foretoken.retrieval.manifest import Manifest
+from foretoken.retrieval.manifest import DatastoreManifest
 from foretoken.retrieval.shard import PADDING, Interval, Shard, encode
 from foretoken.retrieval.trie import ContinuationTrie
 
@@ -70,7 +70,7 @@ class Datastore:
     Cost: a lookup makes some hundred probes and reads ``max_hits`` continuations; see dev/measurements/lookup.md.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: DatastoreManifest) -> None:
         self.folder, self.manifest = folder, manifest
         self._shards = [
             Shard(folder / shard.tokens.name, folder / shard.index.name, shard.num_tokens, manifest.width)
@@ -95,7 +95,7 @@ class Datastore:
         Raises: DatastoreError for a directory that is damaged or not a datastore; TokenizerMismatchError.
         """
         path = Path(folder).expanduser()
-        manifest = Manifest.read(path)
+        manifest = DatastoreManifest.read(path)
         manifest.check_tokenizer(tokenizer, vocab_size)
         manifest.check_files(path, checksums=checksums)
         return cls(path, manifest)

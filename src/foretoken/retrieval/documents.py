@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from foretoken.errors import CorpusError
-from foretoken.retrieval.build import Limits, Progress, indexed
-from foretoken.retrieval.manifest import Manifest, ShardRecord, writing
+from foretoken.retrieval.build import Progress, ShardLimits, indexed
+from foretoken.retrieval.manifest import DatastoreManifest, ShardRecord, writing
 from foretoken.retrieval.shard import PADDING, encode, width_of
 
 
@@ -24,7 +24,7 @@ def from_tokens(
     max_shard_tokens: int | None = None,
     num_tokens: int | None = None,
     progress: Progress | None = None,
-) -> Manifest:
+) -> DatastoreManifest:
     """Write a datastore of documents that are token ids already; it belongs to no tokenizer.
 
     Args:
@@ -35,7 +35,7 @@ def from_tokens(
     Raises: CorpusError when there is no token; DatastoreError.
     """
     folder, width = Path(out), width_of(vocab_size)
-    limit = max_shard_tokens or Limits().shard_tokens(width)
+    limit = max_shard_tokens or ShardLimits().shard_tokens(width)
     report = progress or (lambda *_: None)
     shards: list[ShardRecord] = []
     remaining = filter(len, documents)
@@ -58,6 +58,6 @@ def from_tokens(
             done += size
         if not shards:
             raise CorpusError("the corpus is empty: no document holds a token")
-        manifest = Manifest(vocab_size, width, "", "", tuple(shards), ())
+        manifest = DatastoreManifest(vocab_size, width, "", "", tuple(shards), ())
         manifest.write(folder)
     return manifest

@@ -29,7 +29,7 @@ class Candidate(NamedTuple):
     place: Any
 
 
-class Source(Protocol):
+class CandidateSource(Protocol):
     """Knows continuations of one text: a place has candidates, each of which is a place again."""
 
     def candidates(self, place: Any, floor: float = 0.0) -> Iterable[Candidate]:
@@ -42,7 +42,7 @@ class Source(Protocol):
 class Root(NamedTuple):
     """Where a source stands at the end of the text. ``score`` is 1 unless the source is less sure of the whole."""
 
-    source: Source
+    source: CandidateSource
     place: Any
     score: float = 1.0
 

@@ -42,7 +42,7 @@ class ShardRecord:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class DatastoreManifest:
     """A finished datastore.
 
     Args:
@@ -78,7 +78,7 @@ class Manifest:
         write_json(folder / MANIFEST, {"format": FORMAT, "version": VERSION, **asdict(self)})
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
+    def read(cls, folder: Path) -> DatastoreManifest:
         """Raises: DatastoreError when there is none, or it was not written by foretoken."""
         path = folder / MANIFEST
         if not path.is_file():

@@ -14,7 +14,7 @@ from foretoken.errors import ConfigError
 from foretoken.folders import append_lines, keep_text
 from foretoken.llm import LLM
 from foretoken.sessions.prompts import chat_prompt
-from foretoken.train.examples import Asked, prompt_ids, read_prompts
+from foretoken.train.examples import TrainingPrompt, prompt_ids, read_prompts
 
 if TYPE_CHECKING:
     from foretoken.train.plan import Plan
@@ -50,13 +50,13 @@ class Answering:
 
 def answered(
     llm: LLM,
-    asked: list[Asked],
+    asked: list[TrainingPrompt],
     how: Answering,
     file: Path,
     report: Callable[[int, int], None] | None = None,
     *,
     is_raw: bool = False,
-) -> list[Asked]:
+) -> list[TrainingPrompt]:
     """All prompts with an answer. What is made is added to a file at once, and not made again after an interruption.
 
     Randomness: keyed by ``how.seed`` and the place of the prompt.
@@ -82,7 +82,7 @@ def answered(
     ]
 
 
-def to_try(asked: list[Asked], file: Path) -> tuple[list[Asked], int]:
+def to_try(asked: list[TrainingPrompt], file: Path) -> tuple[list[TrainingPrompt], int]:
     """What a dry run looks at: prompts that have an answer, here or in the file, and the first of those that have none.
 
     Those keep their places among prompts without an answer, so that the training which follows makes the same ones.
@@ -103,11 +103,11 @@ def _read(file: Path) -> dict[str, tuple[str, bool]]:
             entry = json.loads(line)
         except json.JSONDecodeError:
             continue
-        found[Asked(entry["prompt"], str(file)).digest] = entry["answer"], entry["ended"]
+        found[TrainingPrompt(entry["prompt"], str(file)).digest] = entry["answer"], entry["ended"]
     return found
 
 
-def asked_by_itself(llm: LLM, count: int, seed: int, max_new_tokens: int = 200) -> Iterator[Asked]:
+def asked_by_itself(llm: LLM, count: int, seed: int, max_new_tokens: int = 200) -> Iterator[TrainingPrompt]:
     """Turns of a user that the target makes up, from what stands before one in its chat template, at temperature 1.
 
     Source: Magpie (Xu et al. 2024, arXiv:2406.08464).
@@ -127,7 +127,7 @@ def asked_by_itself(llm: LLM, count: int, seed: int, max_new_tokens: int = 200) 
         for i, output in enumerate(outputs, start):
             made = output.outputs[0].text.strip()
             if made:
-                yield Asked(made, f"prompt {i} of the target's own")
+                yield TrainingPrompt(made, f"prompt {i} of the target's own")
 
 
 @dataclass
@@ -148,14 +148,14 @@ class Gathering:
     num_left_out: int = 0
     seconds: float = 0.0
 
-    def prompts(self) -> Iterator[Asked]:
+    def prompts(self) -> Iterator[TrainingPrompt]:
         """Those of files, then those that the target asks."""
         if self.plan.prompts is not None:
             yield from read_prompts(self.plan.prompts)
         if self.plan.own_prompts:
             yield from self._own_prompts(self.plan.out / "own_prompts.jsonl", self.plan.own_prompts)
 
-    def answers(self, asked: list[Asked]) -> list[Asked]:
+    def answers(self, asked: list[TrainingPrompt]) -> list[TrainingPrompt]:
         """Prompts with their answers: all, or those that a trial looks at."""
         file, tried, num_made = self.plan.out / "answers.jsonl", asked, 0
         if self.is_trial:
@@ -167,7 +167,7 @@ class Gathering:
             self.seconds += (time.perf_counter() - start) * (num_made + self.num_left_out) / num_made
         return found
 
-    def _own_prompts(self, file: Path, number: int) -> list[Asked]:
+    def _own_prompts(self, file: Path, number: int) -> list[TrainingPrompt]:
         if not file.exists():
             wanted = min(number, TRIED) if self.is_trial else number
             self.say(f"the target asks itself {wanted} prompts")

@@ -19,7 +19,7 @@ _METHOD = {"eagle": "eagle2"}
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class Evaluation:
     """What decoding with a head has shown.
 
     Args:
@@ -44,7 +44,7 @@ def chain_config(method: str, folder: Path, depth: int = DEPTH) -> dict[str, Any
     return {**config, "speculative_token_tree": "x".join(["1"] * depth)}
 
 
-def measure(llm: LLM, config: dict[str, Any], prompts: Seq[Seq[int]], max_new_tokens: int = 48) -> Acceptance:
+def measure(llm: LLM, config: dict[str, Any], prompts: Seq[Seq[int]], max_new_tokens: int = 48) -> Evaluation:
     """Decode prompts greedily with a config.
 
     Args:
@@ -65,7 +65,7 @@ def measure(llm: LLM, config: dict[str, Any], prompts: Seq[Seq[int]], max_new_to
     num_drafts = max(1, histogram.total())
     deepest = max((*histogram, DEPTH))
     num_steps = sum(row.stats.num_steps for row in rows)
-    return Acceptance(
+    return Evaluation(
         tokens_per_step=sum(row.stats.num_emitted_tokens for row in rows) / max(1, num_steps),
         by_position=tuple(
             sum(count for length, count in histogram.items() if length >= depth) / num_drafts

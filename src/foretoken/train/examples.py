@@ -21,7 +21,7 @@ SUFFIXES = (".jsonl", ".jsonl.xz", ".txt")
 
 
 @dataclass(frozen=True)
-class Asked:
+class TrainingPrompt:
     """A prompt as a file has it.
 
     Args:
@@ -61,7 +61,7 @@ class Example:
         return len(self.token_ids) - self.prompt_length
 
 
-def read_prompts(path: Path) -> list[Asked]:
+def read_prompts(path: Path) -> list[TrainingPrompt]:
     """Prompts of a file, or of all files of a folder: a prompt per line of a .txt, or JSON lines, xz-compressed or not.
 
     JSON has ``prompt``, ``text`` or ``turns``, of which the first is taken; and ``answer`` and ``ended`` where the
@@ -82,7 +82,7 @@ def read_prompts(path: Path) -> list[Asked]:
     return found
 
 
-def _asked(line: PromptLine) -> Asked:
+def _asked(line: PromptLine) -> TrainingPrompt:
     answer, ended = line.keys.get("answer"), line.keys.get("ended", True)
     if not line.text.strip():
         raise PromptError(
@@ -93,10 +93,10 @@ def _asked(line: PromptLine) -> Asked:
             f"{line.place}: answer must be text and ended true or false; leave answer out to have it made"
         )
     check_unicode(line.text, line.place)
-    return Asked(line.text, line.place, answer, ended)
+    return TrainingPrompt(line.text, line.place, answer, ended)
 
 
-def prompt_ids(asked: Asked, tokenizer: Any, *, is_raw: bool = False) -> tuple[int, ...]:
+def prompt_ids(asked: TrainingPrompt, tokenizer: Any, *, is_raw: bool = False) -> tuple[int, ...]:
     """A prompt as the target gets it: through its chat template where it has one, and nobody asks otherwise."""
     if tokenizer.chat_template and not is_raw:
         ids = chat_prompt(tokenizer, [{"role": "user", "content": asked.text}])["prompt_token_ids"]
@@ -108,7 +108,7 @@ def prompt_ids(asked: Asked, tokenizer: Any, *, is_raw: bool = False) -> tuple[i
 
 
 def example_of(
-    asked: Asked, tokenizer: Any, eos_token_ids: Seq[int], max_length: int, *, is_raw: bool = False
+    asked: TrainingPrompt, tokenizer: Any, eos_token_ids: Seq[int], max_length: int, *, is_raw: bool = False
 ) -> Example:
     """A prompt and its answer as token ids, with EOS where the answer ended, cut to ``max_length`` tokens."""
     prompt = prompt_ids(asked, tokenizer, is_raw=is_raw)

@@ -19,7 +19,7 @@ from foretoken.heads.expectation import KEY as EXPECTED
 from foretoken.llm import LLM
 from foretoken.loading.info import eos_token_ids
 from foretoken.train.answers import Gathering
-from foretoken.train.evaluation import Acceptance, chain_config, draw, measure
+from foretoken.train.evaluation import Evaluation, chain_config, draw, measure
 from foretoken.train.examples import example_of, is_evaluation, is_held_out, prompt_ids
 from foretoken.train.features import FeatureCache, FeatureSource, TargetFeatures
 from foretoken.train.plan import Plan
@@ -66,7 +66,7 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-class Run:
+class Training:
     """One training. Begun again in the same folder, it goes on where its newest checkpoint stands.
 
     Args:
@@ -193,7 +193,7 @@ class Run:
             self._since_best += 1
         return {"tau": found.tokens_per_step, "by_position": found.by_position}
 
-    def _ship(self, found: Acceptance, num_tokens: int) -> None:
+    def _ship(self, found: Evaluation, num_tokens: int) -> None:
         self._recipe.save(self.plan.out, {EXPECTED: found.by_position[0]})
         if self.plan.method == "draft_model" and self.llm.tokenizer is not None:
             self.llm.tokenizer.save_pretrained(self.plan.out)

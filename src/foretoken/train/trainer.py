@@ -70,7 +70,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Metrics:
+class StepMetrics:
     """Of one step.
 
     Args:
@@ -171,7 +171,7 @@ class Trainer:
     def is_done(self) -> bool:
         return self.progress.num_tokens >= self.schedule.num_tokens
 
-    def steps(self) -> Iterator[Metrics]:
+    def steps(self) -> Iterator[StepMetrics]:
         """Train to the end of the schedule, a step at a time.
 
         Raises: NumericsError for a loss or a gradient that is not finite, naming the examples of the step.
@@ -179,7 +179,7 @@ class Trainer:
         while not self.is_done:
             yield self.take_step()
 
-    def take_step(self) -> Metrics:
+    def take_step(self) -> StepMetrics:
         """One step over about ``batch_tokens`` answer tokens."""
         batch = self._next_batch()
         num_tokens = sum(example.num_answer_tokens for example in batch)
@@ -213,7 +213,7 @@ class Trainer:
         self.progress.num_examples += len(batch)
         self.progress.num_tokens += num_tokens
         means = tuple(total[0] / max(1, total[1]) for total in sums)
-        return Metrics(
+        return StepMetrics(
             step=self.progress.step,
             num_tokens=self.progress.num_tokens,
             rate=rate,

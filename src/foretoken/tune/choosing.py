@@ -15,7 +15,7 @@ from foretoken.bench.outcome import MIN_PROMPTS
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.engine.cost_model import CostCurve
 from foretoken.engine.costs import Prices
-from foretoken.tune.counting import PLAIN, Arm, Setting
+from foretoken.tune.counting import PLAIN, Setting, SettingCounts
 from foretoken.tune.walk import Counts
 
 NUM_RESAMPLES = 2000
@@ -35,7 +35,7 @@ class Ranked:
       low, high: 95 % interval, over prompts and measurements of the curve.
     """
 
-    arm: Arm
+    arm: SettingCounts
     speed: float
     low: float
     high: float
@@ -86,7 +86,7 @@ class Choice:
         """Of an arm in a batch of so many rows, by the mean curve."""
         curve = self.prices.mean()
         plain, drafted = (
-            sum(_seconds(arm, self.prices, curve, num_rows)) for arm in (Arm(PLAIN, one.arm.counts), one.arm)
+            sum(_seconds(arm, self.prices, curve, num_rows)) for arm in (SettingCounts(PLAIN, one.arm.counts), one.arm)
         )
         return plain / drafted
 
@@ -171,7 +171,7 @@ class Choice:
         }
 
 
-def choose(arms: Seq[Arm], prices: Prices, *, num_rows: int = 1, seed: int = 0) -> Choice:
+def choose(arms: Seq[SettingCounts], prices: Prices, *, num_rows: int = 1, seed: int = 0) -> Choice:
     """The fastest arm, or the simplest of those that nothing tells from it.
 
     Args:
@@ -182,7 +182,7 @@ def choose(arms: Seq[Arm], prices: Prices, *, num_rows: int = 1, seed: int = 0) 
     Randomness: a generator of its own; the same arms and prices have the same choice.
     """
     plain_counts = arms[0].counts if arms else ()
-    arms = [Arm(PLAIN, plain_counts), *arms]
+    arms = [SettingCounts(PLAIN, plain_counts), *arms]
     times = np.array([[_seconds(arm, prices, curve, num_rows) for curve in prices.rising()] for arm in arms])
     points = _speeds(times.mean(axis=1).sum(axis=1))
     generator = np.random.default_rng(seed)
@@ -203,7 +203,7 @@ def choose(arms: Seq[Arm], prices: Prices, *, num_rows: int = 1, seed: int = 0) 
     return Choice(tuple(found[i] for i in order), found[chosen], ties, prices, num_rows)
 
 
-def _seconds(arm: Arm, prices: Prices, curve: CostCurve, num_rows: int) -> list[float]:
+def _seconds(arm: SettingCounts, prices: Prices, curve: CostCurve, num_rows: int) -> list[float]:
     """In which an arm writes every text. The other rows of a batch are taken to verify as many nodes."""
 
     def verifying(nodes: int, counts: Counts) -> float:
@@ -228,7 +228,7 @@ def _speeds(seconds: Times) -> Times:
     return speeds
 
 
-def _complexity(place: int, setting: Setting, arms: Seq[Arm]) -> tuple[Any, ...]:
+def _complexity(place: int, setting: Setting, arms: Seq[SettingCounts]) -> tuple[Any, ...]:
     """Plain decoding first; no second model before one; the order of methods; the governor, which looks after other
     texts, before a fixed size; short drafts before long ones."""
     if setting is PLAIN:
@@ -240,7 +240,7 @@ def _complexity(place: int, setting: Setting, arms: Seq[Arm]) -> tuple[Any, ...]
     return 1, has_model, config.definition.combines, first, not setting.is_governed, size, place
 
 
-def _tokens(arm: Arm) -> float:
+def _tokens(arm: SettingCounts) -> float:
     """Per step."""
     if arm.setting is PLAIN:
         return 1.0
@@ -251,7 +251,7 @@ def _total(counts: Seq[Counts], name: str) -> int:
     return sum(getattr(one, name) for one in counts)
 
 
-def _drafted_nodes(arm: Arm) -> float:
+def _drafted_nodes(arm: SettingCounts) -> float:
     """Nodes of the steps that verified a draft, on average."""
     steps = [(step.nodes, count) for one in arm.counts for step, count in one.steps.items() if step.nodes > 1]
     number = sum(count for _, count in steps)

@@ -20,7 +20,7 @@ from foretoken.engine.costs import Prices
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.governor import Governor
-from foretoken.tune.walk import Counts, Step, Text, Walk
+from foretoken.tune.walk import CountedStep, Counts, RecordedText, Walk
 
 if TYPE_CHECKING:
     from foretoken.model.lm import CausalLM
@@ -67,7 +67,7 @@ PLAIN = Setting("plain decoding", {"method": "none"})
 
 
 @dataclass(frozen=True)
-class Arm:
+class SettingCounts:
     """A setting, and the steps that every text takes with it.
 
     Args:
@@ -109,8 +109,8 @@ def _up_to(sizes: Seq[int], most: int) -> list[int]:
 
 
 def walked(
-    target: CausalLM, drafter: Callable[[], Drafter], settings: Seq[Setting], texts: Seq[Text], prices: Prices
-) -> Iterator[Arm]:
+    target: CausalLM, drafter: Callable[[], Drafter], settings: Seq[Setting], texts: Seq[RecordedText], prices: Prices
+) -> Iterator[SettingCounts]:
     """The arms of a method whose drafts depend on tokens alone, one by one.
 
     Prices of drafting that are not known yet are taken from the first arm of every length.
@@ -118,7 +118,7 @@ def walked(
     for setting in sorted(settings, key=lambda one: one.is_governed):  # which asks what drafting costs
         governor = Governor(CostModel(prices.mean())) if setting.is_governed else None
         walk = _Walked(Walk(target, drafter(), texts), setting, governor, prices)
-        yield Arm(setting, walk.counts(len(texts)), setting.title)
+        yield SettingCounts(setting, walk.counts(len(texts)), setting.title)
 
 
 class _Walked:
@@ -139,7 +139,7 @@ class _Walked:
         return tuple(found)
 
     def _text(self) -> Counts:
-        steps: Counter[Step] = Counter()
+        steps: Counter[CountedStep] = Counter()
         num_tokens, contexts = 0, []
         self._walk.enter(1)
         while self._walk.rows:
@@ -149,7 +149,7 @@ class _Walked:
             num_tokens += emitted
         return Counts(steps, num_tokens, fmean(contexts))
 
-    def _step(self) -> tuple[Step, int]:
+    def _step(self) -> tuple[CountedStep, int]:
         walk, governor = self._walk, self._governor
         budgets = [self._within(Budget.of(budget)) for budget in walk.budgets()]
         if governor is not None:
@@ -169,7 +169,7 @@ class _Walked:
             other = self._curve.at(len(trees[0])) + self._prices.host_seconds
             governor.learn(trees, outputs, num_nodes, drafting_seconds=max(drafting, 1e-9), other_seconds=other)
         (output,) = outputs
-        step = Step(len(trees[0]), levels, trees[0].depth, output.num_accepted)
+        step = CountedStep(len(trees[0]), levels, trees[0].depth, output.num_accepted)
         return step, len(output.token_ids)
 
     def _within(self, budget: Budget) -> Budget:
@@ -188,10 +188,10 @@ def decoded(
     target: CausalLM,
     drafter: Callable[[], Drafter],
     setting: Setting,
-    texts: Seq[Text],
+    texts: Seq[RecordedText],
     prices: Prices,
     say: Callable[[int], None] = lambda _: None,
-) -> Arm:
+) -> SettingCounts:
     """The arm of a setting whose drafts need the target: the prompts are decoded, several rows at a time.
 
     Its price of drafting is taken from one prompt alone, where it is not known yet.
@@ -200,24 +200,24 @@ def decoded(
       say: told how many prompts are done.
     """
     engine = Engine(target, drafter(), EngineConfig(max_num_seqs=ROWS_AT_ONCE))
-    steps: dict[int, Counter[Step]] = {}
+    steps: dict[int, Counter[CountedStep]] = {}
     contexts: dict[int, list[int]] = {}
     rows = [engine.add_request(text.prompt, text.params)[0] for text in texts]
     for outputs in engine.run():
         for output in outputs:
             if output.tree is None:
                 continue
-            step = Step(len(output.tree), 1, output.tree.depth, output.num_accepted)
+            step = CountedStep(len(output.tree), 1, output.tree.depth, output.num_accepted)
             steps.setdefault(output.row.id, Counter())[step] += 1
             contexts.setdefault(output.row.id, []).append(len(output.row.token_ids))
         say(sum(row.is_finished for row in rows))
     if setting.name not in prices.drafting:
         prices.drafting[setting.name] = {1: alone(target, drafter(), texts[0], prices.mean())[0]}
     counts = tuple(Counts(steps[row.id], row.num_output_tokens, fmean(contexts[row.id])) for row in rows)
-    return Arm(setting, counts, setting.name)
+    return SettingCounts(setting, counts, setting.name)
 
 
-def alone(target: CausalLM, drafter: Drafter, text: Text, curve: CostCurve) -> tuple[float, float]:
+def alone(target: CausalLM, drafter: Drafter, text: RecordedText, curve: CostCurve) -> tuple[float, float]:
     """Seconds of a step that are spent on drafting, and those beside drafting and verifying: medians of one row.
 
     They are taken by what the same steps verify in, so that a busy machine does not make them dearer than the curve.
@@ -242,7 +242,7 @@ def alone(target: CausalLM, drafter: Drafter, text: Text, curve: CostCurve) -> t
 
 def record(
     target: CausalLM, prompts: Seq[tuple[str, tuple[int, ...]]], params: Any, eos: Seq[int], say: Callable[[int], None]
-) -> list[Text]:
+) -> list[RecordedText]:
     """Decode plainly, several rows at a time.
 
     Args:
@@ -255,5 +255,6 @@ def record(
     for _ in engine.run():
         say(sum(row.is_finished for row in rows))
     return [
-        Text(kind, tuple(ids), tuple(row.output_ids), params) for (kind, ids), row in zip(prompts, rows, strict=True)
+        RecordedText(kind, tuple(ids), tuple(row.output_ids), params)
+        for (kind, ids), row in zip(prompts, rows, strict=True)
     ]

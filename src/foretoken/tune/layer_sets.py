@@ -35,7 +35,7 @@ def require_optuna() -> ModuleType:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TriedSet:
     """One set that was tried."""
 
     layer_set: LayerSet
@@ -60,14 +60,14 @@ class SearchResult:
       is_interrupted: by Ctrl-C; resume to go on.
     """
 
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[TriedSet] = field(default_factory=list)
     is_interrupted: bool = False
 
     @property
-    def best(self) -> Trial:
+    def best(self) -> TriedSet:
         return self.ranking(1)[0]
 
-    def ranking(self, count: int) -> list[Trial]:
+    def ranking(self, count: int) -> list[TriedSet]:
         """The best trials, best first; of equal ones the first.
 
         The set that leaves out nothing comes behind them, and last those under which nothing was accepted.
@@ -180,7 +180,7 @@ class LayerSearch:
         key = tuple(choice[name] for name in self._space.names)
         if key not in self._seen:
             self._seen[key] = score
-            self._result.trials.append(Trial(self._space.layer_set(choice), score))
+            self._result.trials.append(TriedSet(self._space.layer_set(choice), score))
 
     def run(self, num_trials: int, on_trial: Callable[[SearchResult], None] = lambda _: None) -> SearchResult:
         """Try sets until this many different ones are known, those of the journal included.

@@ -11,7 +11,7 @@ import torch
 
 from foretoken.bench.arms import EngineArm
 from foretoken.bench.trial import Sampling, Trial, compare, interleave
-from foretoken.bench.workload import Prompt
+from foretoken.bench.workload import BenchPrompt
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.layer_set import LayerSet, skipping
 from foretoken.engine.costs import CONTEXT, Forward, filled_cache, median_times
@@ -85,7 +85,7 @@ class Task:
     """
 
     target: CausalLM
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[BenchPrompt, ...]
     max_new_tokens: int
     drafter_of: DrafterOf
 
@@ -102,7 +102,7 @@ class Task:
 
 
 def beside_plain(
-    target: CausalLM, drafters: Mapping[str, Drafter], prompts: Seq[Prompt], max_new_tokens: int, repeats: int
+    target: CausalLM, drafters: Mapping[str, Drafter], prompts: Seq[BenchPrompt], max_new_tokens: int, repeats: int
 ) -> Trial:
     """The prompts with every drafter and plainly ("plain"), one row, greedily, interleaved."""
     arms = [EngineArm(name, target, drafter) for name, drafter in {"plain": EmptyDrafter(), **drafters}.items()]

@@ -7,13 +7,13 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from foretoken.bench.trial import Sampling, Trial, bootstrap
-from foretoken.bench.workload import Prompt
+from foretoken.bench.workload import BenchPrompt
 from foretoken.engine.cost_model import CostCurve
 from foretoken.engine.costs import Prices, facts_of, forward_curve
 from foretoken.engine.profiles import BestLength, Profile
 from foretoken.errors import ConfigError
 from foretoken.tune.counting import Setting, alone, decoded
-from foretoken.tune.walk import Counts, Text, rates
+from foretoken.tune.walk import Counts, RecordedText, rates
 
 if TYPE_CHECKING:
     from foretoken.engine.drafter import Drafter
@@ -62,7 +62,7 @@ def best_length(texts: Seq[Counts], prices: Prices, title: str, curve: CostCurve
     return BestLength(curve.num_rows, curve.context, best, speeds[best], low, high)
 
 
-def nearest_setting(found: Seq[BestLength], prompts: Seq[Prompt], max_new_tokens: int) -> BestLength | None:
+def nearest_setting(found: Seq[BestLength], prompts: Seq[BenchPrompt], max_new_tokens: int) -> BestLength | None:
     """That of one row at the context which is nearest to that of prompts halfway through their answers."""
     context = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts) + max_new_tokens / 2
     of_one_row = [one for one in found if one.num_rows == 1]
@@ -87,7 +87,7 @@ def measure(
     method: str,
     new_drafter: Callable[[int], Drafter],
     longest: int,
-    prompts: Seq[Prompt],
+    prompts: Seq[BenchPrompt],
     *,
     max_new_tokens: int,
     batch_sizes: Seq[int],
@@ -112,7 +112,7 @@ def measure(
             curves.append(forward_curve(target, WIDTHS, context, repeats, num_rows=num_rows, of=min))
     say("decoding the prompts")
     params = Sampling(ignore_eos=True).params(max_new_tokens)
-    texts = [Text(prompt.category, tuple(prompt.token_ids), (), params) for prompt in prompts]
+    texts = [RecordedText(prompt.category, tuple(prompt.token_ids), (), params) for prompt in prompts]
     prices, setting = Prices(tuple(curves)), Setting(method, {"method": method})
     drafting: dict[int, float] = prices.drafting.setdefault(setting.name, {})
     single = next((one for one in curves if one.num_rows == 1), None)

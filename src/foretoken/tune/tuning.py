@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foretoken.bench.outcome import MIN_PROMPTS
-from foretoken.bench.workload import Prompt
+from foretoken.bench.workload import BenchPrompt
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.cost_model import FEW
@@ -19,8 +19,8 @@ from foretoken.errors import ConfigError, ForetokenError
 from foretoken.llm import LLM
 from foretoken.progress import Watch
 from foretoken.tune.choosing import Choice, choose
-from foretoken.tune.counting import ROWS_AT_ONCE, Arm, Setting, alone, decoded, record, settings_of, walked
-from foretoken.tune.walk import Text, rates
+from foretoken.tune.counting import ROWS_AT_ONCE, Setting, SettingCounts, alone, decoded, record, settings_of, walked
+from foretoken.tune.walk import RecordedText, rates
 
 SHARE_OF_TEXTS = 0.25
 """Of the budget, for decoding the prompts plainly; what drafts are tried on grows with them."""
@@ -71,7 +71,7 @@ class Tuning:
         """Of a step of one of several rows."""
         return self.prices.mean().at(ROWS_AT_ONCE * nodes) / ROWS_AT_ONCE
 
-    def run(self, prompts: Seq[Prompt], params: SamplingParams, *, num_rows: int = 1, seed: int = 0) -> Choice:
+    def run(self, prompts: Seq[BenchPrompt], params: SamplingParams, *, num_rows: int = 1, seed: int = 0) -> Choice:
         """Decode, count, and choose.
 
         Raises: ConfigError where no prompt is left, or no method applies.
@@ -93,9 +93,9 @@ class Tuning:
             raise ConfigError(f"none of the methods can be tried: {reasons}")
         return choose(arms, self.prices, num_rows=num_rows, seed=seed)
 
-    def _arms(self, texts: Seq[Text]) -> list[Arm]:
+    def _arms(self, texts: Seq[RecordedText]) -> list[SettingCounts]:
         """Those of methods that need no forward first: they take next to no time."""
-        found: dict[str, list[Arm]] = {title: [] for title in self.methods}
+        found: dict[str, list[SettingCounts]] = {title: [] for title in self.methods}
         need_target = []
         for place, (title, given) in enumerate(self.methods.items()):
             self.say("along the texts", place, len(self.methods))
@@ -121,7 +121,7 @@ class Tuning:
             self.refused[title] = str(error)
             return None
 
-    def _decoded(self, setting: Setting, texts: Seq[Text]) -> Arm | None:
+    def _decoded(self, setting: Setting, texts: Seq[RecordedText]) -> SettingCounts | None:
         """The arm of a setting that needs the target, where the budget has room for it."""
         total = sum(len(text.output) for text in texts)
         planned = total * self._row_seconds(setting.nodes or (setting.length or 0) + 1)

@@ -22,7 +22,7 @@ from foretoken.tree import DraftTree
 
 
 @dataclass(frozen=True)
-class Text:
+class RecordedText:
     """A prompt, and what plain decoding said.
 
     Args:
@@ -36,7 +36,7 @@ class Text:
     params: SamplingParams
 
 
-class Step(NamedTuple):
+class CountedStep(NamedTuple):
     """What a step of one row has drafted and brought.
 
     Args:
@@ -60,7 +60,7 @@ class Counts:
       context: tokens before the steps, on average.
     """
 
-    steps: Counter[Step]
+    steps: Counter[CountedStep]
     num_tokens: int
     context: float = 0.0
 
@@ -101,7 +101,7 @@ class Walk:
     budgets.
     """
 
-    def __init__(self, target: CausalLM, drafter: Drafter, texts: Iterable[Text]) -> None:
+    def __init__(self, target: CausalLM, drafter: Drafter, texts: Iterable[RecordedText]) -> None:
         self.drafter = drafter
         self.rows: list[Sequence] = []
         self._waiting = list(texts)

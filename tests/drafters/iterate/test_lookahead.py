@@ -19,9 +19,9 @@ from foretoken.drafters.context import DrafterContext, drafter_factory
 from foretoken.drafters.iterate.lookahead import (
     LONGEST_REST,
     TRY_STEPS,
+    GuessWindow,
     LookaheadDrafter,
     NgramPool,
-    Window,
     WindowWorth,
     most_cells,
 )
@@ -74,8 +74,8 @@ def draft_of(pending: int, max_depth: int) -> GrowingDraft:
     return GrowingDraft(cast("Sequence", SimpleNamespace(pending=pending)), max_depth)
 
 
-def full_window(size: int, num_levels: int, first: list[int], levels: list[list[int]]) -> Window:
-    window = Window(size, num_levels, lambda: 0, frozenset())
+def full_window(size: int, num_levels: int, first: list[int], levels: list[list[int]]) -> GuessWindow:
+    window = GuessWindow(size, num_levels, lambda: 0, frozenset())
     window._first, window._levels = first, levels
     return window
 
@@ -124,7 +124,7 @@ def test_columns_beyond_a_cut_give_no_ngram_and_start_anew() -> None:
 
 def test_ends_and_failures_are_never_guessed() -> None:
     tokens = count(50)
-    window = Window(2, 2, lambda: next(tokens), frozenset({50, 7}))
+    window = GuessWindow(2, 2, lambda: next(tokens), frozenset({50, 7}))
     assert window.levels == [[51, 52]]
     draft = draft_of(9, 99)
     window.add_to(draft)
@@ -133,7 +133,7 @@ def test_ends_and_failures_are_never_guessed() -> None:
 
 
 def test_the_window_fills_by_a_level_for_a_column() -> None:
-    window = Window(4, 3, lambda: 1, frozenset())
+    window = GuessWindow(4, 3, lambda: 1, frozenset())
     shapes = []
     for _ in range(4):
         shapes.append([len(level) for level in window.levels])

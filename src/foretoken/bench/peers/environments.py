@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foretoken.bench.candidates import Candidate
+from foretoken.bench.candidates import MethodCandidate
 from foretoken.bench.peers.client import Launch
 from foretoken.bench.peers.export import Exported
 from foretoken.bench.peers.outcome import OWN
@@ -42,7 +42,7 @@ class Arming:
       assisted_lengths, lookup_lengths: numbers of draft tokens among which transformers is tuned.
     """
 
-    methods: Seq[Candidate]
+    methods: Seq[MethodCandidate]
     execution: str
     exactness: str
     quantised: bool

@@ -16,7 +16,7 @@ import torch
 
 from foretoken import zoo
 from foretoken.bench.models import load_pair, scaled
-from foretoken.bench.workload import Prompt, prompts_of_kinds, read_questions
+from foretoken.bench.workload import BenchPrompt, prompts_of_kinds, read_questions
 from foretoken.folders import cache_folder
 from foretoken.loading.models import is_zoo, load_tokenizer
 
@@ -114,7 +114,7 @@ def prompts_of(
     prompts_file: Path | None,
     max_new_tokens: int,
     answer: Callable[[tuple[int, ...]], tuple[int, ...]],
-) -> Iterator[Prompt]:
+) -> Iterator[BenchPrompt]:
     """Prompts of the kinds in turn; those that leave no room for the output are left out.
 
     Args:

@@ -78,7 +78,7 @@ class PeerRow:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class EngineRatio:
     """One arm by another, each the best of its engine on the prompts that do not count.
 
     Args:
@@ -111,7 +111,7 @@ class Heat:
     other_cpu_share: float
     idle_shares: Mapping[str, float]
     rows: tuple[PeerRow, ...]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[EngineRatio, ...]
     wrong: tuple[str, ...]
     is_complete: bool
 
@@ -178,7 +178,7 @@ _VERDICT_COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RaceOutcome:
     """A whole race.
 
     Args:
@@ -254,7 +254,7 @@ def best_of(arms: Seq[RemoteArm], engine: str, kinds: Seq[str], num_rows: int, c
     return max(some, key=lambda arm: arm.facts["tuned_tokens_per_second"], default=None)
 
 
-def verdicts(trial: Trial, arms: Seq[RemoteArm]) -> list[Verdict]:
+def verdicts(trial: Trial, arms: Seq[RemoteArm]) -> list[EngineRatio]:
     """This library by every other engine, arm by arm of a kind; batches by the single row of their engine."""
     peers = [name for name in dict.fromkeys(arm.worker.launch.name for arm in arms) if name != OWN]
     sizes = sorted({arm.num_rows for arm in arms})
@@ -270,10 +270,10 @@ def verdicts(trial: Trial, arms: Seq[RemoteArm]) -> list[Verdict]:
                 if ours is not None and theirs is not None:
                     title = what if num_rows == 1 else f"{what}, {num_rows} rows"
                     comparison = compare(trial, ours.name, theirs.name)
-                    found.append(Verdict(title, ours.name, theirs.name, we_count and they_count, comparison))
+                    found.append(EngineRatio(title, ours.name, theirs.name, we_count and they_count, comparison))
     for name, num_rows in product((OWN, *peers), sizes):
         batch, alone = best_of(arms, name, (PLAIN,), num_rows, True), best_of(arms, name, (PLAIN,), 1, True)
         if num_rows > 1 and batch is not None and alone is not None:
             comparison = compare(trial, batch.name, alone.name)
-            found.append(Verdict(f"{num_rows} rows by one", batch.name, alone.name, True, comparison))
+            found.append(EngineRatio(f"{num_rows} rows by one", batch.name, alone.name, True, comparison))
     return found

@@ -14,10 +14,10 @@ import torch
 from foretoken.bench.equality import Equality, check
 from foretoken.bench.peers.client import Launch, RemoteArm, Worker, WorkerError
 from foretoken.bench.peers.export import Exported
-from foretoken.bench.peers.outcome import OWN, Heat, Outcome, row_of, verdicts
+from foretoken.bench.peers.outcome import OWN, Heat, RaceOutcome, row_of, verdicts
 from foretoken.bench.peers.workers.protocol import PLAIN
 from foretoken.bench.trial import Sampling, Trial, in_groups, interleave
-from foretoken.bench.workload import Prompt
+from foretoken.bench.workload import BenchPrompt
 from foretoken.errors import ConfigError
 from foretoken.progress import Watch
 
@@ -70,8 +70,8 @@ class Race:
         self._settings = settings
         self._say = say
         self._missing = dict(missing)
-        self._counting: list[Prompt] = []
-        self._tuning: list[Prompt] = []
+        self._counting: list[BenchPrompt] = []
+        self._tuning: list[BenchPrompt] = []
         self._skipped: list[str] = []
         self._heats: list[Heat] = []
         self._gaps: dict[tuple[object, ...], float] = {}
@@ -112,14 +112,14 @@ class Race:
         own, length = self._workers[0], self._settings.max_new_tokens
         return tuple(own.ask(verb="answer", prompt=list(ids), max_new_tokens=length)["token_ids"])
 
-    def _choose(self, prompts: Iterator[Prompt]) -> None:
+    def _choose(self, prompts: Iterator[BenchPrompt]) -> None:
         """The first prompts whose answers are long enough count; the next ones are for tuning.
 
         Raises: ConfigError when there are too few.
         """
         settings = self._settings
         wanted = settings.num_prompts + settings.num_tuning_prompts
-        chosen: list[Prompt] = []
+        chosen: list[BenchPrompt] = []
         for prompt in prompts:
             if len(chosen) == wanted:
                 break
@@ -144,7 +144,7 @@ class Race:
 
     # -- heats -------------------------------------------------------------------------------------------------
 
-    def run(self, prompts: Iterator[Prompt], on_prompt: Callable[[Outcome], None]) -> Outcome:
+    def run(self, prompts: Iterator[BenchPrompt], on_prompt: Callable[[RaceOutcome], None]) -> RaceOutcome:
         """Choose settings on some prompts and race on others.
 
         Args:
@@ -177,7 +177,7 @@ class Race:
         if len(self._workers) < 2:
             raise ConfigError(f"no other engine works: {self._missing}")
 
-    def _heat(self, size: int, on_prompt: Callable[[Outcome], None]) -> Heat:
+    def _heat(self, size: int, on_prompt: Callable[[RaceOutcome], None]) -> Heat:
         arms = [arm for worker in self._workers for arm in worker.arms if arm.num_rows in (1, size)]
         for arm in arms:
             arm.cpu_seconds = arm.seconds = 0.0
@@ -251,10 +251,10 @@ class Race:
             return False  # it has other weights
         return not (found.is_repeatable and found.passes(torch.float32))
 
-    def outcome(self, unfinished: Heat | None = None) -> Outcome:
+    def outcome(self, unfinished: Heat | None = None) -> RaceOutcome:
         """What is known so far."""
         arms = [arm for worker in self._workers for arm in worker.arms]
-        return Outcome(
+        return RaceOutcome(
             models=self._exported.models,
             dtype=self._dtype,
             engines={worker.launch.name: worker.engine for worker in self._workers},

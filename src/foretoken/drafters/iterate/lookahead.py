@@ -86,7 +86,7 @@ class LookaheadDrafter(ContextDrafter):
         if options.max_draft_nodes is not None:
             self._max_guess_nodes = options.max_draft_nodes - options.num_cells + 1
         self._worth = WindowWorth(options.num_cells - 1)
-        self._window_of: dict[int, Window | None] = {}  # None while it rests
+        self._window_of: dict[int, GuessWindow | None] = {}  # None while it rests
         self._pool_of: dict[int, NgramPool] = {}
 
     def start(self, rows: Seq[Sequence]) -> None:
@@ -120,9 +120,9 @@ class LookaheadDrafter(ContextDrafter):
             self._window_of.pop(row.id, None)
             self._pool_of.pop(row.id, None)
 
-    def _new_window(self, row: Sequence) -> Window:
+    def _new_window(self, row: Sequence) -> GuessWindow:
         ends = frozenset((*row.law.eos_token_ids, *(row.params.stop_token_ids or ())))
-        return Window(self.options.window_size, self.options.num_speculative_tokens, PromptTokens(row).next, ends)
+        return GuessWindow(self.options.window_size, self.options.num_speculative_tokens, PromptTokens(row).next, ends)
 
     def _learn(self, row: Sequence, num_new_tokens: int) -> None:
         if self.options.pool_from_prompt:
@@ -130,11 +130,11 @@ class LookaheadDrafter(ContextDrafter):
 
 
 def most_cells(size: int, num_levels: int) -> int:
-    """The most cells, pending token included, that a `Window` has at any time: full, or one of the steps before."""
+    """The most cells, pending token included, that a `GuessWindow` ever has: full, or one of the steps before."""
     return max(count * (size + num_levels - count) for count in range(1, num_levels + 1))
 
 
-class Window:
+class GuessWindow:
     """Levels of guesses for future positions; each level is what the target made of the one above it.
 
     Column j of level l guesses the token l + j places after the pending one, which is itself column 0 of level 0.

@@ -334,14 +334,14 @@ class EagleRows(CachedStates):
         return packing.embedding_rows(self._target.shadow.get_input_embeddings() if own is None else own, tokens)
 
 
-def _drawing(draft: GrowingDraft) -> int8.Drawing | None:
+def _drawing(draft: GrowingDraft) -> int8.RankingNoise | None:
     """How the target draws the tokens that a draft foresees; None where it takes its likeliest."""
     law, start = draft.row.law, len(draft.row.token_ids)
     if law.is_greedy:
         return None
     warper = law.warper
     keys = [noise.row_key(law.seed, start + depth) for depth in range(draft.cap)]
-    return int8.Drawing(keys, (warper.top_k, warper.temperature, warper.top_p, warper.min_p))
+    return int8.RankingNoise(keys, (warper.top_k, warper.temperature, warper.top_p, warper.min_p))
 
 
 def int8_head(head: EagleHead, target: CausalLM, output: torch.nn.Module) -> int8.Int8Head | None:

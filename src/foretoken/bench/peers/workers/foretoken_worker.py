@@ -23,7 +23,7 @@ from foretoken.bench.trial import Arm, Sampling
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.loading.models import load_model
 
-from .protocol import DRAFT, LOOKUP, PLAIN, Answer, Decode, Entry, common_options, one_way, serve
+from .protocol import DRAFT, LOOKUP, PLAIN, Decode, DecodedRows, Entry, common_options, one_way, serve
 
 NOT_COUNTING = ("quantized_self",)
 """Methods that draft in fewer bits: beside engines that hold all of them, they are shown and not counted. So are those
@@ -83,10 +83,10 @@ class Own:
 def decode_with(arm: Arm) -> Decode:
     """Greedily: one row ends where the model ends it, rows of a batch at the budget."""
 
-    def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
+    def run(prompts: list[list[int]], max_new_tokens: int) -> DecodedRows:
         is_batch = len(prompts) > 1
         done = arm.run(prompts if is_batch else prompts[0], max_new_tokens, Sampling(ignore_eos=is_batch))
-        return Answer([list(row) for row in done.texts], done.num_first, done.first_seconds, done.decode_seconds)
+        return DecodedRows([list(row) for row in done.texts], done.num_first, done.first_seconds, done.decode_seconds)
 
     return run
 

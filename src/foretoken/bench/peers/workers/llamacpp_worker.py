@@ -19,7 +19,7 @@ from typing import Any
 
 import xllamacpp
 
-from .protocol import Answer, Candidate, Chosen, Decode, Entry, common_options, say, serve, usual_entries
+from .protocol import Chosen, Decode, DecodedRows, Entry, EntrySettings, common_options, say, serve, usual_entries
 from .to_gguf import MIXED, TYPES, convert
 
 CONTEXT = 4096
@@ -50,24 +50,24 @@ class LlamaCpp:
         self._plain = plain
         self._threads = threads
 
-    def plain(self, chosen: Chosen) -> list[Candidate]:
+    def plain(self, chosen: Chosen) -> list[EntrySettings]:
         return [self._candidate({"weights": kind, **flash}) for kind in self._types for flash in FLASH]
 
-    def lookups(self, chosen: Chosen) -> list[Candidate]:
+    def lookups(self, chosen: Chosen) -> list[EntrySettings]:
         return [self._candidate({**chosen[self._plain], **lookup}) for lookup in LOOKUPS]
 
-    def drafted(self, chosen: Chosen) -> list[Candidate]:
+    def drafted(self, chosen: Chosen) -> list[EntrySettings]:
         return [self._candidate({**chosen[self._plain], **draft}) for draft in DRAFTS]
 
-    def batches(self, num_rows: int, chosen: Chosen) -> list[Candidate]:
+    def batches(self, num_rows: int, chosen: Chosen) -> list[EntrySettings]:
         return [
-            Candidate(settings, partial(self._batch, settings, num_rows))
+            EntrySettings(settings, partial(self._batch, settings, num_rows))
             for kind in self._types
             for settings in ({"weights": kind, **flash} for flash in FLASH)
         ]
 
-    def _candidate(self, settings: Mapping[str, Any]) -> Candidate:
-        return Candidate(settings, lambda: decode(self._server(settings)))
+    def _candidate(self, settings: Mapping[str, Any]) -> EntrySettings:
+        return EntrySettings(settings, lambda: decode(self._server(settings)))
 
     def _batch(self, settings: Mapping[str, Any], num_rows: int) -> Decode:
         return decode_together(self._server(settings, num_rows))
@@ -109,12 +109,12 @@ def _speculation(name: str) -> Any:
 def decode(server: Any) -> Decode:
     """Of one row."""
 
-    def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
+    def run(prompts: list[list[int]], max_new_tokens: int) -> DecodedRows:
         started = perf_counter()
         found = server.handle_completions(request(prompts[0], max_new_tokens))
         total = perf_counter() - started
         tokens, seconds = found["__verbose"]["tokens"], found["timings"]["predicted_ms"] / 1e3
-        return Answer([tokens], 1 + len(tokens) - found["timings"]["predicted_n"], total - seconds, seconds)
+        return DecodedRows([tokens], 1 + len(tokens) - found["timings"]["predicted_n"], total - seconds, seconds)
 
     return run
 
@@ -122,7 +122,7 @@ def decode(server: Any) -> Decode:
 def decode_together(server: Any) -> Decode:
     """Of all rows of a server at once: a request each, from as many threads."""
 
-    def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
+    def run(prompts: list[list[int]], max_new_tokens: int) -> DecodedRows:
         arrivals: list[list[tuple[float, list[int]]]] = [[] for _ in prompts]
 
         def ask(place: int) -> None:
@@ -140,7 +140,7 @@ def decode_together(server: Any) -> Decode:
         entered, ended = max(row[0][0] for row in arrivals), max(row[-1][0] for row in arrivals)
         num_first = sum(len(tokens) for row in arrivals for time, tokens in row if time <= entered)
         rows = [[token for _, tokens in row for token in tokens] for row in arrivals]
-        return Answer(rows, num_first, entered - started, ended - entered)
+        return DecodedRows(rows, num_first, entered - started, ended - entered)
 
     return run
 

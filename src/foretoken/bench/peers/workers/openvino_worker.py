@@ -22,11 +22,11 @@ import openvino
 import openvino_genai
 
 from .protocol import (
-    Answer,
-    Candidate,
     Chosen,
     Decode,
+    DecodedRows,
     Entry,
+    EntrySettings,
     common_options,
     eos_token_ids,
     say,
@@ -47,7 +47,7 @@ _EXTRA = {"int4": ("--group-size", "64")}  # its default of 128 divides too few 
 _NOTES = {"KV_CACHE_PRECISION": "KV", "ATTENTION_BACKEND": "attention"}
 
 
-class Clock(openvino_genai.StreamerBase):  # type: ignore[misc]
+class EmissionClock(openvino_genai.StreamerBase):  # type: ignore[misc]
     """Notes when how many tokens came."""
 
     def __init__(self) -> None:
@@ -89,14 +89,14 @@ class OpenVINO:
 
     # -- candidates --------------------------------------------------------------------------------------------
 
-    def plain(self, chosen: Chosen) -> list[Candidate]:
+    def plain(self, chosen: Chosen) -> list[EntrySettings]:
         return [
             self._candidate({**cache, "ATTENTION_BACKEND": backend}, {}, {})
             for cache in KV_CACHES
             for backend in BACKENDS
         ]
 
-    def lookups(self, chosen: Chosen) -> list[Candidate]:
+    def lookups(self, chosen: Chosen) -> list[EntrySettings]:
         """With paged attention, which prompt lookup needs."""
         return [
             self._candidate(cache, {"prompt_lookup": True}, {"num_assistant_tokens": length, "max_ngram_size": longest})
@@ -104,16 +104,16 @@ class OpenVINO:
             for length, longest in LOOKUPS
         ]
 
-    def drafted(self, chosen: Chosen) -> list[Candidate]:
+    def drafted(self, chosen: Chosen) -> list[EntrySettings]:
         return [self._candidate(cache, {"draft": True}, options) for cache in KV_CACHES for options in DRAFTS]
 
-    def _candidate(self, device: Mapping[str, Any], extra: Mapping[str, Any], options: dict[str, Any]) -> Candidate:
+    def _candidate(self, device: Mapping[str, Any], extra: Mapping[str, Any], options: dict[str, Any]) -> EntrySettings:
         settings = {_NOTES[name]: value for name, value in device.items()} | options
-        return Candidate(settings, lambda: self._decode(self._pipeline(device, extra), options))
+        return EntrySettings(settings, lambda: self._decode(self._pipeline(device, extra), options))
 
-    def batches(self, num_rows: int, chosen: Chosen) -> list[Candidate]:
+    def batches(self, num_rows: int, chosen: Chosen) -> list[EntrySettings]:
         return [
-            Candidate(
+            EntrySettings(
                 {_NOTES[name]: value for name, value in cache.items()} | {"tokens per step": most, "split fuse": fuse},
                 partial(self._batch, num_rows, cache, most, fuse),
             )
@@ -142,17 +142,17 @@ class OpenVINO:
         return config
 
     def _decode(self, pipeline: Pipeline, options: Mapping[str, Any]) -> Decode:
-        def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
+        def run(prompts: list[list[int]], max_new_tokens: int) -> DecodedRows:
             config = self._config(max_new_tokens)
             config.stop_token_ids = self._eos
             for name, value in options.items():
                 setattr(config, name, value)
             ids = np.array(prompts, dtype=np.int64)
             inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
-            clock = Clock()
+            clock = EmissionClock()
             tokens = list(pipeline.made.generate(inputs, config, clock).tokens[0])
             first, last = clock.times[0], clock.times[-1]
-            return Answer([tokens], clock.counts[0], first - clock.started, last - first)
+            return DecodedRows([tokens], clock.counts[0], first - clock.started, last - first)
 
         return run
 
@@ -168,7 +168,7 @@ class OpenVINO:
             properties={**self._device, **cache},
         )
 
-        def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
+        def run(prompts: list[list[int]], max_new_tokens: int) -> DecodedRows:
             config = self._config(max_new_tokens)
             config.ignore_eos = True
             started = perf_counter()
@@ -189,7 +189,7 @@ class OpenVINO:
             num_first, entered = sum(map(len, rows)), perf_counter()
             while pipeline.has_non_finished_requests():
                 step()
-            return Answer(rows, num_first, entered - started, perf_counter() - entered)
+            return DecodedRows(rows, num_first, entered - started, perf_counter() - entered)
 
         return run
 

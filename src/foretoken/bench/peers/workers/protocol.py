@@ -28,7 +28,7 @@ _REASON = 200  # characters of an exception that are passed on
 
 
 @dataclass(frozen=True)
-class Answer:
+class DecodedRows:
     """The token ids of every row, and decoding: what follows the first ``num_first`` tokens of all rows together.
 
     Of one row that is its first emission. Of a batch, the time starts when every row has its first token.
@@ -44,12 +44,12 @@ class Answer:
         return sum(map(len, self.rows)) - self.num_first
 
 
-Decode = Callable[[list[list[int]], int], Answer]
+Decode = Callable[[list[list[int]], int], DecodedRows]
 """Prompts and a budget to an answer. One prompt ends where the model ends it, rows of a batch at the budget."""
 
 
 @dataclass(frozen=True)
-class Candidate:
+class EntrySettings:
     """Settings of an entry, and how to make what decodes with them."""
 
     settings: Mapping[str, Any]
@@ -81,7 +81,7 @@ class Entry:
     name: str
     kind: str
     numerics: str
-    candidates: Callable[[Chosen], list[Candidate]]
+    candidates: Callable[[Chosen], list[EntrySettings]]
     counts: bool = True
     num_rows: int = 1
 
@@ -114,16 +114,16 @@ def usual_entries(
     return found
 
 
-def one_way(settings: Mapping[str, Any], make: Callable[[], Decode]) -> Callable[[Chosen], list[Candidate]]:
+def one_way(settings: Mapping[str, Any], make: Callable[[], Decode]) -> Callable[[Chosen], list[EntrySettings]]:
     """Nothing to choose from."""
-    return lambda chosen: [Candidate(settings, make)]
+    return lambda chosen: [EntrySettings(settings, make)]
 
 
 @dataclass
 class _Tried:
     """A candidate and what its runs have shown."""
 
-    candidate: Candidate
+    candidate: EntrySettings
     decode: Decode
     num_tokens: int = 0
     seconds: float = 0.0
@@ -187,7 +187,7 @@ class Field:
 
 
 def _fastest(
-    candidates: list[Candidate], groups: list[list[list[int]]], max_new_tokens: int
+    candidates: list[EntrySettings], groups: list[list[list[int]]], max_new_tokens: int
 ) -> tuple[_Tried, dict[str, Any]]:
     """The fastest candidate, and the tokens per second of all, on the first prompts and on all, or why one fails.
 

@@ -14,10 +14,10 @@ from foretoken.bench.arms import TransformersArm
 
 from .foretoken_worker import decode_with
 from .protocol import (
-    Candidate,
     Chosen,
     Decode,
     Entry,
+    EntrySettings,
     common_options,
     eos_token_ids,
     has_draft,
@@ -38,21 +38,21 @@ class Transformers:
         self._assisted = assisted
         self._lookups = lookups
 
-    def plain(self, chosen: Chosen) -> list[Candidate]:
+    def plain(self, chosen: Chosen) -> list[EntrySettings]:
         """With a cache that grows, and with one that is there from the beginning."""
         return [self._candidate({"cache_implementation": kind}) for kind in ("dynamic", "static")]
 
-    def batches(self, num_rows: int, chosen: Chosen) -> list[Candidate]:
+    def batches(self, num_rows: int, chosen: Chosen) -> list[EntrySettings]:
         """The same."""
         return self.plain(chosen)
 
-    def lookups(self, chosen: Chosen) -> list[Candidate]:
+    def lookups(self, chosen: Chosen) -> list[EntrySettings]:
         settings: list[dict[str, Any]] = [{"prompt_lookup_num_tokens": length} for length in self._lookups]
         return [
             self._candidate(one) for one in (*settings, *({**one, "max_matching_ngram_size": 3} for one in settings))
         ]
 
-    def drafted(self, chosen: Chosen) -> list[Candidate]:
+    def drafted(self, chosen: Chosen) -> list[EntrySettings]:
         """Every number of assistant tokens under both schedules."""
         return [
             self._candidate({}, {"num_assistant_tokens": length, "num_assistant_tokens_schedule": schedule})
@@ -60,8 +60,12 @@ class Transformers:
             for length in self._assisted
         ]
 
-    def _candidate(self, options: Mapping[str, Any], assistant_options: Mapping[str, Any] | None = None) -> Candidate:
-        return Candidate({**options, **(assistant_options or {})}, partial(self._decode, options, assistant_options))
+    def _candidate(
+        self, options: Mapping[str, Any], assistant_options: Mapping[str, Any] | None = None
+    ) -> EntrySettings:
+        return EntrySettings(
+            {**options, **(assistant_options or {})}, partial(self._decode, options, assistant_options)
+        )
 
     def _decode(self, options: Mapping[str, Any], assistant_options: Mapping[str, Any] | None) -> Decode:
         draft = None if assistant_options is None else self._draft
