@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import resource
-import signal
-import subprocess
-import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -24,10 +18,7 @@ from foretoken import zoo
 from foretoken.drafters.lookup.rest import RestOptions
 from foretoken.errors import ConfigError, CorpusError, DatastoreError, TokenizerMismatchError
 from foretoken.loading.models import load_tokenizer
-from foretoken.retrieval import build as building
-from foretoken.retrieval import corpus as corpora
 from foretoken.retrieval import datastore as datastore_of
-from foretoken.retrieval import resuming
 from foretoken.retrieval.build import ShardLimits, append, build
 from foretoken.retrieval.corpus import PIECE_CHARACTERS, CorpusFile, cut, find_files
 from foretoken.retrieval.datastore import SHORTER_WEIGHT, Datastore, Lookup, known_end
@@ -225,91 +216,6 @@ def test_append_adds_recent_shards_and_keeps_the_old(corpus: Path, tmp_path: Pat
     assert match.length >= 4
 
 
-class Killed(Exception):
-    pass
-
-
-@pytest.mark.parametrize(
-    "moment",
-    [
-        pytest.param(
-            moment, marks=() if moment in (2, 5) else pytest.mark.slow if moment in (1, 8, 11) else pytest.mark.full
-        )
-        for moment in range(1, 12)
-    ],
-)
-def test_an_interrupted_build_goes_on_where_it_was(
-    moment: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Broken off at the n-th state or shard that is written, before or after: the result is the same, byte by byte."""
-    limits = ShardLimits(max_shard_tokens=700)
-    monkeypatch.setattr(building, "_CHECKPOINT_BYTES", 256)
-    monkeypatch.setattr(corpora, "_BATCH_PIECES", 7)
-    build([corpus], tokenizer(), tmp_path / "whole", limits=limits)
-    calls = 0
-
-    def breaking(original: Any) -> Any:
-        def call(*arguments: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == moment * 2:
-                raise Killed
-            result = original(*arguments)
-            if calls == moment * 2 + 1:
-                raise Killed
-            return result
-
-        return call
-
-    with monkeypatch.context() as patch:
-        patch.setattr(resuming, "write_json", breaking(resuming.write_json))
-        patch.setattr(building, "write_suffix_array", breaking(building.write_suffix_array))
-        with pytest.raises(Killed):
-            build([corpus], tokenizer(), tmp_path / "out", limits=limits)
-    with pytest.raises(DatastoreError, match="unfinished build"):
-        Datastore.open(tmp_path / "out")
-    again: list[int] = []
-    build([corpus], tokenizer(), tmp_path / "out", limits=limits, progress=lambda _, done, __: again.append(done))
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert not (tmp_path / "out" / "build.json").exists()
-
-
-def test_an_unfinished_build_is_not_mixed_with_another(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = ShardLimits(max_shard_tokens=300)
-    with monkeypatch.context() as patch:
-        patch.setattr(building.DatastoreManifest, "write", lambda *_: (_ for _ in ()).throw(Killed()))
-        with pytest.raises(Killed):
-            build([corpus], tokenizer(), tmp_path / "out", limits=limits)
-    with pytest.raises(DatastoreError, match=r"max_shard_tokens.*--restart"):
-        build([corpus], tokenizer(), tmp_path / "out")
-    manifest = build([corpus], tokenizer(), tmp_path / "out", restart=True)
-    assert len(manifest.shards) == 1
-    with pytest.raises(DatastoreError, match="holds a datastore already"):
-        build([corpus], tokenizer(), tmp_path / "out")
-
-
-@pytest.mark.slow
-def test_a_build_that_was_killed_goes_on(tmp_path: Path) -> None:
-    """kill -9 on the real command line, in the middle of reading."""
-    source = tmp_path / "corpus.jsonl"
-    source.write_text("".join(json.dumps({"text": text * 30}) + "\n" for text in sentences(1200)))
-    command = [sys.executable, "-m", "foretoken", "datastore", "build", str(source), "--memory", "0.607", "--out"]
-    process = subprocess.Popen([*command, str(tmp_path / "out")], start_new_session=True)
-    state = tmp_path / "out" / "build.json"
-    deadline = time.monotonic() + 120
-    while not state.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert process.poll() is None, "the build was over before it could be killed"
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert json.loads(state.read_text())["piece"] > 0
-    subprocess.run([*command, str(tmp_path / "out")], check=True, capture_output=True)
-    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
@@ -404,40 +310,11 @@ def test_a_datastore_of_another_tokenizer_is_refused(corpus: Path, tmp_path: Pat
         Datastore.open(tmp_path / "out", vocab_size=100)
 
 
-def test_a_disk_that_is_full_is_reported_and_the_build_goes_on(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The limit of file sizes stands for the end of the disk; both reach the program as an OSError of the write."""
-    monkeypatch.setattr(building, "_CHECKPOINT_BYTES", 256)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        with pytest.raises(DatastoreError, match="make room and run the same command again"):
-            build([corpus], tokenizer(), tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, previous)
-    build([corpus], tokenizer(), tmp_path / "out")
-    build([corpus], tokenizer(), tmp_path / "whole")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
 def test_a_directory_that_cannot_be_written_is_reported(corpus: Path, tmp_path: Path) -> None:
     """A file in the place of the directory stands for a read-only one, which the superuser may write to."""
     (tmp_path / "file").write_text("")
     with pytest.raises(DatastoreError, match="choose a directory that you may write to"):
         build([corpus], tokenizer(), tmp_path / "file" / "out")
-
-
-def test_two_builds_do_not_write_to_one_directory(corpus: Path, tmp_path: Path) -> None:
-    def second(*_: Any) -> None:
-        with pytest.raises(DatastoreError, match="another build"):
-            build([corpus], tokenizer(), tmp_path / "out")
-        raise Killed
-
-    with pytest.raises(Killed):
-        build([corpus], tokenizer(), tmp_path / "out", progress=second)
 
 
 def test_too_little_memory_is_refused(corpus: Path, tmp_path: Path) -> None:
