@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import threading
@@ -21,6 +22,7 @@ from foretoken.llm import LLM
 from foretoken.serve.app import SMALL_BYTES
 from foretoken.serve.completions import read_completion
 from foretoken.serve.errors import ApiError
+from foretoken.serve.fields import MOST_ENTRIES
 from foretoken.serve.served import Served
 from foretoken.serve.server import Server
 from foretoken.serve.settings import ServerSettings
@@ -164,6 +166,28 @@ def test_a_body_that_is_not_wanted_is_read_before_the_answer(start: Callable[...
             answer = b"".join(iter(lambda: client.recv(65536), b""))
         assert answer.startswith(f"HTTP/1.1 {status} ".encode())
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == kind
+
+
+@pytest.mark.parametrize("coding", ["gzip", "identity, GZIP", "nonsense"])
+def test_a_coded_body_is_refused_by_name(running_server: Running, coding: str) -> None:
+    """It was called a body that is not JSON."""
+    body = gzip.compress(json.dumps({"prompt": "a"}).encode())
+    found = running_server.http.post("/v1/completions", content=body, headers={"Content-Encoding": coding})
+    assert found.status_code == 415
+    assert coding.split()[-1] in found.json()["error"]["message"]
+    assert found.headers["accept-encoding"] == "identity"
+    as_it_is = {"content": b'{"prompt": "a", "max_tokens": 1}', "headers": {"Content-Encoding": "identity"}}
+    assert running_server.http.post("/v1/completions", **as_it_is).status_code == 200
+
+
+@pytest.mark.parametrize(("name", "most"), MOST_ENTRIES.items())
+def test_lists_that_slow_every_token_have_a_limit(running_server: Running, name: str, most: int) -> None:
+    entries = [[5, 7]] * most if name == "bad_words_ids" else [f"zq{place}" for place in range(most)]
+    assert running_server.post("/v1/completions", prompt="a", max_tokens=1, **{name: entries}).status_code == 200
+    found = running_server.post("/v1/completions", prompt="a", max_tokens=1, **{name: [*entries, entries[0]]})
+    assert found.status_code == 400
+    assert found.json()["error"]["param"] == name
+    assert f"may have {most}" in found.json()["error"]["message"]
 
 
 def test_a_client_that_asks_first_is_told_before_it_sends(start: Callable[..., Running]) -> None:

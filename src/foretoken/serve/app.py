@@ -23,9 +23,9 @@ from foretoken.serve.asking import Asking
 from foretoken.serve.chat import read_chat, read_messages
 from foretoken.serve.completions import read_completion
 from foretoken.serve.errors import ApiError, ModelChanged, loading, stopping
-from foretoken.serve.fields import Fields, wrong_field
+from foretoken.serve.fields import Fields, shown, wrong_field
 from foretoken.serve.form import Form
-from foretoken.serve.guards import Drain, Keys
+from foretoken.serve.guards import Drain, Keys, Targets
 from foretoken.serve.responses import read_response
 from foretoken.serve.tokens import encode, token_ids
 from foretoken.sessions.prompts import chat_prompt
@@ -89,7 +89,7 @@ class Application:
             "/detokenize": self.detokenize,
         }.items():
             app.add_route(path, post, methods=["POST"])
-        guarded: ASGIApp = Drain(Keys(app, self._settings.api_keys))
+        guarded: ASGIApp = Targets(Drain(Keys(app, self._settings.api_keys)))
         if self._settings.cors_origins:
             guarded = CORSMiddleware(
                 guarded, list(self._settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
@@ -155,8 +155,12 @@ class Application:
     async def _body(self, request: Request) -> dict[str, Any]:
         """The JSON object of a request.
 
-        Raises: ApiError where it is too large, does not come, or is none.
+        Raises: ApiError where it is too large, coded, does not come, or is none.
         """
+        codings = [coding.strip() for told in request.headers.getlist("content-encoding") for coding in told.split(",")]
+        for coding in codings:
+            if coding.lower() not in ("", "identity"):
+                raise ApiError(415, f"Content-Encoding is {shown(coding)}; send the body as it is", code="coded_body")
         limit = self._settings.max_body_bytes
         too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
         announced = request.headers.get("content-length", "")

@@ -82,6 +82,7 @@ def read_asking(
     """
     if given.unknown and settings.strict_fields:
         raise ApiError(400, f"unknown fields: {named(given.unknown)}", given.unknown[0], "unknown_field")
+    given.check_entries()
     model = given.text("model")
     llm, length = served.choose(model, given.get("speculative"))
     sent = {name: given.get(name) for name in SAMPLING if given.get(name) is not None}

@@ -13,6 +13,7 @@ TYPES = {
     404: "not_found_error",
     405: "invalid_request_error",
     413: "request_too_large",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",
@@ -42,11 +43,13 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """When to come again, and whether to."""
+        """When to come again and whether to, and how."""
         if self.status in (429, 503):
             return {"Retry-After": str(RETRY_SECONDS)}
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
+        if self.status == 415:
+            return {"Accept-Encoding": "identity"}
         return {"x-should-retry": "false"} if self.status == 504 else {}
 
     @classmethod

@@ -22,6 +22,9 @@ _READ_HERE = {"detokenize", "logits_processors", "logprobs", "n", "num_speculati
 SAMPLING = frozenset(field.name for field in fields(SamplingParams)) - _READ_HERE - {"structured_outputs"}
 """Fields that are handed to `SamplingParams` as they are, where they are not null."""
 
+MOST_ENTRIES = {"stop": 128, "bad_words": 1024, "bad_words_ids": 1024}
+"""Of lists that are looked through for every token: with 100,000 stop strings one request slowed all others."""
+
 SHARED = SAMPLING | {
     "n",
     "prediction",
@@ -110,6 +113,12 @@ class Fields:
         """At most as long as the default."""
         fits: Callable[[Any], bool] = lambda value: type(value) in (int, float) and value > 0  # noqa: E731
         return min(default, float(self._read(name, default, fits, "a number of seconds above 0")))
+
+    def check_entries(self) -> None:
+        """Raises: ApiError for a list of `MOST_ENTRIES` that is longer."""
+        for name, most in MOST_ENTRIES.items():
+            if isinstance(value := self._body.get(name), list) and len(value) > most:
+                raise ApiError(400, f"{name} has {len(value)} entries, and may have {most}; give fewer", name)
 
     def mapping(self, name: str) -> dict[str, Any]:
         return dict(self._read(name, {}, lambda value: isinstance(value, dict), "an object"))

@@ -1,12 +1,14 @@
-"""What stands before the routes: keys, and bodies that nobody has read."""
+"""What stands before the routes: targets in another form, keys, and bodies that nobody has read."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 from contextlib import suppress
 from hashlib import sha256
 from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
 from starlette.responses import JSONResponse
 
@@ -26,6 +28,22 @@ AMBIGUOUS = JSONResponse(
     400,
     {"connection": "close"},
 )
+
+
+_ORIGIN = re.compile(rb"https?://[^/]*", re.IGNORECASE)
+
+
+class Targets:
+    """Takes requests also whose target is a whole address, as clients of proxies write it (RFC 9112, 3.2.2)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (origin := _ORIGIN.match(scope["raw_path"])) is not None:
+            path = scope["raw_path"][origin.end() :] or b"/"
+            scope = {**scope, "path": unquote(path.decode("ascii")), "raw_path": path}
+        await self._app(scope, receive, send)
 
 
 class Keys:
