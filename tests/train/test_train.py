@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +200,7 @@ def test_an_mlp_of_hydra_plus_plus_has_four_layers_unless_said_otherwise(given: 
 
 @pytest.mark.parametrize("method", ["medusa", "hydra++"])
 def test_layers_of_a_head_are_trained_apart_and_read_back_apart(method: str, tmp_path: Path) -> None:
-    made = trainer(method, tmp_path / "run", 800, num_layers=3 if method == "medusa" else None)
+    made = trainer(method, tmp_path / "run", num_tokens=800, num_layers=3 if method == "medusa" else None)
     list(made.steps())
     made.recipe.save(tmp_path, {})
     stored = read_checkpoint(tmp_path)
@@ -213,39 +215,43 @@ def test_layers_of_a_head_are_trained_apart_and_read_back_apart(method: str, tmp
 # -- runs ------------------------------------------------------------------------------------------------------------
 
 
-def trainer(
-    method: str,
-    folder: Path,
-    num_tokens: int = 160,
-    rate: float = 1e-2,
-    seed: int = 3,
-    num_layers: int | None = None,
-) -> Trainer:
-    made = recipe(method, seed, num_layers=num_layers)
+def run_of(made: Any, folder: Path, num_tokens: int = 160, rate: float = 1e-2) -> Trainer:
     source = TargetFeatures(eagle_heads.target(), made.layers)
     return Trainer(made, source, examples(), Schedule(num_tokens, 20, rate), folder)
 
 
-@pytest.mark.parametrize("method", ["medusa", "hydra", "hydra++", "eagle", "eagle3"])
-def test_every_recipe_learns(method: str, tmp_path: Path) -> None:
-    steps = list(trainer(method, tmp_path, 800).steps())
-    assert sum(step.loss for step in steps[-3:]) < 0.9 * sum(step.loss for step in steps[:3])
+def trainer(method: str, folder: Path, seed: int = 3, num_layers: int | None = None, **schedule: Any) -> Trainer:
+    return run_of(recipe(method, seed, num_layers=num_layers), folder, **schedule)
 
 
-@pytest.mark.parametrize("method", ["hydra++", "eagle"])
-def test_an_interrupted_run_that_goes_on_has_the_weights_of_one_that_was_not(method: str, tmp_path: Path) -> None:
-    """A third run is stopped after two steps and begun from other weights: all of its state is in the checkpoint."""
-    whole, first = trainer(method, tmp_path / "a"), trainer(method, tmp_path / "b")
+def same_weights(one: Trainer, other: Trainer) -> bool:
+    pairs = zip(one.recipe.module.parameters(), other.recipe.module.parameters(), strict=True)
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+def goes_on_exactly(new: Callable[[Path, int], Trainer], folder: Path) -> bool:
+    """A run is stopped after two steps and begun from other weights: all of its state is in the checkpoint."""
+    whole, first = new(folder / "a", 3), new(folder / "b", 3)
     list(whole.steps())
     first.take_step()
     first.take_step()
     first.save()
     first.take_step()  # lost, as by a kill
-    second = trainer(method, tmp_path / "b", seed=99)
+    second = new(folder / "b", 99)
     assert second.resume()
     list(second.steps())
-    for mine, theirs in zip(second.recipe.module.parameters(), whole.recipe.module.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    return same_weights(second, whole)
+
+
+@pytest.mark.parametrize("method", ["medusa", "hydra", "hydra++", "eagle", "eagle3"])
+def test_every_recipe_learns(method: str, tmp_path: Path) -> None:
+    steps = list(trainer(method, tmp_path, num_tokens=800).steps())
+    assert sum(step.loss for step in steps[-3:]) < 0.9 * sum(step.loss for step in steps[:3])
+
+
+@pytest.mark.parametrize("method", ["hydra++", "eagle"])
+def test_an_interrupted_run_that_goes_on_has_the_weights_of_one_that_was_not(method: str, tmp_path: Path) -> None:
+    assert goes_on_exactly(partial(trainer, method), tmp_path)
     other = trainer(method, tmp_path / "b", rate=1e-3)
     with pytest.raises(CheckpointError, match=r"learning_rate=0\.01"):
         other.resume()
@@ -260,8 +266,7 @@ def test_a_checkpoint_of_a_gpu_is_gone_on_from_without_one(tmp_path: Path, monke
         first.save()
     second = trainer("medusa", tmp_path, seed=99)
     assert second.resume()
-    for mine, its in zip(second.recipe.module.parameters(), first.recipe.module.parameters(), strict=True):
-        assert torch.equal(mine, its)
+    assert same_weights(second, first)
 
 
 def test_a_loss_that_is_not_finite_stops_and_names_the_batch(tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from test_train import examples
+from test_train import examples, goes_on_exactly, run_of
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -26,7 +27,7 @@ from foretoken.train.plan import Plan
 from foretoken.train.recipe import TargetParts
 from foretoken.train.small import SmallPlan, new_small_model
 from foretoken.train.start import frequent_tokens, new_recipe, parts_of
-from foretoken.train.trainer import Schedule, Trainer
+from foretoken.train.trainer import Trainer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
 SMALL = {
@@ -154,31 +155,19 @@ def test_layers_of_another_kind_are_not_begun_with(tmp_path: Path) -> None:
 # -- runs ------------------------------------------------------------------------------------------------------------
 
 
-def trainer(kind: str, folder: Path, num_tokens: int = 160, seed: int = 3) -> Trainer:
-    made = recipe(kind, seed)
-    source = TargetFeatures(eagle_heads.target(), made.layers)
-    return Trainer(made, source, examples(), Schedule(num_tokens, 20, 1e-2), folder)
+def trainer(kind: str, folder: Path, seed: int = 3, num_tokens: int = 160) -> Trainer:
+    return run_of(recipe(kind, seed), folder, num_tokens)
 
 
 @pytest.mark.parametrize("kind", SMALL)
 def test_every_kind_learns(kind: str, tmp_path: Path) -> None:
-    steps = list(trainer(kind, tmp_path, 1200).steps())
+    steps = list(trainer(kind, tmp_path, num_tokens=1200).steps())
     assert sum(step.loss for step in steps[-4:]) < 0.95 * sum(step.loss for step in steps[:4])
 
 
 @pytest.mark.parametrize("kind", ["shared", "own"])
 def test_an_interrupted_run_that_goes_on_has_the_weights_of_one_that_was_not(kind: str, tmp_path: Path) -> None:
-    whole, first = trainer(kind, tmp_path / "a"), trainer(kind, tmp_path / "b")
-    list(whole.steps())
-    first.take_step()
-    first.take_step()
-    first.save()
-    first.take_step()  # lost, as by a kill
-    second = trainer(kind, tmp_path / "b", seed=99)
-    assert second.resume()
-    list(second.steps())
-    for mine, theirs in zip(second.recipe.module.parameters(), whole.recipe.module.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    assert goes_on_exactly(partial(trainer, kind), tmp_path)
 
 
 @pytest.mark.parametrize("kind", SMALL)

@@ -234,15 +234,15 @@ def prompt_ratios(trial: Trial, arm: str, base: str) -> list[float | None]:
 
 
 def bootstrap(
-    values: Seq[T], figure: Callable[[Seq[T]], float], level: float = 0.95, num_resamples: int = _NUM_RESAMPLES
+    values: Seq[T], figure: Callable[[Seq[T]], float], num_resamples: int = _NUM_RESAMPLES
 ) -> tuple[float, float]:
-    """Percentile interval of a figure over values, such as one per prompt, drawn anew with replacement.
+    """95 % percentile interval of a figure over values, such as one per prompt, drawn anew with replacement.
 
     Randomness: a generator of its own with a fixed seed.
     """
     generator = random.Random(0)
     found = sorted(figure(generator.choices(values, k=len(values))) for _ in range(num_resamples))
-    tail = round((1 - level) / 2 * num_resamples)
+    tail = round(0.025 * num_resamples)
     return found[tail], found[-1 - tail]
 
 

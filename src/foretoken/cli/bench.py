@@ -15,8 +15,8 @@ from foretoken.cli.options import takes_groups
 from foretoken.cli.running import (
     EXIT_DIFFERS,
     EXIT_INTERRUPTED,
-    EXIT_REFUSED,
     choose_model,
+    exit_codes,
     hide_progress_of_loading,
     put_json,
     say,
@@ -54,7 +54,6 @@ def run(options: BenchOptions) -> None:
     results are kept).
     """
     from foretoken.bench.parts import UnequalOutputsError
-    from foretoken.errors import ForetokenError
 
     if options.make_peers is not None:
         measure: Callable[[], int] = partial(_make_environments, options)
@@ -65,17 +64,14 @@ def run(options: BenchOptions) -> None:
         console = Console(highlight=False, quiet=options.as_json)
         report = Report(console, options.output, say)
         measure, results = partial(_measure, options, report), report.results
-    code = 0
-    try:
-        code = measure()
-    except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
-    except UnequalOutputsError as error:
-        say(f"{type(error).__name__}: {error}")
-        raise typer.Exit(EXIT_DIFFERS) from None
-    except ForetokenError as error:
-        say(f"{type(error).__name__}: {error}")
-        raise typer.Exit(EXIT_REFUSED) from None
+    with exit_codes():
+        try:
+            code = measure()
+        except KeyboardInterrupt:
+            code = EXIT_INTERRUPTED
+        except UnequalOutputsError as error:
+            say(f"{type(error).__name__}: {error}")
+            raise typer.Exit(EXIT_DIFFERS) from None
     if options.as_json and results:
         put_json(results)
     if code:

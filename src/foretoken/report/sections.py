@@ -249,11 +249,8 @@ def _with_interval(one: Mapping[str, Any]) -> str:
 
 
 def _median(label: str, ratios: Seq[float]) -> Bar:
-    middle = statistics.median(ratios)
-    if len(ratios) < 2:
-        return Bar(label, middle, said=f"{middle:.2f}, one prompt")
     low, high = bootstrap(ratios, statistics.median)
-    return Bar(label, middle, low, high, f"{middle:.2f} ({low:.2f}-{high:.2f})")
+    return _speed(label, {"ratio": statistics.median(ratios), "low": low, "high": high, "num_prompts": len(ratios)})
 
 
 SECTIONS: Mapping[str, Callable[[Record], Section]] = {
