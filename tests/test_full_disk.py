@@ -6,6 +6,7 @@ The limit of file sizes stands for the end of the disk: both reach the program a
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 from collections.abc import Iterator
@@ -23,8 +24,10 @@ from foretoken import LLM
 from foretoken.bench.report import Report
 from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.errors import CheckpointError, ConfigError
-from foretoken.folders import append_lines, is_no_room, keep_json, keep_text
+from foretoken.folders import append_lines, filling, is_no_room, keep_json, keep_text
 from foretoken.heads.checkpoint import write_checkpoint
+from foretoken.loading.stored import save_compressed
+from foretoken.native.library import library
 from foretoken.train.answers import Answering
 from foretoken.train.plan import Plan
 from foretoken.train.run import Training
@@ -147,3 +150,36 @@ def test_a_training_goes_on_from_what_was_kept(tmp_path: Path) -> None:
     list(run("short").train())
     heads = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "short")]
     assert all(torch.equal(heads[0][key], heads[1][key]) for key in heads[0])
+
+
+@pytest.mark.skipif(library() is None, reason="no kernels here")
+def test_a_quantised_model_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    """Neither a full disk nor Ctrl-C leaves anything, and the same folder can be named again."""
+    llm, folder = LLM("zoo:tiny", quantization="int8"), tmp_path / "q"
+    with room_for(2**16), pytest.raises(ConfigError, match="nothing was left there; make room"):
+        llm.save_quantized(folder)
+    assert not folder.exists()
+
+    class Interrupted:
+        def save_pretrained(self, folder: Path) -> None:
+            (folder / "tokenizer.json").write_text("{}")
+            raise KeyboardInterrupt
+
+    given = tmp_path / "given"
+    given.mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        save_compressed(llm.target.shadow, given, Interrupted())  # type: ignore[arg-type]
+    assert list(given.iterdir()) == []
+    llm.save_quantized(given)
+    assert LLM(str(given)).model_info.quantization == "stored"
+
+
+def test_a_kill_while_files_come_into_a_folder_leaves_it_without_its_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    moved = []
+    monkeypatch.setattr(os, "replace", lambda _, file: moved.append(file.name))
+    with filling(tmp_path, "b") as part:
+        for name in "abc":
+            (part / name).write_text(name)
+    assert (sorted(moved), moved[-1]) == (["a", "b", "c"], "b")

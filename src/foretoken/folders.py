@@ -140,6 +140,28 @@ def replacing(file: Path, part: Path) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def filling(folder: Path, last: str) -> Iterator[Path]:
+    """Let files that are written into another folder inside come into this one, all of them or, after an error, none.
+
+    Args:
+      folder: that is made, or is empty.
+      last: name of the file without which nobody reads the others: after a kill it is not there.
+    """
+    was_there = folder.is_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".part-", dir=folder) as part:
+            yield Path(part)
+            for file in sorted(Path(part).iterdir(), key=lambda file: file.name == last):
+                os.replace(file, folder / file.name)
+    except BaseException:
+        if not was_there:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+
+
 def append_lines(file: Path, lines: str) -> None:
     """Add whole lines to a file; where the last one was cut off by a kill or a full disk, they begin after it.
 

@@ -251,7 +251,8 @@ class LLM:
 
         ``LLM(folder)`` is then this very model, and says the same with the same bits.
 
-        Raises: ConfigError where its weights are not in 8 or 4 bits, or the folder holds something.
+        Raises: ConfigError where its weights are not in 8 or 4 bits, or the folder holds something or cannot be
+          written; nothing is left in it then.
         """
         save_compressed(self.target.shadow, folder, self.tokenizer)
 

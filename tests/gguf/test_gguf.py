@@ -11,6 +11,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -440,6 +441,20 @@ def test_files_that_are_no_whole_model(metadata: dict[str, Any], message: str, t
     written = write_llama(tmp_path / "m.gguf", metadata=metadata, num_hidden_layers=1)
     with pytest.raises(CheckpointError, match=message):
         LLM(written.path)
+
+
+def test_a_later_part_of_a_model_is_called_that(file: Path) -> None:
+    """It names no architecture: all that belongs to the model is in the first part."""
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.kv_data = [{}]
+    for key, value in {"split.no": 1, "split.count": 3}.items():
+        writer.add_uint16(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match="is one of 3 parts of a model"):
+        LLM(file)
 
 
 def test_an_architecture_that_is_not_known(file: Path) -> None:

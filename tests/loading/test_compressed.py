@@ -287,6 +287,52 @@ def test_parts_that_do_not_fit_are_refused(part: str, tmp_path: Path) -> None:
         load_model(tmp_path / "m")
 
 
+@pytest.mark.parametrize("shape", [torch.tensor([192.5, 128.0]), torch.tensor(5), torch.tensor([10**12, 10**12])])
+def test_shapes_that_are_none_are_refused(shape: torch.Tensor, tmp_path: Path) -> None:
+    write(tmp_path / "m", 4, 32, "pack-quantized")
+    file = tmp_path / "m" / "model.safetensors"
+    save_file({**load_file(file), "model.layers.0.mlp.up_proj.weight_shape": shape}, file)
+    with pytest.raises(CheckpointError, match=r"the weights of model\.layers\.0\.mlp\.up_proj do not fit one another"):
+        load_model(tmp_path / "m")
+
+
+@pytest.mark.parametrize("groups", [{"a": None}, ["a"], 5])
+def test_damaged_settings_are_refused(groups: Any, tmp_path: Path) -> None:
+    write(tmp_path / "m", 4, 32, "pack-quantized")
+    change(tmp_path / "m", config_groups=groups)
+    with pytest.raises(CheckpointError, match=r"in config\.json of .* is not that of compressed-tensors"):
+        load_model(tmp_path / "m")
+
+
+def test_plain_weights_that_claim_a_layout_are_refused(tmp_path: Path) -> None:
+    """They would be called whole numbers in every line about them."""
+    toy_model(512, hidden_size=128, intermediate_size=192).save_pretrained(tmp_path / "m")
+    file = tmp_path / "m" / "config.json"
+    of_weights = {**settings(), "format": "pack-quantized", "config_groups": {"a": scheme(4, 32)}}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": of_weights}))
+    with pytest.raises(CheckpointError, match="holds no layer in it; if its weights are plain, remove"):
+        load_model(tmp_path / "m")
+
+
+@pytest.mark.parametrize("listed", [0, 1], ids=["first", "second"])
+def test_a_tensor_in_two_shards_is_that_of_the_index(listed: int, tmp_path: Path) -> None:
+    """A shard of an earlier save may still hold it, with other values."""
+    model = write(tmp_path / "m", 4, 32, "pack-quantized")
+    whole = tmp_path / "m" / "model.safetensors"
+    tensors, name = load_file(whole), "model.norm.weight"
+    whole.unlink()
+    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    names = sorted(tensors)
+    parts = [{key: tensors[key] for key in names[number::2]} for number in (0, 1)]
+    index = {key: file for file, part in zip(files, parts, strict=True) for key in part} | {name: files[listed]}
+    parts[listed][name], parts[1 - listed][name] = tensors[name], torch.full_like(tensors[name], 7.0)
+    for file, part in zip(files, parts, strict=True):
+        save_file(part, tmp_path / "m" / file, metadata={"format": "pt"})
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    loaded = load_model(tmp_path / "m", dtype="float32").model
+    assert torch.equal(loaded.model.norm.weight, model.model.norm.weight)
+
+
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "m", 4, 32, "pack-quantized")
     file = tmp_path / "m" / "model.safetensors"

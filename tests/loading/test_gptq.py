@@ -283,6 +283,18 @@ def test_parts_that_do_not_fit_are_refused(method: str, part: str, tmp_path: Pat
         load_model(tmp_path / "m")
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_settings_in_another_file_are_missed_by_name(method: str, tmp_path: Path) -> None:
+    """Early versions of AutoGPTQ and AutoAWQ wrote them into a file of their own."""
+    write(tmp_path / "m", method)
+    file = tmp_path / "m" / "config.json"
+    config = json.loads(file.read_text())
+    (tmp_path / "m" / "quantize_config.json").write_text(json.dumps(config.pop("quantization_config")))
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"qweight, .*config\.json does not say how they were made"):
+        load_model(tmp_path / "m")
+
+
 def test_they_are_not_rounded_again(tmp_path: Path) -> None:
     write(tmp_path / "m", "gptq")
     with pytest.raises(ConfigError, match="are whole numbers already; leave it out"):

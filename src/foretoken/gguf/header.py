@@ -183,16 +183,16 @@ class _Reader:
 
 
 def _check_kind(header: Header) -> None:
+    num_parts = int(header.metadata.get("split.count", 1) or 1)
+    if num_parts > 1:
+        raise CheckpointError(
+            f"{header.path} is one of {num_parts} parts of a model, and parts are not read; join them with "
+            "llama-gguf-split --merge FIRST_PART WHOLE.gguf"
+        )
     if "general.architecture" not in header.metadata:
         raise CheckpointError(f"{header.path} names no architecture (general.architecture), so it is not a model")
     kind = header.metadata.get("general.type", "model")
     if kind != "model":
         raise CheckpointError(
             f"{header.path} is of type {kind!r} and not a model; give the file of the whole language model"
-        )
-    num_parts = int(header.metadata.get("split.count", 1) or 1)
-    if num_parts > 1:
-        raise CheckpointError(
-            f"{header.path} is one of {num_parts} parts of a model, and parts are not read; join them with "
-            "llama-gguf-split --merge FIRST_PART WHOLE.gguf"
         )

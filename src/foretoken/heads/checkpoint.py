@@ -129,7 +129,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _split(location: str | os.PathLike[str], index: Path, revision: str | None) -> dict[str, Tensor]:
-    """Tensors that are split over several files."""
+    """Tensors that are split over several files; of one that lies in two of them, that of the file in the index."""
     files = _json(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise CheckpointError(f"{index} has no weight_map from tensors to files; download or copy it again")
@@ -138,7 +138,8 @@ def _split(location: str | os.PathLike[str], index: Path, revision: str | None) 
         path = None if os.path.basename(file) != file else _find(location, file, revision)
         if path is None:
             raise CheckpointError(f"{index} names {file}, which is not there; download or copy the checkpoint again")
-        tensors.update(_tensors(path))
+        found = _tensors(path)
+        tensors.update({name: found[name] for name in found if files.get(name) == file or name not in tensors})
     lost = sorted(files.keys() - tensors.keys())
     if lost:
         raise CheckpointError(f"{index} names tensors that its files lack: {_listed(lost)}; download it again")

@@ -62,7 +62,7 @@ def codes_of(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.T
         return LAYOUTS[settings["quant_method"]].read(settings, name, parts)
     except ForetokenError:
         raise
-    except (KeyError, RuntimeError, ValueError, IndexError) as error:
+    except (KeyError, RuntimeError, ValueError, IndexError, TypeError) as error:
         shapes = ", ".join(f"{part} {tuple(tensor.shape)}" for part, tensor in sorted(parts.items()))
         raise CheckpointError(
             f"the weights of {name} do not fit one another ({shapes}; {' '.join(str(error).split())[:100]}): the file "

@@ -216,6 +216,14 @@ def _load_weights(source: Source, config: Any, dtype: torch.dtype) -> Any:
         )
     missing = sorted(report["missing_keys"])
     if missing:
+        marks = tuple(f".{layout.mark}" for layout in LAYOUTS.values())
+        codes = sorted(name for name in report["unexpected_keys"] if name.endswith(marks))
+        if codes and not method:
+            raise CheckpointError(
+                f"{source.name} holds whole numbers for weights ({codes[0]}, ...), and its config.json does not say "
+                "how they were made: add a quantization_config with quant_method, bits and group_size (those of "
+                "quantize_config.json or quant_config.json, where one lies beside it)"
+            )
         raise CheckpointError(
             f"{source.name} lacks {len(missing)} weights of its configuration ({', '.join(missing[:3])}, ...), which "
             "would start out random; download or save the checkpoint again"
@@ -232,10 +240,17 @@ def _load_gguf(source: Source, header: Header, dtype: torch.dtype) -> Any:
 def _reads_codes(source: Source, config: Any, weights: str | None, quantization: str | None) -> bool:
     """Whether a checkpoint in one of `LAYOUTS` is read here; what is not plain is left to transformers.
 
-    Raises: ConfigError where it should be rounded once more, UnsupportedModelError where stored weights are asked for.
+    Raises: ConfigError where it should be rounded once more, UnsupportedModelError where stored weights are asked for,
+      CheckpointError for settings that are damaged.
     """
     layout, settings = LAYOUTS[method_of(config)], settings_of(config)
-    reason = layout.why_not_plain(settings)
+    try:
+        reason = layout.why_not_plain(settings)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"quantization_config in config.json of {source.name} is not that of {layout.method} ({error}); download "
+            "or copy config.json again"
+        ) from None
     if reason and weights is not None:
         raise UnsupportedModelError(
             f"weights is {weights!r}, and {source.name} is not plain {layout.method}: {reason}. Leave weights out, "

@@ -10,12 +10,13 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
-from foretoken.folders import check_new_folder
-from foretoken.heads.checkpoint import read_checkpoint, write_checkpoint
+from foretoken.folders import check_new_folder, filling
+from foretoken.heads.checkpoint import CONFIG, read_checkpoint, write_checkpoint
 from foretoken.loading.compressed import METHOD, parts_of
 from foretoken.loading.layouts import LAYOUTS, codes_of, settings_of
 from foretoken.model.execution.forwards import replacement
@@ -43,6 +44,11 @@ def load_codes(location: str, revision: str | None, config: Any, dtype: torch.dt
         layer: {part: tensors[f"{layer}.{part}"] for part in layout.parts if f"{layer}.{part}" in tensors}
         for layer in layers
     }
+    if not layers:
+        raise CheckpointError(
+            f"{location} says in config.json that its weights have the layout of {layout.method}, and holds no layer "
+            "in it; if its weights are plain, remove quantization_config there, else download the checkpoint again"
+        )
     of_codes = {f"{layer}.{part}" for layer, found in parts.items() for part in found}
     state = {name: tensor for name, tensor in tensors.items() if name not in of_codes}
     forms, reordered = {}, []
@@ -130,7 +136,8 @@ def save_compressed(
     Args:
       folder: that is made, or is empty.
 
-    Raises: ConfigError for a folder that holds something, and for weights that have no place in the layout.
+    Raises: ConfigError for a folder that holds something or cannot be written, and for weights that have no place in
+      the layout. Whatever breaks off, nothing is left that would load.
     """
     path = check_new_folder(folder)
     codes = dict(_codes_by_name(model))
@@ -154,11 +161,18 @@ def save_compressed(
         config.tie_word_embeddings = False
     config.architectures = [type(model).__name__]
     config.quantization_config = _settings(model, codes)
-    write_checkpoint(path, config.to_dict(), tensors)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(path)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(path)
+    try:
+        with filling(path, CONFIG) as part:
+            write_checkpoint(part, config.to_dict(), tensors)
+            if model.generation_config is not None:
+                model.generation_config.save_pretrained(part)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(part)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"{path} cannot be written ({' '.join(str(error).split())[:200]}), and nothing was left there; make room, "
+            "or name another folder"
+        ) from error
 
 
 def _codes_by_name(model: nn.Module) -> Iterator[tuple[str, Codes]]:
