@@ -125,6 +125,9 @@ def test_options_of_speculative_generate(options: dict[str, Any], text: str) -> 
     ("name", "options", "text"),
     [
         ("ngram", {"gamma": -2}, "gamma is -2"),
+        ("ngram", {"gamma": 2.5}, "gamma is 2.5; it must be a whole number"),
+        ("ngram", {"max_gen_len": 2.5}, "max_gen_len is 2.5; it must be a whole number"),
+        ("ngram", {"filler_top_k": "3"}, "filler_top_k is '3'; it must be a whole number"),
         ("ngram", {"filler_top_k": -1}, "filler_top_k is -1"),
         ("ngram", {"filler_weight": 0.0}, r"filler_weight is 0\.0"),
         ("ngram", {"filler_weight": 1.5}, r"filler_weight is 1\.5"),
@@ -196,6 +199,7 @@ def test_processors_that_return_nonsense(call: Any, law: Any, token: Any, error:
         (lambda: MultinomialProcessor(float("nan")), "temperature is nan"),
         (lambda: MultinomialProcessor(float("inf")), "temperature is inf"),
         (lambda: TopKProcessor(1.0, 0), "top_k is 0"),
+        (lambda: TopKProcessor(1.0, 2.5), "top_k is 2.5; it must be a whole number"),  # type: ignore[arg-type]
         (lambda: NucleusProcessor(1.0, 0.0), "top_p is 0.0"),
         (lambda: NucleusProcessor(1.0, 1.1), "top_p is 1.1"),
         (lambda: TopKNucleusProcessor(1.0, -1, 0.5), "top_k is -1"),
@@ -236,6 +240,8 @@ def test_storages(kind: Any) -> None:
     for n in (1, 0, -3):
         with pytest.raises(ConfigError, match=f"n is {n}; it must be 2 or more"):
             kind(n, 64)
+    with pytest.raises(ConfigError, match="n is '3'; it must be a whole number"):
+        kind("3", 64)
     with pytest.raises(ConfigError, match="vocab_size is 0"):
         kind(3, 0)
     storage = kind(3, 64)

@@ -37,8 +37,7 @@ class Request:
         Raises: PromptError for an empty or malformed prompt, or ids outside the vocabulary; ContextLengthError for
           one that fills the context; ConfigError for a negative ``max_gen_len`` or an end-of-sequence id that is none.
         """
-        if max_gen_len < 0:
-            raise ConfigError(f"max_gen_len is {max_gen_len}; it must be 0 or more")
+        check_least("max_gen_len", max_gen_len, 0)
         prompt = as_ids(inputs)
         check_prompt(prompt, model.vocab_size, model.context_length)
         max_length = len(prompt) + max_gen_len
@@ -52,8 +51,12 @@ class Request:
 
 
 def check_least(name: str, value: int, least: int) -> None:
-    """Raises: ConfigError when a number is too small."""
-    if value < least:
+    """Raises: ConfigError when a number is too small, or none."""
+    try:
+        is_least = whole_number(value) >= least
+    except TypeError:
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number, {least} or more") from None
+    if not is_least:
         raise ConfigError(f"{name} is {value}; it must be {least} or more")
 
 

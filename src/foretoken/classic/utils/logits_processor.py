@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from foretoken.classic.request import check_least
 from foretoken.errors import ConfigError
 
 __all__ = [
@@ -109,7 +110,8 @@ class TopKProcessor(MultinomialProcessor):
 
     def __init__(self, temperature: float, top_k: int) -> None:
         super().__init__(temperature)
-        self.top_k = _checked_top_k(top_k)
+        check_least("top_k", top_k, 1)
+        self.top_k = top_k
 
     def _process(self, logits: Tensor) -> Tensor:
         return keep_top_k(logits, self.top_k)
@@ -141,7 +143,8 @@ class TopKNucleusProcessor(MultinomialProcessor):
 
     def __init__(self, temperature: float, top_k: int, top_p: float) -> None:
         super().__init__(temperature)
-        self.top_k = _checked_top_k(top_k)
+        check_least("top_k", top_k, 1)
+        self.top_k = top_k
         self.top_p = _checked_top_p(top_p)
 
     def _process(self, logits: Tensor) -> Tensor:
@@ -164,12 +167,6 @@ def keep_nucleus(logits: Tensor, top_p: float) -> Tensor:
     before[..., 0] = 0.0
     drop = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before > top_p)
     return logits.masked_fill(drop, -torch.inf)
-
-
-def _checked_top_k(top_k: int) -> int:
-    if top_k < 1:
-        raise ConfigError(f"top_k is {top_k}; it must be 1 or more")
-    return top_k
 
 
 def _checked_top_p(top_p: float) -> float:
