@@ -15,6 +15,7 @@ from foretoken.errors import ConfigError, PromptError
 from foretoken.verify import Answer, FunctionSubject, LLMSubject, Sample, Subject, Verdict, verify, verifying
 from foretoken.verify import laws as verify_laws
 from foretoken.verify.continuations import DEPTH, FEWEST, draw
+from foretoken.verify.differences import logprob_finding
 from foretoken.verify.laws import SHIFT, ReferenceLaw, _shifted, enumerate_law, judge_samples
 from foretoken.verify.verdict import holm
 
@@ -32,6 +33,9 @@ DEFECTS = {
     "bonus from the wrong node": "not lossless",
     "the same text for every sample": "not lossless",
     "log-probabilities of the draft": "not lossless",
+    "log-probabilities before processors": "not lossless",
+    "penalties of the prompt": "not lossless",
+    "min-p of one instead of the likeliest": "not lossless",
 }
 
 
@@ -57,13 +61,19 @@ class Decoder:
     def _law(self, prompt: list[int], output: list[int], params: SamplingParams) -> np.ndarray[Any, Any]:
         """Of the next token; a point where the text is greedy."""
         key = tuple(prompt), tuple(output), params.temperature, params.repetition_penalty, params.top_k, params.top_p
-        key += (params.presence_penalty, params.frequency_penalty, str(params.logit_bias))
+        key += (params.presence_penalty, params.frequency_penalty, str(params.logit_bias), params.min_p)
         if key not in self._laws:
-            fields = ("repetition_penalty", "top_k", "top_p", "presence_penalty", "frequency_penalty", "logit_bias")
+            fields = ["repetition_penalty", "top_k", "top_p", "presence_penalty", "frequency_penalty", "logit_bias"]
+            fields += [] if self._defect.startswith("min-p") else ["min_p"]
             own = SamplingParams(
                 temperature=params.temperature or 1.0, **{name: getattr(params, name) for name in fields}
             )
             probs = ReferenceLaw(self._llm.target, prompt, own)(tuple(output))
+            if self._defect == "penalties of the prompt":
+                probs[list(set(prompt))] *= np.exp(-params.presence_penalty)
+            if self._defect.startswith("min-p") and probs.max() >= params.min_p:
+                probs[probs < params.min_p] = 0.0
+            probs /= probs.sum()
             if params.is_greedy:
                 probs = np.eye(1, len(probs), int(probs.argmax()))[0]
             self._laws[key] = probs
@@ -88,6 +98,8 @@ class Decoder:
                 found = np.log(np.maximum(law, 1e-300))
                 if self._defect == "log-probabilities of the draft":
                     found = found - 0.2
+                if self._defect == "log-probabilities before processors":
+                    found = np.log(self._law(prompt, output[:-1], SamplingParams(temperature=1.0)))
                 logprobs.append({token: float(found[token])})
                 if not is_kept:
                     break
@@ -137,9 +149,40 @@ TAKES = frozenset(
 
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_known_defects_are_found_and_a_decoder_without_is_not_blamed(defect: str, llm: LLM) -> None:
-    subject = FunctionSubject(Decoder(llm, defect), "a decoder", takes=TAKES)
+    takes = frozenset({"temperature", "min_p", "n"}) if defect.startswith("min-p") else TAKES
+    subject = FunctionSubject(Decoder(llm, defect), "a decoder", takes=takes)
     found = verify(llm, PROMPTS, subject, max_tokens=12, budget_seconds=6.0, false_alarm_rate=0.001)
     assert found.status == DEFECTS[defect], found.sentence()
+
+
+def test_log_probabilities_that_are_missing_or_none_are_faults() -> None:
+    wanted = [Answer((Sample((4, 5), None, ({4: -1.0, 6: -np.inf}, {5: -2.0})),))]
+    for own, is_sound in [
+        (({4: -1.0, 6: -np.inf}, {5: -2.0}), True),
+        (({4: -1.0}, {5: -2.0, 9: -3.0}), True),
+        (({4: -1.0},), False),
+        (({4: -1.0}, {9: -3.0}), False),
+        (({4: float("nan")}, {5: -2.0}), False),
+        (({4: -1.0, 6: -9.0}, {5: -2.0}), False),
+    ]:
+        finding = logprob_finding("greedy", [Answer((Sample((4, 5), None, own),))], wanted, 1e-3)
+        assert finding.status == ("holds" if is_sound else "broken"), own
+
+
+def test_what_a_function_fails_for_is_left_out(llm: LLM) -> None:
+    """It ended the whole verification."""
+    plain = llm.with_speculative_config(None)
+
+    def decoder(prompt: list[int], params: SamplingParams) -> Any:
+        if params.min_p or params.stop:
+            raise NotImplementedError("no such setting")
+        outputs = plain.generate({"prompt_token_ids": prompt}, params)[0].outputs
+        return [list(output.token_ids) for output in outputs] if params.n > 1 else list(outputs[0].token_ids)
+
+    found = verify(llm, PROMPTS, FunctionSubject(decoder), max_tokens=8, budget_seconds=8.0)
+    left = {(one.check, one.feature) for one in found.findings if "NotImplementedError: no such" in one.found}
+    assert ("tokens", "stop string") in left
+    assert found.status == "lossless", found.sentence()
 
 
 @pytest.mark.parametrize(
@@ -401,27 +444,32 @@ def test_a_single_law_test_is_held_to_the_level_that_its_power_is_told_for(
     assert found.status != "not lossless"
 
 
-@pytest.mark.parametrize(("again", "status"), [(0.4, "lossless"), (0.001, "not lossless")])
+@pytest.mark.parametrize(
+    ("again", "together", "status"),
+    [(0.4, 0.4, "lossless"), (0.001, 0.4, "not lossless"), (0.4, 1e-4, "not lossless"), (0.4, 0.002, "undecided")],
+)
 def test_a_law_test_that_fails_is_drawn_once_more(
-    again: float, status: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    again: float, together: float, status: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chance fails once in a hundred runs; what fails twice is a fault."""
+    """Chance fails once in a hundred runs; what fails twice is a fault, and what fails by far over both draws."""
     drawn: list[list[Any]] = []
 
     def judge(law: Any, samples: Any, level: float, seed: int) -> Any:
         drawn.append(list(samples))
-        forged = {1: 1e-4, 2: 1e-5}.get(len(drawn), again)  # the test and the control, then the test again
+        forged = [1e-4, 1e-5, again, together][len(drawn) - 1]  # the test and the control, then the test again
         return replace(judge_samples(law, drawn[-1], level, seed), p_value=forged)
 
     monkeypatch.setattr(verifying, "judge_samples", judge)
     monkeypatch.setattr(verifying, "SHARE_OF_LAWS", 0.0)
     found = verify(llm, PROMPTS, max_tokens=8, budget_seconds=6.0)
     (law,) = (one for one in found.findings if one.check == "law" and "p_value" in one.numbers)
-    assert len(drawn) == 3
+    assert len(drawn) == 4
     assert len(drawn[2]) == len(drawn[0])
     assert drawn[2] != drawn[0]
+    assert drawn[3] == [*drawn[0], *drawn[2]]
     assert law.numbers["p_value_again"] == again
-    assert f"drawn once more, p = {again:.2g}" in law.found
+    assert law.numbers["p_value_together"] == together
+    assert f"drawn once more, p = {again:.2g}, together {together:.2g}" in law.found
     assert found.status == status
 
 

@@ -114,6 +114,42 @@ def test_a_server_is_judged_by_its_text(address: str) -> None:
         ServerSubject(address).generate([[5, 6]], [SamplingParams(top_k=3, max_tokens=2)])
 
 
+class Busy(Server):
+    """Answers every second request, and with nothing that could be compared."""
+
+    num_asked = 0
+    choice: dict[str, Any]
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        Busy.num_asked += 1
+        if Busy.num_asked % 2:
+            self.send_response(429)
+            self.send_header("Retry-After", "0")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        else:
+            self._answer({"choices": [self.choice]})
+
+
+def test_a_busy_server_is_asked_again_and_one_without_an_answer_is_not_blamed() -> None:
+    """A 429 left the setting out, and a choice of neither ids nor text was "not lossless"."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Busy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        subject = ServerSubject(f"http://127.0.0.1:{server.server_port}")
+        params = SamplingParams(temperature=0.0, max_tokens=2)
+        Busy.choice = {"index": 0, "token_ids": [7, 8]}
+        (answer,) = subject.generate([[5, 6]], [params])
+        assert (answer.samples[0].token_ids, Busy.num_asked) == ((7, 8), 2)
+        Busy.choice = {"index": 0, "message": {"content": "x"}}
+        with pytest.raises(ConfigError, match="neither token_ids nor text"):
+            subject.generate([[5, 6]], [params])
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 class LlamaCpp(Server):
     """Answers as llama.cpp's server does: token ids beside the choice, one sample at a time, cut-offs of its own."""
 
@@ -149,6 +185,18 @@ def test_llama_cpp_is_asked_in_its_own_words() -> None:
     last = LlamaCpp.asked[-1]
     assert (last["top_k"], last["top_p"], last["min_p"], last["repeat_penalty"]) == (0, 1.0, 0.0, 1.5)
     assert "repetition_penalty" not in last
+
+
+def test_texts_of_other_lengths_are_told_in_json_that_every_reader_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gap of a text that ends too early was written as Infinity, which is no JSON."""
+    (tmp_path / "short_decoder.py").write_text("def generate(prompt, params):\n    return []\n")
+    monkeypatch.chdir(tmp_path)
+    result = run(*TINY, "--against", "short_decoder:generate", "--budget", "1", "--num-prompts", "2", "--json")
+    assert result.exit_code == 3, result.stderr
+    found = json.loads(result.stdout, parse_constant=pytest.fail)
+    assert found["findings"][0]["numbers"]["differences"][0]["gap"] is None
 
 
 def test_a_server_that_adds_something_is_found_out(address: str) -> None:

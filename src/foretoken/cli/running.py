@@ -105,9 +105,16 @@ def read_text(file: str) -> str:
 def put_json(record: Mapping[str, Any]) -> None:
     """One object on a line of standard output: readable where its encoding can hold it, escaped elsewhere.
 
-    What some readers take for a line end (U+2028, U+2029, U+0085) is always escaped.
+    What some readers take for a line end (U+2028, U+2029, U+0085) is always escaped. NaN and infinities, which JSON has
+    no words for, become null.
     """
-    text = json.dumps(record, ensure_ascii=False)
+    try:
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        from foretoken.bench.report import plain_data
+
+        record = plain_data(record)
+        text = json.dumps(record, ensure_ascii=False)
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except UnicodeEncodeError:

@@ -10,8 +10,8 @@ from foretoken.beginnings import shared_length
 from foretoken.config.sampling import SamplingParams
 from foretoken.model.lm import CausalLM
 from foretoken.testing.divergence import token_gap
-from foretoken.verify.subjects import Sample
-from foretoken.verify.verdict import Finding
+from foretoken.verify.subjects import Answer, Sample
+from foretoken.verify.verdict import Finding, Status
 
 NEVER = float("inf")
 """The gap where one text has ended and the other goes on: no rounding does that."""
@@ -103,3 +103,32 @@ def token_finding(
         f"{worst.expected!r}"
     )
     return Finding(name, "tokens", "undecided" if 0.0 < near_tie >= worst.gap else "broken", said, numbers)
+
+
+def logprob_finding(name: str, found: Seq[Answer], wanted: Seq[Answer], limit: float) -> Finding:
+    """What comparing log-probabilities of equal texts has shown, those behind rejected drafts included.
+
+    Args:
+      limit: difference up to which rounding explains one; 0 where the same bits are promised.
+    """
+    largest, num_tokens = 0.0, 0
+    for answer, plain in zip(found, wanted, strict=True):
+        for got, want in zip(answer.samples, plain.samples, strict=True):
+            if got.logprobs is None:
+                continue
+            tokens = want.token_ids or ()
+            for place, token in enumerate(tokens):
+                own = got.logprobs[place] if place < len(got.logprobs) else {}
+                num_tokens += 1
+                if token not in own:
+                    largest = NEVER
+                for each, value in (want.logprobs or ())[place].items():
+                    if each in own and own[each] != value:
+                        apart = abs(own[each] - value)
+                        largest = max(largest, apart if apart == apart else NEVER)
+    said = "equal to the bit" if largest == 0.0 else f"up to {largest:.2g} apart"
+    if largest == NEVER:
+        said = "some without one, or with none that is a number"
+    numbers = {"num_tokens": num_tokens, "largest_difference": largest, "limit": limit}
+    status: Status = "holds" if largest <= limit else "broken"
+    return Finding(name, "log-probabilities", status, f"of {num_tokens} tokens, {said}", numbers)

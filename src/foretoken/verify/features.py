@@ -34,9 +34,15 @@ LAWS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 """Settings whose law is enumerated; the first is the one the control is caught under."""
 
+LAWS_UNKEYED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("min-p 0.1", {"min_p": 0.1}),
+    ("typical-p 0.7", {"typical_p": 0.7}),
+)
+"""Settings whose law is enumerated besides, where sampled tokens are not compared."""
 
-def features(plain: Seq[Answer], max_tokens: int, seed: int) -> list[Feature]:
-    """All settings, the plainest first.
+
+def features(plain: Seq[Answer], max_tokens: int, seed: int, *, is_keyed: bool = True) -> list[Feature]:
+    """All settings, the plainest first. Where samples are not compared, penalties of output tokens are greedy ones.
 
     Args:
       plain: greedy answers of plain decoding, from which stop strings and biases are made.
@@ -63,12 +69,17 @@ def features(plain: Seq[Answer], max_tokens: int, seed: int) -> list[Feature]:
         setting("sampled", logprobs=2),
         replace(setting("one prompt at a time", temperature=0.0), is_alone=True),
         setting("stop string", temperature=0.0, stop=[_inside(answer) for answer in plain]),
-        setting("repetition penalty", temperature=0.0, repetition_penalty=1.2),
+        setting("repetition penalty", temperature=0.0, repetition_penalty=1.2, logprobs=2),
         setting("samples of a prompt", n=3),
         setting("top-k", top_k=20),
         setting("top-p, temperature", top_p=0.9, temperature=0.8),
-        setting("logit bias", temperature=0.0, logit_bias=[_bias(answer) for answer in plain]),
-        setting("presence and frequency penalties", presence_penalty=0.7, frequency_penalty=0.4),
+        setting("logit bias", temperature=0.0, logit_bias=[_bias(answer) for answer in plain], logprobs=2),
+        setting(
+            "presence and frequency penalties",
+            temperature=1.0 if is_keyed else 0.0,
+            presence_penalty=0.7,
+            frequency_penalty=0.4,
+        ),
         setting("min-p", min_p=0.1),
         setting("no repeated 3-gram", temperature=0.0, no_repeat_ngram_size=3),
         setting("typical-p", typical_p=0.9),

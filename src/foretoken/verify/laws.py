@@ -22,6 +22,7 @@ from transformers import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from foretoken.config.engine import EngineConfig
@@ -65,7 +66,7 @@ class ReferenceLaw:
 
     Args:
       target: the model.
-      params: how tokens are sampled: by temperature, top-k, top-p, min-p, penalties and biases, and by nothing else.
+      params: how tokens are sampled: by temperature, top-k, top-p, min-p, typical-p, penalties and biases alone.
     """
 
     def __init__(self, target: CausalLM, prompt: Seq[int], params: SamplingParams) -> None:
@@ -82,6 +83,8 @@ class ReferenceLaw:
             self._warpers.append(TopPLogitsWarper(params.top_p))
         if params.min_p:
             self._warpers.append(MinPLogitsWarper(params.min_p))
+        if params.typical_p < 1.0:
+            self._warpers.append(TypicalLogitsWarper(params.typical_p))
 
     @torch.inference_mode()
     def __call__(self, output: Text) -> NDArray[np.float64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -24,11 +25,18 @@ LLAMA_CPP = {"return_tokens": True, "verbose": True, "top_k": 0, "min_p": 0.0, "
 """What llama.cpp's server is told besides: to hand out token ids, and not to cut the law off as it does by itself."""
 
 
+BUSY = (429, 503)
+PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0)
+"""Before a busy server is asked again, unless it names a time."""
+LONGEST_PAUSE_SECONDS = 30.0
+
+
 class ServerSubject(Subject):
     """A server of an OpenAI-compatible API, at its address.
 
     Where it returns token ids (``return_token_ids``, as vLLM and this library do; llama.cpp in its own way), those are
-    compared; else its text. Samples that it refuses to draw together are asked for one by one.
+    compared; else its text. Samples that it refuses to draw together are asked for one by one. Where it is busy (429 or
+    503), it is asked again.
 
     Args:
       url: ``http://host:port``, with or without ``/v1``.
@@ -110,19 +118,35 @@ class ServerSubject(Subject):
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._base + path, data, headers)
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as response:
-                answer = json.load(response)
+            answer = self._opened(request)
         except urllib.error.HTTPError as error:
             said = error.read(2_000).decode(errors="replace").strip()
             raise ConfigError(f"{self._base}{path} answered {error.code}: {said[:300]}") from None
-        except (OSError, json.JSONDecodeError) as error:
+        except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise ConfigError(f"{self._base}{path} does not answer ({reason}); is the server running there?") from None
         if not isinstance(answer, dict):
             raise ConfigError(f"{self._base}{path} answered no JSON object")
         return answer
 
+    def _opened(self, request: urllib.request.Request) -> Any:
+        """What is answered; a server that is busy is asked again, after the time that it names."""
+        for pause in PAUSES_SECONDS:
+            try:
+                with urllib.request.urlopen(request, timeout=self._timeout) as response:
+                    return json.load(response)
+            except urllib.error.HTTPError as error:
+                if error.code not in BUSY:
+                    raise
+                named = error.headers.get("Retry-After", "")
+                time.sleep(min(float(named), LONGEST_PAUSE_SECONDS) if named.isdecimal() else pause)
+        with urllib.request.urlopen(request, timeout=self._timeout) as response:
+            return json.load(response)
+
 
 def _sample(choice: Mapping[str, Any]) -> Sample:
-    ids = choice.get("token_ids")
-    return Sample(tuple(map(int, ids)) if ids else None, choice.get("text"))
+    """Raises: ConfigError for a choice with neither token ids nor text."""
+    ids, text = choice.get("token_ids"), choice.get("text")
+    if not ids and not isinstance(text, str):
+        raise ConfigError("it answered with neither token_ids nor text; is that its /v1/completions?")
+    return Sample(tuple(map(int, ids)) if ids else None, text)

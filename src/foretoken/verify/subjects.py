@@ -163,11 +163,14 @@ class FunctionSubject(Subject):
         if params.n > 1 and "n" not in self.takes:
             alone = [replace(params, n=1, seed=mix(params.seed or 0, index) % 2**63) for index in range(params.n)]
             return Answer(tuple(sample for one in alone for sample in self._answer(prompt, one).samples))
-        given = self._function(list(prompt), params)
+        try:
+            given = self._function(list(prompt), params)
+        except Exception as error:  # whatever a stranger's decoder raises for what it cannot do
+            raise ConfigError(f"{self.name} fails ({type(error).__name__}: {error})") from error
         several = given if params.n > 1 else [given]
         try:
             samples = tuple(one if isinstance(one, Sample) else Sample(tuple(map(int, one))) for one in several)
-        except TypeError:
+        except (TypeError, ValueError):
             what = "a list of samples" if params.n > 1 else "token ids"
             raise ConfigError(f"{self.name} returned {given!r:.60}, where n={params.n} asks for {what}") from None
         if len(samples) != params.n:

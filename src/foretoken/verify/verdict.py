@@ -99,13 +99,14 @@ class Verdict:
         laws = [one for one in self.findings if one.check == "law" and one.status == "holds"]
         same = sum(one.numbers.get("num_tokens", 0) for one in tokens)
         drafts = "" if self.num_accepted is None else f" {self.num_accepted} of {self.num_drafted} draft tokens stayed."
-        smallest = min((one.numbers["p_value"] for one in laws), default=1.0)
+        smallest = min((one.numbers.get("p_value_together", one.numbers["p_value"]) for one in laws), default=1.0)
         finest = min((one.numbers["detectable"] for one in laws), default=1.0)
+        alarms = f"{100 * self.false_alarm_rate:g}%"
         agree = f"{counted(len(laws), 'law test')} {'agrees' if len(laws) == 1 else 'agree'}"
         return (
             f"{self.subject} is lossless: {same} tokens under {counted(len(tokens), 'setting')} are those of "
             f"{self.reference}, and {agree} with the enumerated law (smallest p "
-            f"{smallest:.2g}; false alarms at most {self.false_alarm_rate:.0%}; a shift of {finest:g} of the mass of a "
+            f"{smallest:.2g}; false alarms at most {alarms}; a shift of {finest:g} of the mass of a "
             f"token would have been found).{drafts} A decoder that was broken on purpose was caught."
         )
 
