@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from foretoken.llm import LLM
+from foretoken.serve.bridge import deliver_all
 from foretoken.serve.completions import KNOWN
 from foretoken.serve.fields import IGNORED, REFUSED
 from foretoken.serve.offer import Offer
@@ -253,6 +254,27 @@ def test_figures_equal_what_clients_count(start: Callable[..., Running]) -> None
     accepted = figure(page, "spec_decode_num_accepted_tokens_total")
     assert sum(figures(page, "spec_decode_num_accepted_tokens_per_pos_total")) == accepted > 0
     assert sum(figures(page, "spec_decode_drafter_accepted_tokens_total")) == accepted
+
+
+def test_figures_are_up_to_date_before_a_client_has_its_answer(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row was told to run after its client had all of it, in one reading of 300."""
+    server = start()
+    pages = []
+
+    def reading(came: Any) -> None:
+        if any(news is None for _, news in came):
+            pages.append(server.server.application._metrics.page().decode())
+        deliver_all(came)
+
+    monkeypatch.setattr("foretoken.serve.bridge.deliver_all", reading)
+    for number in range(4):
+        server.post("/v1/completions", prompt="a", max_tokens=3, n=2, model="plain")
+        page = pages[number]
+        assert figure(page, "num_requests_running") == figure(page, "num_requests_waiting") == 0
+        assert figure(page, "e2e_request_latency_seconds_count") == number + 1
+        assert sum(figures(page, "request_success_total")) == 2 * (number + 1)
 
 
 @pytest.mark.usefixtures("_governed")

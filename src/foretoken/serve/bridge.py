@@ -230,8 +230,8 @@ class Bridge:
             elif ticket.stream.is_finished:
                 self._end(ticket)
                 came.append((ticket, None))
-        deliver_all(came)
         self._metrics.load(self._num_running, num_waiting)
+        deliver_all(came)  # last, so that figures are up to date for whoever has an answer
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
         """End a request with an error."""
