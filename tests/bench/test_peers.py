@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from rich.console import Console
-from typer.testing import CliRunner
+from test_methods import invoke
 
 from foretoken.bench import report
 from foretoken.bench.candidates import MethodCandidate
@@ -29,7 +28,6 @@ from foretoken.bench.peers.outcome import Heat, PeerRow, RaceOutcome
 from foretoken.bench.peers.race import Race, RaceSettings
 from foretoken.bench.peers.workers.foretoken_worker import Own
 from foretoken.bench.workload import BenchPrompt
-from foretoken.cli import bench as cli
 from foretoken.errors import ConfigError
 
 FAKE = """
@@ -473,12 +471,6 @@ def test_workers_of_other_engines_import_nothing_of_this_package() -> None:
 
 
 # -- the verb ----------------------------------------------------------------------------------------------------
-
-
-def invoke(*arguments: str) -> Any:
-    app = typer.Typer()
-    app.command()(cli.run)
-    return CliRunner().invoke(app, list(arguments))
 
 
 def test_mistakes_end_with_2_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from test_cli import run
 
 import foretoken.llm
-from foretoken.cli import app
-from foretoken.cli.options import respell
 from foretoken.folders import check_place
 from foretoken.loading import models
 
@@ -23,10 +21,6 @@ SHORT = [*TINY, "--max-new-tokens", "4", "--dtype", "float32", "--method", "none
 FULL = Path("/dev/full")
 METHOD = '{"method": "%s", "%s": "/no/file"}'
 IDS = '{"prompt_token_ids": [1, %s]}'
-
-
-def run(*arguments: str, stdin: str | None = None) -> Result:
-    return CliRunner().invoke(app, respell(arguments), input=stdin)
 
 
 # -- before anything is loaded ---------------------------------------------------------------------------------------

@@ -27,8 +27,8 @@ from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.model.lm import CausalLM
 from foretoken.testing import PROMPTS, perturbed, toy_model
+from toys import VOCAB_SIZE, target
 
-VOCAB_SIZE = 64
 TARGET_LAYERS, DRAFTER_LAYERS = 2, 1
 
 
@@ -42,13 +42,13 @@ def models() -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 @contextmanager
-def counted() -> Iterator[Counter[int]]:
+def counted(key: Callable[[Any], int] = lambda model: model.config.num_hidden_layers) -> Iterator[Counter[int]]:
     """Forwards of whole models inside the block, by number of layers."""
     counts: Counter[int] = Counter()
 
     def count(module: Any, _: Any) -> None:
         if isinstance(module, PreTrainedModel) and hasattr(module, "lm_head"):
-            counts[module.config.num_hidden_layers] += 1
+            counts[key(module)] += 1
 
     handle = register_module_forward_pre_hook(count)
     try:
@@ -109,29 +109,18 @@ def test_a_step_runs_every_layer_of_the_target_once_when_it_drafts_for_itself(
 ) -> None:
     """Target and variant are told apart by their modules: one shadow runs once, the other at most K times."""
     depth = 3
-    target = CausalLM(toy_model(VOCAB_SIZE), execution="eager")
-    engine = Engine(target, drafter_of(kind, models()[1], depth))
+    engine = Engine(target(), drafter_of(kind, models()[1], depth))
     for i in range(batch_size):
         engine.add_request(PROMPTS[i % len(PROMPTS)], SamplingParams(max_tokens=12, temperature=temperature, seed=3))
-    counts: Counter[int] = Counter()
-
-    def count(module: Any, _: Any) -> None:
-        if isinstance(module, PreTrainedModel) and hasattr(module, "lm_head"):
-            counts[id(module)] += 1
-
-    handle = register_module_forward_pre_hook(count)
-    own, seen, num_draft_forwards = id(target._shadow), set(), 0
-    try:
-        while engine.has_unfinished:
-            is_decoding = len(engine.decoding_rows) == engine.num_running > 0
-            counts.clear()
+    own, seen, num_draft_forwards = id(target()._shadow), set(), 0
+    while engine.has_unfinished:
+        is_decoding = len(engine.decoding_rows) == engine.num_running > 0
+        with counted(id) as counts:
             engine.step()
-            seen |= set(counts)
-            assert counts[own] == 1
-            if is_decoding:
-                assert counts.total() <= 1 + depth
-            num_draft_forwards += counts.total() - 1
-    finally:
-        handle.remove()
+        seen |= set(counts)
+        assert counts[own] == 1
+        if is_decoding:
+            assert counts.total() <= 1 + depth
+        num_draft_forwards += counts.total() - 1
     assert len(seen) == 2
     assert num_draft_forwards > 0

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from atexit import register
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from shutil import rmtree
-from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -32,20 +29,17 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence as Row
 from foretoken.errors import ConfigError, TokenizerMismatchError
 from foretoken.retrieval.datastore import Datastore
-from foretoken.retrieval.documents import from_tokens
 from foretoken.retrieval.history import OutputHistory
 from foretoken.testing import PROMPTS, toy_model
 from foretoken.tree import DraftTree
+from toys import datastore_of
 
 STORED = ((0, 1, 2, 3, 4, 5), (7, 2, 9, 9), (5, 6, 8))
 
 
 @cache
 def datastore() -> Datastore:
-    folder = mkdtemp()
-    register(rmtree, folder)
-    from_tokens([*STORED, *PROMPTS], folder, vocab_size=VOCAB_SIZE)
-    return Datastore.open(folder)
+    return datastore_of([*STORED, *PROMPTS])
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {

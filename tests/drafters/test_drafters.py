@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from atexit import register
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from shutil import rmtree
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -22,9 +19,7 @@ from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.engine.drafter import Drafter
-from foretoken.model.lm import CausalLM
 from foretoken.retrieval.datastore import Datastore
-from foretoken.retrieval.documents import from_tokens
 from foretoken.retrieval.history import OutputHistory
 from foretoken.testing import (
     GREEDY,
@@ -35,22 +30,9 @@ from foretoken.testing import (
     WrongDrafter,
     check_drafter,
     decode,
-    perturbed,
-    toy_model,
 )
 from harness import drafted
-
-VOCAB_SIZE = 64
-
-
-@cache
-def target() -> CausalLM:
-    return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
-
-
-@cache
-def drafter_model(scale: float) -> CausalLM:
-    return CausalLM(perturbed(toy_model(VOCAB_SIZE), scale, seed=2), execution="eager")
+from toys import VOCAB_SIZE, datastore_of, small, target
 
 
 @cache
@@ -65,7 +47,7 @@ def plain_texts() -> tuple[tuple[int, ...], ...]:
 
 def model_drafter(scale: float, num_branches: int = 1, **options: str) -> MakeDrafter:
     return lambda depth: DraftModelDrafter(
-        drafter_model(scale),
+        small(scale),
         target_vocab_size=VOCAB_SIZE,
         num_speculative_tokens=depth,
         num_branches=num_branches,
@@ -78,10 +60,7 @@ def datastore() -> Datastore:
     """What plain decoding says for half of the prompts, and the start of the rest with a wrong end."""
     texts = plain_texts()
     wrong = [(*text[: len(text) // 2], 1, 2, 3) for text in texts[1::2]]
-    folder = mkdtemp()
-    register(rmtree, folder)
-    from_tokens([*texts[::2], *wrong], folder, vocab_size=VOCAB_SIZE, max_shard_tokens=100)
-    return Datastore.open(folder)
+    return datastore_of([*texts[::2], *wrong], max_shard_tokens=100)
 
 
 def heads_drafter(kind: str, **options: str) -> MakeDrafter:
@@ -118,7 +97,7 @@ DRAFTERS: dict[str, MakeDrafter] = {
     "draft-model-tree": model_drafter(0.1, 3),
     "draft-model-greedy-tree": model_drafter(0.1, 3, sample_method="greedy"),
     "draft-model-heuristic": lambda depth: DraftModelDrafter(
-        drafter_model(0.1), target_vocab_size=VOCAB_SIZE, policy=Heuristic(depth)
+        small(0.1), target_vocab_size=VOCAB_SIZE, policy=Heuristic(depth)
     ),
     "draft-model-is-target": model_drafter(0.0),
     "draft-model-is-target-tree": model_drafter(0.0, 2),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -23,10 +22,10 @@ from foretoken.drafters.lookup.nasd import NasdDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.engine import Engine
 from foretoken.model.lm import CausalLM
-from foretoken.testing import GREEDY, PROMPTS, SAMPLED, check_drafter, decode, perturbed, toy_model
+from foretoken.testing import GREEDY, PROMPTS, SAMPLED, check_drafter, decode, toy_model
 from foretoken.tree import DraftTree
+from toys import VOCAB_SIZE, small, target
 
-VOCAB_SIZE = 64
 POLICIES: dict[str, Callable[[int], LengthPolicy]] = {
     "confidence": lambda depth: make_policy("confidence", depth, threshold=0.6),
     "egag": lambda depth: make_policy("egag", depth),
@@ -36,18 +35,8 @@ POLICIES: dict[str, Callable[[int], LengthPolicy]] = {
 }
 
 
-@cache
-def target() -> CausalLM:
-    return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
-
-
-@cache
-def draft_model() -> CausalLM:
-    return CausalLM(perturbed(toy_model(VOCAB_SIZE), 0.1, seed=2), execution="eager")
-
-
 def drafter(policy: LengthPolicy, model: CausalLM | None = None, **options: Any) -> DraftModelDrafter:
-    return DraftModelDrafter(model or draft_model(), target_vocab_size=VOCAB_SIZE, policy=policy, **options)
+    return DraftModelDrafter(model or small(), target_vocab_size=VOCAB_SIZE, policy=policy, **options)
 
 
 # -- nothing changes but the length --------------------------------------------------------------------------------
@@ -164,7 +153,7 @@ def test_rows_of_a_batch_have_lengths_of_their_own_and_share_the_forwards(
     saves_forward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lengths 1, 4 and 2: four tokens deep is four forwards; where the law has to be seen to stop, five."""
-    model = draft_model()
+    model = small()
     policy = Script({0: 1, 1: 4, 2: 2}, saves_forward)
     engine = Engine(target(), drafter(policy, model))
     rows = engine.add_request(PROMPTS[0], replace(SAMPLED, n=3, max_tokens=30))

@@ -8,13 +8,10 @@ own, is marked full.
 
 from __future__ import annotations
 
-from atexit import register
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from shutil import rmtree
-from tempfile import mkdtemp
 
 import pytest
 import torch
@@ -26,9 +23,9 @@ from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.retrieval.datastore import Datastore
-from foretoken.retrieval.documents import from_tokens
 from foretoken.testing import PerfectDrafter, Trace, compare, decode
 from harness import adapter, draft_adapter, drafted, first_attention, random_ids
+from toys import datastore_of
 
 NAMES = list(ARCHITECTURES)
 PATTERN = random_ids(5, 1)
@@ -90,10 +87,7 @@ def _datastore(name: str) -> Datastore:
     """What the target says after half of the prompts."""
     outputs = run(name, EmptyDrafter(), "greedy", PROMPTS[::2]).outputs
     texts = [(*PROMPTS[2 * int(key.split(".")[0])], *output) for key, output in outputs.items()]
-    folder = mkdtemp()
-    register(rmtree, folder)
-    from_tokens(texts, folder, vocab_size=VOCAB_SIZE)
-    return Datastore.open(folder)
+    return datastore_of(texts, VOCAB_SIZE)
 
 
 def _draft_model(name: str, num_branches: int, depth: int = 4, sample_method: str = "probabilistic") -> Drafter:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +34,14 @@ from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError, ContextLengthError
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import CausalLM, Nodes
-from foretoken.testing import check_cache_lengths, perturbed, toy_model
+from foretoken.testing import check_cache_lengths, toy_model
+from toys import VOCAB_SIZE, small, target
 
-VOCAB_SIZE = 64
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "none": EmptyDrafter,
     "ngram": lambda: made("ngram", 4, prompt_lookup_min=1),
     "suffix": lambda: made("suffix", 4, suffix_decoding_min_token_prob=0.0),
-    "draft-model": lambda: DraftModelDrafter(
-        CausalLM(perturbed(toy_model(VOCAB_SIZE), 0.1, seed=2), execution="eager"), target_vocab_size=VOCAB_SIZE
-    ),
+    "draft-model": lambda: DraftModelDrafter(small(), target_vocab_size=VOCAB_SIZE),
     "sparse-kv": lambda: SelfDrafter(
         "sparse_kv",
         usual_acceptance=USUAL_ACCEPTANCE,
@@ -54,11 +51,6 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     ),
 }
 SLOW = ("none", "suffix", "draft-model")
-
-
-@cache
-def target() -> CausalLM:
-    return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
 
 
 def text(number: int, length: int) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -26,28 +25,18 @@ from foretoken.llm import LLM
 from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import CausalLM, Nodes, Wanted
-from foretoken.testing import GREEDY, PROMPTS, SAMPLED, perturbed, toy_model
+from foretoken.testing import GREEDY, PROMPTS, SAMPLED, toy_model
+from toys import VOCAB_SIZE, small, target
 
-VOCAB_SIZE = 64
 TURN = (7, 8, 9, 10, 11)
-
-
-@cache
-def target() -> CausalLM:
-    return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
-
-
-@cache
-def draft_model() -> CausalLM:
-    return CausalLM(perturbed(toy_model(VOCAB_SIZE), 0.1, seed=2), execution="eager")
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "none": EmptyDrafter,
     "ngram": lambda: made("ngram", 4, prompt_lookup_min=1),
     "nasd": lambda: made("nasd", 4),
-    "chain": lambda: DraftModelDrafter(draft_model(), target_vocab_size=VOCAB_SIZE),
-    "tree": lambda: DraftModelDrafter(draft_model(), target_vocab_size=VOCAB_SIZE, num_branches=2),
+    "chain": lambda: DraftModelDrafter(small(), target_vocab_size=VOCAB_SIZE),
+    "tree": lambda: DraftModelDrafter(small(), target_vocab_size=VOCAB_SIZE, num_branches=2),
 }
 
 
@@ -94,7 +83,7 @@ def test_only_new_text_is_fed(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """The second turn feeds the last token of the first answer, which no cache holds, and all but the last new one."""
     going_on = engine(kind, PrefixStore(1))
     row = answer(going_on, PROMPTS[0])
-    of_target, of_drafter = fed(target(), monkeypatch), fed(draft_model(), monkeypatch)
+    of_target, of_drafter = fed(target(), monkeypatch), fed(small(), monkeypatch)
     again = answer(going_on, (*row.token_ids, *TURN), replace(GREEDY, max_tokens=1))
     assert again.num_cached_tokens == len(row.token_ids) - 1
     assert of_target == [1 + len(TURN) - 1, 1]  # the prompt; then the pending token alone, for one token is wanted
@@ -116,7 +105,7 @@ def test_samples_without_a_slot_do_not_read_their_prompt_again(
     wide, narrow = engine(kind, max_num_seqs=8), engine(kind, max_num_seqs=2, prefill_chunk_size=8)
     expected = wide.add_request(prompt, params)
     list(wide.run())
-    of_drafter = fed(draft_model(), monkeypatch)
+    of_drafter = fed(small(), monkeypatch)
     rows = narrow.add_request(prompt, params)
     list(narrow.run())
     assert [row.output_ids for row in rows] == [row.output_ids for row in expected]

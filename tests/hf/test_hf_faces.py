@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_hf_stops import target
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -24,13 +25,6 @@ import foretoken
 from foretoken import speculate, zoo
 from foretoken.errors import ConfigError, UnsupportedModelError
 from foretoken.testing import perturbed, toy_model
-
-
-@cache
-def target() -> PreTrainedModel:
-    model = toy_model()
-    model.generation_config.pad_token_id = 3
-    return model
 
 
 @cache

@@ -200,65 +200,52 @@ def test_a_model_stays_as_it_is_after_an_exception() -> None:
 # -- what the probe finds ----------------------------------------------------------------------------------------
 
 
-class ChainsOnly(LlamaForCausalLM):
+class Odd(LlamaForCausalLM):
+    """A model whose forward does not take masks and positions as it is given them."""
+
+    def taken(self, width: int, mask: Any, positions: Any, cache: Any) -> tuple[Any, Any]:
+        raise NotImplementedError
+
+    def forward(
+        self,
+        input_ids: Any,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        mask, positions = self.taken(input_ids.shape[1], attention_mask, position_ids, past_key_values)
+        return super().forward(input_ids, mask, positions, past_key_values, **kwargs)
+
+
+class ChainsOnly(Odd):
     """Takes 4-D masks, but shows every node all nodes before it, as some custom attention kernels do."""
 
-    def forward(
-        self,
-        input_ids: Any,
-        attention_mask: Any = None,
-        position_ids: Any = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        width = input_ids.shape[1]
-        if attention_mask is not None and attention_mask.ndim == 4 and width > 1:
-            columns = torch.arange(attention_mask.shape[-1])
-            own = position_ids[:, None, :1, None] + torch.arange(width)[:, None]  # (B, 1, N, 1)
-            attention_mask = columns <= own
-        return super().forward(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+    def taken(self, width: int, mask: Any, positions: Any, cache: Any) -> tuple[Any, Any]:
+        if mask is not None and mask.ndim == 4 and width > 1:
+            own = positions[:, None, :1, None] + torch.arange(width)[:, None]  # (B, 1, N, 1)
+            mask = torch.arange(mask.shape[-1]) <= own
+        return mask, positions
 
 
-class IgnoresPositions(LlamaForCausalLM):
+class IgnoresPositions(Odd):
     """Counts positions from the longest row of the cache."""
 
-    def forward(
-        self,
-        input_ids: Any,
-        attention_mask: Any = None,
-        position_ids: Any = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        start = 0 if past_key_values is None else past_key_values.get_seq_length()
-        counted = (start + torch.arange(input_ids.shape[1]))[None]
-        return super().forward(input_ids, attention_mask, counted, past_key_values, **kwargs)
+    def taken(self, width: int, mask: Any, positions: Any, cache: Any) -> tuple[Any, Any]:
+        start = 0 if cache is None else cache.get_seq_length()
+        return mask, (start + torch.arange(width))[None]
 
 
-class IgnoresTheMask(LlamaForCausalLM):
-    def forward(
-        self,
-        input_ids: Any,
-        attention_mask: Any = None,
-        position_ids: Any = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        return super().forward(input_ids, None, position_ids, past_key_values, **kwargs)
+class IgnoresTheMask(Odd):
+    def taken(self, width: int, mask: Any, positions: Any, cache: Any) -> tuple[Any, Any]:
+        return None, positions
 
 
-class RejectsTheMask(LlamaForCausalLM):
-    def forward(
-        self,
-        input_ids: Any,
-        attention_mask: Any = None,
-        position_ids: Any = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        if attention_mask is not None and attention_mask.ndim != 2:
+class RejectsTheMask(Odd):
+    def taken(self, width: int, mask: Any, positions: Any, cache: Any) -> tuple[Any, Any]:
+        if mask is not None and mask.ndim != 2:
             raise ValueError("attention_mask must have two dimensions")
-        return super().forward(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+        return mask, positions
 
 
 def odd_model(model_class: type[LlamaForCausalLM]) -> PreTrainedModel:

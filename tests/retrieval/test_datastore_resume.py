@@ -6,21 +6,19 @@ import errno
 import json
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from test_datastore import sentences, tokenizer
+from test_full_disk import room_for
 
 from foretoken.errors import DatastoreError
-from foretoken.loading.models import load_tokenizer
 from foretoken.retrieval import build as building
 from foretoken.retrieval import corpus as corpora
 from foretoken.retrieval import manifest as manifests
@@ -28,19 +26,11 @@ from foretoken.retrieval import resuming
 from foretoken.retrieval.build import ShardLimits, build
 from foretoken.retrieval.datastore import Datastore
 
-WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "ran", "away", "from", "dog", "that"]
 LIMITS = ShardLimits(max_shard_tokens=700)
 
 
-@cache
-def tokenizer() -> Any:
-    return load_tokenizer("zoo:tiny")
-
-
-def write_corpus(path: Path, num_texts: int, num_words: int = 30) -> Path:
-    chooser = np.random.default_rng(0)
-    texts = [" ".join(chooser.choice(WORDS, size=chooser.integers(1, num_words))) for _ in range(num_texts)]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+def write_corpus(path: Path, num_texts: int, num_times: int = 1) -> Path:
+    path.write_text("".join(json.dumps({"text": text * num_times}) + "\n" for text in sentences(num_texts)))
     return path
 
 
@@ -224,16 +214,8 @@ def test_a_disk_that_fills_up_anywhere_is_reported_and_the_build_goes_on(
 
 
 def test_a_disk_that_is_full_is_reported_and_the_build_goes_on(corpus: Path, tmp_path: Path) -> None:
-    """The limit of file sizes stands for the end of the disk; both reach the program as an OSError of the write."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        with pytest.raises(DatastoreError, match="make room and run the same command again"):
-            build([corpus], tokenizer(), tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, previous)
+    with room_for(4096), pytest.raises(DatastoreError, match="make room and run the same command again"):
+        build([corpus], tokenizer(), tmp_path / "out")
     build([corpus], tokenizer(), tmp_path / "out")
     build([corpus], tokenizer(), tmp_path / "whole")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
@@ -257,7 +239,7 @@ def test_builds_killed_at_random_moments_come_to_the_same_end(
     most: int, least: int, num_texts: int, tmp_path: Path
 ) -> None:
     """kill -9 on the real command line, any time from its start to its end, again and again until it is through."""
-    source = write_corpus(tmp_path / "corpus.jsonl", num_texts, 300)
+    source = write_corpus(tmp_path / "corpus.jsonl", num_texts, 10)
     command = [sys.executable, "-m", "foretoken", "datastore", "build", str(source), "--memory", "0.607", "--out"]
     subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
     moments, num_killed, out = random.Random(1), 0, tmp_path / "out"

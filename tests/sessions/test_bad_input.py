@@ -33,14 +33,9 @@ from foretoken.errors import (
 from foretoken.model.lm import CausalLM
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, perturbed, toy_model
 from foretoken.tree import DraftTree
+from toys import VOCAB_SIZE, target
 
-VOCAB_SIZE = 64
 POISON = 63
-
-
-@cache
-def target() -> CausalLM:
-    return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
 
 
 def drafter(num_branches: int = 3) -> Drafter:

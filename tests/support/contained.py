@@ -15,22 +15,11 @@ from foretoken.drafters.parts.self_draft import SelfDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
-from foretoken.model.lm import CausalLM
-from foretoken.testing import check_cache_lengths, perturbed, toy_model
+from foretoken.testing import check_cache_lengths
+from toys import VOCAB_SIZE, small, target
 
-VOCAB_SIZE = 64
 TEXTS = [[5, 6, 7, 5, 6, 7, 5], [9, 3, 9, 3, 9, 3, 9, 4, 4, 4, 4], [11], [2, 4, 2, 4, 2], [5, 6, 7]]
 CONTAINED = EngineConfig(max_num_seqs=3, contains_faults=True)
-
-
-@cache
-def target() -> CausalLM:
-    return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
-
-
-@cache
-def small() -> CausalLM:
-    return CausalLM(perturbed(toy_model(VOCAB_SIZE), 0.1, seed=2), execution="eager")
 
 
 def layer_skip() -> SelfDrafter:

@@ -14,15 +14,11 @@ from foretoken.heads.layers import LayerShape
 from foretoken.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
 from foretoken.model.capture import Wanted
 from foretoken.model.lm import CausalLM, Nodes
-from foretoken.testing import GREEDY, PROMPTS, SAMPLED, decode, toy_model
+from foretoken.testing import GREEDY, PROMPTS, SAMPLED, decode
+from toys import VOCAB_SIZE, target
 
-VOCAB_SIZE, HIDDEN, NUM_HEADS = 64, 32, 4
+HIDDEN, NUM_HEADS = 32, 4
 LAYER = LayerShape(HIDDEN, 48, 4, 2, 8)
-
-
-@cache
-def target() -> CausalLM:
-    return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
 
 
 @cache

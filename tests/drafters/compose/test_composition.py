@@ -28,11 +28,9 @@ from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.llm import LLM
 from foretoken.model.cache.prefixes import PrefixStore
-from foretoken.model.lm import CausalLM
-from foretoken.testing import GREEDY, PROMPTS, SAMPLED, check_drafter, decode, perturbed, toy_model
+from foretoken.testing import GREEDY, PROMPTS, SAMPLED, check_drafter, decode
 from foretoken.tree import DraftTree
-
-VOCAB_SIZE = 64
+from toys import VOCAB_SIZE, small, target
 
 
 class Fixedly(Drafter):
@@ -142,13 +140,12 @@ def test_calibration_moves_from_what_is_stated_to_what_happens() -> None:
 
 
 def test_every_part_is_told_about_its_own_nodes() -> None:
-    target = CausalLM(toy_model(VOCAB_SIZE), execution="eager")
-    plain = decode(target, EmptyDrafter(), [([1, 2, 3], replace(GREEDY, max_tokens=3))]).outputs["0.0"]
+    plain = decode(target(), EmptyDrafter(), [([1, 2, 3], replace(GREEDY, max_tokens=3))]).outputs["0.0"]
     requires = Requirements(choices=True)
     right = Fixedly("right", [plain[:1]], requires)
     wrong = Fixedly("wrong", [[(plain[0] + 1) % VOCAB_SIZE], [plain[0], (plain[1] + 1) % VOCAB_SIZE]], requires)
     path_only = Fixedly("path", [plain[:2]])
-    engine = Engine(target, UnionDrafter([right, wrong, path_only], max_nodes=16))
+    engine = Engine(target(), UnionDrafter([right, wrong, path_only], max_nodes=16))
     engine.add_request([1, 2, 3], replace(GREEDY, max_tokens=6))
     engine.step()
     (output,) = engine.step()
@@ -182,10 +179,9 @@ def test_a_union_asks_for_all_that_its_parts_ask_for() -> None:
 
 
 def test_parts_read_prompts_if_they_want_to_and_are_asked_what_to_keep() -> None:
-    target = CausalLM(toy_model(VOCAB_SIZE), execution="eager")
     curious = Fixedly("curious", [[1]], Requirements(prompt_logits=True))
     plain = Fixedly("plain", [[2]])
-    engine = Engine(target, UnionDrafter([curious, plain]), prefixes=PrefixStore(1))
+    engine = Engine(target(), UnionDrafter([curious, plain]), prefixes=PrefixStore(1))
     (row,) = engine.add_request([1, 2, 3], replace(GREEDY, max_tokens=2))
     engine.step()
     ((start, best),) = curious.has_read
@@ -202,13 +198,12 @@ def test_parts_read_prompts_if_they_want_to_and_are_asked_what_to_keep() -> None
 
 
 def test_a_dear_drafter_is_not_asked_where_a_cheap_one_knows_enough() -> None:
-    target = CausalLM(toy_model(VOCAB_SIZE), execution="eager")
-    plain = decode(target, EmptyDrafter(), [([1, 2, 3], replace(GREEDY, max_tokens=8))]).outputs["0.0"]
+    plain = decode(target(), EmptyDrafter(), [([1, 2, 3], replace(GREEDY, max_tokens=8))]).outputs["0.0"]
     cheap, dear = Fixedly("cheap", [plain[:2]]), Fixedly("dear", [plain[:1]])
-    decode(target, FirstDrafter([cheap, dear]), [([1, 2, 3], replace(GREEDY, max_tokens=3))])
+    decode(target(), FirstDrafter([cheap, dear]), [([1, 2, 3], replace(GREEDY, max_tokens=3))])
     assert (cheap.num_asked, dear.num_asked) == (1, 0)
     silent = Fixedly("silent", [])
-    decode(target, FirstDrafter([silent, dear]), [([1, 2, 3], replace(GREEDY, max_tokens=3))])
+    decode(target(), FirstDrafter([silent, dear]), [([1, 2, 3], replace(GREEDY, max_tokens=3))])
     assert dear.num_asked >= 1
 
 
@@ -216,10 +211,8 @@ def test_a_dear_drafter_is_not_asked_where_a_cheap_one_knows_enough() -> None:
 
 
 def compositions() -> dict[str, Any]:
-    model = CausalLM(perturbed(toy_model(VOCAB_SIZE), 0.1, seed=2), execution="eager")
-
     def draft_model(depth: int) -> Drafter:
-        return DraftModelDrafter(model, target_vocab_size=VOCAB_SIZE, num_speculative_tokens=depth)
+        return DraftModelDrafter(small(), target_vocab_size=VOCAB_SIZE, num_speculative_tokens=depth)
 
     def layer_skip(depth: int) -> Drafter:
         return SelfDrafter(
@@ -243,20 +236,16 @@ def compositions() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", compositions())
 def test_compositions_conform(name: str) -> None:
-    target = CausalLM(toy_model(VOCAB_SIZE), execution="eager")
-    check_drafter(compositions()[name], target, depths=(1, 3))
+    check_drafter(compositions()[name], target(), depths=(1, 3))
 
 
 def test_a_union_accepts_at_least_what_its_better_part_does() -> None:
-    target = CausalLM(toy_model(VOCAB_SIZE), execution="eager")
-    model = CausalLM(perturbed(toy_model(VOCAB_SIZE), 0.2, seed=2), execution="eager")
-
     def steps(drafter: Drafter) -> int:
         requests = [(prompt, replace(SAMPLED, max_tokens=60, n=1)) for prompt in PROMPTS]
-        return decode(target, drafter, requests).num_steps
+        return decode(target(), drafter, requests).num_steps
 
     def draft_model() -> Drafter:
-        return DraftModelDrafter(model, target_vocab_size=VOCAB_SIZE, num_speculative_tokens=3)
+        return DraftModelDrafter(small(0.2), target_vocab_size=VOCAB_SIZE, num_speculative_tokens=3)
 
     union = steps(UnionDrafter([draft_model(), made("nasd", 3)], 16))
     assert union <= min(steps(draft_model()), steps(made("nasd", 3)))

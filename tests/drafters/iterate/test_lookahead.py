@@ -34,8 +34,7 @@ from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.model.lm import CausalLM
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, compare, decode, toy_model
-
-VOCAB_SIZE = 64
+from toys import VOCAB_SIZE, target
 
 PUBLISHED_MASK = """
 1.......................
@@ -64,10 +63,6 @@ PUBLISHED_MASK = """
 1....................111
 """
 """W=5, N=4, G=3: the pending token, four cells of level 0, five each of levels 1 and 2, three guesses of three."""
-
-
-def target() -> CausalLM:
-    return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
 
 
 def draft_of(pending: int, max_depth: int) -> GrowingDraft:
