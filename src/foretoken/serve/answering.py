@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -48,11 +49,37 @@ class Exchange:
         self._timeout = asking.timeout
         self._departure = asyncio.ensure_future(_departure(receive))
         self._departure.add_done_callback(lambda _: self.ticket.wake())
+        self._heard = perf_counter()  # of the last news
+        self._pulse: asyncio.TimerHandle | None = None
 
     @property
     def left(self) -> float:
         """Seconds that are left of its time."""
         return max(0.0, self._deadline - perf_counter())
+
+    @asynccontextmanager
+    async def within_its_time(self) -> AsyncIterator[None]:
+        """Work for the request, as long as it has time: one timer, since tokens would pay for one each.
+
+        Raises: ApiError after the time of the request.
+        """
+        try:
+            async with asyncio.timeout(self.left) as timer:
+                yield
+        except TimeoutError:
+            if not timer.expired():
+                raise
+            message = f"the request took longer than its {self._timeout:g} seconds"
+            raise ApiError(504, message, "timeout", "timeout") from None
+
+    def wake_after(self, silence: float) -> None:
+        """From now on, let who waits for news have none after so many seconds without any, again and again."""
+        silent = perf_counter() - self._heard
+        if silent >= silence:
+            self.ticket.wake()
+        self._pulse = asyncio.get_running_loop().call_later(
+            silence if silent >= silence else silence - silent, self.wake_after, silence
+        )
 
     async def begin(self) -> None:
         """Send the request to the engine, and wait until it has been taken in.
@@ -66,23 +93,17 @@ class Exchange:
             self.end()
             raise
 
-    async def news(self, patience: float | None = None) -> list[StreamOutput] | None:
-        """What the next steps bring; nothing after so many seconds of silence, None at the end.
+    async def news(self) -> list[StreamOutput] | None:
+        """What the next steps bring; nothing after a silence, see `wake_after`; None at the end.
 
-        Raises: Departed; ApiError after the time of the request; what has ended it.
+        Raises: Departed; what has ended the request.
         """
         news: list[StreamOutput] | None = []
         if not self._departure.done():
-            try:
-                async with asyncio.timeout(self.left if patience is None else min(self.left, patience)) as timer:
-                    news = await self.ticket.news()
-            except TimeoutError:
-                if not timer.expired():
-                    raise
+            news = await self.ticket.news()
+            self._heard = perf_counter()
         if self._departure.done():
             raise Departed
-        if news == [] and perf_counter() >= self._deadline:
-            raise ApiError(504, f"the request took longer than its {self._timeout:g} seconds", "timeout", "timeout")
         return news
 
     async def collect(self) -> list[RequestOutput]:
@@ -104,6 +125,8 @@ class Exchange:
 
     def end(self) -> None:
         """Leave nothing behind. Ending twice is harmless."""
+        if self._pulse is not None:
+            self._pulse.cancel()
         self._bridge.abandon(self.ticket)
         if not self._departure.cancel() and not self._departure.cancelled():
             self._departure.exception()  # which nobody waits for any more
@@ -122,16 +145,17 @@ async def answer(bridge: Backend, asking: Asking, form: Form, settings: ServerSe
     bridge.check_room(asking.num_prompt_tokens, settings.max_queued_requests, settings.max_queued_tokens)
     exchange = Exchange(bridge, asking, receive)
     try:
-        await exchange.begin()
-        if asking.streams:
-            return EventStream(exchange, asking, form, settings.keep_alive)
-        outputs = await exchange.collect()
-        check_texts([text for output in outputs for text in output.outputs])
-        usage = usage_of(exchange.ticket)
-        beside = counts_of(exchange.ticket, asking.detail) | exchange.ticket.notes
-        if asking.verifies:
-            await exchange.again(outputs)
-            beside |= verdict_of(outputs, await exchange.collect())
+        async with exchange.within_its_time():
+            await exchange.begin()
+            if asking.streams:
+                return EventStream(exchange, asking, form, settings.keep_alive)
+            outputs = await exchange.collect()
+            check_texts([text for output in outputs for text in output.outputs])
+            usage = usage_of(exchange.ticket)
+            beside = counts_of(exchange.ticket, asking.detail) | exchange.ticket.notes
+            if asking.verifies:
+                await exchange.again(outputs)
+                beside |= verdict_of(outputs, await exchange.collect())
     except Departed:
         return Response(status_code=CLIENT_LEFT)
     finally:
@@ -161,17 +185,22 @@ class EventStream(Response):
         super().__init__(media_type="text/event-stream", headers=headers)
         self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
         self._exchange, self._asking, self._form, self._keep_alive = exchange, asking, form, keep_alive
+        self._is_sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             try:
-                await self._send_all(send)
+                async with self._exchange.within_its_time():
+                    await self._send_all(send)
             except Departed:
                 raise
             except Exception as error:
-                await self._put(send, *self._form.failure(ApiError.of(error)))
-            await self._put(send, self._form.last, more=False)
+                if self._is_sending:
+                    raise Departed from None
+                await self._put_last(send, *self._form.failure(ApiError.of(error)))
+            else:
+                await self._put_last(send)
         except Departed:
             return
         finally:
@@ -180,8 +209,9 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         exchange, form, asking = self._exchange, self._form, self._asking
         usage = partial(usage_of, exchange.ticket)
+        exchange.wake_after(self._keep_alive)
         await self._put(send, *form.opening())
-        while (news := await exchange.news(self._keep_alive)) is not None:
+        while (news := await exchange.news()) is not None:
             check_texts(news)
             await self._put(send, *(form.events(news, usage) if news else [KEEP_ALIVE]))
         beside = counts_of(exchange.ticket, asking.detail) | exchange.ticket.notes
@@ -189,18 +219,22 @@ class EventStream(Response):
         if asking.verifies:
             outputs = exchange.ticket.outputs()
             await exchange.again(outputs)
-            while (news := await exchange.news(self._keep_alive)) is not None:
+            while (news := await exchange.news()) is not None:
                 if not news:
                     await self._put(send, KEEP_ALIVE)
             beside |= verdict_of(outputs, exchange.ticket.outputs())
         await self._put(send, *form.ending(used, beside))
 
     async def _put(self, send: Send, *pieces: bytes, more: bool = True) -> None:
+        if pieces:
+            self._is_sending = True  # which waits only where buffers are full
+            await send({"type": "http.response.body", "body": b"".join(pieces), "more_body": more})
+            self._is_sending = False
+
+    async def _put_last(self, send: Send, *pieces: bytes) -> None:
         """Raises: Departed where the client takes nothing within the time of the request."""
-        if not pieces:
-            return
         try:
-            async with asyncio.timeout(self._exchange.left):  # which waits only where buffers are full
-                await send({"type": "http.response.body", "body": b"".join(pieces), "more_body": more})
+            async with asyncio.timeout(self._exchange.left):
+                await self._put(send, *pieces, self._form.last, more=False)
         except TimeoutError:
             raise Departed from None
