@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -49,20 +50,20 @@ from foretoken.model.execution.packing import PackedLinear, dense_weight
 from foretoken.model.execution.rounding import ROUNDINGS, STORED, roundable, take_codes
 from foretoken.model.lm import CausalLM
 from foretoken.model.nodes import Nodes
-from foretoken.native.codes import Codes, Form, StoredCodes, Unrounded
+from foretoken.native.codes import Codes, Form, StoredCodes, Unrounded, times_halves
 
 RAGGED = (60, 400)
-SINGLE, HALF, BYTE = torch.float32, torch.float16, torch.uint8
-Q8_0, Q6_K = Form(8, 32, HALF), Form(8, 16, SINGLE)
+SINGLE, HALF, BYTE, MULTIPLE = torch.float32, torch.float16, torch.uint8, torch.int8
+Q8_0, Q6_K = Form(8, 32, HALF), Form(8, 16, MULTIPLE, None, 4)
 FORMS: dict[str, tuple[Form, Form | None]] = {
     "Q8_0": (Q8_0, Q8_0),
     "Q6_K": (Q6_K, Q6_K),
     "Q5_0": (Q8_0, Q8_0),
     "Q5_1": (Form(8, 32, HALF, HALF), Q8_0),
-    "Q5_K": (Form(8, 32, SINGLE, SINGLE), Q6_K),
+    "Q5_K": (Form(8, 32, MULTIPLE, MULTIPLE, 3), Q6_K),
     "Q4_0": (Form(4, 32, HALF), Q8_0),
     "Q4_1": (Form(4, 32, HALF, HALF), Q8_0),
-    "Q4_K": (Form(4, 32, SINGLE, SINGLE), Q6_K),
+    "Q4_K": (Form(4, 32, MULTIPLE, MULTIPLE, 3), Q6_K),
     "gptq": (Form(4, 64, HALF), None),
     "awq": (Form(4, 64, HALF, BYTE), None),  # and GPTQ with zero points
     "gptq-8": (Form(8, 64, HALF), None),
@@ -81,8 +82,20 @@ def load(options: argparse.Namespace) -> PreTrainedModel:
 
 def in_form(layer: torch.nn.Module, form: Form) -> StoredCodes:
     """The weight of a layer, rounded."""
-    codes = Unrounded(dense_weight(layer), form).codes()
-    return StoredCodes.of(Codes(codes.numbers, codes.bits, codes.scales.to(form.scales), codes.zeros, codes.group))
+    if form.half_shift == 0:
+        codes = Unrounded(dense_weight(layer), form).codes()
+        return StoredCodes.of(Codes(codes.numbers, codes.bits, codes.scales.to(form.scales), codes.zeros, codes.group))
+    codes = Unrounded(dense_weight(layer), Form(form.bits, form.group, SINGLE, form.zeros and SINGLE)).codes()
+    scales, scale_halves = in_multiples(codes.scales, form.half_shift)
+    zeros, zero_halves = (None, None) if codes.zeros is None else in_multiples(codes.zeros, form.half_shift)
+    return StoredCodes.of(Codes(codes.numbers, form.bits, scales, zeros, form.group, scale_halves, zero_halves))
+
+
+def in_multiples(scales: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales rounded to multiples of halves that 2^shift groups share, or as many as divide them, and the halves."""
+    count = math.gcd(1 << shift, scales.shape[1])
+    halves = (scales.abs().unflatten(1, (-1, count)).amax(-1) / 63).half()
+    return times_halves((scales / times_halves(torch.ones_like(scales), halves)).nan_to_num().round(), halves), halves
 
 
 def of_format(name: str, options: argparse.Namespace) -> CausalLM:

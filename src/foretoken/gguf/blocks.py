@@ -28,6 +28,7 @@ class BlockType:
       size, num_bytes: weights and bytes of a block.
       bits, group: of `Codes`.
       unpack: blocks uint8 (n, num_bytes) into their parts.
+      halves: what scales and zeros of a whole block are multiples of; they are kept so.
     """
 
     name: str
@@ -36,6 +37,18 @@ class BlockType:
     bits: int
     group: int
     unpack: Callable[[torch.Tensor], Parts]
+    halves: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]] | None = None
+
+    def codes(self, blocks: torch.Tensor, outputs: int) -> Codes:
+        """Of the blocks of so many outputs."""
+        halves = (None, None) if self.halves is None else self.halves(blocks)
+        numbers, scales, *others = (
+            None if each is None else each.reshape(outputs, -1) for each in (*self.unpack(blocks), *halves)
+        )
+        assert numbers is not None
+        assert scales is not None
+        zeros, scale_halves, zero_halves = others
+        return Codes(numbers, self.bits, scales, zeros, self.group, scale_halves, zero_halves)
 
 
 def stored_codes(header: Header, tensor: TensorInfo) -> StoredCodes | None:
@@ -50,10 +63,7 @@ def stored_codes(header: Header, tensor: TensorInfo) -> StoredCodes | None:
         with header.path.open("rb") as stream:
             stream.seek(header.data_start + tensor.offset + first * row_bytes)
             data = bytearray(stream.read((last - first) * row_bytes))
-        numbers, scales, zeros = kind.unpack(torch.frombuffer(data, dtype=torch.uint8).view(-1, kind.num_bytes))
-        outputs, inputs = last - first, tensor.shape[1]
-        of_groups = None if zeros is None else zeros.reshape(outputs, -1)
-        return Codes(numbers.reshape(outputs, inputs), kind.bits, scales.reshape(outputs, -1), of_groups, kind.group)
+        return kind.codes(torch.frombuffer(data, dtype=torch.uint8).view(-1, kind.num_bytes), last - first)
 
     return StoredCodes(torch.Size(tensor.shape), read(0, 1).form, read)
 
@@ -109,6 +119,15 @@ def _scales_of_parts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _halves(blocks, 0).float() * scales, -(_halves(blocks, 2).float() * zeros)
 
 
+def _halves_of_parts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What these are multiples of."""
+    return _halves(blocks, 0), -_halves(blocks, 2)
+
+
+def _half_at_the_end(blocks: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return _halves(blocks, 208), None
+
+
 def _q4_k(blocks: torch.Tensor) -> Parts:
     return _bits(blocks[:, 16:].view(-1, 4, 32), 2, 4).flatten(1), *_scales_of_parts(blocks)
 
@@ -132,8 +151,8 @@ TYPES = {
     6: BlockType("Q5_0", 32, 22, 8, 32, _q5_0),
     7: BlockType("Q5_1", 32, 24, 8, 32, _q5_1),
     8: BlockType("Q8_0", 32, 34, 8, 32, _q8_0),
-    12: BlockType("Q4_K", SUPER, 144, 4, 32, _q4_k),
-    13: BlockType("Q5_K", SUPER, 176, 8, 32, _q5_k),
-    14: BlockType("Q6_K", SUPER, 210, 8, 16, _q6_k),
+    12: BlockType("Q4_K", SUPER, 144, 4, 32, _q4_k, _halves_of_parts),
+    13: BlockType("Q5_K", SUPER, 176, 8, 32, _q5_k, _halves_of_parts),
+    14: BlockType("Q6_K", SUPER, 210, 8, 16, _q6_k, _half_at_the_end),
 }
 """By number, those that are multiplied as they lie. Codes of 5 and 6 bits take bytes in memory."""

@@ -13,14 +13,17 @@ struct Matrix {
   const void* weight;  // blocks of outputs, the last one filled up with zeros
   const float* bias;   // (N,), or null
   int64_t group;       // of codes: inputs that share a scale and a zero, 0 for all
-  int64_t scale_kind, zero_kind;  // FLOAT32, or FLOAT16 where there are groups; of zeros also BYTES
+  int64_t scale_kind, zero_kind;  // FLOAT32, or FLOAT16 or MULTIPLES where there are groups; of zeros also BYTES
   const void *scales, *zeros;  // by block of outputs, group, and output; zeros: what a code of 0 stands for, or in bytes
                                // which code stands for 0; null where that is the one in the middle
   int64_t activation_bytes;    // of codes: 2, or 1 for drafts, which need no more: activations are rounded to so many
   int64_t value_kind;          // of codes: BFLOAT16 or FLOAT32, of what is multiplied and of the result
+  int64_t half_shift;          // of multiples: 2 to this power groups share a number in half precision
+  const void *scale_halves, *zero_halves;  // these, by block of outputs, groups that share one, and output
 };
 
-enum { PAIRS = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3, NIBBLES = 4, BYTES = 5 };
+// MULTIPLES: bytes with a sign, of a number in half precision that several of them share.
+enum { PAIRS = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3, NIBBLES = 4, BYTES = 5, MULTIPLES = 6 };
 enum { CODES_BLOCK = 32, CODES_SPAN = 64 };  // of codes: outputs of a block, and inputs that are rounded together at most
 
 struct Attention {  // of lists of nodes over rows of a cache

@@ -11,7 +11,7 @@ Float, Double, Threads = ctypes.c_float, ctypes.c_double, ctypes.c_int
 MOST_NODES = 64
 """Nodes of a row, its root included, up to which kernels keep the bits of a node of any tree."""
 
-PAIRS, FLOAT32, BFLOAT16, FLOAT16, NIBBLES, BYTES = range(6)
+PAIRS, FLOAT32, BFLOAT16, FLOAT16, NIBBLES, BYTES, MULTIPLES = range(7)
 """How the numbers of a matrix lie in memory."""
 SCRATCH, MEMORY, INPUT, GIVEN, OUTPUT = range(5)
 """Which memory an operand of a program lies in."""
@@ -52,7 +52,8 @@ class Matrix(ctypes.Structure):
         *_of(Address, "weight bias"),
         *_of(Integer, "group scale_kind zero_kind"),
         *_of(Address, "scales zeros"),
-        *_of(Integer, "activation_bytes value_kind"),
+        *_of(Integer, "activation_bytes value_kind half_shift"),
+        *_of(Address, "scale_halves zero_halves"),
     )
 
 

@@ -20,7 +20,7 @@
 enum { PARTS = CODES_BLOCK / LANES };      // vectors of a block
 enum { MOST_ROWS = LANES == 8 ? 2 : 8 };   // rows that are multiplied at a time, as registers allow
 enum { MOST_SPLIT_ROWS = 4 };              // rows whose activations of 16 bits are multiplied byte by byte
-enum { FETCHED = 4096 };                   // bytes of codes ahead of those that are multiplied
+enum { FETCHED = 8192 };                   // bytes of codes ahead of those that are multiplied
 enum { FETCHED_GROUPS = 16 };              // groups whose scales are fetched ahead
 enum { SHARED_NUMBERS = 1 << 14 };         // activations from which on threads share the rounding of rows
 
@@ -102,9 +102,17 @@ struct Rounded {
 // stands for.
 enum Scaling { BY_OUTPUT, BY_GROUP, WITH_ZERO_CODES, WITH_ZEROS };
 
-static ALWAYS_INLINE Vector read_as(int64_t kind, const void* from, int64_t place) {
+static ALWAYS_INLINE Vector read_as(int64_t kind, const void* from, const void* halves, int64_t place, int64_t shared) {
+  if (kind == MULTIPLES) return as_floats(widened((const int8_t*)from + place)) * read((const Float16*)halves + shared);
   return kind == FLOAT16 ? read((const Float16*)from + place) : read((const float*)from + place);
 }
+
+// Where the halves of a block and a group are; place: of its scales.
+static inline int64_t shared_place(const Matrix& matrix, int64_t place) {
+  return (place / CODES_BLOCK >> matrix.half_shift) * CODES_BLOCK;
+}
+
+static inline int64_t bytes_of(int64_t kind) { return kind == MULTIPLES ? 1 : kind == FLOAT16 ? 2 : 4; }
 
 // What sums of a span begin with; place: of the zeros of a block and a group.
 template <int SCALING, int ROWS>
@@ -122,12 +130,15 @@ static ALWAYS_INLINE void begin(const Matrix& matrix, const Rounded& x, int64_t 
 template <int SCALING>
 static ALWAYS_INLINE void fetch_scales(const Matrix& matrix, int64_t place) {
   if (SCALING == BY_OUTPUT) return;
-  const int64_t later = place + FETCHED_GROUPS * CODES_BLOCK, bytes = matrix.scale_kind == FLOAT16 ? 2 : 4;
+  const int64_t later = place + FETCHED_GROUPS * CODES_BLOCK, bytes = bytes_of(matrix.scale_kind);
   for (int64_t line = 0; line < CODES_BLOCK * bytes; line += 64) {
     _mm_prefetch((const char*)matrix.scales + later * bytes + line, _MM_HINT_T0);
     if (SCALING == WITH_ZEROS) _mm_prefetch((const char*)matrix.zeros + later * bytes + line, _MM_HINT_T0);
   }
   if (SCALING == WITH_ZERO_CODES) _mm_prefetch((const char*)matrix.zeros + later, _MM_HINT_T0);
+  if (matrix.scale_kind != MULTIPLES) return;
+  _mm_prefetch((const char*)matrix.scale_halves + shared_place(matrix, later) * 2, _MM_HINT_T0);
+  if (SCALING == WITH_ZEROS) _mm_prefetch((const char*)matrix.zero_halves + shared_place(matrix, later) * 2, _MM_HINT_T0);
 }
 
 // Adds the sums of a span, times their scales, to those of a block; place: of its scales; at: of those of the first row.
@@ -137,8 +148,9 @@ static ALWAYS_INLINE void add_span(const Matrix& matrix, const Rounded& x, int64
   const float *row_scales = x.scales.data() + at, *row_sums = x.sums.data() + at;
   Vector scales[PARTS], zeros[PARTS];
   for (int j = 0; j < PARTS && SCALING != BY_OUTPUT; ++j) {
-    scales[j] = read_as(matrix.scale_kind, matrix.scales, place + j * LANES);
-    if (SCALING == WITH_ZEROS) zeros[j] = read_as(matrix.zero_kind, matrix.zeros, place + j * LANES);
+    const int64_t lane = j * LANES, shared = shared_place(matrix, place) + lane;
+    scales[j] = read_as(matrix.scale_kind, matrix.scales, matrix.scale_halves, place + lane, shared);
+    if (SCALING == WITH_ZEROS) zeros[j] = read_as(matrix.zero_kind, matrix.zeros, matrix.zero_halves, place + lane, shared);
   }
 #pragma GCC unroll 8
   for (int i = 0; i < ROWS; ++i, row_scales += x.spans, row_sums += x.spans) {
@@ -323,6 +335,14 @@ static void multiply(const Matrix& matrix, const Rounded& x, int64_t rows, void*
   multiply<BITS, LAYOUT, WITH_ZEROS>(matrix, x, rows, out, threads);
 }
 
+static inline float value_at(int64_t kind, const void* from, const void* halves, int64_t place, int64_t shared) {
+  switch (kind) {
+    case MULTIPLES: return ((const int8_t*)from)[place] * value_of(((const Float16*)halves)[shared]);
+    case FLOAT16: return value_of(((const Float16*)from)[place]);
+    default: return ((const float*)from)[place];
+  }
+}
+
 // One row of the matrix: the very numbers that its codes stand for.
 template <typename T>
 static void unpack_row(const Matrix& matrix, int64_t output, T* to) {
@@ -335,12 +355,10 @@ static void unpack_row(const Matrix& matrix, int64_t output, T* to) {
     const uint8_t byte = codes[(i / (is_bytes ? 4 : 8) * CODES_BLOCK + lane) * 4 + i % 4];
     const int code = is_bytes ? byte : i / 4 % 2 ? byte >> 4 : byte & 15;
     const int low = matrix.zeros ? matrix.zero_kind == BYTES ? ((const uint8_t*)matrix.zeros)[place] : 0 : is_bytes ? 128 : 8;
-    const float scale = matrix.scale_kind == FLOAT16 ? value_of(((const Float16*)matrix.scales)[place])
-                                                     : ((const float*)matrix.scales)[place];
-    volatile float value = (float)(code - low) * scale;  // is rounded before anything is added
-    if (matrix.zeros && matrix.zero_kind != BYTES)
-      value = value + (matrix.zero_kind == FLOAT16 ? value_of(((const Float16*)matrix.zeros)[place])
-                                                   : ((const float*)matrix.zeros)[place]);
+    const int64_t shared = shared_place(matrix, place - lane) + lane;
+    volatile float value = (float)(code - low) * value_at(matrix.scale_kind, matrix.scales, matrix.scale_halves, place, shared);
+    if (matrix.zeros && matrix.zero_kind != BYTES)  // the product is rounded before anything is added
+      value = value + value_at(matrix.zero_kind, matrix.zeros, matrix.zero_halves, place, shared);
     store(to + i, value);
   }
 }

@@ -15,12 +15,17 @@ Kind: TypeAlias = tuple[int, int, str]
 
 @dataclass(frozen=True)
 class Form:
-    """How whole numbers stand for a weight: as the attributes of `Codes`, of scales and zeros the dtype."""
+    """How whole numbers stand for a weight: as the attributes of `Codes`, of scales and zeros the dtype.
+
+    Args:
+      half_shift: 2 to this power groups share a number in half precision, where scales are whole numbers (int8) of it.
+    """
 
     bits: int
     group: int
     scales: torch.dtype
     zeros: torch.dtype | None = None
+    half_shift: int = 0
 
     @property
     def kind(self) -> Kind:
@@ -40,6 +45,8 @@ class Codes:
         cut off.
       zeros: as the scales, code * scale + zero, or in uint8, (code - zero) * scale; or None.
       group: inputs of a group: all, or a multiple of 16.
+      scale_halves, zero_halves: float16 (out, groups / 2^n): where scales and zeros (in float32) are whole numbers from
+        -128 to 127 times these, of which so many groups share one; they are kept so in memory.
     """
 
     numbers: torch.Tensor
@@ -47,6 +54,8 @@ class Codes:
     scales: torch.Tensor
     zeros: torch.Tensor | None = None
     group: int = 0
+    scale_halves: torch.Tensor | None = None
+    zero_halves: torch.Tensor | None = None
 
     @classmethod
     def rounded(cls, weight: torch.Tensor, bits: int, group: int = 0, *, has_zeros: bool = False) -> Codes:
@@ -62,7 +71,7 @@ class Codes:
 
     @classmethod
     def joined(cls, parts: Sequence[Codes]) -> Codes:
-        """Weights with the same inputs, bits and groups, with zeros or without, one after another."""
+        """Weights with the same inputs, bits and groups, with zeros or without, one after another; without halves."""
         first = parts[0]
         if len(parts) == 1:
             return first
@@ -80,7 +89,17 @@ class Codes:
     @property
     def form(self) -> Form:
         """How they lie in memory."""
-        return Form(self.bits, self.group, self.scales.dtype, None if self.zeros is None else self.zeros.dtype)
+        scales, zeros = self.scales.dtype, None if self.zeros is None else self.zeros.dtype
+        if self.scale_halves is None:
+            return Form(self.bits, self.group, scales, zeros)
+        shift = shift_of(self.scales.shape[1], self.scale_halves.shape[1])
+        return Form(self.bits, self.group, torch.int8, None if zeros is None else torch.int8, shift)
+
+    def stored(self) -> tuple[torch.Tensor | None, ...]:
+        """Scales, zeros, and the halves of both, as they lie in memory: with halves in whole numbers of these."""
+        halves = self.scale_halves, self.zero_halves
+        pairs = zip((self.scales, self.zeros), halves, strict=True)
+        return *(each if each is None or half is None else _in_halves(each, half) for each, half in pairs), *halves
 
     @property
     def kind(self) -> Kind:
@@ -101,13 +120,16 @@ class Codes:
 
     def part(self, first: int, last: int) -> Codes:
         """Of outputs from one to another, in the same memory."""
-        zeros = None if self.zeros is None else self.zeros[first:last]
-        return Codes(self.numbers[first:last], self.bits, self.scales[first:last], zeros, self.group)
+        return self._of(slice(first, last))
 
     def rows(self, order: torch.Tensor) -> Codes:
         """Of these outputs, in this order."""
-        zeros = None if self.zeros is None else self.zeros[order]
-        return Codes(self.numbers[order], self.bits, self.scales[order], zeros, self.group)
+        return self._of(order)
+
+    def _of(self, outputs: slice | torch.Tensor) -> Codes:
+        given = self.zeros, self.scale_halves, self.zero_halves
+        zeros, *halves = (None if each is None else each[outputs] for each in given)
+        return Codes(self.numbers[outputs], self.bits, self.scales[outputs], zeros, self.group, *halves)
 
 
 @dataclass(frozen=True)
@@ -193,6 +215,28 @@ SAMPLE = 64
 """Outputs from all over a weight by which it is decided whether zeros are whole, and how exact scales are."""
 LEAST_HALF, MOST_HALF = 2.0**-16, torch.finfo(torch.float16).max
 """Scales in half precision."""
+
+
+def shift_of(groups: int, halves: int) -> int:
+    """To which power of 2 groups share a number in half precision.
+
+    Raises: ValueError for groups that do not.
+    """
+    shift = (groups // halves).bit_length() - 1 if halves else 0
+    if halves << shift != groups:
+        raise ValueError(f"{groups} groups share {halves} numbers in half precision")
+    return shift
+
+
+def times_halves(factors: torch.Tensor, halves: torch.Tensor) -> torch.Tensor:
+    """float32 (out, groups): whole numbers times numbers in half precision, exactly."""
+    return factors.float() * halves.float().repeat_interleave(factors.shape[1] // halves.shape[1], 1)
+
+
+def _in_halves(scales: torch.Tensor, halves: torch.Tensor) -> torch.Tensor:
+    """The whole numbers again."""
+    shared = halves.float().repeat_interleave(scales.shape[1] // halves.shape[1], 1)
+    return torch.where(shared == 0, 0, scales / shared).nan_to_num().round().to(torch.int8)
 
 
 def _grouped(rows: torch.Tensor, group: int) -> torch.Tensor:

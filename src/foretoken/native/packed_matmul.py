@@ -15,15 +15,17 @@ from typing import TypeAlias
 import torch
 
 from foretoken.native import abi, memory
-from foretoken.native.codes import Codes, StoredCodes, Unrounded, pieces
+from foretoken.native.codes import Codes, StoredCodes, Unrounded, pieces, shift_of, times_halves
 from foretoken.native.library import KINDS, Library
 
 PAIRS_BLOCK = 32
 """Inputs and outputs of a block of pairs."""
 CODES_BLOCK, CODES_SPAN = 32, 64
 """Outputs of a block of codes, and inputs whose activations are rounded together."""
-SCALES = {torch.float32: abi.FLOAT32, torch.float16: abi.FLOAT16, torch.uint8: abi.BYTES}
+SCALES = {torch.float32: abi.FLOAT32, torch.float16: abi.FLOAT16, torch.uint8: abi.BYTES, torch.int8: abi.MULTIPLES}
 """How scales and zeros may lie in memory."""
+KEPT = ("bias", "scales", "zeros", "scale_halves", "zero_halves")
+"""Parts of a matrix beside its numbers."""
 FLOATS = (abi.PAIRS, abi.FLOAT32, abi.BFLOAT16, abi.FLOAT16)
 """Kinds of matrices whose numbers are floats."""
 Seen: TypeAlias = Callable[[int, torch.Tensor | Codes], object]
@@ -56,19 +58,22 @@ class PackedMatrix:
         group: int = 0,
         activation_bytes: int = 0,
         dtype: torch.dtype = torch.float32,
+        scale_halves: torch.Tensor | None = None,
+        zero_halves: torch.Tensor | None = None,
     ) -> None:
         self._size = outputs, inputs = size
         self.packed = packed
         self._kept = [
             None if bias is None else bias.float().contiguous(),
-            *(None if each is None else each.contiguous() for each in (scales, zeros)),
+            *(None if each is None else each.contiguous() for each in (scales, zeros, scale_halves, zero_halves)),
         ]
-        parts = {"packed": packed, **dict(zip(("bias", "scales", "zeros"), self._kept, strict=True))}
+        parts = {"packed": packed, **dict(zip(KEPT, self._kept, strict=True))}
         self.parts = {name: each for name, each in parts.items() if each is not None}
         self.num_bytes = packed.nbytes + sum(each.nbytes for each in self._kept[1:] if each is not None)
-        of_bias, of_scales, of_zeros = (None if each is None else each.data_ptr() for each in self._kept)
+        of_bias, of_scales, of_zeros, *halves = (None if each is None else each.data_ptr() for each in self._kept)
         of_kinds = [abi.FLOAT32 if each is None else SCALES[each.dtype] for each in (scales, zeros)]
-        of_codes = group, *of_kinds, of_scales, of_zeros, activation_bytes, KINDS[dtype]
+        shift = 0 if scales is None or scale_halves is None else shift_of(scales.shape[1], scale_halves.shape[1])
+        of_codes = group, *of_kinds, of_scales, of_zeros, activation_bytes, KINDS[dtype], shift, *halves
         self.fields = abi.Matrix(inputs, outputs, kind, packed.data_ptr(), of_bias, *of_codes)
         self.address = ctypes.addressof(self.fields)
         self.rounding = 2.0 ** (1 - 8 * activation_bytes) if activation_bytes else torch.finfo(torch.float32).eps
@@ -196,12 +201,28 @@ class CodesMatrix(PackedMatrix):
             None if dtype is None else memory.empty(of_groups, dtype)
             for dtype in (form.scales if form.group else torch.float32, form.zeros)
         )
-        for each in (scales, zeros):
+        halves = [
+            memory.empty((of_groups[0], of_groups[1] >> form.half_shift, CODES_BLOCK), torch.float16)
+            if dtype == torch.int8
+            else None
+            for dtype in (form.scales, form.zeros)
+        ]
+        for each in (scales, zeros, *halves):
             if each is not None:
                 each[-1] = 0  # of outputs that there are not
         kind, of_bias = (abi.BYTES if form.bits == 8 else abi.NIBBLES), None if bias is None else bias.detach()
         super().__init__(
-            kernels, (outputs, inputs), kind, packed, of_bias, scales, zeros, form.group, activation_bytes, dtype
+            kernels,
+            (outputs, inputs),
+            kind,
+            packed,
+            of_bias,
+            scales,
+            zeros,
+            form.group,
+            activation_bytes,
+            dtype,
+            *halves,
         )
         for number, (part, begin) in enumerate(zip(parts, _begins_of(parts), strict=True)):
             for first, last in pieces(part.shape):
@@ -226,7 +247,7 @@ class CodesMatrix(PackedMatrix):
         numbers = codes.numbers.contiguous()
         kernels.pack_codes(self.address, numbers.data_ptr(), output, count, threads)
         place = torch.arange(output, output + count)
-        for kept, each in zip(self._kept[1:], (codes.scales, codes.zeros), strict=True):
+        for kept, each in zip(self._kept[1:], codes.stored(), strict=True):
             if kept is not None and each is not None:
                 kept[place // CODES_BLOCK, :, place % CODES_BLOCK] = each.to(kept.dtype)
         return codes
@@ -239,11 +260,13 @@ class CodesMatrix(PackedMatrix):
         if bits == 4:
             blocks = torch.stack([blocks & 15, blocks >> 4], 2).flatten(1, 2)
         numbers = blocks.transpose(1, 2).reshape(len(blocks) * CODES_BLOCK, -1)[:outputs, :inputs].contiguous()
-        scales, zeros = (
+        scales, zeros, of_scales, of_zeros = (
             None if each is None else each.transpose(1, 2).flatten(0, 1)[:outputs] for each in self._kept[1:]
         )
         assert scales is not None
-        return Codes(numbers, bits, scales, zeros, self.fields.group)
+        scales = scales if of_scales is None else times_halves(scales, of_scales)
+        zeros = zeros if zeros is None or of_zeros is None else times_halves(zeros, of_zeros)
+        return Codes(numbers, bits, scales, zeros, self.fields.group, of_scales, of_zeros)
 
     def dense(self) -> torch.Tensor:
         """float32 (out, in): the weight that the codes stand for."""

@@ -32,6 +32,7 @@ class Facts:
     group: int
     activation_bytes: int
     value_kind: int
+    half_shift: int
 
     @classmethod
     def of(cls, matrix: PackedMatrix) -> Facts:
@@ -58,6 +59,8 @@ class Facts:
             self.group,
             self.activation_bytes,
             _DTYPES[self.value_kind],
+            parts.get("scale_halves"),
+            parts.get("zero_halves"),
         )
         return matrix
 
@@ -71,8 +74,14 @@ class Facts:
             dtypes, is_known = {torch.uint8}, self.kind in (abi.NIBBLES, abi.BYTES) and self.activation_bytes in (1, 2)
             bits = 8 if self.kind == abi.BYTES else 4
             wanted["packed"], wanted["scales"] = codes_shapes(bits, self.group, self.outputs, self.inputs)
-            wanted |= {"zeros": wanted["scales"]} if "zeros" in parts else {}
-            is_known &= all(parts[name].dtype in SCALES for name in ("scales", "zeros") if name in parts)
+            blocks, groups, lanes = wanted["scales"]
+            for name in [name for name in ("scales", "zeros") if name in parts]:
+                wanted[name], dtype = wanted["scales"], parts[name].dtype
+                is_known &= dtype in SCALES
+                if dtype == torch.int8:
+                    wanted[f"{name[:-1]}_halves"] = blocks, groups >> self.half_shift, lanes
+            halves = [part.dtype for name, part in parts.items() if name.endswith("_halves")]
+            is_known &= set(halves) <= {torch.float16} and 0 <= self.half_shift < 16
         found = {name: tuple(part.shape) for name, part in parts.items()}
         if not is_known or found != wanted or parts["packed"].dtype not in dtypes or self.value_kind not in _DTYPES:
             raise ValueError(f"{found} are no parts of a matrix of {self}")

@@ -22,6 +22,7 @@ static inline Whole shifted(Whole words) { return _mm256_srli_epi16(words, BITS)
 static inline Whole nearest(Vector values) { return _mm256_cvtps_epi32(values); }
 static inline void write_whole(int32_t* to, Whole values) { _mm256_storeu_si256((Whole*)to, values); }
 static inline Whole widened(const uint8_t* bytes) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)bytes)); }
+static inline Whole widened(const int8_t* bytes) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)bytes)); }
 static inline int32_t sum_of_whole(Whole values) {
   const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(values), _mm256_extracti128_si256(values, 1));
   const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
@@ -55,6 +56,7 @@ static inline Whole shifted(Whole words) { return _mm512_srli_epi16(words, BITS)
 static inline Whole nearest(Vector values) { return _mm512_cvtps_epi32(values); }
 static inline void write_whole(int32_t* to, Whole values) { _mm512_storeu_si512(to, values); }
 static inline Whole widened(const uint8_t* bytes) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)bytes)); }
+static inline Whole widened(const int8_t* bytes) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)bytes)); }
 static inline int32_t sum_of_whole(Whole values) { return _mm512_reduce_add_epi32(values); }
 static inline void write_bytes(uint8_t* to, Whole values) {
   _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(values));

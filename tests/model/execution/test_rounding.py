@@ -104,6 +104,45 @@ def test_a_product_is_right_and_has_the_same_bits_among_any_rows_and_on_any_cpu(
     assert torch.equal(half(x), matrix(x.float()).bfloat16())
 
 
+def in_halves(bits: int, group: int, outputs: int, inputs: int) -> tuple[Codes, Codes]:
+    """Codes as GGUF's K types have them, whose scales are multiples of numbers in half precision; the same without."""
+    generator = torch.Generator().manual_seed(bits + group)
+    groups, shared = inputs // group, inputs // 256
+
+    def of(least: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        halves = (torch.randn(outputs, shared, generator=generator) / 64).half()
+        halves[0] = 0
+        whole = torch.randint(least, most, (outputs, groups), generator=generator)
+        return whole * halves.float().repeat_interleave(groups // shared, 1), halves
+
+    numbers = torch.randint(0, 2**bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    scales, scale_halves = of(*((0, 64) if group == 32 else (-128, 128)))
+    zeros, zero_halves = of(0, 64) if group == 32 else (None, None)
+    return (
+        Codes(numbers, bits, scales, zeros, group, scale_halves, zero_halves),
+        Codes(numbers, bits, scales, zeros, group),
+    )
+
+
+@pytest.mark.parametrize("instruction", SETS)
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 32), (8, 16)], ids=["Q4_K", "Q5_K", "Q6_K"])
+def test_scales_that_share_halves_have_the_bits_of_their_products(instruction: str, bits: int, group: int) -> None:
+    """In less memory: a byte for a scale, and two for every 256 inputs."""
+    given, wide = in_halves(bits, group, 70, 512)
+    mine, theirs = (CodesMatrix(each, None, kernels(instruction)) for each in (given, wide))
+    assert mine.num_bytes < theirs.num_bytes - 70 * 512 // group * (5 if group == 32 else 2)
+    x = torch.randn(70, 512, generator=torch.Generator().manual_seed(1))
+    for count in (1, 2, 3, 4, 5, 8, 13, 70):
+        assert torch.equal(mine(x[:count]), theirs(x[:count]))
+    every = torch.arange(70)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert torch.equal(mine.rows(every, dtype), theirs.rows(every, dtype))
+    found = mine.codes
+    assert found.form == given.form != wide.form
+    assert torch.equal(found.dense(), wide.dense())
+    assert torch.equal(found.rows(every.flip(0)).part(3, 9).dense(), wide.dense().flip(0)[3:9])
+
+
 def test_what_was_rounded_before_is_hardly_rounded_again() -> None:
     """Weights of 4 bits whose zeros are no whole numbers, in bfloat16: a quarter worse in perplexity of zoo:smollm2."""
     weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
