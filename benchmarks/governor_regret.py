@@ -2,7 +2,7 @@
 
     python benchmarks/governor_regret.py --texts answers.jsonl [--model zoo:smollm2] [--dtype bfloat16]
         [--num-texts 24] [--max-new-tokens 200] [--seeds 3] [--temperature 0.8] [--interval 8] [--out regret.json]
-        [--kinds chat rag ...] [--curve '{"1": 6.8, "8": 9.0, ...}']
+        [--kinds chat rag ...] [--rows 8 [--closed]] [--curve '{"1": 6.8, "8": 9.0, ...}']
 
 Under the rule "match" texts do not depend on drafts, so the texts that a model once gave are all that is needed: the
 drafters run along them, and every step costs what the cost curve of the model on this machine says, with 5 % of noise
@@ -10,7 +10,9 @@ and one step in a hundred three times as slow. So every other setting can be had
 and those of trees cut to so many nodes. Texts are JSON lines with ``kind``, ``prompt`` and ``answer``. One workload
 changes its nature midway, one its number of rows. With ``--interval n`` the governor decides in every n-th step only,
 as it does where steps are short, and its last decision is followed between. Regret is 1 - speed by that of the best
-setting for the whole. ``--kinds`` replaces the workloads by one of each kind, and one of all of them.
+setting for the whole. ``--kinds`` replaces the workloads by one of each kind, and one of all of them, shuffled, in
+batches of so many ``--rows``; with ``--closed`` no text takes the place of one that has ended, so that a batch takes as
+long as its last row: speed is then by that of the same batches decoded plainly.
 """
 
 from __future__ import annotations
@@ -71,10 +73,11 @@ WORKLOADS = (
 )
 
 
-def workloads_of(kinds: Sequence[str]) -> list[Workload]:
-    """Each of these kinds, and all one after the other, by every drafter."""
+def workloads_of(kinds: Sequence[str], num_rows: int) -> list[Workload]:
+    """Each of these kinds, and all of them, by every drafter."""
     groups = [(kind,) for kind in kinds] + [tuple(kinds)] * (len(kinds) > 1)
-    return [Workload(", then ".join(group), drafter, group) for drafter in DRAFTERS for group in groups]
+    between = ", then " if num_rows == 1 else " and "
+    return [Workload(between.join(group), drafter, group, (num_rows,)) for drafter in DRAFTERS for group in groups]
 
 
 @dataclass
@@ -87,6 +90,7 @@ class Costed:
     texts: Sequence[RecordedText]
     seed: int = 0
     interval: int = 1
+    is_closed: bool = False
     num_steps: int = 0
     spent: float = 0.0
     plain: float = 0.0
@@ -97,7 +101,15 @@ class Costed:
         noise = random.Random(self.seed)
         batches = self.workload.batches
         while walk.enter(batches[-1 if len(batches) > 1 and walk.num_waiting < len(self.texts) // 2 else 0]):
+            lengths = sorted(row.num_remaining_tokens for row in walk.rows)
+            if self.is_closed:  # three rows with 1, 1 and 4 tokens to come: a step of three, and three of one
+                gaps = zip(lengths, [0, *lengths], strict=False)
+                self.plain += sum(
+                    (to - since) * self.curve.curve(len(lengths) - i) for i, (to, since) in enumerate(gaps)
+                )
             self._step(walk, noise, governor, length, max_nodes)
+            while self.is_closed and walk.rows:
+                self._step(walk, noise, governor, length, max_nodes)
         return self.plain / self.spent
 
     def _step(
@@ -110,7 +122,7 @@ class Costed:
         if governor is None:
             budgets = [Budget(min(budget, length)) for budget in budgets]
         elif is_deciding:
-            budgets = governor.budgets(rows, budgets, num_nodes)
+            budgets = governor.budgets(rows, budgets, num_nodes, is_closed=self.is_closed)
         else:
             budgets = governor.habit.budgets(budgets)
         trees = walk.propose(budgets)
@@ -125,7 +137,8 @@ class Costed:
         self.spent += drafting + verifying
         outputs = walk.emit(trees)
         num_tokens = sum(len(output.token_ids) for output in outputs)
-        self.plain += self.curve.curve(len(rows)) / len(rows) * num_tokens
+        if not self.is_closed:
+            self.plain += self.curve.curve(len(rows)) / len(rows) * num_tokens
         factor = math.exp(noise.gauss(0.0, 0.05)) * (3.0 if noise.random() < 0.01 else 1.0)
         if governor is None:
             return
@@ -169,6 +182,8 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=1, help="steps from one decision to the next")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--kinds", nargs="+", help="of the texts, in the place of the workloads named here")
+    parser.add_argument("--rows", type=int, default=1, help="of a batch, with --kinds")
+    parser.add_argument("--closed", action="store_true", help="one batch after the other")
     parser.add_argument("--curve", type=json.loads, help="milliseconds by nodes, in the place of this machine's")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -180,11 +195,13 @@ def main() -> None:
     texts = read(options.texts, pair.tokenizer, options)
     results = []
     print("\n| workload | drafter | best setting | speed | governed | regret | default setting |\n|" + "---|" * 7)
-    for workload in workloads_of(options.kinds) if options.kinds else WORKLOADS:
+    for workload in workloads_of(options.kinds, options.rows) if options.kinds else WORKLOADS:
         chosen = [text for kind in workload.kinds for text in texts[kind]]
+        if options.rows > 1:
+            random.Random(0).shuffle(chosen)
 
         def walk(seed: int = 0, workload: Workload = workload, chosen: list[RecordedText] = chosen) -> Costed:
-            return Costed(CostModel(seconds), workload, target, chosen, seed, options.interval)
+            return Costed(CostModel(seconds), workload, target, chosen, seed, options.interval, options.closed)
 
         fixed = {f"K = {length}": walk().speed(length=length) for length in LENGTHS}
         if workload.drafter == "suffix":

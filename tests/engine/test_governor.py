@@ -14,9 +14,9 @@ import pytest
 
 from foretoken.engine.budget import Budget
 from foretoken.engine.cost_model import CostCurve, CostModel
-from foretoken.engine.cutting import Habit, _standings, best_counts, weights_of
+from foretoken.engine.cutting import SLOWEST, Habit, _standings, best_counts, weights_of
 from foretoken.engine.governor import Governor
-from foretoken.engine.stats import Steps
+from foretoken.engine.stats import SequenceStats, Steps
 from foretoken.tree import DraftTree
 
 FLAT = {1: 22.2, 5: 24.2, 16: 27.8, 32: 32.5, 64: 45.0}
@@ -268,8 +268,7 @@ def test_a_first_draft_that_is_slow_does_not_keep_a_batch_from_drafting() -> Non
     world = CostModel(curve)
     world.after(7000)
     rows: list[Any] = [
-        SimpleNamespace(id=i, is_finished=False, num_output_tokens=0, num_steps=0, num_remaining_tokens=200)
-        for i in range(4)
+        SimpleNamespace(id=i, is_finished=False, num_remaining_tokens=200, stats=SequenceStats()) for i in range(4)
     ]
     drafted = []
     for number in range(60):
@@ -284,12 +283,33 @@ def test_a_first_draft_that_is_slow_does_not_keep_a_batch_from_drafting() -> Non
             for row, tree in zip(rows, trees, strict=True)
         ]
         for row, output in zip(rows, outputs, strict=True):
-            row.num_steps += 1
-            row.num_output_tokens += len(output.token_ids)
+            row.stats.record(len(output.token_ids) - 1, len(output.token_ids) - 1, len(output.token_ids))
         seconds = world.verify(4, num_nodes([len(tree) for tree in trees], True))
         drafting = 0.007 * asked + (0.2 if number == 0 else 0.0)
         one.learn(trees, outputs, num_nodes, drafting_seconds=drafting, other_seconds=seconds)
     assert sum(depth == 3 for depth in drafted[6:]) > 45
+
+
+def test_a_row_that_gains_more_than_others_counts_less_at_the_end_of_a_batch() -> None:
+    """Both have as many tokens to come, and one makes two in a step: what it gains does not make the batch shorter."""
+    one = Governor(CostModel(FLAT))
+    fast, slow = (
+        SimpleNamespace(id=i, is_finished=False, num_remaining_tokens=100, stats=SequenceStats()) for i in range(2)
+    )
+    for _ in range(50):
+        fast.stats.record(1, 1, 2)
+        slow.stats.record(1, 0, 1)
+
+    def value(gains: Sequence[int], *, is_closed: bool) -> float:
+        rows: list[Any] = [fast, slow]
+        one.budgets(rows, [Budget(3)] * 2, num_nodes, is_closed=is_closed)
+        outputs = [SimpleNamespace(row=row, token_ids=(5,) * (1 + gain)) for row, gain in zip(rows, gains, strict=True)]
+        return one.value_of(outputs)  # type: ignore[arg-type]
+
+    assert value([1, 0], is_closed=False) == value([0, 1], is_closed=False) == 3.0
+    assert value([0, 0], is_closed=True) == 2.0
+    assert value([1, 0], is_closed=True) < 2.3
+    assert value([0, 1], is_closed=True) > 3.0
 
 
 def test_the_best_nodes_are_those_of_exhaustive_search() -> None:
@@ -316,9 +336,17 @@ def test_the_best_nodes_are_those_of_exhaustive_search() -> None:
 
 
 def test_a_batch_ends_with_its_last_row() -> None:
-    """Rows that are ahead count by what they cost beside others: here a tenth of a step that four rows take."""
-    assert weights_of([40, 30, 20, 4], 0.9) == pytest.approx([1.0, 0.85, 0.7, 0.46])
-    assert weights_of([40, 10], 1.1) == [1.0, 0.25]
+    """Rows that are ahead count by what they cost beside others: here a tenth of a step that four rows take.
+
+    The rest goes to rows by their chance to be the last one.
+    """
+    ahead = weights_of([40, 30, 20, 4], 0.9)
+    assert ahead == sorted(ahead, reverse=True)
+    assert sum(ahead) == pytest.approx(4 * (0.4 + SLOWEST * 0.6))
+    assert ahead[3] == pytest.approx(0.4, abs=0.02)
+    assert ahead[0] > 1.0
+    assert weights_of([40, 32], 1.1) == pytest.approx([2 * SLOWEST / (1 + math.exp(-1)), 2 * SLOWEST / (1 + math.e)])
+    assert weights_of([5, 5, 5], 1.0) == pytest.approx([SLOWEST] * 3)
     assert weights_of([5, 5], 0.0) == [1.0, 1.0]
 
 

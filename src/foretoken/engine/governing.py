@@ -138,8 +138,8 @@ class Governing:
         own = self._own_seconds + perf_counter() - start
         self._attention.end(own, step)
         upkeep = drafting + clock.laps["observe_seconds"]
-        num_tokens = sum([len(output.token_ids) for output in outputs])
-        self._governor.patience.attended(len(outputs), num_tokens, own + upkeep, step - upkeep, drafts=drafts)
+        value = self._governor.value_of(outputs)
+        self._governor.patience.attended(len(outputs), value, own + upkeep, step - upkeep, drafts=drafts)
 
     def _follow(self, trees: Seq[DraftTree], outputs: Seq[RowOutput], drafting: float, other: float) -> None:
         """Count a step in which nothing was decided."""

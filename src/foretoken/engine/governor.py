@@ -90,7 +90,7 @@ class Governor:
         self._weights = [1.0] * len(rows)
         if is_closed and len(rows) > 1:
             share = self._plain(len(rows) - 1, num_nodes) / self._plain(len(rows), num_nodes)
-            self._weights = weights_of([row.num_remaining_tokens for row in rows], share)
+            self._weights = weights_of([_steps_left(row) for row in rows], share)
         cap = int(max(budgets, default=0))
         self._asked_depth = min(self._depth(rows, budgets, cap, num_nodes), cap) if cap else 0
         return [budget.within(self._asked_depth, self.habit.least) for budget in budgets]
@@ -234,15 +234,17 @@ class Governor:
 
     def _best(self, rows: Seq[Sequence], trees: Seq[DraftTree], worth: Worth) -> list[Chances]:
         """The nodes of every draft that pay."""
-        weights = self._weights if len(self._weights) == len(rows) else [1.0] * len(rows)
         found = [
             [(weight * chance, node) for chance, node in self.acceptance.best_nodes(row.id, tree)]
-            for row, tree, weight in zip(rows, trees, weights, strict=True)
+            for row, tree, weight in zip(rows, trees, self._weights_for(len(rows)), strict=True)
         ]
         counts, value = best_counts(found, worth, are_chains=all(tree.is_chain for tree in trees))
         if any(tree.scores is not None for tree in trees):
             self._value.add(value / len(rows), 0)
         return [nodes[:count] for nodes, count in zip(found, counts, strict=True)]
+
+    def _weights_for(self, num_rows: int) -> list[float]:
+        return self._weights if len(self._weights) == num_rows else [1.0] * num_rows
 
     def _note_shape(self, rows: Seq[Sequence], trees: Seq[DraftTree], kept: Seq[Chances]) -> None:
         """Remember how wide trees are once they are cut, and how much of the chance of a level the rest has."""
@@ -326,6 +328,12 @@ class Governor:
                 self.acceptance.forget(row.id)
                 self._begun.discard(row.id)
 
+    def value_of(self, outputs: Seq[RowOutput]) -> float:
+        """Tokens that a step has brought, those of drafts as far as they make the batch end sooner."""
+        weights = self._weights_for(len(outputs))
+        gained = [weight * (len(output.token_ids) - 1) for weight, output in zip(weights, outputs, strict=True)]
+        return len(outputs) + sum(gained)
+
     def leave(self, rows: Seq[Sequence]) -> None:
         """Drop what is known of rows alone, which go on without the drafter."""
         for row in rows:
@@ -374,6 +382,11 @@ class Governor:
     def _price(self, num_rows: int, num_nodes: NumNodes) -> float:
         """Tokens that a second brings otherwise: at the speed of late, or plainly, which is always at hand."""
         return max(1.0, self.pace.gain) * num_rows / self._plain(num_rows, num_nodes)
+
+
+def _steps_left(row: Sequence) -> float:
+    """Steps that a row has before it, at most, at the pace that it had so far."""
+    return row.num_remaining_tokens * (row.stats.num_steps + FEW) / (row.stats.num_emitted_tokens + FEW)
 
 
 def _remembered(worth: Worth) -> Worth:

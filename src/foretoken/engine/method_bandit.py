@@ -116,6 +116,10 @@ class MethodBandit:
         for governor in self._arms:
             governor.follow(outputs)
 
+    def value_of(self, outputs: Seq[RowOutput]) -> float:
+        """Tokens that a step has brought, see `Governor.value_of`."""
+        return self._current.value_of(outputs)
+
     def leave(self, rows: Seq[Sequence]) -> None:
         """Drop what is known of rows alone, see `Governor.leave`."""
         for governor in self._arms:

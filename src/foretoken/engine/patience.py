@@ -53,11 +53,13 @@ class Patience:
         self.is_attending = self.is_attending or self._left >= TO_RETURN * self._most
         return self.is_attending
 
-    def attended(self, num_rows: int, num_tokens: int, drafter_seconds: float, seconds: float, *, drafts: bool) -> None:
+    def attended(
+        self, num_rows: int, num_tokens: float, drafter_seconds: float, seconds: float, *, drafts: bool
+    ) -> None:
         """A step has run.
 
         Args:
-          num_tokens: that it brought, of all rows.
+          num_tokens: that it brought, of all rows, those that make nothing end sooner left out.
           drafter_seconds: of drafter and governor; ``seconds`` of all the rest.
           drafts: whether a draft was verified.
         """

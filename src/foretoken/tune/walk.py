@@ -155,6 +155,7 @@ class Walk:
             if child is None or len(row.token_ids) + len(emitted) == len(text):
                 break
             path.append(child)
+        row.record(tree, path[1:], len(emitted))
         row.extend(emitted)
         if len(row.token_ids) == len(text):
             row.finish_reason = "length"
