@@ -103,6 +103,13 @@ def test_a_choice_of_tune_is_told_from_a_curve_of_info(tmp_path: Path) -> None:
     assert "suffix, governed 1.25 (1.10-1.40)" in found
 
 
+def test_a_file_with_a_byte_order_mark_is_read(traced: Path, tmp_path: Path) -> None:
+    """As editors and shells of Windows save text; it was "not JSON"."""
+    marked = tmp_path / "marked.jsonl"
+    marked.write_text(traced.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    assert read(marked) == read(traced)
+
+
 @pytest.mark.parametrize(("name", "begins"), [("all.svg", b"<?xml"), ("all.png", b"\x89PNG"), ("all.pdf", b"%PDF")])
 def test_charts_are_written_as_a_picture(tmp_path: Path, name: str, begins: bytes) -> None:
     pytest.importorskip("matplotlib")

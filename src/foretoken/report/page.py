@@ -31,7 +31,7 @@ def read(file: Path) -> list[tuple[str, Mapping[str, Any]]]:
     Raises: ConfigError for a file that cannot be read or holds something else.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; {REMEDY}") from None
     except UnicodeDecodeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import weakref
 from typing import Any
@@ -447,3 +448,26 @@ def test_steps_stay_native_after_a_long_prompt(name: str, kind: str) -> None:
     assert same(got[0], want[0])
     assert same(got[1], want[1])
     assert same(got[2], want[1])
+
+
+def test_a_trace_that_fails_prints_nothing() -> None:
+    """Torch logged a traceback of twenty lines for every model whose experts cannot be traced, which then ran."""
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(handler)
+    linear = nn.Linear(4, 4)
+    try:
+        with pytest.raises(RuntimeError):
+            tracing.traced(
+                lambda nodes, numbers, tensors, inputs: torch._grouped_mm(tensors[0], tensors[0], tensors[1].int()),
+                [(linear, "weight"), (linear, "bias")],
+                0,
+                lambda mode, nodes: (),
+            )
+        assert not said
+        logger.error("heard")
+    finally:
+        logger.removeHandler(handler)
+    assert [record.getMessage() for record in said] == ["heard"]

@@ -7,6 +7,7 @@ calls.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -233,10 +234,25 @@ def traced(
         nodes, *numbers = map(number, range(1 + num_products))
         tensors = [mode.from_tensor(getattr(*place).detach(), static_shapes=True) for place in places]
         inputs = others(mode, nodes)
-        with mode, one_trace_at_a_time:
+        with mode, one_trace_at_a_time, _unsaid():
             graph = make_fx(lambda *given: run(*given), decompositions)(nodes, numbers, tensors, inputs)
     sources: list[Source] = [("nodes", None), *(("product", index) for index in range(num_products))]
     return graph, [*sources, *(("tensor", index) for index in range(len(places)))], mode
+
+
+@contextmanager
+def _unsaid() -> Iterator[None]:
+    """Keep torch from printing the errors of a trace, which are raised, and answered by running modules instead."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
 
 
 def part_of(nodes: Iterable[fx.Node], given: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
