@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,32 @@ def test_parts_of_other_matrices_are_refused(part: str) -> None:
     parts[part] = parts[part][:-1]
     with pytest.raises(ValueError, match="are no parts of a matrix of"):
         facts.matrix(kernels, parts)
+
+
+@pytest.mark.parametrize("part", ["zeros", "scale_halves", "zero_halves"])
+@pytest.mark.parametrize("change", ["cut", "gone", "other"])
+def test_parts_of_scales_that_share_halves_are_refused(part: str, change: str) -> None:
+    from foretoken.native.codes import Codes
+    from foretoken.native.packed_matmul import CodesMatrix
+    from foretoken.native.taken import Facts
+
+    kernels = library()
+    assert kernels is not None
+    numbers = torch.randint(0, 16, (40, 512), dtype=torch.uint8)
+    whole, halves = torch.ones(40, 16), torch.ones(40, 2).half()
+    matrix = CodesMatrix(Codes(numbers, 4, whole, whole, 32, halves, halves), None, kernels)
+    facts, parts = Facts.of(matrix), dict(matrix.parts)
+    x = torch.randn(3, 512)
+    assert torch.equal(facts.matrix(kernels, parts)(x), matrix(x))
+    given = parts.pop(part)
+    if change != "gone":
+        parts[part] = given[:, :0] if change == "cut" else given.double()
+    if (part, change) == ("zeros", "gone"):
+        parts.pop("scale_halves")
+    with pytest.raises(ValueError, match="are no parts of a matrix of"):
+        facts.matrix(kernels, parts)
+    with pytest.raises(ValueError, match="are no parts of a matrix of"):
+        replace(facts, half_shift=9).matrix(kernels, matrix.parts)
 
 
 def test_what_cannot_be_kept_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture, cache: Path) -> None:

@@ -81,7 +81,7 @@ class Facts:
                 if dtype == torch.int8:
                     wanted[f"{name[:-1]}_halves"] = blocks, groups >> self.half_shift, lanes
             halves = [part.dtype for name, part in parts.items() if name.endswith("_halves")]
-            is_known &= set(halves) <= {torch.float16} and 0 <= self.half_shift < 16
+            is_known &= set(halves) <= {torch.float16} and groups >> self.half_shift << self.half_shift == groups
         found = {name: tuple(part.shape) for name, part in parts.items()}
         if not is_known or found != wanted or parts["packed"].dtype not in dtypes or self.value_kind not in _DTYPES:
             raise ValueError(f"{found} are no parts of a matrix of {self}")
