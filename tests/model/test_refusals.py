@@ -271,6 +271,20 @@ def test_where_chains_are_wrong_the_model_is_refused(model_class: type[LlamaForC
         CausalLM(odd_model(model_class), execution="eager")
 
 
+class FailsOnPlainText(LlamaForCausalLM):
+    """As models do whose positions need the id of a padding token that their configuration does not have."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("past_key_values") is None:
+            raise TypeError("ne() received NoneType")
+        return super().forward(*args, **kwargs)
+
+
+def test_a_model_that_fails_by_itself_is_told_apart_from_one_that_cannot_draft() -> None:
+    with pytest.raises(ProbeError, match="FailsOnPlainText fails on plain text.*NoneType"):
+        CausalLM(odd_model(FailsOnPlainText), execution="eager")
+
+
 def test_the_probe_costs_a_few_forwards() -> None:
     """And leaves no trace in the count of forwards."""
     lm = CausalLM(target_model("llama"), execution="eager")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from foretoken.errors import ProbeError
+from foretoken.law.faults import described, is_fatal
 from foretoken.model.probe import MARGIN, Check, Probe
 from foretoken.model.reduced import converted_bytes, representatives
 from foretoken.model.reference import NUM_ROWS, LinearSamples, Reference, plain_forwards, sampled
@@ -95,8 +96,11 @@ class Prober:
             except ProbeError:
                 raise
             except Exception as error:
-                if self._dtype is None:
+                if is_fatal(error):
                     raise
+                if self._dtype is None:
+                    said = described(error).partition("\n")[0]
+                    raise ProbeError(f"{lm.name} fails on plain text, without any draft ({said}).") from error
                 logger.debug("%s: layers %s do not run in %s: %s", lm.name, self._layers, self._dtype, error)
         raise AssertionError("the last attempt returns or raises")
 
