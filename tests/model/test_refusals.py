@@ -271,17 +271,17 @@ def test_where_chains_are_wrong_the_model_is_refused(model_class: type[LlamaForC
         CausalLM(odd_model(model_class), execution="eager")
 
 
-class FailsOnPlainText(LlamaForCausalLM):
+class FailsOnPlainText(Odd):
     """As models do whose positions need the id of a padding token that their configuration does not have."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("past_key_values") is None:
+    def taken(self, width: int, mask: Any, positions: Any, cache: Any) -> tuple[Any, Any]:
+        if cache is None:
             raise TypeError("ne() received NoneType")
-        return super().forward(*args, **kwargs)
+        return mask, positions
 
 
 def test_a_model_that_fails_by_itself_is_told_apart_from_one_that_cannot_draft() -> None:
-    with pytest.raises(ProbeError, match="FailsOnPlainText fails on plain text.*NoneType"):
+    with pytest.raises(ProbeError, match=r"FailsOnPlainText fails on plain text.*NoneType"):
         CausalLM(odd_model(FailsOnPlainText), execution="eager")
 
 
