@@ -16,22 +16,21 @@ weather = {
     "required": ["city", "unit"],
     "additionalProperties": False,
 }
-server = subprocess.Popen(COMMAND, stderr=subprocess.PIPE, text=True)
-try:
-    assert server.stderr is not None
-    next(line for line in server.stderr if "serving" in line)  # once all is loaded and warm
-    client = OpenAI(base_url="http://127.0.0.1:8765/v1", api_key="none")
-    answer = client.chat.completions.create(
-        model="zoo:smollm2",
-        messages=[{"role": "user", "content": "How warm is it in Paris?"}],
-        tools=[{"type": "function", "function": {"name": "weather", "parameters": weather}}],
-        tool_choice="required",
-        parallel_tool_calls=False,
-        temperature=0,
-        max_tokens=100,
-    )
-    for call in answer.choices[0].message.tool_calls or []:
-        print(call.function.name, call.function.arguments)
-finally:
-    server.terminate()
-    server.wait()
+with subprocess.Popen(COMMAND, stderr=subprocess.PIPE, text=True) as server:
+    try:
+        assert server.stderr is not None
+        next(line for line in server.stderr if "serving" in line)  # once all is loaded and warm
+        client = OpenAI(base_url="http://127.0.0.1:8765/v1", api_key="none")
+        answer = client.chat.completions.create(
+            model="zoo:smollm2",
+            messages=[{"role": "user", "content": "How warm is it in Paris?"}],
+            tools=[{"type": "function", "function": {"name": "weather", "parameters": weather}}],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            temperature=0,
+            max_tokens=100,
+        )
+        for call in answer.choices[0].message.tool_calls or []:
+            print(call.function.name, call.function.arguments)
+    finally:
+        server.terminate()

@@ -135,7 +135,7 @@ def test_a_signal_lets_requests_end_and_takes_no_more(start: Callable[..., Runni
     server = start(shutdown_timeout=20)
     answers: list[int] = []
     thread = threading.Thread(
-        target=lambda: answers.append(server.post("/v1/completions", prompt="a", max_tokens=200).status_code)
+        target=lambda: answers.append(server.post("/v1/completions", **{**LONG, "max_tokens": 600}).status_code)
     )
     thread.start()
     wait_until(lambda: rows(server) == 1)

@@ -141,6 +141,8 @@ def top_ids_of(features: Seq[Features], k: int, nodes: Seq[Seq[int]]) -> torch.T
     Args:
       nodes: by row.
     """
+    if len(features) == 1:
+        return features[0].top_ids(k, nodes[0])
     found = [each.places(some) for each, some in zip(features, nodes, strict=True)]
     logits = {id(place[0]): place[0] for place in found if place is not None}
     if len(logits) != 1 or None in found:
