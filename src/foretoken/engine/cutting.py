@@ -39,7 +39,7 @@ def weights_of(num_left: Seq[float], share: float) -> list[float]:
     costs in them. So of a step, what rows cost is shared by all of them, and the rest goes to those that may be last.
 
     Args:
-      num_left: steps that every row is expected to take at its pace of late.
+      num_left: steps that every row is expected to take at its pace so far.
       share: of the time of a step that a step with one row fewer takes.
     """
     most, count = max(num_left), len(num_left)

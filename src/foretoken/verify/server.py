@@ -131,17 +131,17 @@ class ServerSubject(Subject):
 
     def _opened(self, request: urllib.request.Request) -> Any:
         """What is answered; a server that is busy is asked again, after the time that it names."""
-        for pause in PAUSES_SECONDS:
+        pauses = iter(PAUSES_SECONDS)
+        while True:
             try:
                 with urllib.request.urlopen(request, timeout=self._timeout) as response:
                     return json.load(response)
             except urllib.error.HTTPError as error:
-                if error.code not in BUSY:
+                pause = next(pauses, None) if error.code in BUSY else None
+                if pause is None:
                     raise
                 named = error.headers.get("Retry-After", "")
                 time.sleep(min(float(named), LONGEST_PAUSE_SECONDS) if named.isdecimal() else pause)
-        with urllib.request.urlopen(request, timeout=self._timeout) as response:
-            return json.load(response)
 
 
 def _sample(choice: Mapping[str, Any]) -> Sample:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.config.acceptance import TYPICAL, TypicalLimits
 from foretoken.config.sampling import SamplingParams
 from foretoken.errors import ConfigError
+from foretoken.law.faults import described
 from foretoken.law.noise import mix
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ class FunctionSubject(Subject):
         try:
             given = self._function(list(prompt), params)
         except Exception as error:  # whatever a stranger's decoder raises for what it cannot do
-            raise ConfigError(f"{self.name} fails ({type(error).__name__}: {error})") from error
+            raise ConfigError(f"{self.name} fails ({described(error)})") from error
         several = given if params.n > 1 else [given]
         try:
             samples = tuple(one if isinstance(one, Sample) else Sample(tuple(map(int, one))) for one in several)
