@@ -99,10 +99,8 @@ def test_an_error_in_a_stream_is_two_events(running_server: Running) -> None:
     ("name", "value", "said"),
     [
         ("previous_response_id", "resp_1", "keeps no answers"),
-        ("store", True, "keeps no answers"),
         ("background", True, "answers come with their request"),
         ("tools", [{"type": "web_search"}], "/v1/chat/completions"),
-        ("reasoning", {"effort": "high"}, "no such setting"),
         ("n", 2, "one text"),
         ("messages", [], "use input"),
         ("max_tokens", 3, "max_output_tokens"),

@@ -96,7 +96,8 @@ def respelled(owner: str, given: Mapping[str, Any], normal: Callable[[str], str]
 
 
 def _same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) in (bool, int, float, str) and type(b) in (bool, int, float, str) and a == b)
+    plain, nested = (bool, int, float, str), (list, dict)
+    return a is b or (any(type(a) in kinds and type(b) in kinds for kinds in (plain, nested)) and bool(a == b))
 
 
 def strict_keywords(aliases: Mapping[str, str], foreign: Mapping[str, Foreign]) -> Callable[[type[T]], type[T]]:

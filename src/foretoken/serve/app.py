@@ -45,6 +45,9 @@ BODY_SECONDS = 60.0
 SMALL_BYTES = 64 * 2**10
 """Of bodies that are read in milliseconds; larger ones wait for each other, but nobody else waits for them."""
 
+TEXT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""Where text is asked for."""
+
 Reader = Callable[[dict[str, Any], Any, Any], tuple[Asking, Form]]
 
 
@@ -82,9 +85,7 @@ class Application:
         }.items():
             app.add_route(path, get, methods=["GET"])
         for path, post in {
-            "/v1/completions": self.completions,
-            "/v1/chat/completions": self.chat,
-            "/v1/responses": self.responses,
+            **dict(zip(TEXT_PATHS, (self.chat, self.completions, self.responses), strict=True)),
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
         }.items():
@@ -102,7 +103,8 @@ class Application:
         beside: Mapping[str, str] = {}
         if isinstance(error, HTTPException):
             beside = error.headers or {}  # which methods are allowed
-            error = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
+            served = f"; served are {', '.join(TEXT_PATHS)}" if error.status_code == 404 else ""
+            error = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}{served}")
         told = ApiError.of(error)
         if told.status >= 500 and told is not error:
             logger.error("%s %s ended in an error", request.method, request.url.path, exc_info=error)

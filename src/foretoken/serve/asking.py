@@ -66,7 +66,7 @@ class Asking:
     @property
     def warning(self) -> dict[str, str]:
         """A header that names what was ignored."""
-        return {"x-foretoken-warning": f"unknown fields were ignored: {named(self.unknown)}"} if self.unknown else {}
+        return {"x-foretoken-warning": f"fields were ignored: {named(self.unknown)}"} if self.unknown else {}
 
 
 def read_asking(
@@ -129,9 +129,9 @@ def read_form(given: Fields) -> dict[str, Any] | None:
         raise ApiError(
             400, "response_format and structured_outputs are given; leave one of them out", "response_format"
         )
+    if isinstance(form, dict) and form.get("type") == "json_object":
+        return {"json_object": True} if form.get("schema") is None else {"json": form["schema"]}
     schema = form.get("json_schema") if isinstance(form, dict) else None
-    if form == {"type": "json_object"}:
-        return {"json_object": True}
     if isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
         return {"json": schema["schema"]}
     wrong_field("response_format", form, "{type: 'text', 'json_object', or 'json_schema' with json_schema.schema}")
@@ -167,13 +167,19 @@ def read_params(sent: dict[str, Any], tokenizer: Any) -> SamplingParams:
         raise ApiError(400, message, field[0] if field and field[0] in sent else None) from None
 
 
-def with_prompts(asking: Asking, prompts: Sequence[dict[str, Any]], settings: ServerSettings) -> Asking:
+def with_prompts(asking: Asking, prompts: Sequence[dict[str, Any]], served: Served, settings: ServerSettings) -> Asking:
     """The request with its prompts.
 
-    Raises: ApiError where there are none, or more than the server allows.
+    Raises: ApiError where there are none, more than the server allows, or one without room for a new token.
     """
     if not 0 < len(prompts) <= settings.max_prompts:
         raise ApiError(400, f"the request has {len(prompts)} prompts; give 1 to {settings.max_prompts}", "prompt")
+    limit, num_new = served.max_model_len, 0 if asking.params.max_tokens == 0 else 1
+    for place, prompt in enumerate(prompts):
+        length = len(prompt["prompt_token_ids"])
+        if limit is not None and length + num_new > limit:
+            message = f"This model's maximum context length is {limit} tokens, and prompt {place} has {length}: no room"
+            raise ApiError(400, f"{message} for a new token; shorten the prompt", "prompt", "context_length_exceeded")
     asking = replace(asking, prompts=prompts)
     if asking.num_texts > settings.max_prompts:
         message = f"the request asks for {asking.num_texts} texts; prompts times n may be {settings.max_prompts}"

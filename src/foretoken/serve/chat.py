@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -39,7 +40,11 @@ KNOWN = SHARED | {
 CHAT_REFUSED = {**REFUSED, "modalities": Foreign("answers are text")}
 TEXT_ONLY = ("modalities", ["text"])
 """A field that asks for what there is."""
+OF_TEMPLATES = frozenset({"reasoning_effort"})
+"""Fields that are handed to a template which has them."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
+PARTS_APART = "\n"
+"""Between the texts of one message, as in vLLM and llama.cpp."""
 PASSED_ON = ("name", "tool_calls", "tool_call_id")
 OURS = {"tokenize", "tools", "chat_template", "conversation", "messages", "return_tensors", "return_dict"}
 
@@ -49,14 +54,16 @@ def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) ->
 
     Raises: ApiError, PromptError.
     """
-    given = Fields({name: value for name, value in body.items() if (name, value) != TEXT_ONLY}, KNOWN, CHAT_REFUSED)
+    template = str(served.tokenizer.chat_template or "")
+    known = KNOWN | {name for name in OF_TEMPLATES if name in template}
+    given = Fields({name: value for name, value in body.items() if (name, value) != TEXT_ONLY}, known, CHAT_REFUSED)
     wants_logprobs, most = given.flag("logprobs"), given.whole("top_logprobs", 0, 0, settings.max_logprobs)
     if most and not wants_logprobs:
         raise ApiError(400, "top_logprobs is given, but logprobs is not true", "top_logprobs")
     longest = given.get("max_completion_tokens")
     longest = given.get("max_tokens") if longest is None else longest
     logprobs = most if wants_logprobs else None
-    tools = read_tools(given, settings.tool_call_parser, str(served.tokenizer.chat_template or ""))
+    tools = read_tools(given, settings.tool_call_parser, template)
     try:
         asking = read_asking(given, served, settings, tools.form, logprobs=logprobs, max_tokens=longest)
     except GrammarError as error:
@@ -67,13 +74,19 @@ def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) ->
     if asking.streams and asking.params.prompt_logprobs is not None:
         message = "prompt_logprobs is not told in streams of chat; leave stream out, or use /v1/completions"
         raise ApiError(400, message, "prompt_logprobs")
-    asking = with_prompts(asking, [_prompt(given, tools.offered, served)], settings)
+    asking = with_prompts(asking, [_prompt(given, known & OF_TEMPLATES, tools.offered, served)], served, settings)
     return asking, ChatForm(asking, served, tools)
 
 
-def _prompt(given: Fields, tools: list[dict[str, Any]], served: Served) -> dict[str, Any]:
+def _prompt(given: Fields, named: Set[str], tools: list[dict[str, Any]], served: Served) -> dict[str, Any]:
+    """The conversation as the template writes it.
+
+    Args:
+      named: fields that it reads.
+    """
     messages = read_messages(given.get("messages"))
-    options = given.mapping("chat_template_kwargs")
+    options: dict[str, Any] = {name: given.text(name) for name in named if given.get(name) is not None}
+    options |= given.mapping("chat_template_kwargs")
     if OURS & options.keys():
         raise ApiError(
             400, f"chat_template_kwargs cannot have {sorted(OURS & options.keys())[0]}", "chat_template_kwargs"
@@ -112,17 +125,17 @@ def _message(given: Any, where: str) -> dict[str, Any]:
         role = given.get("role") if isinstance(given, dict) else given
         raise ApiError(400, f"{where} has the role {shown(role)}; known are {', '.join(ROLES)}", f"{where}.role")
     role = "system" if given["role"] == "developer" else given["role"]
-    message: dict[str, Any] = {"role": role, "content": _content(given.get("content"), role, where)}
+    message: dict[str, Any] = {"role": role, "content": _content(given.get("content"), where)}
     message |= {name: given[name] for name in PASSED_ON if given.get(name) is not None}
     if "tool_calls" in message:
         message["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
     return message
 
 
-def _content(content: Any, role: str, where: str) -> str:
-    if content is None and role == "assistant":
+def _content(content: Any, where: str) -> str:
+    if content is None:
         return ""
-    text = text_of(content)
+    text = text_of(content, PARTS_APART)
     if text is None:
         raise ApiError(400, f"{where}.content must be text, or a list of parts of type text", f"{where}.content")
     check_unicode(text, f"{where}.content")
@@ -130,7 +143,7 @@ def _content(content: Any, role: str, where: str) -> str:
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Calls of an earlier answer, whose arguments templates want as an object."""
+    """Calls of an earlier answer, whose arguments templates want as an object; what is not JSON stays text."""
     if not isinstance(calls, list) or not all(
         isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
     ):
@@ -139,10 +152,8 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     for call in calls:
         arguments = call["function"].get("arguments", {})
         if isinstance(arguments, str):
-            try:
+            with suppress(ValueError, RecursionError):  # as where an answer was cut off within them
                 arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError):
-                wrong_field(f"{where}.function.arguments", arguments, "JSON")
         read.append({**call, "function": {**call["function"], "arguments": arguments}})
     return read
 

@@ -25,7 +25,10 @@ def read_completion(body: dict[str, Any], served: Served, settings: ServerSettin
 
     Raises: ApiError, PromptError.
     """
-    given = Fields(body, KNOWN, REFUSED)
+    asks_for_all = body.get("best_of") == body.get("n")  # then there is nothing to choose
+    given = Fields(
+        {name: value for name, value in body.items() if name != "best_of" or not asks_for_all}, KNOWN, REFUSED
+    )
     logprobs = given.whole("logprobs", None, 0, settings.max_logprobs)
     echo = given.flag("echo")
     of_prompt = given.whole("prompt_logprobs", None, 0, settings.max_logprobs)
@@ -34,7 +37,7 @@ def read_completion(body: dict[str, Any], served: Served, settings: ServerSettin
     )
     asking = read_asking(given, served, settings, logprobs=logprobs, **learned)
     prompts = _prompts(given.get("prompt"), served, given.flag("add_special_tokens", True), settings.max_prompts)
-    asking = with_prompts(asking, prompts, settings)
+    asking = with_prompts(asking, prompts, served, settings)
     return asking, CompletionForm(asking, served, echo, of_prompt)
 
 

@@ -45,7 +45,9 @@ SHARED = SAMPLING | {
 }
 """Fields of every kind of generation."""
 
-IGNORED = frozenset({"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "priority"})
+IGNORED = frozenset({
+    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "priority",
+})  # fmt: skip
 """Fields that change nothing of an answer."""
 
 _STRUCTURED = "use structured_outputs, with the same value under json, regex, choice or grammar"
@@ -60,16 +62,21 @@ REFUSED = {
     "guided_grammar": Foreign(_STRUCTURED),
     "truncate_prompt_tokens": Foreign("prompts are used whole or refused; shorten it", (None, -1)),
     "allowed_token_ids": Foreign("ban the others with logit_bias={id: -100}"),
-    "functions": Foreign("use tools"),
-    "function_call": Foreign("use tool_choice"),
+    "functions": Foreign("use tools", (None, [])),
+    "function_call": Foreign("use tool_choice", (None, "none", "auto")),
     "audio": Foreign(_NO_MEDIA),
     "web_search_options": Foreign("the server searches nothing; leave it out"),
-    "store": Foreign("the server keeps no answers; leave it out", (None, False)),
-    "reasoning_effort": Foreign("the model has no such setting; leave it out", (None, "none")),
     "chat_template": Foreign("templates are the server's; it takes one with --chat-template"),
     "documents": Foreign("write documents into a message"),
 }
 """Fields of the OpenAI API and of vLLM without a counterpart here: why, and what to do instead."""
+
+WITHOUT_EFFECT = {"store": (False,), "reasoning_effort": ("none",), "verbosity": ("medium",)}
+"""Fields that frameworks send whatever the model, and values of them that ask for what happens anyway: with others they
+are ignored as unknown ones are, and named."""
+
+TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Parts of a content that are text, and where it stands in them."""
 
 
 class Fields:
@@ -80,13 +87,18 @@ class Fields:
       refused: fields that are refused, unless they ask for what happens anyway.
 
     Attributes:
-      unknown: names of fields that nobody knows.
+      unknown: names of fields that nobody knows, or that are without effect here; null says nothing.
 
     Raises: ApiError for a refused field.
     """
 
     def __init__(self, body: Mapping[str, Any], known: Collection[str], refused: Mapping[str, Foreign]) -> None:
-        self.unknown = [name for name in body if name not in known and name not in IGNORED and name not in refused]
+        heard = {*known, *IGNORED, *refused}
+        self.unknown = [
+            name
+            for name, value in body.items()
+            if name not in heard and value is not None and value not in WITHOUT_EFFECT.get(name, ())
+        ]
         self._body = body
         for name, foreign in refused.items():
             if name in body and name not in known and not foreign.is_harmless(body[name]):
@@ -132,11 +144,20 @@ class Fields:
         return value
 
 
-def text_of(content: Any) -> str | None:
-    """The text of a content, which is text or a list of parts of type text; None where it is something else."""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-    return "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
+def text_of(content: Any, between: str = "") -> str | None:
+    """The text of a content, which is text or a list of parts that are; None where it is something else.
+
+    Args:
+      between: put between parts.
+    """
+    parts = content if isinstance(content, list) else [content]
+    texts = [_text_of(part) for part in parts]
+    return between.join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
+
+
+def _text_of(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return part.get(TEXTS[kind]) if isinstance(kind, str) and kind in TEXTS else part
 
 
 def wrong_field(name: str, value: Any, what: str) -> NoReturn:

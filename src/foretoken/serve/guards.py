@@ -34,7 +34,10 @@ _ORIGIN = re.compile(rb"https?://[^/]*", re.IGNORECASE)
 
 
 class Targets:
-    """Takes requests also whose target is a whole address, as clients of proxies write it (RFC 9112, 3.2.2)."""
+    """Takes requests also whose target is a whole address, as clients of proxies write it (RFC 9112, 3.2.2).
+
+    A slash at the end of a path means nothing: clients that join addresses leave one, and not all follow a redirect.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -43,6 +46,8 @@ class Targets:
         if scope["type"] == "http" and (origin := _ORIGIN.match(scope["raw_path"])) is not None:
             path = scope["raw_path"][origin.end() :] or b"/"
             scope = {**scope, "path": unquote(path.decode("ascii")), "raw_path": path}
+        if scope["type"] == "http" and len(scope["path"]) > 1 and scope["path"].endswith("/"):
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         await self._app(scope, receive, send)
 
 

@@ -12,7 +12,7 @@ from foretoken.serve.asking import Asking
 from foretoken.serve.chat import KNOWN as OF_CHAT
 from foretoken.serve.chat import read_chat, read_messages
 from foretoken.serve.errors import ApiError
-from foretoken.serve.fields import SAMPLING, Fields, text_of, wrong_field
+from foretoken.serve.fields import SAMPLING, Fields, wrong_field
 from foretoken.serve.form import Form, event, parts_of
 
 if TYPE_CHECKING:
@@ -33,11 +33,10 @@ PASSED_ON = (SAMPLING - {"max_tokens", "prompt_logprobs"}) | {
     "chat_template_kwargs",
 }
 """Fields that mean what they mean in chat."""
-KNOWN = PASSED_ON | {"input", "instructions", "max_output_tokens", "metadata", "text"}
+KNOWN = PASSED_ON | {"input", "instructions", "max_output_tokens", "metadata", "text", "reasoning"}
 
 _KEEPS_NOTHING = "the server keeps no answers; send the whole conversation as input"
 _NO_TOOLS = "tools are offered in /v1/chat/completions"
-_NO_REASONING = "the model has no such setting; leave it out"
 REFUSED = {
     **{name: Foreign("it is not a field of /v1/responses; use /v1/chat/completions") for name in OF_CHAT - KNOWN},
     "n": Foreign("a response has one text; use /v1/chat/completions", (None, 1)),
@@ -52,12 +51,10 @@ REFUSED = {
     "max_tool_calls": Foreign(_NO_TOOLS),
     "previous_response_id": Foreign(_KEEPS_NOTHING),
     "conversation": Foreign(_KEEPS_NOTHING),
-    "store": Foreign("the server keeps no answers; leave it out", (None, False)),
     "background": Foreign("answers come with their request; leave it out", (None, False)),
-    "include": Foreign("a response holds its text alone; leave it out", (None, [])),
+    "include": Foreign("a response holds its text alone; leave it out", (None, [], ["reasoning.encrypted_content"])),
     "top_logprobs": Foreign("log-probabilities are told in /v1/chat/completions", (None, 0)),
     "prompt": Foreign("templates of prompts are not kept; write the text into input"),
-    "reasoning": Foreign(_NO_REASONING, (None, {}, {"effort": "none"}, {"effort": None})),
     "truncation": Foreign("prompts are used whole or refused; shorten the input", (None, "disabled")),
 }
 """Fields of the API, and of chat, without a counterpart here: why, and what to do instead."""
@@ -78,6 +75,7 @@ def read_response(body: dict[str, Any], served: Served, settings: ServerSettings
     chat["messages"] = [{"role": "system", "content": given.text("instructions")}] if instructions is not None else []
     chat["messages"] += _messages(given.get("input"))
     chat |= {"max_completion_tokens": longest, "response_format": _format(given)}
+    chat |= {"reasoning_effort": _effort(given), "verbosity": given.mapping("text").get("verbosity")}
     asking, _ = read_chat(chat, served, settings)
     told = {"instructions": instructions, "metadata": metadata, "max_output_tokens": longest}
     return asking, ResponseForm(asking, served, told | {"text": {"format": given.mapping("text").get("format", TEXT)}})
@@ -97,13 +95,7 @@ def _message(item: Any, where: str) -> Any:
         wrong_field(where, item, "a message with role and content")
     if item.get("type", "message") != "message" or item.get("role") == "tool":
         wrong_field(f"{where}.type", item.get("type"), "'message', of a user, an assistant or a system")
-    content = item.get("content")
-    if isinstance(content, list):
-        content = text_of([
-            part | TEXT if isinstance(part, dict) and part.get("type") in ("input_text", "output_text") else part
-            for part in content
-        ])  # fmt: skip
-    return {"role": item.get("role"), "content": content}
+    return {"role": item.get("role"), "content": item.get("content")}
 
 
 def _metadata(given: Fields) -> dict[str, str]:
@@ -113,9 +105,14 @@ def _metadata(given: Fields) -> dict[str, str]:
     return metadata
 
 
+def _effort(given: Fields) -> Any:
+    """``reasoning.effort``, for templates that have one; nothing else of it means anything here."""
+    return given.mapping("reasoning").get("effort")
+
+
 def _format(given: Fields) -> dict[str, Any] | None:
     """``text.format`` as chat's ``response_format``."""
-    text = Fields(given.mapping("text"), {"format"}, {"verbosity": Foreign(_NO_REASONING, (None, "medium"))})
+    text = Fields(given.mapping("text"), {"format", "verbosity"}, {})
     form = text.mapping("format")
     if text.unknown:
         raise ApiError(400, f"text has no {text.unknown[0][:40]!r}; it has format", "text", "unknown_field")

@@ -75,8 +75,8 @@ class Served:
         """Raises: ApiError for a text that cannot fit, whatever its tokens: it is not read at all."""
         most = self._most_characters
         if most is not None and len(text) > most:
-            message = f"the {name} has {len(text)} characters, and {self.max_model_len} tokens, all that the model has"
-            message += f" room for, are at most {most}; shorten it"
+            message = f"This model's maximum context length is {self.max_model_len} tokens, which are at most {most} "
+            message += f"characters, and the {name} has {len(text)}; shorten it"
             raise ApiError(400, message, name, "context_length_exceeded")
 
     @cached_property

@@ -1,0 +1,170 @@
+"""What real clients and frameworks send beside the text: null, empty, older or of another provider, and none of it an
+error where vLLM has none. Each case is one that some client of docs/serve.md sends, or was seen to send."""
+
+from __future__ import annotations
+
+import copy
+import json
+import socket
+from typing import Any
+
+import pytest
+
+from foretoken.config.sampling import SamplingParams
+from foretoken.llm import LLM
+from foretoken.serve.chat import read_chat
+from foretoken.serve.served import Served
+from foretoken.serve.settings import ServerSettings
+from serving import Running, running
+
+MESSAGES: list[Any] = [{"role": "user", "content": "Say it"}]
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+NULLS: dict[str, None] = {
+    **dict.fromkeys(["audio", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs", "metadata"]),
+    **dict.fromkeys(["max_completion_tokens", "modalities", "n", "parallel_tool_calls", "prediction", "seed", "stop"]),
+    **dict.fromkeys(["presence_penalty", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "store"]),
+    **dict.fromkeys(["response_format", "safety_identifier", "service_tier", "stream", "stream_options", "tools"]),
+    **dict.fromkeys(["temperature", "tool_choice", "top_logprobs", "top_p", "user", "verbosity", "web_search_options"]),
+}
+
+
+def ask(server: Running, path: str = CHAT, **fields: Any) -> Any:
+    text = {"messages": MESSAGES, "max_tokens": 3} if path == CHAT else {"input": "Say it", "max_output_tokens": 3}
+    return server.post(path, **{"temperature": 0, **text, **fields})
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, NULLS),
+        (CHAT, {"store": False, "reasoning_effort": "none", "verbosity": "medium", "prompt_cache_retention": "24h"}),
+        (CHAT, {"functions": [], "function_call": "auto", "tools": [], "tool_choice": "auto"}),
+        (RESPONSES, {"tools": [], "include": [], "reasoning": {}, "store": False, "parallel_tool_calls": True}),
+        (RESPONSES, {"include": ["reasoning.encrypted_content"], "text": {"verbosity": "medium"}, "reasoning": None}),
+    ],
+)
+def test_what_asks_for_nothing_is_passed_over(running_server: Running, path: str, fields: dict[str, Any]) -> None:
+    """Empty lists and objects of the openai-agents client were refused, and null was named as ignored."""
+    found = ask(running_server, path, **fields)
+    assert found.status_code == 200, found.text
+    assert "x-foretoken-warning" not in found.headers
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "ignored"),
+    [
+        (CHAT, {"store": True, "verbosity": "low", "reasoning_effort": "high"}, "reasoning_effort, store, verbosity"),
+        (RESPONSES, {"store": True, "text": {"verbosity": "low"}}, "store, verbosity"),
+        (RESPONSES, {"reasoning": {"effort": "low", "summary": "auto"}}, "reasoning_effort"),
+    ],
+)
+def test_what_has_no_effect_is_named(running_server: Running, path: str, fields: dict[str, Any], ignored: str) -> None:
+    found = ask(running_server, path, **fields)
+    assert found.status_code == 200, found.text
+    assert found.headers["x-foretoken-warning"] == f"fields were ignored: {ignored}"
+
+
+def test_an_effort_reaches_a_template_that_has_one(llm: LLM) -> None:
+    other = llm.with_speculative_config(None)
+    other.tokenizer = copy.deepcopy(llm.tokenizer)
+    other.tokenizer.chat_template = "{{ reasoning_effort }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    asking, _ = read_chat({"messages": MESSAGES, "reasoning_effort": "low"}, Served({"a": other}), ServerSettings())
+    assert asking.prompts[0]["prompt"] == "lowSay it"
+    assert not asking.unknown
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, ""),
+        ([], ""),
+        (["a", "b"], "a\nb"),
+        ([{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}], "a\nb"),
+        ([{"type": "output_text", "text": "a", "annotations": []}, {"type": "refusal", "refusal": "b"}], "a\nb"),
+        ([{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}], "a"),
+    ],
+)
+@pytest.mark.parametrize("role", ["user", "assistant", "tool", "developer"])
+def test_contents_in_any_form_are_their_text(running_server: Running, role: str, content: Any, text: str) -> None:
+    """Parts stand apart by a line end, as in vLLM and llama.cpp; they were run together."""
+    said = [ask(running_server, messages=[*MESSAGES, {"role": role, "content": each}]) for each in (content, text)]
+    assert [each.status_code for each in said] == [200, 200], said[0].text
+    assert len({each.json()["usage"]["prompt_tokens"] for each in said}) == 1
+    assert len({each.json()["choices"][0]["message"]["content"] for each in said}) == 1
+
+
+@pytest.mark.parametrize("content", [[{"type": "image_url", "image_url": {"url": "a"}}], [None], {"type": "text"}, 3])
+def test_contents_that_are_no_text_are_refused(running_server: Running, content: Any) -> None:
+    assert ask(running_server, messages=[{"role": "user", "content": content}]).status_code == 400
+
+
+def test_a_call_that_was_cut_off_goes_back(llm: LLM) -> None:
+    """Agents send an answer that ended within its arguments, and the error of their tool; it was refused."""
+    other = llm.with_speculative_config(None)
+    other.tokenizer = copy.deepcopy(llm.tokenizer)
+    other.tokenizer.chat_template = "{% for m in messages %}{{ m.tool_calls[0].function.arguments }}{% endfor %}"
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"city": "Par'}}
+    history = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    asking, _ = read_chat({"messages": history}, Served({"a": other}), ServerSettings())
+    assert asking.prompts[0]["prompt"] == '{"city": "Par'
+
+
+def test_a_schema_beside_json_object_counts(running_server: Running) -> None:
+    pytest.importorskip("llguidance")
+    form = {"type": "json_object", "schema": {"enum": ["yes"]}}
+    found = ask(running_server, response_format=form, max_tokens=20)
+    assert found.json()["choices"][0]["message"]["content"] == '"yes"'
+
+
+def test_best_of_all_is_no_choice(running_server: Running) -> None:
+    """LangChain and Semantic Kernel send it beside n."""
+    body = {"prompt": "a", "max_tokens": 2, "n": 2, "best_of": 2}
+    assert len(running_server.post("/v1/completions", **body).json()["choices"]) == 2
+    assert running_server.post("/v1/completions", **{**body, "best_of": 3}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/models/", 200),  # was 500
+        ("GET", "/v1/models/tiny/", 200),
+        ("GET", "/health/", 200),
+        ("HEAD", "/v1/models", 200),
+        ("POST", "/v1/completions/", 200),
+        ("POST", "/v1/chat/completions//", 200),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "//", 200),
+    ],
+)
+def test_slashes_at_the_end_mean_nothing(running_server: Running, method: str, path: str, status: int) -> None:
+    body = {"prompt": "a", "max_tokens": 1} if "chat" not in path else {"messages": MESSAGES, "max_tokens": 1}
+    host, port = running_server.server.address.removeprefix("http://").split(":")
+    sent = json.dumps(body).encode() if method == "POST" else b""
+    with socket.create_connection((host, int(port)), timeout=60) as client:
+        head = f"{method} {path} HTTP/1.0\r\nContent-Length: {len(sent)}\r\n\r\n"
+        client.sendall(head.encode() + sent)
+        found = b"".join(iter(lambda: client.recv(65536), b""))
+    assert int(found.split(b" ")[1]) == status
+    if status == 404:
+        assert b"served are /v1/chat/completions, /v1/completions, /v1/responses" in found
+
+
+def test_a_slash_opens_no_guarded_path(llm: LLM) -> None:
+    with running(Served({"tiny": llm}), ServerSettings(api_keys=("a",)), key="b") as server:
+        assert server.http.get("/v1/models/").status_code == 401
+        assert server.http.get("/health/").status_code == 200
+
+
+@pytest.mark.parametrize("prompt", ["a " * 3000, "a" * 10**6])
+def test_frameworks_know_prompts_that_are_too_long(running_server: Running, prompt: str) -> None:
+    """By vLLM's words: litellm and others look for them, and shorten the conversation."""
+    error = running_server.post("/v1/completions", prompt=prompt).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"].startswith("This model's maximum context length is 2048 tokens, ")
+
+
+def test_texts_are_those_of_the_library(running_server: Running) -> None:
+    """All of this beside a text changes none of it."""
+    (expected,) = running_server.llm.chat(MESSAGES, SamplingParams(max_tokens=3, temperature=0))
+    found = ask(running_server, store=True, reasoning_effort="low", metadata={"a": "b"}, user="u", service_tier="auto")
+    assert found.json()["choices"][0]["message"]["content"] == expected.outputs[0].text
