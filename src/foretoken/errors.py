@@ -58,6 +58,10 @@ class NumericsError(ForetokenError, ArithmeticError):
     """The model returned NaN, or the sampling parameters left no token possible."""
 
 
+class NoTokenError(NumericsError):
+    """The sampling parameters of a request contradict each other: they leave no token possible."""
+
+
 class UnsupportedModelError(ForetokenError, ValueError):
     """The model cannot be decoded exactly by this library."""
 

@@ -15,10 +15,13 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from foretoken.config.structured import StructuredOutputs
 from foretoken.llm import LLM
 from foretoken.serve.calls import ForcedReader, joined
 from foretoken.serve.served import Served
 from foretoken.serve.settings import ServerSettings
+from foretoken.serve.tools import Tools
+from foretoken.structured.grammars import Grammars
 from schemas import HOSTILE, nested, random_schema
 from serving import SETTINGS, Running, running
 
@@ -254,6 +257,145 @@ def test_without_llguidance_a_forced_call_is_refused(server: Running, monkeypatc
     assert "foretoken[structured]" in found.json()["error"]["message"]
 
 
+def allowing(mode: str, *names: str) -> Any:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_allowed_tools_alone_are_called(server: Running) -> None:
+    """The others are as if they were not offered."""
+    found = ask(server, tool_choice=allowing("required", "paint"), n=12, seed=1, parallel_tool_calls=False).choices
+    for choice in found:
+        check_calls(choice, PARAMETERS)
+        assert {call.function.name for call in choice.message.tool_calls} == {"paint"}
+        assert choice.finish_reason == "tool_calls"
+    sent: dict[str, Any] = {"messages": MESSAGES, "temperature": 0, "max_tokens": 5}
+    choices = [{"tools": TOOLS, "tool_choice": allowing("auto", "paint", "add")}, {"tools": TOOLS[:2]}]
+    texts = [server.post("/v1/chat/completions", **sent, **each).json() for each in choices]
+    assert texts[0]["usage"] == texts[1]["usage"]
+    assert texts[0]["choices"][0]["message"] == texts[1]["choices"][0]["message"]
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        allowing("required", "sub"),
+        allowing("always", "add"),
+        allowing("auto"),
+        {"type": "allowed_tools"},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"name": "add"}]}},
+    ],
+)
+def test_tools_that_cannot_be_allowed_are_refused(server: Running, choice: Any) -> None:
+    found = server.post("/v1/chat/completions", messages=MESSAGES, tools=TOOLS, tool_choice=choice)
+    assert found.status_code == 400
+    assert "tool_choice" in found.json()["error"]["message"]
+
+
+STRICT: Any = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS[:2]]
+
+
+def follows(tokenizer: Any, tools: Tools, text: str) -> tuple[str, bool]:
+    """How far a text follows the grammar of tools, and whether it may end there."""
+    form = tools.form
+    assert form is not None
+    eos = tokenizer.eos_token_id
+    matching = Grammars(tokenizer, len(tokenizer), [eos]).matching(StructuredOutputs(**form))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for place, token in enumerate(ids):
+        allowed = matching.allowed(())
+        if allowed is None or not allowed[token]:
+            return tokenizer.decode(ids[:place]), bool(allowed is not None and allowed[eos])
+        matching.extend([token])
+    allowed = matching.allowed(())
+    return text, bool(allowed is not None and allowed[eos])
+
+
+ADDED, PAINTED = (
+    f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+    for name, arguments in (("add", '{"a": 1, "b": 2}'), ("paint", '{"colour": "grün}"}'))
+)
+
+
+@pytest.mark.parametrize("has_tags", [False, True])
+@pytest.mark.parametrize(
+    ("text", "followed", "ends"),
+    [
+        ("", "", True),
+        ("a < b, <tool", "a < b, <tool", True),
+        (f"Well, {ADDED} and {PAINTED}", f"Well, {ADDED} and {PAINTED}", True),
+        ('<tool_call>\n{"name": "add", "arguments": {"c": 1}}', '<tool_call>\n{"name": "add", "arguments": {"', False),
+        ('<tool_call>\n{"name": "sub"', '<tool_call>\n{"name": "', False),
+        ("Well, <tool_call>add", "Well, <tool_call>", False),
+    ],
+)
+def test_a_call_that_is_begun_follows_its_schema(
+    llm: LLM, has_tags: bool, text: str, followed: str, ends: bool
+) -> None:
+    """Once it is begun, and no other text is bound; with tags that are spelled, or tokens as in Qwen's vocabulary."""
+    tokenizer = copy.deepcopy(llm.tokenizer)
+    if has_tags:
+        tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    found, may_end = follows(tokenizer, Tools(STRICT, strict=tuple(STRICT), has_tags=has_tags), text)
+    assert text.startswith(found)
+    assert found.startswith(followed)
+    assert (found == text) == (followed == text)
+    assert may_end == ends
+
+
+def test_a_forced_call_has_tags_that_are_tokens(llm: LLM) -> None:
+    """They were spelled, as no model with such tokens does."""
+    tokenizer = copy.deepcopy(llm.tokenizer)
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    assert follows(tokenizer, Tools(STRICT, tuple(STRICT), has_tags=True), ADDED) == (ADDED, True)
+    assert follows(tokenizer, Tools(STRICT, tuple(STRICT), has_tags=True), "a") == ("", False)
+
+
+def test_one_call_alone_where_one_is_wanted(llm: LLM) -> None:
+    tools = Tools(STRICT, strict=tuple(STRICT), is_single=True)
+    assert follows(llm.tokenizer, tools, f"{ADDED} done") == (f"{ADDED} done", True)
+    found, _ = follows(llm.tokenizer, tools, f"{ADDED}\n{PAINTED}")
+    assert found.startswith(f"{ADDED}\n")
+    assert len(found) < len(f"{ADDED}\n<tool_call>")
+
+
+@pytest.mark.parametrize("model", ["tiny", "lookup"])
+def test_strict_changes_no_text_without_a_call(server: Running, model: str) -> None:
+    """Under a grammar that takes any text, it is that of no grammar; drafts of it, too."""
+    sent = {"messages": MESSAGES, "n": 3, "seed": 3, "max_tokens": 40, "verify": True, "model": model}
+    found = [server.post("/v1/chat/completions", **sent, tools=tools).json() for tools in (TOOLS[:2], STRICT)]
+    assert found[1]["verify"]["identical"]
+    assert found[1]["usage"]["prompt_tokens"] > found[0]["usage"]["prompt_tokens"]  # which tell of strict
+    assert len(found[1]["choices"]) == 3
+
+
+def test_a_form_of_contents_goes_before_strict(server: Running) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes"]}}}
+    sent = {"messages": MESSAGES, "tools": STRICT, "max_tokens": 30}
+    found = server.post("/v1/chat/completions", **sent, response_format=form).json()["choices"][0]
+    assert found["message"]["content"] == '"yes"'
+
+
+@pytest.mark.parametrize("without", ["format", "llguidance"])
+def test_strict_that_cannot_be_held_is_named(llm: LLM, monkeypatch: pytest.MonkeyPatch, without: str) -> None:
+    made = with_template(llm)
+    if without == "format":
+        made.tokenizer.chat_template = "{{ tools }}"
+    else:
+        monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with running(Served({"tiny": made}), ServerSettings(tool_call_parser="hermes")) as server:
+        found = server.post("/v1/chat/completions", messages=MESSAGES, tools=STRICT, max_tokens=2)
+    assert found.status_code == 200
+    assert found.headers["x-foretoken-warning"] == "fields were ignored: tools.function.strict"
+
+
+def test_a_strict_schema_that_is_none_is_refused(server: Running) -> None:
+    tool = {"type": "function", "function": {"name": "a", "strict": True, "parameters": {"$ref": 1}}}
+    found = server.post("/v1/chat/completions", messages=MESSAGES, tools=[tool], max_tokens=2)
+    assert found.status_code == 400
+    assert "(strict)" in found.json()["error"]["message"]
+
+
 INJECTED = '") %json {} start: ("'
 HOSTILE_PARAMETERS: dict[str, dict[str, Any]] = {
     "deep": json.loads(nested(150)),
@@ -289,7 +431,7 @@ def test_hostile_tools_are_refused_or_called(server: Running, name: str, choice:
     print(f"{name}, {choice}: {found.status_code} {took:.2f} s {found.text[:200]}")
     if found.status_code != 200:
         error = found.json()["error"]
-        assert found.status_code == 400 or error["code"] == "no_token_possible", error
+        assert found.status_code == 400, error
         assert "Traceback" not in found.text
     elif choice == "required":
         (text,) = found.json()["choices"]

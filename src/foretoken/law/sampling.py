@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.errors import NumericsError, ShapeError
+from foretoken.errors import NoTokenError, NumericsError, ShapeError
 from foretoken.law import noise
 from foretoken.law.choice import argmax, largest, perturbed_best
 from foretoken.law.gumbel_topk import healthy_rows
@@ -165,7 +165,7 @@ def failure(logits: Tensor, law: SamplingLaw) -> Exception:
         return NumericsError("the model returned infinite logits; try a wider dtype, or check the weights")
     if law.fault is not None:
         return law.fault
-    return NumericsError(
+    return NoTokenError(
         "a logits processor returned NaN, or the sampling parameters leave no token possible; relax bad_words, "
         f"no_repeat_ngram_size, logit_bias, min_tokens, logits_processors or structured_outputs ({law.params})"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from foretoken.serve.backend import Backend
     from foretoken.serve.form import Form
     from foretoken.serve.settings import ServerSettings
-    from foretoken.sessions.outputs import CompletionOutput, RequestOutput, StreamOutput
+    from foretoken.sessions.outputs import RequestOutput, StreamOutput
 
 KEEP_ALIVE = b": keep-alive\n\n"
 CLIENT_LEFT = 499
@@ -150,7 +150,6 @@ async def answer(bridge: Backend, asking: Asking, form: Form, settings: ServerSe
             if asking.streams:
                 return EventStream(exchange, asking, form, settings.keep_alive)
             outputs = await exchange.collect()
-            check_texts([text for output in outputs for text in output.outputs])
             usage = usage_of(exchange.ticket)
             beside = counts_of(exchange.ticket, asking.detail) | exchange.ticket.notes
             if asking.verifies:
@@ -164,12 +163,6 @@ async def answer(bridge: Backend, asking: Asking, form: Form, settings: ServerSe
     return Response(
         json.dumps(form.body(outputs, usage, beside)), media_type="application/json", headers=asking.warning
     )
-
-
-def check_texts(texts: Iterable[CompletionOutput | StreamOutput]) -> None:
-    """Raises: ApiError where one of several texts has ended in an error."""
-    if any(text.finish_reason == "error" for text in texts):
-        raise ApiError(500, "one of the texts ended in an error inside the server", code="internal_error")
 
 
 class EventStream(Response):
@@ -212,7 +205,6 @@ class EventStream(Response):
         exchange.wake_after(self._keep_alive)
         await self._put(send, *form.opening())
         while (news := await exchange.news()) is not None:
-            check_texts(news)
             await self._put(send, *(form.events(news, usage) if news else [KEEP_ALIVE]))
         beside = counts_of(exchange.ticket, asking.detail) | exchange.ticket.notes
         used = usage()

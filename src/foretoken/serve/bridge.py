@@ -225,7 +225,7 @@ class Bridge:
                 self._metrics.emitted(ticket, news)
                 if ticket.wants_news:
                     came.append((ticket, news))
-            if ticket.stream.is_finished and isinstance(fault := ticket.stream.error, Exception):
+            if isinstance(fault := ticket.stream.fault, Exception):  # one of several texts, too: all of them end
                 self._fail(ticket, fault)
             elif ticket.stream.is_finished:
                 self._end(ticket)

@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 
 from foretoken.config.keywords import Foreign, check_unicode
 from foretoken.errors import ConfigError, GrammarError
-from foretoken.serve.asking import Asking, read_asking, with_prompts
+from foretoken.serve.asking import Asking, read_asking, read_form, with_prompts
 from foretoken.serve.calls import joined
 from foretoken.serve.errors import ApiError
 from foretoken.serve.fields import REFUSED, SHARED, Fields, shown, text_of, wrong_field
@@ -63,14 +63,16 @@ def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) ->
     longest = given.get("max_completion_tokens")
     longest = given.get("max_tokens") if longest is None else longest
     logprobs = most if wants_logprobs else None
-    tools = read_tools(given, settings.tool_call_parser, template)
+    tools = read_tools(given, settings.tool_call_parser, template, served.tokenizer)
     try:
-        asking = read_asking(given, served, settings, tools.form, logprobs=logprobs, max_tokens=longest)
+        form = tools.form if tools.forced or read_form(given) is None else None  # where all is said, no call can begin
+        asking = read_asking(given, served, settings, form, logprobs=logprobs, max_tokens=longest)
     except GrammarError as error:
-        if not tools.forced:
+        if form is None:
             raise
         reason = str(error).removeprefix("StructuredOutputs.grammar is refused: ")
-        raise ApiError(400, f"no call of these tools can be forced: {reason}", "tools") from None
+        what = "can be forced" if tools.forced else "can follow their schemas (strict)"
+        raise ApiError(400, f"no call of these tools {what}: {reason}", "tools") from None
     if asking.streams and asking.params.prompt_logprobs is not None:
         message = "prompt_logprobs is not told in streams of chat; leave stream out, or use /v1/completions"
         raise ApiError(400, message, "prompt_logprobs")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from foretoken.errors import ConfigError, ContextLengthError, ForetokenError, NumericsError, PromptError
+from foretoken.errors import ConfigError, ContextLengthError, ForetokenError, NoTokenError, NumericsError, PromptError
 
 RETRY_SECONDS = 1
 TYPES = {
@@ -63,8 +63,10 @@ class ApiError(Exception):
             return cls(400, str(error))
         if isinstance(error, MemoryError):
             return cls(503, "the server has no memory left for this request; try again, or ask for less")
+        if isinstance(error, NoTokenError):  # no processors come over HTTP, so that the request contradicts itself
+            return cls(400, str(error), code="no_token_possible")
         if isinstance(error, NumericsError):
-            return cls(500, str(error), code="no_token_possible")
+            return cls(500, str(error), code="model_numerics")
         what = type(error).__name__ if isinstance(error, ForetokenError) else "an error"
         return cls(500, f"{what} inside the server ended this request; its log says more", code="internal_error")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from foretoken.config.keywords import check_unicode
@@ -16,8 +17,13 @@ MOST_OF_NAME = 256
 """Characters in the name of a tool that is to be called."""
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 """Arguments of a tool that names none, as in the OpenAI API."""
+TEXT = r"TEXT: /(.|\n)*/"
+NO_CALL = rf"NO_CALL: /(.|\n)*/ & ~/(.|\n)*{OPEN}(.|\n)*/"
+"""Terminals of a grammar: any text, and any that no call begins in."""
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """White space of arguments: as templates write those of earlier calls, and nowhere else."""
+ANY: dict[str, Any] = {"type": "object", "x-guidance": SPACED}
+"""Arguments of a tool that is not strict, where another is."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +33,18 @@ class Tools:
     Args:
       offered: through the template.
       forced: those of which one has to be called; none where the model may say anything.
+      strict: those that may be called, where one of them is ``strict``; none where the model may write any call.
       is_named: whether the request names the one.
       is_single: whether one call is all that may come.
+      has_tags: whether the tokenizer has a token for each of the tags around a call, which no text spells then.
     """
 
     offered: list[dict[str, Any]]
     forced: tuple[dict[str, Any], ...] = ()
+    strict: tuple[dict[str, Any], ...] = ()
     is_named: bool = False
     is_single: bool = False
+    has_tags: bool = False
 
     def reader(self) -> CallReader | ForcedReader | None:
         """What takes calls out of a text; None where there are none in it."""
@@ -45,16 +55,24 @@ class Tools:
     @property
     def form(self) -> dict[str, Any] | None:
         """What the output must match, as ``structured_outputs`` has it; None for anything."""
-        if not self.forced:
+        tools = self.forced or self.strict
+        if not tools:
             return None
-        places = range(len(self.forced))
-        call = f"{_quoted(HEAD)} ({' | '.join(f'tool_{place}' for place in places)}) {_quoted(TAIL)}"
-        rules = [f"start: call{'' if self.is_single else _more()}", f"call: {call}"]
-        for place, tool in zip(places, self.forced, strict=True):
+        places = range(len(tools))
+        opened, closed = (OPEN, CLOSE) if self.has_tags else (_quoted(OPEN), _quoted(CLOSE))
+        call = f"{_quoted(HEAD.removeprefix(OPEN))} ({' | '.join(f'tool_{place}' for place in places)})"
+        call += f" {_quoted(TAIL.removesuffix(CLOSE))} {closed}"
+        if self.forced:
+            rules = [f"start: call{'' if self.is_single else _more()}", f"call: {opened} {call}"]
+        else:
+            rules = [f"start: call{'?' if self.is_single else '*'} NO_CALL", f"call: opened {call}", NO_CALL, TEXT]
+            rules.append(f"opened: NO_CALL {OPEN}" if self.has_tags else f"opened[lazy]: TEXT {_quoted(OPEN)}")
+        for place, tool in zip(places, tools, strict=True):
             function = tool["function"]
             name = json.dumps(function["name"], ensure_ascii=False)
             rules.append(f"tool_{place}: {_quoted(name + BETWEEN)} arguments_{place}")
-            rules.append(f"arguments_{place}: %json {json.dumps(_schema(function))}")
+            schema = _schema(function) if self.forced or function.get("strict") is True else ANY
+            rules.append(f"arguments_{place}: %json {json.dumps(schema)}")
         return {"grammar": "\n".join(["%llguidance {}", *rules])}
 
 
@@ -72,8 +90,10 @@ def _schema(function: dict[str, Any]) -> dict[str, Any]:
     return {**(function.get("parameters") or NOTHING), "type": "object", "x-guidance": SPACED}
 
 
-def read_tools(given: Fields, parser: str | None, template: str) -> Tools:
+def read_tools(given: Fields, parser: str | None, template: str, tokenizer: Any) -> Tools:
     """The tools of a request.
+
+    Where the model may say anything, ``strict`` counts as ignored if no grammar knows the calls of this template.
 
     Raises: ApiError where tools cannot be offered, or none of those that are to be called can be forced.
     """
@@ -86,17 +106,57 @@ def read_tools(given: Fields, parser: str | None, template: str) -> Tools:
         wrong_field("tools", tools, "a list of {type: 'function', function: {name: ...}}")
     if choice == "none":
         return Tools([])
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        tools, choice = _allowed(tools, choice.get("allowed_tools"))
     if parser is None:
         raise ApiError(400, "tools need a parser of calls; start the server with --tool-call-parser hermes", "tools")
     if "tools" not in template:
         raise ApiError(
             400, "the chat template of this model has no tools; start the server with --chat-template FILE", "tools"
         )
+    has_tags = {OPEN, CLOSE} <= tokenizer.get_added_vocab().keys()
     if choice in (None, "auto"):
-        return Tools(tools)
-    found = Tools(tools, _forced(tools, choice, template), choice != "required", _is_single(given, choice))
+        is_single = not given.flag("parallel_tool_calls", True)
+        found = Tools(tools, strict=_strict(tools, template, given), is_single=is_single, has_tags=has_tags)
+    else:
+        forced, is_single = _forced(tools, choice, template), _is_single(given, choice)
+        found = Tools(tools, forced, is_named=choice != "required", is_single=is_single, has_tags=has_tags)
     _check_size(found)
     return found
+
+
+def _allowed(tools: list[dict[str, Any]], allowed: Any) -> tuple[list[dict[str, Any]], str]:
+    """Of the tools those that may be called, and whether one must be: all others are as if they were not offered.
+
+    Raises: ApiError for what is no choice, or a tool that is not there.
+    """
+    given = allowed if isinstance(allowed, dict) else {}
+    mode, choices = given.get("mode"), given.get("tools")
+    if (
+        mode not in ("auto", "required")
+        or not isinstance(choices, list)
+        or not choices
+        or not all(map(_is_tool, choices))
+    ):
+        what = "{mode: 'auto' or 'required', tools: [{type: 'function', function: {name: ...}}]}"
+        wrong_field("tool_choice.allowed_tools", allowed, what)
+    names = {choice["function"]["name"] for choice in choices}
+    if missing := names - {tool["function"]["name"] for tool in tools}:
+        raise ApiError(400, f"tool_choice names {shown(min(missing))}, which is none of the tools", "tool_choice")
+    return [tool for tool in tools if tool["function"]["name"] in names], mode
+
+
+def _strict(tools: list[dict[str, Any]], template: str, given: Fields) -> tuple[dict[str, Any], ...]:
+    """The tools, where one of them is ``strict``: a call that the model begins follows its schema then.
+
+    Raises: ApiError, PromptError for one that cannot be called by a grammar.
+    """
+    if not any(tool["function"].get("strict") is True for tool in tools):
+        return ()
+    if not _has_format(template) or find_spec("llguidance") is None:
+        given.unknown.append("tools.function.strict")
+        return ()
+    return _checked(tools)
 
 
 def _check_size(tools: Tools) -> None:
@@ -124,7 +184,7 @@ def _forced(tools: list[dict[str, Any]], choice: Any, template: str) -> tuple[di
 
     Raises: ApiError for one that is not there, or cannot be called by a grammar.
     """
-    if OPEN not in template or CLOSE not in template or "<function=" in template:
+    if not _has_format(template):
         raise ApiError(
             400,
             f"a call can be forced in the format {OPEN}{{...}}{CLOSE} alone, and the chat template of this model has "
@@ -141,6 +201,16 @@ def _forced(tools: list[dict[str, Any]], choice: Any, template: str) -> tuple[di
         tools = [tool for tool in tools if tool["function"]["name"] == name]
         if not tools:
             raise ApiError(400, f"tool_choice names {shown(name)}, which is none of the tools", "tool_choice")
+    return _checked(tools)
+
+
+def _has_format(template: str) -> bool:
+    """Whether a template writes calls as grammars here do."""
+    return OPEN in template and CLOSE in template and "<function=" not in template
+
+
+def _checked(tools: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Raises: ApiError, PromptError for a tool that no grammar can call."""
     for place, tool in enumerate(tools):
         _check_function(tool["function"], f"tools[{place}].function")
     return tuple(tools)

@@ -94,6 +94,12 @@ class Session:
         return errors[0] if errors and all(error is not None for error in errors) else None
 
     @property
+    def fault(self) -> Exception | None:
+        """The error of the first text that ended in one."""
+        texts = (text for request in self.requests for text in request.texts)
+        return next((text.error for text in texts if text.error is not None), None)
+
+    @property
     def stats(self) -> SequenceStats:
         """Counters of all texts together."""
         return _pooled(self.requests)

@@ -64,6 +64,11 @@ class Stream(Iterator[StreamOutput]):
         """What broke off a step, or the error of the first text when every one ended in an error."""
         return self._session.failure or self._session.error
 
+    @property
+    def fault(self) -> BaseException | None:
+        """What broke off a step, or the error of the first text that ended in one, whatever becomes of the others."""
+        return self._session.failure or self._session.fault
+
     def outputs(self) -> list[RequestOutput]:
         """Results in the order of the prompts; what has not ended counts as aborted."""
         return self._session.outputs()
