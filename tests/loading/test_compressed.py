@@ -275,6 +275,14 @@ def test_inputs_in_groups_of_several_sizes_are_refused(tmp_path: Path) -> None:
         load_model(tmp_path / "m")
 
 
+def test_layers_that_no_file_can_hold_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "m", 4, 32, "pack-quantized")
+    file = tmp_path / "m" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_hidden_layers": 10**7}))
+    with pytest.raises(CheckpointError, match=r"states 10000000 layers .* and its files hold \d+ tensors"):
+        load_model(tmp_path / "m")
+
+
 @pytest.mark.parametrize("part", ["weight_packed", "weight_scale", "weight_shape"])
 def test_parts_that_do_not_fit_are_refused(part: str, tmp_path: Path) -> None:
     write(tmp_path / "m", 4, 32, "pack-quantized")

@@ -257,6 +257,60 @@ def test_what_is_not_plain_is_refused_by_name(
         load_model(tmp_path / "m", weights="stored")
 
 
+@pytest.mark.parametrize(
+    ("method", "key", "value", "message"),
+    [
+        ("gptq", "bits", "4", "is not that of gptq .bits is '4' and should be a whole number"),
+        ("awq", "bits", 4.0, "is not that of awq .bits is 4.0 and should be a whole number"),
+        ("gptq", "group_size", [32], r"is not that of gptq .group_size is \[32\] and should be a whole number"),
+        ("gptq", "quant_method", ["gptq"], r"has the quant_method \['gptq'\], which is no name"),
+    ],
+)
+def test_settings_of_another_kind_are_refused_by_name(
+    method: str, key: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    write(tmp_path / "m", method)
+    file = tmp_path / "m" / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"][key] = value
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("part", "dtype", "message"),
+    [
+        ("qweight", torch.int16, "qweight in torch.int16"),
+        ("qzeros", torch.int64, "qzeros in torch.int64"),
+        ("scales", torch.int32, "scales in torch.int32"),
+        ("scales", None, "scales is NaN or infinite"),
+    ],
+)
+def test_numbers_of_another_kind_are_refused(
+    part: str, dtype: torch.dtype | None, message: str, tmp_path: Path
+) -> None:
+    """They were taken for what they are not, such as the lower half of a word for all of it."""
+    write(tmp_path / "m", "gptq")
+    tensor = load_file(tmp_path / "m" / "model.safetensors")[f"{UP}.{part}"]
+    changed = torch.full_like(tensor, float("nan")) if dtype is None else tensor.to(dtype)
+    change(tmp_path / "m", **{part: changed})
+    with pytest.raises(CheckpointError, match=rf"the weights of {UP} do not fit one another .*{message}"):
+        load_model(tmp_path / "m")
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("factor", [0.0, -1.0])
+def test_scales_of_zero_and_below_are_read(method: str, factor: float, tmp_path: Path) -> None:
+    """float64 has no kernels, and multiplies by what the codes stand for."""
+    write(tmp_path / "m", method)
+    change(tmp_path / "m", scales=load_file(tmp_path / "m" / "model.safetensors")[f"{UP}.scales"] * factor)
+    models = [load_model(tmp_path / "m", dtype=dtype).model for dtype in ("float32", "float64")]
+    with torch.inference_mode():
+        got, want = (model(IDS).logits for model in models)
+    assert float((got - want).norm() / want.norm()) < 1e-3
+
+
 def test_zero_points_that_readers_take_otherwise_each_are_refused(tmp_path: Path) -> None:
     """One more than the largest stored number: AutoGPTQ's layers take 16, others 0 or carry into the next one."""
     write(tmp_path / "m", "gptq")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -127,6 +129,77 @@ def test_an_unknown_architecture(checkpoint: Path) -> None:
 def test_weights_that_are_missing_do_not_start_out_random(checkpoint: Path) -> None:
     edit(checkpoint, num_hidden_layers=2)
     with pytest.raises(CheckpointError, match=r"lacks 9 weights of its configuration \(model\.layers\.1\."):
+        LLM(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("count", "message"), [(-1, "states -1 layers"), (0, "states 0 layers"), (10**7, r"hold \d+ ")]
+)
+def test_layers_that_no_file_can_hold_are_refused(count: int, message: str, checkpoint: Path) -> None:
+    """Before modules are made of each, which took all memory."""
+    edit(checkpoint, num_hidden_layers=count)
+    with pytest.raises(CheckpointError, match=rf"config\.json of .*{message}"):
+        LLM(checkpoint)
+
+
+def in_two_files(checkpoint: Path, edit: Callable[[list[dict[str, torch.Tensor]], dict[str, str]], None]) -> None:
+    """Split the weights of a checkpoint; ``edit`` may change what its files and its index hold."""
+    whole = checkpoint / "model.safetensors"
+    tensors = load_file(whole)
+    names, files = sorted(tensors), [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    parts = [{name: tensors[name] for name in names[number::2]} for number in (0, 1)]
+    index = {name: file for file, part in zip(files, parts, strict=True) for name in part}
+    edit(parts, index)
+    whole.unlink()
+    for file, part in zip(files, parts, strict=True):
+        save_file(part, checkpoint / file, metadata={"format": "pt"})
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+@pytest.mark.parametrize("file", ["../other/model.safetensors", "x/../../other/model.safetensors", "/other.bin", ""])
+def test_an_index_does_not_name_files_outside_of_its_folder(file: str, checkpoint: Path) -> None:
+    """They were read, wherever they lay."""
+    shutil.copytree(checkpoint, checkpoint.parent / "other")
+    in_two_files(checkpoint, lambda parts, index: index.update(dict.fromkeys(parts[0], file)))
+    with pytest.raises(CheckpointError, match=f"names '{file}', which is no file in its folder"):
+        LLM(checkpoint)
+
+
+def test_a_tensor_in_two_files_is_that_of_the_index(checkpoint: Path) -> None:
+    """A file of an earlier save may still hold it: the last one that was read counted, in silence."""
+    name = "model.norm.weight"
+    stale = torch.full_like(load_file(checkpoint / "model.safetensors")[name], 7.0)
+
+    def listed_first(parts: list[dict[str, torch.Tensor]], index: dict[str, str]) -> None:
+        files = sorted(set(index.values()))
+        mine = 0 if name in parts[0] else 1
+        parts[0][name], parts[1][name], index[name] = parts[mine][name], stale, files[0]
+
+    in_two_files(checkpoint, listed_first)
+    with pytest.raises(CheckpointError, match=r"holds model\.norm\.weight in .*00001.* and in .*00002.* names .*00001"):
+        LLM(checkpoint)
+
+
+def test_a_checkpoint_in_two_files_is_read(checkpoint: Path) -> None:
+    """Also where both hold a tensor, of which the last one is listed."""
+    want = LLM(checkpoint).generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids
+    name = "model.norm.weight"
+
+    def listed_last(parts: list[dict[str, torch.Tensor]], index: dict[str, str]) -> None:
+        right = parts[0].pop(name) if name in parts[0] else parts[1][name]
+        parts[0][name], parts[1][name], index[name] = torch.full_like(right, 7.0), right, sorted(set(index.values()))[1]
+
+    in_two_files(checkpoint, listed_last)
+    assert LLM(checkpoint).generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids == want
+
+
+def test_scales_without_a_layout_are_refused(checkpoint: Path) -> None:
+    """Weights in 8 bits were taken as they lie, without their scales."""
+    file = checkpoint / "model.safetensors"
+    tensors, name = load_file(file), "model.layers.0.mlp.up_proj.weight"
+    rounded = {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1)}
+    save_file({**tensors, **rounded}, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight_scale_inv, .*does not say how they were made"):
         LLM(checkpoint)
 
 

@@ -94,6 +94,23 @@ def write_checkpoint(folder: str | os.PathLike[str], config: Mapping[str, Any], 
         keep_text(path / CONFIG, json.dumps(dict(config), indent=2) + "\n")
 
 
+def weight_map(index: Path) -> dict[str, str]:
+    """The file of every tensor, as an index beside files of weights has them.
+
+    Raises: CheckpointError for an index that is damaged, and for one that names a file outside of its folder.
+    """
+    files = _json(index).get("weight_map")
+    if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
+        raise CheckpointError(f"{index} has no weight_map from tensors to files; download or copy it again")
+    for file in set(files.values()):
+        if os.path.isabs(file) or os.path.normpath(file).split(os.sep)[0] in ("..", "."):
+            raise CheckpointError(
+                f"{index} names {file!r}, which is no file in its folder: the checkpoint is damaged, or made to read "
+                "other files; download it again from where you trust it"
+            )
+    return files
+
+
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -130,12 +147,10 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _split(location: str | os.PathLike[str], index: Path, revision: str | None) -> dict[str, Tensor]:
     """Tensors that are split over several files; of one that lies in two of them, that of the file in the index."""
-    files = _json(index).get("weight_map")
-    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise CheckpointError(f"{index} has no weight_map from tensors to files; download or copy it again")
+    files = weight_map(index)
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(files.values())):
-        path = None if os.path.basename(file) != file else _find(location, file, revision)
+        path = _find(location, file, revision)
         if path is None:
             raise CheckpointError(f"{index} names {file}, which is not there; download or copy the checkpoint again")
         found = _tensors(path)

@@ -43,11 +43,23 @@ def why_not_plain(settings: Mapping[str, Any]) -> str:
         weights = scheme.get("weights") or {}
         if scheme.get("input_activations") or scheme.get("output_activations"):
             return "it rounds activations, too"
-        if weights.get("type", "int") != "int" or weights.get("num_bits") not in (4, 8):
-            return f"its weights are {weights.get('type')} of {weights.get('num_bits')} bits; int of 4 or 8 is read"
+        bits = whole_number(weights, "num_bits")
+        if weights.get("type", "int") != "int" or bits not in (4, 8):
+            return f"its weights are {weights.get('type')} of {bits} bits; int of 4 or 8 is read"
         if weights.get("strategy") not in ("tensor", "channel", "group"):
             return f"its scales are by {weights.get('strategy')}"
     return ""
+
+
+def whole_number(settings: Mapping[str, Any], key: str) -> int | None:
+    """A setting; None where it is not said.
+
+    Raises: ValueError for a value of another kind.
+    """
+    value = settings.get(key)
+    if value is not None and type(value) is not int:
+        raise ValueError(f"{key} is {value!r} and should be a whole number, written without quotes")
+    return value
 
 
 # -- codes ---------------------------------------------------------------------------------------------------------

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from foretoken.loading.compressed import Read, by_groups, orders, refusal, unpacked, whole_zeros
+from foretoken.loading.compressed import Read, by_groups, orders, refusal, unpacked, whole_number, whole_zeros
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 """Of a layer."""
+_GROUPS = ("group_size", "q_group_size")
 _AWQ_BITS = 4
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word its eight outputs lie
 _UNKNOWN = "its {} is {}, and {} is read"
@@ -32,8 +33,9 @@ def why_not_gptq(settings: Mapping[str, Any]) -> str:
     kind = settings.get("checkpoint_format") or settings.get("format") or "gptq"
     if kind not in ("gptq", "gptq_v2"):
         return _UNKNOWN.format("format", kind, "gptq or gptq_v2")
-    if settings.get("bits") not in (4, 8):
-        return _UNKNOWN.format("number of bits", settings.get("bits"), "4 or 8")
+    bits, *_ = (whole_number(settings, key) for key in ("bits", *_GROUPS))
+    if bits not in (4, 8):
+        return _UNKNOWN.format("number of bits", bits, "4 or 8")
     if settings.get("is_marlin_format"):
         return "it is in Marlin's order"
     if settings.get("pack_dtype") not in (None, "int32"):
@@ -63,7 +65,7 @@ def why_not_awq(settings: Mapping[str, Any]) -> str:
     kind = str(settings.get("version") or settings.get("format") or "gemm").lower()
     if kind != "gemm":
         return _UNKNOWN.format("version", kind, "gemm")
-    bits = settings.get("bits", settings.get("w_bit"))
+    bits, *_ = (whole_number(settings, key) for key in ("bits" if "bits" in settings else "w_bit", *_GROUPS))
     return "" if bits == _AWQ_BITS else _UNKNOWN.format("number of bits", bits, _AWQ_BITS)
 
 
@@ -87,7 +89,7 @@ def _read(
 ) -> Read:
     """Of numbers (outputs, inputs), scales and zeros (groups, outputs), and the group of every input."""
     inputs, count = numbers.shape[1], len(scales)
-    given = int(settings.get("group_size", settings.get("q_group_size", -1)))
+    given = next((int(settings[key]) for key in _GROUPS if settings.get(key) is not None), -1)
     size = given if given > 0 else inputs
     if zeros.shape != scales.shape or count != -(-inputs // size) or scales.shape[1] != len(numbers):
         raise ValueError(f"{inputs} inputs in {count} groups of {size}")

@@ -31,6 +31,9 @@ class Layout:
     read: Callable[[Mapping[str, Any], str, Mapping[str, torch.Tensor]], compressed.Read]
 
 
+_WORDS = ("weight_packed", "qweight", "qzeros")
+"""Parts that hold several numbers in each of theirs."""
+
 LAYOUTS = {
     each.method: each
     for each in (
@@ -43,9 +46,18 @@ LAYOUTS = {
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """How the weights of a checkpoint are quantised; empty where they are not."""
-    found = getattr(config, "quantization_config", None)
-    return {} if found is None else dict(found if isinstance(found, Mapping) else found.to_dict())
+    """How the weights of a checkpoint are quantised; empty where they are not.
+
+    Raises: CheckpointError for a method that has no name.
+    """
+    given = getattr(config, "quantization_config", None)
+    found = {} if given is None else dict(given if isinstance(given, Mapping) else given.to_dict())
+    method = found.get("quant_method")
+    if method is not None and not isinstance(method, str):
+        raise CheckpointError(
+            f"quantization_config in config.json has the quant_method {method!r}, which is no name; download it again"
+        )
+    return found
 
 
 def method_of(config: Any) -> str:
@@ -59,6 +71,7 @@ def codes_of(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.T
     Raises: CheckpointError for parts that do not fit one another, UnsupportedModelError for what has no kernel.
     """
     try:
+        _check_kinds(parts)
         return LAYOUTS[settings["quant_method"]].read(settings, name, parts)
     except ForetokenError:
         raise
@@ -68,3 +81,15 @@ def codes_of(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.T
             f"the weights of {name} do not fit one another ({shapes}; {' '.join(str(error).split())[:100]}): the file "
             "is damaged; download or copy it again"
         ) from None
+
+
+def _check_kinds(parts: Mapping[str, torch.Tensor]) -> None:
+    """Raises: ValueError for numbers of a kind that no layout has, and for scales that are not finite."""
+    for part, tensor in parts.items():
+        if part.endswith(("scale", "scales")):
+            if not tensor.is_floating_point():
+                raise ValueError(f"{part} in {tensor.dtype}")
+            if not bool(tensor.isfinite().all()):
+                raise ValueError(f"{part} is NaN or infinite")
+        elif part in _WORDS and tensor.dtype != torch.int32:
+            raise ValueError(f"{part} in {tensor.dtype}")

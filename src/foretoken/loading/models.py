@@ -23,6 +23,7 @@ from foretoken.loading.checkpoint_errors import as_checkpoint_error
 from foretoken.loading.info import Loaded, model_name
 from foretoken.loading.layouts import LAYOUTS, method_of, settings_of
 from foretoken.loading.packed_copy import PackedCopy, taken
+from foretoken.loading.shards import check_shards
 from foretoken.loading.sources import TOKENIZER_FILES, ZOO, Source, has_tokenizer, resolve
 from foretoken.loading.stored import load_codes
 from foretoken.loading.threads import keep_to_quota
@@ -82,6 +83,8 @@ def load_model(
         gguf_model.check_readable(front)
         stored: torch.dtype | None = gguf_model.stored_dtype(front)
     else:
+        if not is_whole:
+            check_shards(source, front)
         stored = stored_dtype(front, source.location, source.revision, is_local=source.is_local)
     chosen = choose_dtype(dtype, place, stored, widest_dtype)
     tokenizer = load_tokenizer_of(source, part) if with_tokenizer else None
@@ -215,15 +218,15 @@ def _load_weights(source: Source, config: Any, dtype: torch.dtype) -> Any:
             source.location, config=config, dtype=dtype, output_loading_info=True, **source.options
         )
     missing = sorted(report["missing_keys"])
+    marks = (*(f".{layout.mark}" for layout in LAYOUTS.values()), ".weight_scale_inv")
+    codes = sorted(name for name in report["unexpected_keys"] if name.endswith(marks))
+    if codes and not method:
+        raise CheckpointError(
+            f"{source.name} holds rounded numbers for weights ({codes[0]}, ...), and its config.json does not say "
+            "how they were made: add a quantization_config with quant_method, bits and group_size (those of "
+            "quantize_config.json or quant_config.json, where one lies beside it)"
+        )
     if missing:
-        marks = tuple(f".{layout.mark}" for layout in LAYOUTS.values())
-        codes = sorted(name for name in report["unexpected_keys"] if name.endswith(marks))
-        if codes and not method:
-            raise CheckpointError(
-                f"{source.name} holds whole numbers for weights ({codes[0]}, ...), and its config.json does not say "
-                "how they were made: add a quantization_config with quant_method, bits and group_size (those of "
-                "quantize_config.json or quant_config.json, where one lies beside it)"
-            )
         raise CheckpointError(
             f"{source.name} lacks {len(missing)} weights of its configuration ({', '.join(missing[:3])}, ...), which "
             "would start out random; download or save the checkpoint again"

@@ -19,6 +19,7 @@ from foretoken.folders import check_new_folder, filling
 from foretoken.heads.checkpoint import CONFIG, read_checkpoint, write_checkpoint
 from foretoken.loading.compressed import METHOD, parts_of
 from foretoken.loading.layouts import LAYOUTS, codes_of, settings_of
+from foretoken.loading.shards import check_layers
 from foretoken.model.execution.forwards import replacement
 from foretoken.model.execution.packing import PackedLinear, named_weights
 from foretoken.model.execution.rounding import roundable, take_codes
@@ -39,6 +40,7 @@ def load_codes(location: str, revision: str | None, config: Any, dtype: torch.dt
     """
     settings = settings_of(config)
     layout, tensors = LAYOUTS[settings["quant_method"]], read_checkpoint(location, revision).tensors
+    check_layers(location, config, len(tensors))
     layers = [name.removesuffix(f".{layout.mark}") for name in tensors if name.endswith(f".{layout.mark}")]
     parts = {
         layer: {part: tensors[f"{layer}.{part}"] for part in layout.parts if f"{layer}.{part}" in tensors}
