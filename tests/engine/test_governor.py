@@ -14,7 +14,7 @@ import pytest
 
 from foretoken.engine.budget import Budget
 from foretoken.engine.cost_model import CostCurve, CostModel
-from foretoken.engine.cutting import SLOWEST, Habit, _standings, best_counts, weights_of
+from foretoken.engine.cutting import Habit, _standings, best_counts, weights_of
 from foretoken.engine.governor import Governor
 from foretoken.engine.stats import SequenceStats, Steps
 from foretoken.tree import DraftTree
@@ -338,15 +338,17 @@ def test_the_best_nodes_are_those_of_exhaustive_search() -> None:
 def test_a_batch_ends_with_its_last_row() -> None:
     """Rows that are ahead count by what they cost beside others: here a tenth of a step that four rows take.
 
-    The rest goes to rows by their chance to be the last one.
+    The rest goes to rows by their chance to be the last one, and of k that may be it counts by a kth.
     """
     ahead = weights_of([40, 30, 20, 4], 0.9)
     assert ahead == sorted(ahead, reverse=True)
-    assert sum(ahead) == pytest.approx(4 * (0.4 + SLOWEST * 0.6))
-    assert ahead[3] == pytest.approx(0.4, abs=0.02)
-    assert ahead[0] > 1.0
-    assert weights_of([40, 32], 1.1) == pytest.approx([2 * SLOWEST / (1 + math.exp(-1)), 2 * SLOWEST / (1 + math.e)])
-    assert weights_of([5, 5, 5], 1.0) == pytest.approx([SLOWEST] * 3)
+    assert ahead[3] == pytest.approx(0.4, abs=0.001)
+    chances = [math.exp(-late) / sum(math.exp(-late) for late in (0, 2.5, 5, 9)) for late in (0, 2.5, 5, 9)]
+    assert sum(ahead) == pytest.approx(4 * (0.4 + 0.6 * sum(chance**2 for chance in chances)))
+    last, first = 1 / (1 + math.exp(-2)), 1 / (1 + math.exp(2))
+    alike = last**2 + first**2
+    assert weights_of([40, 32], 1.1) == pytest.approx([2 * alike * last, 2 * alike * first])
+    assert weights_of([5, 5, 5], 1.0) == pytest.approx([1 / 3] * 3)
     assert weights_of([5, 5], 0.0) == [1.0, 1.0]
 
 

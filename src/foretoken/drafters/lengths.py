@@ -67,6 +67,12 @@ class LengthPolicy(ABC):
         return self._tables[-1]
 
     @cached_property
+    def _ends_early(self) -> bool:
+        """Whether a draft may be shorter than ``begin`` has it."""
+        verbs = type(self).go_on, type(self).keep_drafting
+        return self.looks_at != NOTHING or verbs != (LengthPolicy.go_on, LengthPolicy.keep_drafting)
+
+    @cached_property
     def _plans(self) -> dict[int, DraftPlan]:
         """Of the step that is being drafted."""
         return self._per_row()
@@ -127,6 +133,8 @@ class LengthPolicy(ABC):
             of them, (1,); None where the draft ends.
         """
         cap = min(self.begin(row), budget)
+        if not self._ends_early:
+            return max(cap, 0)
         depth = 0
         while depth < cap and (depth == 0 or self.go_on(row, depth)):
             wants = self.wants_log_probs(depth)

@@ -127,19 +127,19 @@ class Governing:
         if self._governor is None:
             return
         start = perf_counter()
-        drafting = max(clock.laps["propose_seconds"] - self._own_seconds, 0.0)
-        step = sum(clock.laps.values()) - self._own_seconds
+        upkeep = max(clock.laps["propose_seconds"] - self._own_seconds, 0.0) + clock.laps["observe_seconds"]
+        rest = sum(clock.laps.values()) - clock.laps["propose_seconds"] - clock.laps["observe_seconds"]
+        drafting = upkeep + self._attention.following_seconds
         drafts = any(len(tree) > 1 for tree in trees)
         if self._attention.is_deciding:
             num_nodes = self._forwards.num_nodes
-            self._governor.learn(trees, outputs, num_nodes, drafting_seconds=drafting, other_seconds=step - drafting)
+            self._governor.learn(trees, outputs, num_nodes, drafting_seconds=drafting, other_seconds=rest)
         else:
-            self._follow(trees, outputs, drafting, step - drafting)
+            self._follow(trees, outputs, drafting, rest)
         own = self._own_seconds + perf_counter() - start
-        self._attention.end(own, step)
-        upkeep = drafting + clock.laps["observe_seconds"]
+        self._attention.end(own, upkeep + rest)
         value = self._governor.value_of(outputs)
-        self._governor.patience.attended(len(outputs), value, own + upkeep, step - upkeep, drafts=drafts)
+        self._governor.patience.attended(len(outputs), value, own + upkeep, rest, drafts=drafts)
 
     def _follow(self, trees: Seq[DraftTree], outputs: Seq[RowOutput], drafting: float, other: float) -> None:
         """Count a step in which nothing was decided."""
@@ -169,11 +169,14 @@ class _Meter:
     following: Average = field(default_factory=Average)
 
     @property
+    def following_seconds(self) -> float:
+        return math.exp(self.following.value) if self.following.count else 0.0
+
+    @property
     def interval(self) -> int:
         """Steps from one decision to the next."""
         most = min(1 + self.deciding.count // FEW, LONGEST)
-        deciding = math.exp(self.deciding.value)
-        following = math.exp(self.following.value) if self.following.count else 0.0
+        deciding, following = math.exp(self.deciding.value), self.following_seconds
         allowed = SHARE * math.exp(self.step.value) - following
         if most == 1 or allowed <= 0.0:
             return most
@@ -205,6 +208,12 @@ class Attention:
         """Whether steps are long beside what it takes to hold their drafts against the text between two decisions."""
         meter = self._meters.get(self._class)
         return meter is not None and meter.deciding.value <= meter.step.value + math.log(MOST_DECIDING)
+
+    @property
+    def following_seconds(self) -> float:
+        """What governing takes of a step like the one that runs, in which nothing is decided; 0 until that is known."""
+        meter = self._meters.get(self._class)
+        return 0.0 if meter is None else meter.following_seconds
 
     def end(self, own_seconds: float, step_seconds: float) -> None:
         """A step has taken so long; governing alone, and all the rest."""
