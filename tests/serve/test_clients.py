@@ -8,11 +8,13 @@ import json
 import socket
 from typing import Any
 
+import httpx
 import pytest
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.llm import LLM
 from foretoken.serve.chat import read_chat
+from foretoken.serve.protocol import HEAD_SECONDS
 from foretoken.serve.served import Served
 from foretoken.serve.settings import ServerSettings
 from serving import Running, running
@@ -153,6 +155,11 @@ def test_a_slash_opens_no_guarded_path(llm: LLM) -> None:
     with running(Served({"tiny": llm}), ServerSettings(api_keys=("a",)), key="b") as server:
         assert server.http.get("/v1/models/").status_code == 401
         assert server.http.get("/health/").status_code == 200
+
+
+def test_idle_connections_outlive_those_of_clients(running_server: Running) -> None:
+    """httpx, and so the openai client, keeps one for 5 seconds; ended by both at once, a request is lost in between."""
+    assert running_server.server.config.timeout_keep_alive > HEAD_SECONDS > httpx.Limits().keepalive_expiry * 2
 
 
 @pytest.mark.parametrize("prompt", ["a " * 3000, "a" * 10**6])

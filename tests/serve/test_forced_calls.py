@@ -14,10 +14,13 @@ import jsonschema
 import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from foretoken.config.structured import StructuredOutputs
 from foretoken.llm import LLM
 from foretoken.serve.calls import ForcedReader, joined
+from foretoken.serve.responses import read_response
 from foretoken.serve.served import Served
 from foretoken.serve.settings import ServerSettings
 from foretoken.serve.tools import Tools
@@ -394,6 +397,107 @@ def test_a_strict_schema_that_is_none_is_refused(server: Running) -> None:
     found = server.post("/v1/chat/completions", messages=MESSAGES, tools=[tool], max_tokens=2)
     assert found.status_code == 400
     assert "(strict)" in found.json()["error"]["message"]
+
+
+FLAT: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+ASKED: dict[str, Any] = {"model": "tiny", "input": MESSAGES, "tools": FLAT, "max_output_tokens": 200}
+
+
+@pytest.mark.parametrize(
+    ("chat", "responses"),
+    [
+        ("required", "required"),
+        (NAMED, {"type": "function", "name": "add"}),
+        (
+            allowing("required", "paint", "add"),
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "paint"}, FLAT[0]]},
+        ),
+    ],
+)
+@pytest.mark.parametrize("single", [False, True])
+def test_responses_call_what_chat_calls(server: Running, chat: Any, responses: Any, single: bool) -> None:
+    """Whole and streamed, by the types of the client."""
+    sent: dict[str, Any] = {"seed": 11, "parallel_tool_calls": not single, "temperature": 0.7}
+    (choice,) = ask(server, tool_choice=chat, **sent).choices
+    whole = server.post("/v1/responses", **ASKED, tool_choice=responses, **sent)
+    found = Response.model_validate_json(whole.content, strict=True)
+    calls = [{"name": item.name, "arguments": item.arguments} for item in found.output if item.type == "function_call"]
+    assert calls == told(choice)["calls"]
+    assert len(calls) == len(found.output) > 0
+    assert len({item.call_id for item in found.output if item.type == "function_call"}) == len(calls)
+    assert found.status == ("incomplete" if choice.finish_reason == "length" else "completed")
+    asked = {key: value for key, value in (ASKED | sent).items() if key != "seed"}
+    events: list[Any] = []
+    with server.client.responses.create(**asked, tool_choice=responses, stream=True, extra_body={"seed": 11}) as stream:
+        events = list(stream)
+    for event in events:
+        TypeAdapter(ResponseStreamEvent).validate_python(event.model_dump(), strict=True)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    said = ["" for _ in calls]
+    for event in events:
+        if event.type == "response.function_call_arguments.delta":
+            said[event.output_index] += event.delta
+        elif event.type == "response.function_call_arguments.done":
+            assert (event.name, event.arguments) == tuple(calls[event.output_index].values())
+    assert said == [call["arguments"] for call in calls]
+    assert sum(event.type == "response.function_call_arguments.delta" for event in events) > 1
+    assert [item.arguments for item in events[-1].response.output] == said
+    assert events[-1].response.usage.output_tokens == found.usage.output_tokens
+
+
+def test_the_helper_of_the_client_reads_calls_of_responses(server: Running) -> None:
+    with server.client.responses.stream(
+        **ASKED, tool_choice={"type": "function", "name": "add"}, temperature=0
+    ) as stream:
+        stream.until_done()
+        (item,) = stream.get_final_response().output
+    assert item.type == "function_call"
+    jsonschema.validate(json.loads(item.arguments), PARAMETERS["add"])
+
+
+def test_a_response_with_tools_may_be_text(server: Running) -> None:
+    sent: dict[str, Any] = {"temperature": 0, "tools": FLAT}
+    (expected,) = ask(server, tool_choice="auto", temperature=0, max_tokens=8).choices
+    found = server.client.responses.create(model="tiny", input=MESSAGES, max_output_tokens=8, **sent)
+    assert [item.type for item in found.output] == ["message"]
+    assert found.output_text == expected.message.content
+    with server.client.responses.create(
+        model="tiny", input=MESSAGES, max_output_tokens=8, stream=True, **sent
+    ) as stream:
+        assert list(stream)[-1].response.output_text == found.output_text
+
+
+def test_calls_of_a_response_go_back(server: Running) -> None:
+    """With their results, as items; the prompt is that of chat."""
+    calls = [("c1", "add", '{"a": 1, "b": 2}'), ("c2", "paint", "{}")]
+    items: list[Any] = [{"type": "message", "role": "assistant", "content": "Well."}]
+    items += [{"type": "function_call", "call_id": i, "name": name, "arguments": of} for i, name, of in calls]
+    items += [{"type": "function_call_output", "call_id": i, "output": "3"} for i, _, _ in calls]
+    made = [{"id": i, "type": "function", "function": {"name": name, "arguments": of}} for i, name, of in calls]
+    history = [*MESSAGES, {"role": "assistant", "content": "Well.", "tool_calls": made}]
+    history += [{"role": "tool", "tool_call_id": i, "content": "3"} for i, _, _ in calls]
+    found = server.post("/v1/responses", input=[*MESSAGES, *items], max_output_tokens=8, temperature=0).json()
+    expected = server.post("/v1/chat/completions", messages=history, max_tokens=8, temperature=0).json()
+    assert found["usage"]["input_tokens"] == expected["usage"]["prompt_tokens"]
+    assert found["output"][0]["content"][0]["text"] == expected["choices"][0]["message"]["content"]
+
+
+def test_text_and_calls_of_a_model_are_items(server: Running) -> None:
+    """In whatever pieces they come."""
+    served = server.server.application.served
+    assert served is not None
+    text = f"Well, {ADDED}\n{PAINTED} done"
+    for size in (1, 3, 1000):
+        _, form = read_response({**ASKED, "stream": True}, served, ServerSettings(tool_call_parser="hermes"))
+        for place in range(0, len(text), size):
+            form._take(text[place : place + size], is_last=place + size >= len(text))
+        form.ending({"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2, "prompt_tokens_details": {}}, {})
+        messages, calls = ([i for i in form._items if i["type"] == kind] for kind in ("message", "function_call"))
+        assert [call["name"] for call in calls] == ["add", "paint"]
+        assert json.loads(calls[0]["arguments"]) == {"a": 1, "b": 2}
+        said = "".join(item["content"][0]["text"] for item in messages)
+        assert said.split() == ["Well,", "done"]  # chat, too, leaves out space around calls
+        assert form._items[0] is messages[0]
 
 
 INJECTED = '") %json {} start: ("'

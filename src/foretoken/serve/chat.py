@@ -173,10 +173,10 @@ class ChatForm(ChoicesForm):
     def __init__(self, asking: Asking, served: Served, tools: Tools) -> None:
         super().__init__(asking, served)
         self._readers = [tools.reader() for _ in range(asking.params.n)]
-        self._tools = tools
+        self.tools = tools
 
     def first_choices(self) -> list[dict[str, Any]]:
-        delta = {"role": "assistant", "content": None if self._tools.forced else ""}
+        delta = {"role": "assistant", "content": None if self.tools.forced else ""}
         return [self._choice(index, "delta", delta, None, None) for index in range(self._asking.params.n)]
 
     def choices(self, delta: StreamOutput) -> list[dict[str, Any]]:
@@ -196,7 +196,7 @@ class ChatForm(ChoicesForm):
         reason = delta.finish_reason if is_last else None
         if reader is not None:
             said["content"], calls = reader.read(text, is_last)
-            if self._tools.forced:
+            if self.tools.forced:
                 del said["content"]
             if calls:
                 said["tool_calls"] = calls
@@ -218,11 +218,11 @@ class ChatForm(ChoicesForm):
         for text in outputs[0].outputs:
             message: dict[str, Any] = {"role": "assistant", "content": text.text, "refusal": None}
             reason = text.finish_reason
-            if (reader := self._tools.reader()) is not None:
+            if (reader := self.tools.reader()) is not None:
                 message["content"], calls = reader.read(text.text, is_last=True)
                 if calls:
                     message["tool_calls"] = joined(calls)
-                if calls or self._tools.forced:
+                if calls or self.tools.forced:
                     message["content"] = message["content"] or None
                 reason = "tool_calls" if reason == "stop" and reader.ends_with_calls else reason
             choice = self._choice(text.index, "message", message, reason, text.stop_reason)

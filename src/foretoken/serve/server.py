@@ -18,7 +18,7 @@ from foretoken.serve.app import Application
 from foretoken.serve.bridge import Bridge
 from foretoken.serve.errors import stopping
 from foretoken.serve.metrics import Metrics
-from foretoken.serve.protocol import TimedHeads
+from foretoken.serve.protocol import HEAD_SECONDS, TimedHeads
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -81,6 +81,8 @@ class Server(uvicorn.Server):
             log_level="error",  # what clients do wrong they are told, and no log
             access_log=False,
             lifespan="off",
+            timeout_keep_alive=int(HEAD_SECONDS)
+            + 1,  # `TimedHeads` ends them; 5 s, as clients wait, meets their requests
             server_header=False,
             timeout_graceful_shutdown=int(settings.shutdown_timeout + GRACE_SECONDS) + 1,
         )
