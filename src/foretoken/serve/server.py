@@ -81,8 +81,7 @@ class Server(uvicorn.Server):
             log_level="error",  # what clients do wrong they are told, and no log
             access_log=False,
             lifespan="off",
-            timeout_keep_alive=int(HEAD_SECONDS)
-            + 1,  # `TimedHeads` ends them; 5 s, as clients wait, meets their requests
+            timeout_keep_alive=int(HEAD_SECONDS) + 1,  # `TimedHeads` ends them; 5 s is what clients wait, too
             server_header=False,
             timeout_graceful_shutdown=int(settings.shutdown_timeout + GRACE_SECONDS) + 1,
         )
