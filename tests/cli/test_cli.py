@@ -366,6 +366,17 @@ def test_info_tells_what_a_model_is_and_costs() -> None:
     assert "zoo:tiny" in text
 
 
+def test_info_takes_the_model_as_an_argument() -> None:
+    """As verify and serve do; it was "unexpected extra argument"."""
+    options = ["--repeats", "1", "--context", "16", "--json"]
+    (report,) = records(run("info", "zoo:tiny", *options))
+    assert report["model"]["name"] == "zoo:tiny"
+    twice, keys = run("info", "zoo:tiny", *TINY), run("info", "--keys", "ngram")
+    assert (twice.exit_code, keys.exit_code) == (2, 2)
+    assert "is named twice" in " ".join(twice.stderr.split())
+    assert "--keys loads no model" in " ".join(keys.stderr.split())
+
+
 DEMO = ["demo", *TINY, "--no-inflate", "--num-prompts", "2", "--max-new-tokens", "8", "--dtype", "float32"]
 
 

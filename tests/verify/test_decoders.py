@@ -12,12 +12,23 @@ import pytest
 
 from foretoken import LLM, SamplingParams
 from foretoken.errors import ConfigError, PromptError
-from foretoken.verify import Answer, FunctionSubject, LLMSubject, Sample, Subject, Verdict, verify, verifying
+from foretoken.verify import (
+    Answer,
+    FunctionSubject,
+    LLMSubject,
+    Sample,
+    Subject,
+    Verdict,
+    continuations,
+    second_draw,
+    verify,
+    verifying,
+)
 from foretoken.verify import laws as verify_laws
 from foretoken.verify.continuations import DEPTH, FEWEST, draw
 from foretoken.verify.differences import logprob_finding
 from foretoken.verify.laws import SHIFT, ReferenceLaw, _shifted, enumerate_law, judge_samples
-from foretoken.verify.verdict import holm
+from foretoken.verify.verdict import Finding, holm
 
 PROMPTS = [
     "Once upon a time there was a boy. Once upon a time there was a girl. Once upon a",
@@ -460,8 +471,9 @@ def test_a_law_test_that_fails_is_drawn_once_more(
         return replace(judge_samples(law, drawn[-1], level, seed), p_value=forged)
 
     monkeypatch.setattr(verifying, "judge_samples", judge)
+    monkeypatch.setattr(second_draw, "judge_samples", judge)
     monkeypatch.setattr(verifying, "SHARE_OF_LAWS", 0.0)
-    found = verify(llm, PROMPTS, max_tokens=8, budget_seconds=6.0)
+    found = verify(llm, PROMPTS, max_tokens=8, budget_seconds=1e6)
     (law,) = (one for one in found.findings if one.check == "law" and "p_value" in one.numbers)
     assert len(drawn) == 4
     assert len(drawn[2]) == len(drawn[0])
@@ -471,6 +483,110 @@ def test_a_law_test_that_fails_is_drawn_once_more(
     assert law.numbers["p_value_together"] == together
     assert f"drawn once more, p = {again:.2g}, together {together:.2g}" in law.found
     assert found.status == status
+
+
+class Clock:
+    """Time that goes on by one second for every request."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_a_second_draw_ends_with_the_budget(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was made when everything else had used the budget up, as long as the first: 74 s of 30 on a busy machine."""
+    clock, generate = Clock(), LLMSubject.generate
+    num_judged = 0
+
+    def counted(self: LLMSubject, prompts: Any, params: Any) -> list[Answer]:
+        clock.now += 1.0
+        return generate(self, prompts, params)
+
+    def judge(law: Any, samples: Any, level: float, seed: int) -> Any:
+        nonlocal num_judged
+        num_judged += 1
+        return replace(judge_samples(law, samples, level, seed), p_value=1e-5 if num_judged == 2 else 1e-3)
+
+    monkeypatch.setattr(LLMSubject, "generate", counted)
+    monkeypatch.setattr(verifying, "judge_samples", judge)
+    monkeypatch.setattr(verify_laws, "NUM_SIMULATED", 200)
+    for module in (verifying, continuations):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(verifying, "SHARE_OF_LAWS", 0.8)
+    found = verify(llm, PROMPTS, max_tokens=4, budget_seconds=60.0)
+    laws = [one for one in found.findings if one.check == "law"]
+    assert all(one.numbers["num_samples"] > FEWEST for one in laws)
+    assert laws[-1].numbers["num_samples_again"] < laws[-1].numbers["num_samples"]
+    assert "no time was left for more" in laws[-1].found
+    assert found.seconds <= 61.0
+
+
+@pytest.mark.parametrize(("p_value", "status"), [(1e-3, "undecided"), (1e-4, "broken")])
+def test_a_second_draw_without_time_asks_for_nothing_and_acquits_nobody(p_value: float, status: str) -> None:
+    """What was far from chance is a fault all the same: false alarms are those of the first draw, at most."""
+    law = enumerate_law(law_after, depth=2)
+    samples: list[Any] = drawn(np.random.default_rng(0), 64, law_after)
+    test = replace(judge_samples(law, samples, 0.01), p_value=p_value)
+    tested = second_draw.Tested(0, law, [1], SamplingParams(max_tokens=2), samples, test)
+    never = FunctionSubject(lambda *_: pytest.fail("it was asked"))
+    second = second_draw.draw_again(tested, never, 0, until=float("-inf"))
+    found = second.judged(Finding("sampled", "law", "holds", "p"), 0.01, 0.01 / 3)
+    assert (second.num_samples, found.status) == (0, status)
+    assert "not drawn once more (no time was left" in found.found
+
+
+def test_a_decoder_that_fails_while_it_is_drawn_from_again_is_named() -> None:
+    """A server that went away in the second draw ended the whole verification with an error."""
+
+    def gone(*_: Any) -> Any:
+        raise ConnectionResetError("gone")
+
+    law = enumerate_law(law_after, depth=2)
+    samples: list[Any] = drawn(np.random.default_rng(0), 64, law_after)
+    test = replace(judge_samples(law, samples, 0.01), p_value=1e-3)
+    tested = second_draw.Tested(0, law, [1], SamplingParams(max_tokens=2), samples, test)
+    second = second_draw.draw_again(tested, FunctionSubject(gone, "far"), 0, until=float("inf"))
+    found = second.judged(Finding("sampled", "law", "holds", "p"), 0.01, 0.01 / 3)
+    assert found.status == "undecided"
+    assert "not drawn once more (far fails" in found.found
+
+
+def test_what_was_left_out_is_said_with_the_reason() -> None:
+    """Three law tests "agree" of five that there are, and settings that nobody asked for, were in the table alone."""
+    numbers = {"p_value": 0.5, "detectable": 0.1, "num_tokens": 8}
+    findings = (
+        Finding("greedy", "tokens", "holds", "", numbers),
+        Finding("stop string", "tokens", "left out", "it does not take stop"),
+        Finding("sampled", "law", "holds", "", numbers),
+        Finding("min-p 0.1", "law", "left out", "no time was left of 3 s"),
+        Finding("typical-p 0.7", "law", "left out", "no time was left of 3 s"),
+        Finding("broken acceptance", "control", "holds", ""),
+    )
+    found = Verdict("it", "plain decoding", "", findings, 5, 3, 0.01, 1.0)
+    assert "1 of 3 law tests agrees" in found.sentence()
+    assert found.sentence().endswith(
+        " Left out: tokens of stop string (it does not take stop); law of min-p 0.1, law of typical-p 0.7 (no time was "
+        "left of 3 s)."
+    )
+    assert found.as_dict()["left_out"] == {
+        "it does not take stop": ["tokens of stop string"],
+        "no time was left of 3 s": ["law of min-p 0.1", "law of typical-p 0.7"],
+    }
+    whole = replace(found, findings=tuple(one for one in findings if one.status == "holds"))
+    assert "Left out" not in whole.sentence()
+    assert "1 law test agrees" in whole.sentence()
+    undecided = replace(found, num_accepted=0)
+    assert "Left out: tokens of stop string" in undecided.sentence()
+
+
+def test_laws_that_a_decoder_cannot_be_asked_for_are_named(llm: LLM) -> None:
+    """They were in no table."""
+    subject = FunctionSubject(Decoder(llm, ""), takes=frozenset({"temperature", "n"}))
+    found = verify(llm, PROMPTS, subject, max_tokens=4, budget_seconds=2.0)
+    reasons = {one.feature: one.found for one in found.findings if one.check == "law"}
+    assert reasons["top-k 8, repetition penalty 1.3"] == "it does not take repetition_penalty, top_k"
+    assert reasons["min-p 0.1"] == "it does not take min_p"
 
 
 def test_verdicts_are_plain_data(llm: LLM) -> None:

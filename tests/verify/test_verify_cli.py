@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,9 +14,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from foretoken import LLM, SamplingParams
+from foretoken.bench.arms import generation_config, without_advice
 from foretoken.cli import app
 from foretoken.errors import ConfigError
-from foretoken.verify import ServerSubject
+from foretoken.verify import ServerSubject, TransformersSubject
 
 TINY = ["verify", "zoo:tiny", "--dtype", "float32", "--max-new-tokens", "8"]
 
@@ -47,6 +49,27 @@ def test_generation_of_transformers_is_judged(against: str) -> None:
     tokens = [one for one in found["findings"] if one["check"] == "tokens" and one["status"] == "holds"]
     assert [one["feature"] for one in tokens][:1] == ["greedy"]
     assert found["status"] != "not lossless", found["sentence"]
+
+
+def test_generation_of_transformers_is_asked_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past the end it warned of an end token of -1, and of an assistant's settings, in the middle of the table."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.generation import utils
+
+    said: list[str] = []
+    is_quiet = lambda: not utils.logger.isEnabledFor(logging.WARNING)  # noqa: E731
+    monkeypatch.setattr(utils.logger, "warning_once", lambda text, *_: is_quiet() or said.append(text))
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).eval()
+    past = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    for assistant in (None, model):
+        subject = TransformersSubject(model, "it", eos_token_ids=[2], assistant=assistant)
+        (answer,) = subject.generate([[5, 6]], [past])
+        assert len(answer.samples[0].token_ids or ()) == 3
+    assert said == []
+    with without_advice():
+        assert is_quiet()
+    assert min(generation_config(past, [2]).eos_token_id) > 32  # at the cause: others' arms have the same config
 
 
 def test_a_function_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

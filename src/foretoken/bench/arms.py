@@ -186,6 +186,10 @@ class _Clock:
         """Nothing is held back."""
 
 
+NO_TOKEN = 2**31 - 1
+"""An id that no vocabulary has; transformers warns of negative ones."""
+
+
 def generation_config(
     params: SamplingParams, eos_token_ids: Seq[int], options: Mapping[str, Any] | None = None
 ) -> GenerationConfig:
@@ -200,7 +204,7 @@ def generation_config(
     if not params.is_greedy:
         chosen |= {name: getattr(params, name) for name in ("temperature", "top_p", "typical_p", "top_k")}
         chosen["min_p"] = params.min_p or None
-    never = [-1]  # None would be replaced by the model's own
+    never = [NO_TOKEN]  # None would be replaced by the model's own
     return GenerationConfig(
         max_new_tokens=params.max_tokens,
         eos_token_id=never if params.ignore_eos or not eos_token_ids else list(eos_token_ids),
@@ -209,6 +213,17 @@ def generation_config(
         **chosen,
         **(options or {}),
     )
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """transformers says nothing of settings that it passes to itself, such as those of an assistant."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 class TransformersArm(Arm):
@@ -262,16 +277,14 @@ class TransformersArm(Arm):
     @contextmanager
     def _prepared(self) -> Iterator[dict[str, Any]]:
         """The assistant set up, and transformers' advice about settings kept quiet; both undone afterwards."""
-        verbosity = logging.get_verbosity()
-        logging.set_verbosity_error()
         if self._assistant is None:
             extra, saved = {}, None
         else:
             extra, saved = {"assistant_model": self._assistant}, self._assistant.generation_config
             self._assistant.generation_config = GenerationConfig(**{**saved.to_dict(), **self.assistant_options})
         try:
-            yield extra
+            with without_advice():
+                yield extra
         finally:
-            logging.set_verbosity(verbosity)
             if saved is not None:
                 self._assistant.generation_config = saved

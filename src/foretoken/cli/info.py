@@ -39,6 +39,9 @@ MACHINE = (ModelChoice(), DraftingOptions(), LoadingOptions(), CONTEXT, REPEATS)
 
 @takes_groups
 def info(
+    target: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="The model; the same as --model.", show_default=False)
+    ] = None,
     *,
     model: ModelChoice,
     drafting: DraftingOptions,
@@ -56,6 +59,9 @@ def info(
     and what is missing.
     """
     with exit_codes():
+        if keys and target is not None:
+            raise typer.BadParameter(f"--keys loads no model; leave {target!r} out, or name a method by --method")
+        model = model.named(target)
         if keys:
             show_keys(None if drafting.method is None else method_named(drafting.method).name, as_json)
             return

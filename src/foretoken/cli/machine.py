@@ -25,7 +25,7 @@ EXTRAS = {
 """Of the package: a module that each brings, and what it is for."""
 
 OR_WHEEL = "or install the wheel for this platform, which has them compiled"
-UNTIL_MODEL = "what a model's text keeps is said with it: foretoken info --model MODEL"
+UNTIL_MODEL = "what a model's text keeps is said with it: foretoken info MODEL"
 
 
 def machine_report() -> dict[str, Any]:

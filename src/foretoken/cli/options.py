@@ -87,6 +87,17 @@ class ModelChoice:
         typer.Option(metavar="FILE.gguf", help="In a directory or at a hub id; --model takes a path of one as it is."),
     ] = None
 
+    def named(self, argument: str | None) -> ModelChoice:
+        """The choice where a model may also be named as an argument.
+
+        Raises: BadParameter for two names.
+        """
+        if argument is None:
+            return self
+        if self.model is not None:
+            raise typer.BadParameter(f"the model is named twice, {argument} and --model {self.model}; leave one out")
+        return replace(self, model=argument)
+
     def chosen(self) -> str:
         """The model that was named, else the best one available."""
         return choose_model(self.model)

@@ -40,7 +40,8 @@ def verify(
     num_prompts: Annotated[int, typer.Option(help="How many of them, from the front.", min=1)] = 4,
     max_new_tokens: Annotated[int, typer.Option(help="Of every answer that is compared.", min=3)] = 16,
     budget: Annotated[
-        float, typer.Option(metavar="SECONDS", help="After which no new check begins; loading is not counted.", min=1)
+        float,
+        typer.Option(metavar="SECONDS", help="After which no check or draw begins; loading is not counted.", min=1),
     ] = 60.0,
     false_alarm_rate: Annotated[float, typer.Option(help="Chance that a lossless decoder fails any law test.")] = 0.01,
     seed: Annotated[int, typer.Option(help="Of all sampled texts.", min=0)] = 0,
@@ -65,9 +66,7 @@ def verify(
     """
     with exit_codes():
         check_template(chat, raw)
-        if target is not None and model.model is not None:
-            raise typer.BadParameter(f"the model is named twice, {target} and --model {model.model}; leave one out")
-        name = target or model.chosen()
+        name = model.named(target).chosen()
         given = None if prompts_file is None else read_prompts((), prompts_file, raw=raw)
         config = "none" if against is not None else drafting.config(name, loading.profile_file)
         llm = load_llm(name, config, gguf_file=model.gguf_file, **vars(loading))

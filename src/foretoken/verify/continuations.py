@@ -48,17 +48,19 @@ def draw(
     *,
     until: float = float("inf"),
     num_samples: int = MOST,
+    num_least: int = FEWEST,
 ) -> tuple[list[Seq[int]], dict[str, int]]:
-    """Continuations of one prompt, by seeds of their own, as many as time allows and `FEWEST` at least.
+    """Continuations of one prompt, by seeds of their own, as many as time allows.
 
     Args:
       until: by `time.monotonic`.
+      num_samples, num_least: at most, and at least, however late it is.
     Returns: token ids of each, and how many draft tokens were verified and kept.
     Raises: ConfigError for a subject that returns text alone.
     """
     found: list[Seq[int]] = []
     num_drafted = num_accepted = calls = 0
-    while len(found) < num_samples and (len(found) < FEWEST or time.monotonic() < until):
+    while len(found) < num_samples and (len(found) < num_least or time.monotonic() < until):
         asked = replace(params, seed=mix(seed, FIRST_REQUEST + calls), n=SAMPLES_AT_ONCE)
         calls += 1
         for answer in subject.generate([prompt], [asked]):

@@ -215,12 +215,12 @@ class TransformersSubject(Subject):
     def _sample(self, prompt: Seq[int], params: SamplingParams, index: int) -> Sample:
         import torch
 
-        from foretoken.bench.arms import generation_config
+        from foretoken.bench.arms import generation_config, without_advice
 
         config = generation_config(params, self._eos, self._options)
         torch.manual_seed(mix(params.seed or 0, index) % 2**63)
         ids = torch.tensor([list(prompt)], device=self._model.device)
-        with torch.inference_mode():
+        with torch.inference_mode(), without_advice():
             found = self._model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),

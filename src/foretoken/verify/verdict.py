@@ -76,6 +76,15 @@ class Verdict:
         return found
 
     @property
+    def left_out(self) -> dict[str, list[str]]:
+        """What was not looked at, by the reason."""
+        found: dict[str, list[str]] = {}
+        for one in self.findings:
+            if one.status == "left out":
+                found.setdefault(one.found, []).append(f"{one.check} of {one.feature}")
+        return found
+
+    @property
     def status(self) -> str:
         """lossless, not lossless, or undecided."""
         if self.broken:
@@ -94,7 +103,7 @@ class Verdict:
             more = f", and {len(self.broken) - 1} more" if len(self.broken) > 1 else ""
             return f"{self.subject} is not lossless. {first.feature}, {first.check}: {first.found}{more}."
         if self.doubts:
-            return f"{self.subject} is undecided: {'; '.join(self.doubts)}."
+            return f"{self.subject} is undecided: {'; '.join(self.doubts)}.{self._said_of_left_out()}"
         tokens = [one for one in self.findings if one.check == "tokens" and one.status == "holds"]
         laws = [one for one in self.findings if one.check == "law" and one.status == "holds"]
         same = sum(one.numbers.get("num_tokens", 0) for one in tokens)
@@ -102,13 +111,21 @@ class Verdict:
         smallest = min((one.numbers.get("p_value_together", one.numbers["p_value"]) for one in laws), default=1.0)
         finest = min((one.numbers["detectable"] for one in laws), default=1.0)
         alarms = f"{100 * self.false_alarm_rate:g}%"
-        agree = f"{counted(len(laws), 'law test')} {'agrees' if len(laws) == 1 else 'agree'}"
+        asked = sum(one.check == "law" for one in self.findings)
+        number = counted(len(laws), "law test") if len(laws) == asked else f"{len(laws)} of {asked} law tests"
+        agree = f"{number} {'agrees' if len(laws) == 1 else 'agree'}"
         return (
             f"{self.subject} is lossless: {same} tokens under {counted(len(tokens), 'setting')} are those of "
             f"{self.reference}, and {agree} with the enumerated law (smallest p "
             f"{smallest:.2g}; false alarms at most {alarms}; a shift of {finest:g} of the mass of a "
             f"token would have been found).{drafts} A decoder that was broken on purpose was caught."
+            f"{self._said_of_left_out()}"
         )
+
+    def _said_of_left_out(self) -> str:
+        """A sentence, with the blank before it; empty where everything was looked at."""
+        said = [f"{', '.join(names)} ({reason})" for reason, names in self.left_out.items()]
+        return f" Left out: {'; '.join(said)}." if said else ""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -116,6 +133,7 @@ class Verdict:
             "status": self.status,
             "sentence": self.sentence(),
             "doubts": self.doubts,
+            "left_out": self.left_out,
             **asdict(self),
         }
 

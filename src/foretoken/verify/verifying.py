@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.errors import ConfigError, ForetokenError
-from foretoken.law.noise import mix
 from foretoken.sessions.payoff import unsaid
 from foretoken.sessions.prompts import read_prompts
 from foretoken.testing import ungoverned
@@ -20,7 +19,8 @@ from foretoken.testing.divergence import NEAR_TIES
 from foretoken.verify.continuations import DEPTH, FEWEST, draw, telling
 from foretoken.verify.differences import Differences, logprob_finding, token_finding
 from foretoken.verify.features import LAWS, LAWS_UNKEYED, NUM_FIRST, Feature, features
-from foretoken.verify.laws import SHIFT, Law, LawTest, ReferenceLaw, enumerate_law, judge_samples
+from foretoken.verify.laws import SHIFT, Law, ReferenceLaw, enumerate_law, judge_samples
+from foretoken.verify.second_draw import Tested, draw_again
 from foretoken.verify.subjects import Answer, BrokenSubject, FunctionSubject, LLMSubject, Subject, asked_for
 from foretoken.verify.verdict import Finding, Verdict, holm
 
@@ -32,9 +32,6 @@ SHARE_OF_LAWS = 0.45
 
 SHARE_UNKEYED = 0.7
 """The same where sampled tokens are not compared."""
-
-FAR = 0.1
-"""Of the level of a law test, below which p over both draws is no chance, however the second one came out."""
 
 
 def verify(
@@ -61,7 +58,7 @@ def verify(
       subject: what is judged; by default ``llm``. Others' decoders are judged over the model of ``llm``; a function is
         taken as `FunctionSubject` takes it.
       max_tokens: of every answer that is compared.
-      budget_seconds: after which no new check begins; checks that there was no time for are named.
+      budget_seconds: after which no new check begins, and no second draw goes on; what there was no time for is named.
       false_alarm_rate: chance that a lossless decoder fails any law test, at most; one that fails is drawn once more.
       progress: called with one line before each check.
 
@@ -112,7 +109,7 @@ class _Work:
         keeps_bits = self._is_own and self._llm.promise.keeps_bits
         self._near_tie = 0.0 if keeps_bits else NEAR_TIES[llm.target.dtype]
         self._findings: list[Finding] = []
-        self._laws: list[tuple[int, LawTest, Callable[[], list[float]]]] = []
+        self._laws: list[Tested] = []
         self._num_laws = 0
         self._num_drafted = self._num_accepted = 0
         self._said: list[tuple[list[SamplingParams], list[Answer]]] = []
@@ -156,7 +153,7 @@ class _Work:
 
     def _compare(self, feature: Feature) -> None:
         """The tokens of every prompt under one setting, beside those of plain decoding."""
-        is_late = time.monotonic() > self._ends
+        is_late = time.monotonic() >= self._ends
         if reason := self._why_not(feature) or (f"no time was left of {self._budget:g} s" if is_late else ""):
             self._findings.append(Finding(feature.name, "tokens", "left out", reason))
             return
@@ -239,8 +236,7 @@ class _Work:
             level = self._rate / len(tests)
             test = judge_samples(law, samples, level, self._seed)
             numbers = {**vars(test), **drafts}
-            again = partial(self._tested_again, law, prompt, params, samples)
-            self._laws.append((len(self._findings), test, again))
+            self._laws.append(Tested(len(self._findings), law, prompt, params, samples, test))
             said = (
                 f"p = {test.p_value:.2g} over {test.num_samples} continuations, {test.num_cells} cells; a shift of "
                 f"{test.detectable:g} would have been found, one of {SHIFT:g} with probability {test.power:.2f}"
@@ -248,6 +244,10 @@ class _Work:
             self._findings.append(Finding(name, "law", "holds", said, numbers))
             if place == 0:
                 self._catch_control(law, prompt, params, len(samples), level)
+        for name, keys in laws:
+            if missing := keys.keys() - self._subject.takes:
+                why = f"it does not take {', '.join(sorted(missing))}"
+                self._findings.append(Finding(name, "law", "left out", why))
 
     def _catch_control(
         self, law: Law, prompt: list[int], params: SamplingParams, num_samples: int, level: float
@@ -274,27 +274,16 @@ class _Work:
         ]
         return telling(self._subject, self._llm.target, candidates, self._seed)
 
-    def _tested_again(self, law: Law, prompt: list[int], params: SamplingParams, first: list[Seq[int]]) -> list[float]:
-        """The p of as many samples by other seeds, and that of them together with the first ones."""
-        again, _ = self._draw(self._subject, prompt, params, seed=mix(self._seed, 1), num_samples=len(first))
-        return [judge_samples(law, samples, self._rate, self._seed).p_value for samples in (again, [*first, *again])]
-
     def _judge_laws(self) -> None:
         """Which law tests reject, all of them together: those that there was no time for count as tests that hold.
 
         What rejects is drawn once more, by other seeds: chance does not fail twice, nor by far over both draws.
         """
-        found = [test.p_value for _, test, _ in self._laws]
+        found = [tested.test.p_value for tested in self._laws]
         rejected = holm([*found, *[1.0] * (self._num_laws - len(found))], self._rate)
-        for (place, _, again), is_rejected in zip(self._laws, rejected, strict=False):
-            if not is_rejected:
-                continue
-            finding = self._findings[place]
-            self._progress(f"{finding.feature}: law, drawn once more")
-            p_value, p_together = again()
-            level = self._rate / self._num_laws
-            is_fault = p_value <= self._rate or p_together <= FAR * level
-            status: Any = "broken" if is_fault else "undecided" if p_together <= level else "holds"
-            found_again = f"{finding.found}; drawn once more, p = {p_value:.2g}, together {p_together:.2g}"
-            numbers = {**finding.numbers, "p_value_again": p_value, "p_value_together": p_together}
-            self._findings[place] = replace(finding, status=status, found=found_again, numbers=numbers)
+        for tested, is_rejected in zip(self._laws, rejected, strict=False):
+            if is_rejected:
+                finding = self._findings[tested.place]
+                self._progress(f"{finding.feature}: law, drawn once more")
+                second = draw_again(tested, self._subject, self._seed, until=self._ends)
+                self._findings[tested.place] = second.judged(finding, self._rate, self._rate / self._num_laws)
