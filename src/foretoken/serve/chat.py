@@ -50,7 +50,18 @@ OURS = {"tokenize", "tools", "chat_template", "conversation", "messages", "retur
 
 
 def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[Asking, ChatForm]:
-    """Writes and reads the prompt, which takes time: not to be called in the event loop.
+    """The request of a body, and the shape of its answer.
+
+    Raises: as `read_conversation`.
+    """
+    asking, tools = read_conversation(body, served, settings)
+    return asking, ChatForm(asking, served, tools)
+
+
+def read_conversation(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[Asking, Tools]:
+    """What a body asks for, and the tools that the model may call.
+
+    Writes and reads the prompt, which takes time: not to be called in the event loop.
 
     Raises: ApiError, PromptError.
     """
@@ -77,7 +88,7 @@ def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) ->
         message = "prompt_logprobs is not told in streams of chat; leave stream out, or use /v1/completions"
         raise ApiError(400, message, "prompt_logprobs")
     asking = with_prompts(asking, [_prompt(given, known & OF_TEMPLATES, tools.offered, served)], served, settings)
-    return asking, ChatForm(asking, served, tools)
+    return asking, tools
 
 
 def _prompt(given: Fields, named: Set[str], tools: list[dict[str, Any]], served: Served) -> dict[str, Any]:
@@ -173,10 +184,10 @@ class ChatForm(ChoicesForm):
     def __init__(self, asking: Asking, served: Served, tools: Tools) -> None:
         super().__init__(asking, served)
         self._readers = [tools.reader() for _ in range(asking.params.n)]
-        self.tools = tools
+        self._tools = tools
 
     def first_choices(self) -> list[dict[str, Any]]:
-        delta = {"role": "assistant", "content": None if self.tools.forced else ""}
+        delta = {"role": "assistant", "content": None if self._tools.forced else ""}
         return [self._choice(index, "delta", delta, None, None) for index in range(self._asking.params.n)]
 
     def choices(self, delta: StreamOutput) -> list[dict[str, Any]]:
@@ -196,7 +207,7 @@ class ChatForm(ChoicesForm):
         reason = delta.finish_reason if is_last else None
         if reader is not None:
             said["content"], calls = reader.read(text, is_last)
-            if self.tools.forced:
+            if self._tools.forced:
                 del said["content"]
             if calls:
                 said["tool_calls"] = calls
@@ -218,11 +229,11 @@ class ChatForm(ChoicesForm):
         for text in outputs[0].outputs:
             message: dict[str, Any] = {"role": "assistant", "content": text.text, "refusal": None}
             reason = text.finish_reason
-            if (reader := self.tools.reader()) is not None:
+            if (reader := self._tools.reader()) is not None:
                 message["content"], calls = reader.read(text.text, is_last=True)
                 if calls:
                     message["tool_calls"] = joined(calls)
-                if calls or self.tools.forced:
+                if calls or self._tools.forced:
                     message["content"] = message["content"] or None
                 reason = "tool_calls" if reason == "stop" and reader.ends_with_calls else reason
             choice = self._choice(text.index, "message", message, reason, text.stop_reason)

@@ -112,11 +112,8 @@ class ResponseForm(Form):
         return events
 
     def ending(self, usage: dict[str, Any], beside: dict[str, Any]) -> list[bytes]:
-        status = "completed" if self._reason == "stop" else "incomplete"
-        events = [] if self._items or self._item else self._begin(_message())  # an answer without a word
-        events += self._end(status)
-        response = self._responded(status, usage) | {"seed": self._seed} | beside
-        return [*events, self._event(f"response.{status}", response=response)]
+        events = self._end_all()
+        return [*events, self._event(f"response.{self._status}", response=self._finished(usage, beside))]
 
     def failure(self, error: ApiError) -> list[bytes]:
         told = error.body["error"]
@@ -130,9 +127,20 @@ class ResponseForm(Form):
         (text,) = outputs[0].outputs
         self._reason, self._seed = text.finish_reason, text.seed
         self._take(text.text, is_last=True)
-        self.ending(usage, beside)
-        status = "completed" if self._reason == "stop" else "incomplete"
-        return self._responded(status, usage) | {"seed": self._seed} | beside
+        self._end_all()
+        return self._finished(usage, beside)
+
+    @property
+    def _status(self) -> str:
+        return "completed" if self._reason == "stop" else "incomplete"
+
+    def _end_all(self) -> list[bytes]:
+        """Events for the end of the last item; an answer without a word has an empty message."""
+        events = [] if self._items or self._item else self._begin(_message())
+        return events + self._end(self._status)
+
+    def _finished(self, usage: dict[str, Any], beside: dict[str, Any]) -> dict[str, Any]:
+        return self._responded(self._status, usage) | {"seed": self._seed} | beside
 
     def _responded(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None

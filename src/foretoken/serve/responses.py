@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.config.keywords import Foreign
 from foretoken.serve.asking import Asking
 from foretoken.serve.chat import KNOWN as OF_CHAT
-from foretoken.serve.chat import read_chat, read_messages
+from foretoken.serve.chat import read_conversation, read_messages
 from foretoken.serve.errors import ApiError
 from foretoken.serve.fields import SAMPLING, Fields, wrong_field
 from foretoken.serve.response_form import TEXT, ResponseForm
@@ -74,12 +74,12 @@ def read_response(body: dict[str, Any], served: Served, settings: ServerSettings
     chat |= {"reasoning_effort": _effort(given), "verbosity": given.mapping("text").get("verbosity")}
     tools, choice = _tools(given.get("tools")), given.get("tool_choice")
     chat |= {"tools": [{"type": "function", "function": tool} for tool in tools], "tool_choice": _choice(choice)}
-    asking, form = read_chat(chat, served, settings)
+    asking, offered = read_conversation(chat, served, settings)
     told = {"instructions": instructions, "metadata": metadata, "max_output_tokens": longest}
     told |= {"text": {"format": given.mapping("text").get("format", TEXT)}, "tool_choice": choice or "auto"}
     told |= {"tools": [{"type": "function", **dict.fromkeys(OF_FUNCTIONS), **tool} for tool in tools]}
     told |= {"parallel_tool_calls": bool(tools) and given.flag("parallel_tool_calls", True)}
-    return asking, ResponseForm(asking, served, form.tools, told)
+    return asking, ResponseForm(asking, served, offered, told)
 
 
 def _tools(given: Any) -> list[dict[str, Any]]:

@@ -60,11 +60,6 @@ class Stream(Iterator[StreamOutput]):
         return self._session.stats
 
     @property
-    def error(self) -> BaseException | None:
-        """What broke off a step, or the error of the first text when every one ended in an error."""
-        return self._session.failure or self._session.error
-
-    @property
     def fault(self) -> BaseException | None:
         """What broke off a step, or the error of the first text that ended in one, whatever becomes of the others."""
         return self._session.failure or self._session.fault
@@ -89,7 +84,7 @@ class Stream(Iterator[StreamOutput]):
         raise StopIteration
 
     def take(self) -> list[StreamOutput]:
-        """What has come since, without stepping: another thread calls `LLM.step` meanwhile. See `error` at the end."""
+        """What has come since, without stepping: another thread calls `LLM.step` meanwhile. See `fault` after it."""
         news = list(self._session.news)
         self._session.news.clear()
         return news
