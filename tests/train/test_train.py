@@ -114,6 +114,17 @@ def test_laws_and_tokens_of_places_are_those_of_the_depth() -> None:
     assert Place.of(Example((1, 2), 2, ""), torch.device("cpu")) is None
 
 
+def test_a_head_that_predicts_features_begins_by_repeating_the_last_one() -> None:
+    """It began as the target's last layer, whose weights are made for states before the norm: 516 nats a token."""
+    made, example = recipe("eagle"), examples()[0]
+    streams = TargetFeatures(eagle_heads.target(), made.layers).of(example)
+    embedded = made._target.embedded(torch.tensor(example.token_ids), torch.float64)
+    given = made._streams(streams)
+    ((rows, outputs),) = unrolled(made.head, given, embedded, example.prompt_length - 2, 1)
+    apart = (outputs - given[rows.start : rows.stop]).norm() / given[rows.start : rows.stop].norm()
+    assert apart < 0.1
+
+
 # -- losses ----------------------------------------------------------------------------------------------------------
 
 

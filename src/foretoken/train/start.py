@@ -171,6 +171,8 @@ def begin_as(head: EagleHead, target: TargetParts) -> None:
     """Let a head begin as the target's last layer over its last stream, where the two are built alike.
 
     The part of the fusing layer that reads the last stream is the identity; what reads anything else is small.
+    A head that predicts features (generation 1) is fed normed ones, which what that layer adds would swamp: it adds
+    nothing at first, so that the next feature begins as the last one.
     """
     size, first = target.hidden_size, head.layers[0]
     head.fc.weight.normal_(0.0, 0.01)
@@ -195,6 +197,9 @@ def begin_as(head: EagleHead, target: TargetParts) -> None:
     own["mlp.gate_proj"].weight[: len(rows)] = last["mlp.gate_proj"][rows]
     own["mlp.up_proj"].weight[: len(rows)] = last["mlp.up_proj"][rows]
     own["mlp.down_proj"].weight[:, : len(rows)] = last["mlp.down_proj"][:, rows]
+    if head.shape.generation == 1:
+        own["self_attn.o_proj"].weight.zero_()
+        own["mlp.down_proj"].weight.zero_()
 
 
 @torch.no_grad()
