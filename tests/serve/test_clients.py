@@ -111,6 +111,29 @@ def test_a_call_that_was_cut_off_goes_back(llm: LLM) -> None:
     assert asking.prompts[0]["prompt"] == '{"city": "Par'
 
 
+def test_functions_as_they_were_before_tools_go_back(llm: LLM) -> None:
+    """Old clients send what they called and got by the role ``function``; it was refused."""
+    other = llm.with_speculative_config(None)
+    other.tokenizer = copy.deepcopy(llm.tokenizer)
+    other.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }} {{ m.name }} {{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments.city }}{% endfor %};"
+        "{% endfor %}"
+    )
+    history = [
+        {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"city": "Paris"}'}},
+        {"role": "function", "name": "weather", "content": "sunny"},
+    ]
+    asking, _ = read_chat({"messages": history}, Served({"a": other}), ServerSettings())
+    assert asking.prompts[0]["prompt"] == "assistant  weather Paris;tool weather sunny;"
+
+
+@pytest.mark.parametrize("call", [3, "f", ["f"]])
+def test_a_function_call_that_is_none_is_refused(running_server: Running, call: Any) -> None:
+    found = ask(running_server, messages=[*MESSAGES, {"role": "assistant", "content": "", "function_call": call}])
+    assert found.status_code == 400
+
+
 def test_a_schema_beside_json_object_counts(running_server: Running) -> None:
     pytest.importorskip("llguidance")
     form = {"type": "json_object", "schema": {"enum": ["yes"]}}

@@ -71,6 +71,19 @@ BODIES: dict[str, tuple[str, dict[str, Any], int, str]] = {
         "--tool-call-parser",
     ),
     "json": ("/v1/chat/completions", {"messages": [], "response_format": {"type": "nonsense"}}, 400, "response_format"),
+    "custom tool": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "custom", "custom": {"name": "f"}}]},
+        400,
+        "tools[0] is custom",
+    ),
+    "custom tool of a response": (
+        "/v1/responses",
+        {"input": "a", "tools": [{"type": "custom", "name": "f"}]},
+        400,
+        "tools[0] is custom",
+    ),
+    "words by name": ("/v1/completions", {"prompt": "a", "bad_words": {"a": 1}}, 400, "it must be a list"),
     "tokens": ("/detokenize", {"tokens": [-1]}, 400, "tokens must be"),
     "path": ("/v1/embeddings", {}, 404, "Not Found"),
     "method": ("/v1/models", {}, 405, "Method Not Allowed"),
@@ -90,6 +103,22 @@ def test_errors_name_what_is_wrong(running_server: Running, name: str) -> None:
 
 def _json(body: dict[str, Any]) -> bytes:
     return json.dumps(body).encode()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_any_time_may_be_asked_for(running_server: Running, path: str) -> None:
+    """Whole numbers too large for a float were 500."""
+    text = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "input": "a"}
+    name = {"/v1/completions": "prompt", "/v1/chat/completions": "messages", "/v1/responses": "input"}[path]
+    assert running_server.post(path, **{name: text[name], "timeout": 10**400}).status_code == 200
+
+
+def test_an_error_is_short_whatever_it_repeats(running_server: Running) -> None:
+    """Five thousand characters of a field came back, and would have of five million. Both ends are told."""
+    found = running_server.post("/v1/completions", prompt="a", temperature="b" * 5000).json()["error"]
+    assert found["message"].startswith("temperature is 'bbb")
+    assert found["message"].endswith("0 is greedy decoding")
+    assert len(found["message"]) < 1100
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'{"prompt": NaN}', b"[" * 10**5, b"\xff", b"9" * 10**4])

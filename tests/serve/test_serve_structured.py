@@ -64,6 +64,9 @@ def test_other_forms(running_server: Running, wanted: dict[str, Any], pattern: s
         {"structured_outputs": {"json": {"type": "nonsense"}}},
         {"structured_outputs": {}},
         {"structured_outputs": "json"},
+        {"structured_outputs": {"json_object": ["["]}},  # was 500, as the next
+        {"structured_outputs": {"regex": "a", "disable_any_whitespace": {}}},
+        {"structured_outputs": {"json_object": 1}},
         {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
         {"response_format": {"type": "xml"}},
         {"response_format": 1},

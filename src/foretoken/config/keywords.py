@@ -161,7 +161,7 @@ def listed(owner: str, name: str, value: Any) -> tuple[Any, ...]:
     """
     if value is None:
         return ()
-    if isinstance(value, str) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         raise ConfigError(f"{owner}.{name} is {value!r}; it must be a list")
     return tuple(value)
 

@@ -57,6 +57,9 @@ class StructuredOutputs:
         for name in ("json", "regex", "grammar", "whitespace_pattern"):
             if (value := getattr(self, name)) is not None and (not isinstance(value, str) or not value):
                 raise ConfigError(f"StructuredOutputs.{name} is {value!r}; it must be a text that is not empty")
+        for name in ("json_object", "disable_any_whitespace"):
+            if (value := getattr(self, name)) is not None and not isinstance(value, bool):
+                raise ConfigError(f"StructuredOutputs.{name} is {value!r}; it must be True or False")
         size = sum(map(len, (self.json or "", self.regex or "", self.grammar or "", *(self.choice or ()))))
         if size > MAX_CHARACTERS:
             raise ConfigError(

@@ -42,7 +42,9 @@ TEXT_ONLY = ("modalities", ["text"])
 """A field that asks for what there is."""
 OF_TEMPLATES = frozenset({"reasoning_effort"})
 """Fields that are handed to a template which has them."""
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+OLD_ROLES = {"developer": "system", "function": "tool"}
+"""Roles that templates know by another name: the one is newer than they are, the other older."""
 PARTS_APART = "\n"
 """Between the texts of one message, as in vLLM and llama.cpp."""
 PASSED_ON = ("name", "tool_calls", "tool_call_id")
@@ -137,9 +139,11 @@ def _message(given: Any, where: str) -> dict[str, Any]:
     if not isinstance(given, dict) or given.get("role") not in ROLES:
         role = given.get("role") if isinstance(given, dict) else given
         raise ApiError(400, f"{where} has the role {shown(role)}; known are {', '.join(ROLES)}", f"{where}.role")
-    role = "system" if given["role"] == "developer" else given["role"]
+    role = OLD_ROLES.get(given["role"], given["role"])
     message: dict[str, Any] = {"role": role, "content": _content(given.get("content"), where)}
     message |= {name: given[name] for name in PASSED_ON if given.get(name) is not None}
+    if given.get("function_call") is not None:  # what calls were before there were several
+        message.setdefault("tool_calls", [{"type": "function", "function": given["function_call"]}])
     if "tool_calls" in message:
         message["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
     return message

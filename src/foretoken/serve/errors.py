@@ -7,6 +7,8 @@ from typing import Any
 from foretoken.errors import ConfigError, ContextLengthError, ForetokenError, NoTokenError, NumericsError, PromptError
 
 RETRY_SECONDS = 1
+MOST_CHARACTERS = 1000
+"""Of a message, which may repeat a value of the body; of a longer one both ends are told."""
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -31,6 +33,8 @@ class ApiError(Exception):
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | int | None = None) -> None:
+        if len(message) > MOST_CHARACTERS:
+            message = f"{message[: MOST_CHARACTERS // 2]} ... {message[-MOST_CHARACTERS // 2 :]}"
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 

@@ -124,7 +124,7 @@ class Fields:
     def seconds(self, name: str, default: float) -> float:
         """At most as long as the default."""
         fits: Callable[[Any], bool] = lambda value: type(value) in (int, float) and value > 0  # noqa: E731
-        return min(default, float(self._read(name, default, fits, "a number of seconds above 0")))
+        return float(min(default, self._read(name, default, fits, "a number of seconds above 0")))
 
     def check_entries(self) -> None:
         """Raises: ApiError for a list of `MOST_ENTRIES` that is longer."""

@@ -11,6 +11,7 @@ from foretoken.serve.chat import read_conversation, read_messages
 from foretoken.serve.errors import ApiError
 from foretoken.serve.fields import SAMPLING, Fields, wrong_field
 from foretoken.serve.response_form import TEXT, ResponseForm
+from foretoken.serve.tools import refuse_custom
 
 if TYPE_CHECKING:
     from foretoken.serve.served import Served
@@ -89,6 +90,7 @@ def _tools(given: Any) -> list[dict[str, Any]]:
     if not isinstance(given, list):
         wrong_field("tools", given, "a list of {type: 'function', name: ...}")
     for place, tool in enumerate(given):
+        refuse_custom(tool, f"tools[{place}]")
         if not isinstance(tool, dict) or tool.get("type") != "function":
             wrong_field(f"tools[{place}]", tool, "{type: 'function', name: ...}: the server runs no tools of its own")
     return [{name: tool[name] for name in OF_FUNCTIONS if tool.get(name) is not None} for tool in given]

@@ -102,8 +102,12 @@ def read_tools(given: Fields, parser: str | None, template: str, tokenizer: Any)
         if choice not in (None, "none", "auto"):
             raise ApiError(400, "tool_choice is given without tools", "tool_choice")
         return Tools([])
-    if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
+    if not isinstance(tools, list):
         wrong_field("tools", tools, "a list of {type: 'function', function: {name: ...}}")
+    for place, tool in enumerate(tools):
+        refuse_custom(tool, f"tools[{place}]")
+        if not _is_tool(tool):
+            wrong_field(f"tools[{place}]", tool, "{type: 'function', function: {name: ...}}")
     if choice == "none":
         return Tools([])
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -168,6 +172,13 @@ def _check_size(tools: Tools) -> None:
     if size > MAX_CHARACTERS:
         message = f"tools of which one has to be called have {size} characters, and may have {MAX_CHARACTERS}"
         raise ApiError(400, f"{message}; offer fewer, or name one", "tools")
+
+
+def refuse_custom(tool: Any, where: str) -> None:
+    """Raises: ApiError for a tool whose input is not JSON, as the input of all calls is in Hermes' format."""
+    if isinstance(tool, dict) and tool.get("type") == "custom":
+        message = f"{where} is custom, and the model calls functions alone; offer one with a parameter of type 'string'"
+        raise ApiError(400, message, where, "unsupported_field")
 
 
 def _is_tool(tool: Any) -> bool:
