@@ -153,7 +153,7 @@ def in_two_files(checkpoint: Path, edit: Callable[[list[dict[str, torch.Tensor]]
     whole.unlink()
     for file, part in zip(files, parts, strict=True):
         save_file(part, checkpoint / file, metadata={"format": "pt"})
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (checkpoint / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
 @pytest.mark.parametrize("file", ["../other/model.safetensors", "x/../../other/model.safetensors", "/other.bin", ""])
@@ -162,6 +162,42 @@ def test_an_index_does_not_name_files_outside_of_its_folder(file: str, checkpoin
     shutil.copytree(checkpoint, checkpoint.parent / "other")
     in_two_files(checkpoint, lambda parts, index: index.update(dict.fromkeys(parts[0], file)))
     with pytest.raises(CheckpointError, match=f"names '{file}', which is no file in its folder"):
+        LLM(checkpoint)
+
+
+INDEX = "model.safetensors.index.json"
+"""Of split weights."""
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"metadata": ...}, 'has no object named metadata, .*; write "metadata": {} into it'),
+        ({"metadata": None}, "has no object named metadata"),
+        ({"metadata": [1]}, "has no object named metadata"),
+        ({"weight_map": ...}, "has no weight_map from tensors to files"),
+        ({"weight_map": ["lm_head.weight"]}, "has no weight_map from tensors to files"),
+        ({"lm_head.weight": None}, "has no weight_map from tensors to files"),
+        ({"lm_head.weight": ["a.safetensors"]}, "has no weight_map from tensors to files"),
+        ({"lm_head.weight": "a\0b.safetensors"}, "names .*, which is no file in its folder"),
+        ({"lm_head.weight": "config.json"}, "names 'config.json', which is no .safetensors file"),
+        ({"lm_head.weight": "part/"}, "names 'part/', which is no .safetensors file"),
+        ({"lm_head.weight": "a.safetensors"}, "names 'a.safetensors', which is not there; download or copy"),
+        ({"lm_head.weight": f"{'a' * 300}.safetensors"}, "names 'aaa.*, which is not there; download or copy"),
+        ("[" * 100_000, "cannot be read .* download or copy it again"),
+    ],
+)
+def test_a_damaged_index_is_refused_by_what_is_wrong_with_it(
+    damage: dict[str, Any] | str, message: str, checkpoint: Path
+) -> None:
+    """One without metadata was "KeyError: 'metadata'", and one in too many brackets a RecursionError."""
+    in_two_files(checkpoint, lambda parts, index: None)
+    content = json.loads((checkpoint / INDEX).read_text())
+    for key, value in {} if isinstance(damage, str) else damage.items():
+        holder = content if key in content else content["weight_map"]
+        holder.pop(key) if value is ... else holder.update({key: value})
+    (checkpoint / INDEX).write_text(damage if isinstance(damage, str) else json.dumps(content))
+    with pytest.raises(CheckpointError, match=f"{INDEX} {message}".replace("{}", r"\{\}")):
         LLM(checkpoint)
 
 

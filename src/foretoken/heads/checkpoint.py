@@ -62,7 +62,7 @@ def read_config(location: str | os.PathLike[str], revision: str | None = None) -
     path = _find(location, CONFIG, revision)
     if path is None:
         raise CheckpointError(f"{os.fspath(location)} has no {CONFIG}; give the folder or hub id of a head or a model")
-    return _json(path)
+    return read_json(path)
 
 
 def read_checkpoint(location: str | os.PathLike[str], revision: str | None = None) -> Checkpoint:
@@ -97,16 +97,22 @@ def write_checkpoint(folder: str | os.PathLike[str], config: Mapping[str, Any], 
 def weight_map(index: Path) -> dict[str, str]:
     """The file of every tensor, as an index beside files of weights has them.
 
-    Raises: CheckpointError for an index that is damaged, and for one that names a file outside of its folder.
+    Raises: CheckpointError for an index that is damaged, and for one that names a file outside of its folder, or one of
+      another kind.
     """
-    files = _json(index).get("weight_map")
+    files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
         raise CheckpointError(f"{index} has no weight_map from tensors to files; download or copy it again")
+    suffix = Path(index.name.removesuffix(INDEX)).suffix
     for file in set(files.values()):
-        if os.path.isabs(file) or os.path.normpath(file).split(os.sep)[0] in ("..", "."):
+        if os.path.isabs(file) or "\0" in file or os.path.normpath(file).split(os.sep)[0] in ("..", "."):
             raise CheckpointError(
                 f"{index} names {file!r}, which is no file in its folder: the checkpoint is damaged, or made to read "
                 "other files; download it again from where you trust it"
+            )
+        if not file.endswith(suffix):
+            raise CheckpointError(
+                f"{index} names {file[:100]!r}, which is no {suffix} file as its weights are; download or copy it again"
             )
     return files
 
@@ -135,10 +141,14 @@ def _find(location: str | os.PathLike[str], file: str, revision: str | None) -> 
     return None if found is None else Path(found)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that is one JSON object.
+
+    Raises: CheckpointError for one that is none.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); download or copy it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {type(value).__name__}, not a JSON object; download or copy it again")

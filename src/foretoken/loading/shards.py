@@ -3,14 +3,16 @@ wherever they lead."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
+import transformers
 from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
 from foretoken.errors import CheckpointError
-from foretoken.heads.checkpoint import INDEX, weight_map
+from foretoken.heads.checkpoint import INDEX, read_json, weight_map
 from foretoken.loading.sources import Source
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -50,14 +52,23 @@ def _names_in(source: Source) -> set[str]:
             return set(_names(whole))
         index = _found(source, weights + INDEX)
         if index is not None:
-            return _split_names(index)
+            return _split_names(index, is_local=source.is_local)
     return set()
 
 
-def _split_names(index: Path) -> set[str]:
+def _split_names(index: Path, *, is_local: bool) -> set[str]:
     files = weight_map(index)
+    if not isinstance(read_json(index).get("metadata"), dict):
+        raise CheckpointError(
+            f"{index} has no object named metadata, without which transformers {transformers.__version__} reads no "
+            'split weights; write "metadata": {} into it, beside weight_map'
+        )
     last: dict[str, str] = {}
     for file in sorted(set(files.values())):  # the order in which they are read
+        if is_local and not os.path.isfile(index.parent / file):  # also of a name that is too long
+            raise CheckpointError(
+                f"{index} names {file[:100]!r}, which is not there; download or copy the checkpoint again"
+            )
         for name in _names(index.parent / file):
             if name in last and files.get(name) != file:
                 raise CheckpointError(
