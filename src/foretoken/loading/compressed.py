@@ -26,6 +26,8 @@ FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
 PARTS = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx", "weight")
 """Of the codes of a layer."""
 _WORD = 32
+_UNTOLD = [{"weights": {"num_bits": bits}} for bits in (4, 8)]
+"""Schemes of layers that come without any."""
 
 
 def why_not_plain(settings: Mapping[str, Any]) -> str:
@@ -89,29 +91,60 @@ def read(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.Tenso
       UnsupportedModelError for groups without a kernel.
     """
     scales, zeros = parts["weight_scale"], parts.get("weight_zero_point")
-    bits = 8
     if "weight_packed" in parts:
         packed = parts["weight_packed"]
         outputs, inputs = parts["weight_shape"].tolist()
-        bits = 4 if packed.shape[1] == -(-inputs // 8) else 8
-        numbers = unpacked(packed, bits, inputs, 1)
+        columns = packed.shape[1]
     else:
-        outputs, inputs = parts["weight"].shape
-        numbers = parts["weight"].view(torch.uint8) ^ 128
+        packed, columns = parts["weight"], None
+        outputs, inputs = packed.shape
     scales = scales.reshape(-1, 1).expand(outputs, 1) if scales.numel() == 1 else scales.view(outputs, -1)
-    if numbers.shape != (outputs, inputs) or inputs % scales.shape[1]:
-        raise ValueError(f"{inputs} inputs in {scales.shape[1]} groups")
+    (bits, size), order = _form(settings, name, inputs, scales.shape[1], columns), None
+    numbers = packed.view(torch.uint8) ^ 128 if columns is None else unpacked(packed, bits, inputs, 1)
+    if numbers.shape != (outputs, inputs):
+        raise ValueError(f"{outputs} outputs in numbers of {len(numbers)}")
     if zeros is not None and zeros.dtype == torch.int32:
         zeros = unpacked(zeros, bits, outputs, 0)
     elif zeros is not None:
         zeros = zeros.expand(scales.shape).reshape(scales.shape).to(torch.int16).add(2 ** (bits - 1)).to(torch.uint8)
     zeros = None if zeros is None else whole_zeros(zeros.view(scales.shape), bits)
-    size, groups, order = inputs // scales.shape[1], parts.get("weight_g_idx"), None
+    groups = parts.get("weight_g_idx")
     if groups is not None and not bool((groups == -1).all()):
         of_groups, order = orders(name, groups, size)
         scales, zeros = scales[:, of_groups], None if zeros is None else zeros[:, of_groups]
         numbers = numbers if order is None else numbers[:, order].contiguous()
     return Read(by_groups(name, numbers, bits, scales, zeros, size), order)
+
+
+def _form(
+    settings: Mapping[str, Any], name: str, inputs: int, count: int, columns: int | None = None
+) -> tuple[int, int]:
+    """Bits of a code and inputs of a group, of which the last may be cut off: of the first scheme that fits.
+
+    A scheme that names the layer comes before one for all linear layers, and this before others.
+
+    Args:
+      count: of its groups.
+      columns: words of every output; None where a code has a word of its own.
+
+    Raises: ValueError where no scheme fits.
+
+    Example:
+        >>> scheme = {"weights": {"num_bits": 4, "group_size": 32}}
+        >>> _form({"config_groups": {"a": scheme}}, "up", 72, 3, 9)
+        (4, 32)
+    """
+    schemes = list((settings.get("config_groups") or {}).values()) or _UNTOLD
+    targets = [scheme.get("targets") or () for scheme in schemes]
+    order = [(name not in each, "Linear" not in each, number) for number, each in enumerate(targets)]
+    for *_, number in sorted(order):
+        scheme = schemes[number]
+        bits, size = (whole_number(scheme["weights"], key) for key in ("num_bits", "group_size"))
+        size = inputs if count == 1 else size or inputs // count
+        if bits and -(-inputs // max(size, 1)) == count and columns in (None, -(-inputs * bits // _WORD)):
+            return bits if columns else 8, size
+    said = sorted({str((scheme.get("weights") or {}).get("group_size")) for scheme in schemes})
+    raise ValueError(f"{inputs} inputs in {count} groups, where groups have {', '.join(said)}")
 
 
 def orders(name: str, groups: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -147,8 +180,8 @@ def by_groups(
 
     Raises: UnsupportedModelError for groups without a kernel.
     """
-    if scales.shape[1] == 1 and zeros is None:
-        group = 0
+    if scales.shape[1] == 1:  # zeros have no kernel without groups, which zeros fill up
+        group = 0 if zeros is None else -(-numbers.shape[1] // CODES_SPAN) * CODES_SPAN
     if group % 16 or (group > CODES_SPAN and group % CODES_SPAN):
         raise refusal(f"{group} inputs of {name} share a scale (kernels take multiples of 16 up to 64, and of 64)")
     scales = scales.to(torch.float16 if scales.dtype == torch.float16 else torch.float32)
