@@ -12,7 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.errors import CheckpointError, ConfigError, TokenizerMismatchError, UnsupportedModelError
@@ -21,6 +28,7 @@ from foretoken.loading.models import _is_on, choose_device, load_model, load_tok
 from foretoken.loading.pairing import check_same_tokenizer, check_vocab_sizes
 from foretoken.loading.sources import resolve
 from foretoken.model.dtypes import choose_dtype
+from foretoken.native.library import library
 from foretoken.testing import toy_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -286,6 +294,32 @@ def test_auto_keeps_what_the_device_computes_in(has_bfloat16: bool, monkeypatch:
     assert choose_dtype("fp16", CPU, torch.float32) == torch.float16
     with pytest.raises(ConfigError, match="dtype is 'int4'; choose auto"):
         choose_dtype("int4", CPU)
+
+
+BFLOAT16_WITHOUT_PRODUCTS = {
+    "llama": (torch.bfloat16, {"num_key_value_heads": 2}),
+    "gemma3_text": (torch.bfloat16, {"num_key_value_heads": 2, "head_dim": 8}),
+    "opt": (torch.bfloat16, {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "mixtral": (torch.float32, {"num_key_value_heads": 2, "num_local_experts": 4}),
+    "falcon": (torch.float32, {}),
+}
+"""By architecture the dtype in which its checkpoints in bfloat16 are loaded, and settings of a toy."""
+
+
+@pytest.mark.parametrize("kind", BFLOAT16_WITHOUT_PRODUCTS)
+def test_bfloat16_is_kept_where_kernels_of_the_library_multiply_all_weights(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a CPU read float32, twice the bytes of every step; torch's own products take several times as long there."""
+    monkeypatch.setattr("foretoken.model.dtypes.cpu_has_bfloat16", lambda: False)
+    expected, settings = BFLOAT16_WITHOUT_PRODUCTS[kind]
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = AutoConfig.for_model(kind, vocab_size=64, **sizes, **settings)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    found = load_model(tmp_path, device="cpu")
+    assert found.model.dtype == (expected if library() is not None else torch.float32)
+    monkeypatch.setattr("foretoken.model.dtypes.library", lambda: None)
+    assert load_model(tmp_path, device="cpu").model.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

@@ -78,14 +78,29 @@ def check_readable(header: Header) -> None:
         )
 
 
-def load(header: Header, dtype: torch.dtype) -> Any:
-    """The model, in this dtype and in evaluation mode. Call `check_readable` before.
+def config_of(header: Header) -> Any:
+    """The configuration of the model, which takes seconds to read: the vocabulary comes with it.
 
     Raises: CheckpointError, UnsupportedModelError, and what `transformers` raises for what it cannot read.
     """
-    where: dict[str, Any] = {"gguf_file": header.path.name, "local_files_only": True}
-    config = AutoConfig.from_pretrained(header.path.parent, **where)
+    config = AutoConfig.from_pretrained(header.path.parent, **_where(header))
     _scale_positions(config, header)
+    return config
+
+
+def _where(header: Header) -> dict[str, Any]:
+    return {"gguf_file": header.path.name, "local_files_only": True}
+
+
+def load(header: Header, dtype: torch.dtype, config: Any = None) -> Any:
+    """The model, in this dtype and in evaluation mode. Call `check_readable` before.
+
+    Args:
+      config: of `config_of`, where that has been read already.
+
+    Raises: CheckpointError, UnsupportedModelError, and what `transformers` raises for what it cannot read.
+    """
+    config, where = config_of(header) if config is None else config, _where(header)
     _check_sizes(config, header)
     with _obedient_progress_bar():
         model, report = AutoModelForCausalLM.from_pretrained(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,7 +57,7 @@ def load_model(
     Args:
       model: a directory, a hub id, ``zoo:NAME``, a GGUF file, or a model, which keeps its dtype and device.
       part: "target" or "draft", of a model of the zoo.
-      dtype: "auto" is the checkpoint's own where the device computes in it, else float32 (`choose_dtype`).
+      dtype: "auto" is the checkpoint's own where that is no slower, else float32 (`choose_dtype`).
       device: "auto" is the GPU where there is one.
       gguf_file: in the directory or at the hub id, to be read instead of other weights.
       quantization: "int8" or "int4": round linear layers to so many bits. A model that is loaded already is rounded by
@@ -86,7 +88,8 @@ def load_model(
         if not is_whole:
             check_shards(source, front)
         stored = stored_dtype(front, source.location, source.revision, is_local=source.is_local)
-    chosen = choose_dtype(dtype, place, stored, widest_dtype)
+    structure = _Structure(source, front)
+    chosen = choose_dtype(dtype, place, stored, widest_dtype, structure)
     tokenizer = load_tokenizer_of(source, part) if with_tokenizer else None
     copy = PackedCopy.of(source, blocks, place, chosen, quantization, weights) if cache_packed else None
     if copy is not None and (kept := copy.read()) is not None:
@@ -96,7 +99,7 @@ def load_model(
         with as_checkpoint_error(source, "weights"):
             loaded, types = load_codes(source.location, source.revision, front, chosen)
     elif isinstance(front, Header):
-        loaded = _load_gguf(source, front, chosen)
+        loaded = _load_gguf(source, front, chosen, structure.config)
     elif blocks is None or chosen == stored:
         # weights that are rounded are read as they lie in the file: they need no copy in another dtype first
         as_stored = stored if quantization is not None and stored in _SINGLE_AND_HALF else chosen
@@ -205,6 +208,29 @@ def _config(source: Source) -> Any:
     return config
 
 
+class _Structure:
+    """The modules of a model without weights, and the configuration that they are built from."""
+
+    def __init__(self, source: Source, front: Any) -> None:
+        self._source, self._front = source, front
+
+    def __call__(self) -> torch.nn.Module:
+        config = copy.deepcopy(self.config)
+        vars(config).pop("quantization_config", None)
+        with as_checkpoint_error(self._source, "configuration"), torch.device("meta"):
+            model: torch.nn.Module = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=self._source.trust_remote_code
+            )
+        return model
+
+    @cached_property
+    def config(self) -> Any:
+        if not isinstance(self._front, Header):
+            return self._front
+        with as_checkpoint_error(self._source, "model"):
+            return gguf_model.config_of(self._front)
+
+
 def _load_weights(source: Source, config: Any, dtype: torch.dtype) -> Any:
     """The model in this dtype; every weight comes from the checkpoint."""
     method, quiet = method_of(config), no_progress_bars() if source.name.startswith(ZOO) else nullcontext()
@@ -234,10 +260,10 @@ def _load_weights(source: Source, config: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def _load_gguf(source: Source, header: Header, dtype: torch.dtype) -> Any:
+def _load_gguf(source: Source, header: Header, dtype: torch.dtype, config: Any = None) -> Any:
     """The model in a GGUF file, in this dtype."""
     with as_checkpoint_error(source, "model"):
-        return gguf_model.load(header, dtype)
+        return gguf_model.load(header, dtype, config)
 
 
 def _reads_codes(source: Source, config: Any, weights: str | None, quantization: str | None) -> bool:

@@ -1,18 +1,22 @@
-"""Which dtype a model is loaded in: as asked, or the checkpoint's own where the device computes in it."""
+"""Which dtype a model is loaded in: as asked, or the checkpoint's own where that is no slower."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.utils import cached_file
 
 from foretoken.errors import ConfigError
 from foretoken.model.execution.packing import cpu_has_bfloat16, packed_dtype
+from foretoken.model.independence import other_products
+from foretoken.native.library import library
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -34,21 +38,25 @@ def choose_dtype(
     device: torch.device,
     stored: torch.dtype | None = None,
     widest: torch.dtype | None = None,
+    structure: Callable[[], nn.Module] | None = None,
 ) -> torch.dtype:
     """The dtype to load in.
 
     Args:
       dtype: a dtype, its name, or "auto": single and double precision as they are stored, half precision as it is
-        stored where the device computes in it, and float32 otherwise.
+        stored where the device computes in it, and float32 otherwise. A CPU that does not compute in bfloat16 keeps it
+        where kernels of the library multiply all weights: these read half the bytes, and sum in float32.
       stored: of the checkpoint; None where it is not known.
       widest: what "auto" takes instead of anything wider.
+      structure: gives modules as they will be loaded, on any device; None where they cannot be had.
 
     Raises: ConfigError.
     """
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
-        chosen = stored if stored is not None and computes_in(device, stored) else torch.float32
+        is_kept = stored is not None and (computes_in(device, stored) or _reads_half(device, stored, structure))
+        chosen = stored if stored is not None and is_kept else torch.float32
         return widest if widest is not None and chosen.itemsize > widest.itemsize else chosen
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; choose auto or one of {', '.join(DTYPES)}")
@@ -66,6 +74,18 @@ def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.is_available():
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return True
+
+
+def _reads_half(device: torch.device, dtype: torch.dtype, structure: Callable[[], nn.Module] | None) -> bool:
+    """Whether kernels of the library multiply every weight of a model on a CPU that has no bfloat16 products."""
+    if device.type != "cpu" or dtype != torch.bfloat16 or packed_dtype(dtype) is None:
+        return False
+    if structure is None or library() is None:
+        return False
+    # torch's own products, of experts and of layers of another class, take two to five times as long in bfloat16 there
+    model = structure()
+    linears = (layer for layer in model.modules() if isinstance(layer, nn.Linear))
+    return not other_products(model) and all(type(layer) is nn.Linear for layer in linears)
 
 
 def stored_dtype(config: Any, location: str, revision: str | None = None, *, is_local: bool) -> torch.dtype | None:
