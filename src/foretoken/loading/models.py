@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from foretoken.loading.packed_copy import PackedCopy, taken
 from foretoken.loading.shards import check_shards
 from foretoken.loading.sources import TOKENIZER_FILES, ZOO, Source, has_tokenizer, resolve
 from foretoken.loading.stored import load_codes
+from foretoken.loading.structure import Structure
 from foretoken.loading.threads import keep_to_quota
 from foretoken.model.dtypes import choose_dtype, stored_dtype
 from foretoken.model.execution.rounding import STORED, check_quantization, check_weights, quantize_weights
@@ -88,7 +87,7 @@ def load_model(
         if not is_whole:
             check_shards(source, front)
         stored = stored_dtype(front, source.location, source.revision, is_local=source.is_local)
-    structure = _Structure(source, front)
+    structure = Structure(source, front)
     chosen = choose_dtype(dtype, place, stored, widest_dtype, structure)
     tokenizer = load_tokenizer_of(source, part) if with_tokenizer else None
     copy = PackedCopy.of(source, blocks, place, chosen, quantization, weights) if cache_packed else None
@@ -206,29 +205,6 @@ def _config(source: Source) -> Any:
             f"{source.name} is an encoder-decoder model ({config.model_type}); foretoken decodes causal language models"
         )
     return config
-
-
-class _Structure:
-    """The modules of a model without weights, and the configuration that they are built from."""
-
-    def __init__(self, source: Source, front: Any) -> None:
-        self._source, self._front = source, front
-
-    def __call__(self) -> torch.nn.Module:
-        config = copy.deepcopy(self.config)
-        vars(config).pop("quantization_config", None)
-        with as_checkpoint_error(self._source, "configuration"), torch.device("meta"):
-            model: torch.nn.Module = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=self._source.trust_remote_code
-            )
-        return model
-
-    @cached_property
-    def config(self) -> Any:
-        if not isinstance(self._front, Header):
-            return self._front
-        with as_checkpoint_error(self._source, "model"):
-            return gguf_model.config_of(self._front)
 
 
 def _load_weights(source: Source, config: Any, dtype: torch.dtype) -> Any:
