@@ -82,6 +82,12 @@ EMU float e_reduce_max(F16 a) { float r = a[0]; EACH(16) r = a[i] > r ? a[i] : r
 EMU int64_t e_reduce_add_epi64(I8 a) { int64_t r = 0; EACH(8) r += a[i]; return r; }
 EMU F16 e_gather(I16 x, const float* p) { F16 r; EACH(16) r[i] = p[x[i]]; return r; }
 EMU __m256i e_half(I8 a, int h) { __m256i r; memcpy(&r, (char*)&a + 32 * h, 32); return r; }
+EMU F16 e_cvtepi32_ps(I16 a) { F16 r; EACH(16) r[i] = (float)a[i]; return r; }
+EMU I16 e_cvtepi8_epi32(__m128i a) { int8_t b[16]; memcpy(b, &a, 16); I16 r; EACH(16) r[i] = b[i]; return r; }
+EMU __m128i e_cvtepi32_epi8(I16 a) { uint8_t b[16]; EACH(16) b[i] = (uint8_t)a[i]; __m128i r; memcpy(&r, b, 16); return r; }
+EMU I16 e_dpwssd(I16 s, H32 a, H32 b) { EACH(32) s[i / 2] += (int16_t)a[i] * (int16_t)b[i]; return s; }
+EMU I16 e_dpbusd(I16 s, I16 a, I16 b) { EACH(64) s[i / 4] += ((uint8_t*)&a)[i] * ((int8_t*)&b)[i]; return s; }
+EMU int32_t e_reduce_add_epi32(I16 a) { int32_t r = 0; EACH(16) r += a[i]; return r; }
 struct EmuInts { I16 v; };
 EMU I16 e_setr(int a,int b,int c,int d,int e,int f,int g,int h,int i,int j,int k,int l,int m,int n,int o,int p) { return I16{a,b,c,d,e,f,g,h,i,j,k,l,m,n,o,p}; }
 template <typename... T> EMU H32 e_set16(T... v) { const int16_t all[] = {(int16_t)v...}; H32 r; EACH(32) r[i] = (uint16_t)all[31 - i]; return r; }
@@ -108,6 +114,17 @@ template <typename... T> EMU H32 e_set16(T... v) { const int16_t all[] = {(int16
 #define _mm512_cvtepi32_epi16(a) ((__m256i)e_cvtepi32_epi16((U16)(a)))
 #define _mm512_permutexvar_ps(x, a) ((__m512)e_permutexvar_ps((I16)(x), (F16)(a)))
 #define _mm512_cvtepu8_epi32(a) ((__m512i)e_cvtepu8_epi32(a))
+#define _mm512_cvtepi8_epi32(a) ((__m512i)e_cvtepi8_epi32(a))
+#define _mm512_cvtepi32_ps(a) ((__m512)e_cvtepi32_ps((I16)(a)))
+#define _mm512_cvtepi32_epi8(a) e_cvtepi32_epi8((I16)(a))
+#define _mm512_set1_epi8(x) ((__m512i)e_set1_epi32(0x01010101 * (x)))
+#define _mm512_madd_epi16(a, b) ((__m512i)e_dpwssd(I16{}, (H32)(a), (H32)(b)))
+#define _mm512_dpwssd_epi32(s, a, b) ((__m512i)e_dpwssd((I16)(s), (H32)(a), (H32)(b)))
+#define _mm512_dpbusd_epi32(s, a, b) ((__m512i)e_dpbusd((I16)(s), (I16)(a), (I16)(b)))
+#define _mm512_mullo_epi32(a, b) ((__m512i)((U16)(a) * (U16)(b)))
+#define _mm512_reduce_add_epi32(a) e_reduce_add_epi32((I16)(a))
+#define _mm512_srai_epi32(a, n) ((__m512i)((I16)(a) >> (n)))
+#define _mm512_srli_epi16(a, n) ((__m512i)((H32)(a) >> (n)))
 #define _mm512_set_ps(...) ((__m512)e_set_ps(__VA_ARGS__))
 #define _mm512_srli_epi32(a, n) ((__m512i)((U16)(a) >> (n)))
 #define _mm512_and_si512(a, b) ((__m512i)((U16)(a) & (U16)(b)))
