@@ -80,6 +80,58 @@ def test_what_is_small_beside_a_step_is_borne() -> None:
     assert steps_to_the_end(Patience(), 0.02) == 5000
 
 
+def test_reading_prompts_is_a_loss_too() -> None:
+    """A head that read a prompt for every 50 tokens, and drafted for none of them, took 8 % of the time for ever."""
+    patience, lost = Patience(), 0.0
+    patience.read(1.0)  # before it is known how long a step takes
+    patience.attended(1, 1, SHARE * 0.001, 0.001, drafts=False)
+    while patience.is_attending and lost < 1000:
+        patience.read(0.003)
+        lost += 3.0
+        for _ in range(50):
+            patience.attended(1, 1, 0.00002, 0.001, drafts=False)
+            lost += 0.02 - SHARE
+            if patience.ends():
+                break
+    assert not patience.welcomes()
+    assert TO_LOSE <= lost <= TO_LOSE + 4.0
+    for _ in range(1000):
+        patience.rested(1, 0.001)
+    assert patience.welcomes()
+    patience.read(60.0)  # a pause of the machine
+    assert not patience.ends()
+
+
+class Studious(Drafter):
+    """Drafts nothing, and wants to see prompts."""
+
+    name = "studious"
+    requires = Requirements(prompts=True)
+
+    def propose(self, rows: Any, budgets: Any) -> list[DraftTree]:
+        return [DraftTree.root(row.pending) for row in rows]
+
+
+class Counting(Patience):
+    """Notes what was read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def read(self, drafter_seconds: float) -> None:
+        self.seconds.append(drafter_seconds)
+
+
+def test_every_chunk_that_a_drafter_reads_is_counted() -> None:
+    lm, patience = CausalLM(toy_model(64), execution="eager"), Counting()
+    engine = Engine(lm, Studious(), EngineConfig(prefill_chunk_size=4), governor=Willing(patience))
+    engine.add_request(PROMPTS[-1], replace(GREEDY, max_tokens=2))
+    list(engine.run())
+    assert len(patience.seconds) == 2  # nine tokens, the last of which is pending
+    assert all(seconds > 0 for seconds in patience.seconds)
+
+
 def test_what_brings_more_than_it_takes_is_kept() -> None:
     patience = Patience()
     for _ in range(1000):  # a fifth of every step is lost, and every second one brings half a token more than it costs

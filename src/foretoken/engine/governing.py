@@ -83,6 +83,11 @@ class Governing:
         logger.debug("%d rows go on without the drafter, which costs more than it brings", len(rows))
         return True
 
+    def read(self, drafter_seconds: float) -> None:
+        """The drafter has read chunks of prompts, and has taken so long."""
+        if self._governor is not None:
+            self._governor.patience.read(drafter_seconds)
+
     def rested(self, num_rows: int, clock: Clock) -> None:
         """A step has run without the drafter."""
         if self._governor is not None:

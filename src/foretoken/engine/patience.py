@@ -27,10 +27,11 @@ class Patience:
     """An account, in steps of plain decoding, of what attending to a drafter loses.
 
     What is drafted is decided by a governor. A drafter works in steps without a draft, too: features are gathered for
-    it, and it takes in the text. Beside a step of 9 ms that is nothing, beside one of half a millisecond up to half of
-    it. So what every step loses is taken from the account and what drafts bring is added, and `SHARE` of each step.
-    When nothing is left, the rows that run go on without the drafter for good, and rows that come have none either,
-    until `TO_RETURN` of the account is there again; so what is lost over time stays below `SHARE`.
+    it, and it takes in the text, that of prompts as well, much for heads if answers are short. Beside a step
+    of 9 ms that is nothing, beside one of half a millisecond up to half of it. So what every step loses is taken from
+    the account and what drafts bring is added, and `SHARE` of each step. When nothing is left, the rows that run go on
+    without the drafter for good, and rows that come have none either, until `TO_RETURN` of the account is there again;
+    so what is lost over time stays below `SHARE`.
 
     Args:
       num_arms: ways of drafting that a governor has to try.
@@ -43,6 +44,7 @@ class Patience:
         self._most = TO_LOSE * max(num_arms, 1)
         self._left = self._most
         self._taken = 0.0  # share of steps without a draft
+        self._size = 0  # magnitude of rows of the last step
         self._bare: dict[int, Average] = {}  # logarithms of their seconds without the drafter, by magnitude of rows,
         self._drafting: dict[int, Average] = {}  # and of all of steps that draft, by those
         self.is_attending = True
@@ -63,7 +65,7 @@ class Patience:
           drafter_seconds: of drafter and governor; ``seconds`` of all the rest.
           drafts: whether a draft was verified.
         """
-        size = num_rows.bit_length()
+        size = self._size = num_rows.bit_length()
         bare = self._bare.setdefault(size, Average())
         if drafts:
             usual = self._drafting.setdefault(size, Average())
@@ -75,6 +77,13 @@ class Patience:
             lost = drafter_seconds / seconds
             self._taken += max(RATE, 1.0 / bare.count) * (min(lost, 1.0) - self._taken)
         self._left = min(self._left + SHARE - min(lost, WORST), self._most)
+
+    def read(self, drafter_seconds: float) -> None:
+        """The drafter has taken so long to read prompts, which it has to before anything is drafted after them."""
+        if (bare := self._bare.get(self._size)) is not None and bare.count:
+            lost = min(drafter_seconds / math.exp(bare.value), WORST)
+            self._taken += RATE * lost
+            self._left -= lost
 
     def rested(self, num_rows: int, seconds: float) -> None:
         """A step has run without the drafter, and brought a token of every row."""
