@@ -185,6 +185,11 @@ def test_tokens_there_and_back(running_server: Running) -> None:
     assert running_server.post("/detokenize", tokens=found["tokens"]).json() == {"prompt": text}
     chat = running_server.post("/tokenize", messages=MESSAGES).json()
     assert chat["tokens"] == list(running_server.llm.chat_prompt(MESSAGES)["prompt_token_ids"])
+    begun = {"messages": [*MESSAGES, {"role": "assistant", "content": "It"}], "continue_final_message": True}
+    counted = running_server.post("/v1/chat/completions", **begun, max_tokens=1).json()["usage"]["prompt_tokens"]
+    assert running_server.post("/tokenize", **begun).json()["count"] == counted  # it was told without
+    kwargs = {"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}}
+    assert running_server.post("/tokenize", **kwargs).status_code == 400
     nothing = running_server.post("/tokenize", model="tiny")
     assert nothing.status_code == 400
     assert nothing.json()["error"]["param"] == "prompt"

@@ -20,7 +20,7 @@ from foretoken import __version__
 from foretoken.errors import ForetokenError
 from foretoken.serve.answering import CLIENT_LEFT, answer
 from foretoken.serve.asking import Asking
-from foretoken.serve.chat import read_chat, read_messages
+from foretoken.serve.chat import conversation, read_chat
 from foretoken.serve.completions import read_completion
 from foretoken.serve.errors import ApiError, ModelChanged, loading, stopping
 from foretoken.serve.fields import Fields, shown, wrong_field
@@ -28,7 +28,6 @@ from foretoken.serve.form import Form
 from foretoken.serve.guards import Drain, Keys, Targets
 from foretoken.serve.responses import read_response
 from foretoken.serve.tokens import encode, token_ids
-from foretoken.sessions.prompts import chat_prompt
 from foretoken.views.page import page
 
 if TYPE_CHECKING:
@@ -47,6 +46,12 @@ SMALL_BYTES = 64 * 2**10
 
 TEXT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """Where text is asked for."""
+
+OF_TOKENS = frozenset({
+    "model", "prompt", "add_special_tokens", "return_token_strs",
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
+})  # fmt: skip
+"""Fields of ``/tokenize``."""
 
 Reader = Callable[[dict[str, Any], Any, Any], tuple[Asking, Form]]
 
@@ -228,20 +233,16 @@ class Application:
 
     async def tokenize(self, request: Request) -> Response:
         served = self._ready()
-        given = Fields(
-            await self._body(request),
-            {"model", "prompt", "messages", "add_special_tokens", "add_generation_prompt", "return_token_strs"},
-            {},
-        )
+        given = Fields(await self._body(request), OF_TOKENS, {})
         served.choose(given.text("model"), None)
         return JSONResponse(await self._in_reader(request, self._tokenized, given, served))
 
     def _tokenized(self, given: Fields, served: Served) -> dict[str, Any]:
         tokenizer = served.tokenizer
         if given.get("messages") is not None:
-            messages = read_messages(given.get("messages"))
-            options = {"add_generation_prompt": given.flag("add_generation_prompt", True)}
-            ids = list(chat_prompt(tokenizer, messages, **options)["prompt_token_ids"])
+            if not isinstance(tools := given.get("tools") or [], list):
+                wrong_field("tools", tools, "a list")
+            ids = encode(tokenizer, conversation(given, frozenset(), tools, served), add_special_tokens=False)
         else:
             if given.get("prompt") is None:
                 wrong_field("prompt", None, "text, where there are no messages")

@@ -89,15 +89,18 @@ def read_conversation(body: dict[str, Any], served: Served, settings: ServerSett
     if asking.streams and asking.params.prompt_logprobs is not None:
         message = "prompt_logprobs is not told in streams of chat; leave stream out, or use /v1/completions"
         raise ApiError(400, message, "prompt_logprobs")
-    asking = with_prompts(asking, [_prompt(given, known & OF_TEMPLATES, tools.offered, served)], served, settings)
-    return asking, tools
+    text = conversation(given, known & OF_TEMPLATES, tools.offered, served)
+    prompt = {"prompt": text, "prompt_token_ids": served.encode(text, add_special_tokens=False)}
+    return with_prompts(asking, [prompt], served, settings), tools
 
 
-def _prompt(given: Fields, named: Set[str], tools: list[dict[str, Any]], served: Served) -> dict[str, Any]:
+def conversation(given: Fields, named: Set[str], tools: list[Any], served: Served) -> str:
     """The conversation as the template writes it.
 
     Args:
       named: fields that it reads.
+
+    Raises: ApiError, PromptError.
     """
     messages = read_messages(given.get("messages"))
     options: dict[str, Any] = {name: given.text(name) for name in named if given.get(name) is not None}
@@ -114,7 +117,7 @@ def _prompt(given: Fields, named: Set[str], tools: list[dict[str, Any]], served:
     if tools:
         options["tools"] = tools
     try:
-        text = chat_text(served.tokenizer, messages, **options)
+        return chat_text(served.tokenizer, messages, **options)
     except ConfigError as error:
         raise ApiError(400, str(error), "messages", "no_chat_template") from None
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
@@ -122,7 +125,6 @@ def _prompt(given: Fields, named: Set[str], tools: list[dict[str, Any]], served:
         raise ApiError(400, f"the chat template of the model does not take these messages{said}", "messages") from None
     except RecursionError:
         raise ApiError(400, "the messages or tools are nested too deeply; make them flatter", "messages") from None
-    return {"prompt": text, "prompt_token_ids": served.encode(text, add_special_tokens=False)}
 
 
 def read_messages(given: Any, name: str = "messages") -> list[dict[str, Any]]:
