@@ -220,9 +220,8 @@ class Engine:
                 PromptChunk(row.num_prefilled, len(chunk), RowFeatures(output, i))
                 for i, (row, chunk) in enumerate(zip(rows, chunks, strict=True))
             ]
-            begun = perf_counter()
-            self._drafting.read(rows, shown)
-            self._governing.read(perf_counter() - begun)
+            with self._governing.reading():
+                self._drafting.read(rows, shown)
         for place, (row, chunk) in enumerate(zip(rows, chunks, strict=True)):
             if row.learns_logprobs:
                 row.learn_logprobs(len(chunk), output.logits[place])

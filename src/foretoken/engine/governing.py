@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -83,10 +85,13 @@ class Governing:
         logger.debug("%d rows go on without the drafter, which costs more than it brings", len(rows))
         return True
 
-    def read(self, drafter_seconds: float) -> None:
-        """The drafter has read chunks of prompts, and has taken so long."""
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Let the drafter read chunks of prompts within it."""
+        start = perf_counter()
+        yield
         if self._governor is not None:
-            self._governor.patience.read(drafter_seconds)
+            self._governor.patience.read(perf_counter() - start)
 
     def rested(self, num_rows: int, clock: Clock) -> None:
         """A step has run without the drafter."""
