@@ -1,16 +1,9 @@
-"""A disk that is full: what was kept before stays whole, nothing half-written is left, and what is computed goes on.
-
-The limit of file sizes stands for the end of the disk: both reach the program as an OSError of the write.
-"""
+"""A disk that is full: what was kept before stays whole, nothing half-written is left, and what is computed goes on."""
 
 from __future__ import annotations
 
 import json
 import os
-import resource
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +24,13 @@ from foretoken.native.library import library
 from foretoken.train.answers import Answering
 from foretoken.train.plan import Plan
 from foretoken.train.run import Training
+from foretoken.views.traceplot import keep_picture, require_matplotlib
 from foretoken.views.trajectory import write_text
+from small_disk import room_for
 
 PROMPTS = "\n".join(
     f"Once there was a {one} who {other}" for one in ("dog", "girl", "king") for other in ("ran", "sat")
 )
-
-
-@contextmanager
-def room_for(num_bytes: int) -> Iterator[None]:
-    """No file can grow beyond so many bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, previous)
 
 
 def save_tree(file: Path, size: int) -> None:
@@ -57,6 +39,12 @@ def save_tree(file: Path, size: int) -> None:
 
 def save_trace(file: Path, size: int) -> None:
     write_text(file, "x" * size)
+
+
+def save_picture(file: Path, size: int) -> None:
+    figure = require_matplotlib().Figure(figsize=(1, size / 2048))
+    figure.text(0, 0, "x" * size)
+    keep_picture(figure, file)
 
 
 def save_head(file: Path, size: int) -> None:
@@ -69,6 +57,7 @@ def save_head(file: Path, size: int) -> None:
         (lambda file, size: keep_json(file, ["x" * size]), "costs.json", OSError),
         (save_tree, "tree.json", OSError),
         (save_trace, "trace.html", ConfigError),
+        (save_picture, "picture.svg", ConfigError),
         (save_head, "model.safetensors", Exception),
     ],
 )

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,9 @@ from threading import get_ident
 from filelock import FileLock, Timeout
 
 from foretoken.errors import ConfigError
+
+if sys.platform != "win32":
+    import fcntl
 
 CACHE_VARIABLE = "FORETOKEN_CACHE"
 
@@ -106,9 +110,14 @@ def keep_text(file: Path, text: str) -> None:
     if file.exists() and not file.is_file():
         file.write_text(text, encoding="utf-8")
         return
-    part = file.with_name(f".{file.name}.{os.getpid()}-{get_ident()}.part")
+    part = part_of(file)
     with replacing(file, part):
         part.write_text(text, encoding="utf-8")
+
+
+def part_of(file: Path) -> Path:
+    """Where a file is written by this thread before it takes its place."""
+    return file.with_name(f".{file.name}.{os.getpid()}-{get_ident()}.part")
 
 
 def sha256_of(file: Path) -> str:
@@ -185,6 +194,27 @@ def is_no_room(error: BaseException | None) -> bool:
         return error.errno in _NO_ROOM
     is_told = any(f"(os error {number})" in str(error) for number in _NO_ROOM)
     return is_told or is_no_room(error.__context__)
+
+
+@contextmanager
+def only_writer(file: Path) -> Iterator[None]:
+    """Keep other processes from writing a file by this function, which is made where it is not there.
+
+    Where a file system or a platform has no such locks, nobody is kept out.
+
+    Raises: ConfigError where another process is inside; OSError.
+    """
+    with file.open("ab") as opened:
+        if sys.platform != "win32":
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"another process is writing {file} at this moment; wait for its end, or name another place"
+                ) from None
+            except OSError:
+                pass
+        yield
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -194,6 +195,12 @@ def test_the_page_goes_step_by_step(browser: Any, traced: Path, tmp_path: Path, 
     page.close()
 
 
+PROFILE = """{"method": "ngram", "compared": [{"name": %s, "speedup": %s, "low": 1, "high": 1}], "acceptance": [],
+"settings": [], "costs": [{"num_rows": 1, "context": 9, "seconds": {"1": %s}}]}"""
+TRACE = """{"prompt": %s, "timings": {"tokens_per_second": 1.0}, "metrics": {}, "steps": [{"sources": ["target"],
+"texts": %s, "rejected": [], "num_drafted": 0, "num_accepted": 0}]}"""
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -204,6 +211,19 @@ def test_the_page_goes_step_by_step(browser: Any, traced: Path, tmp_path: Path, 
         ('{"result": "conditions", "provenance": {}}\n', "holds no result"),
         ('{"findings": [{}]}', "kind verdict lacks what it should hold (KeyError"),
         ('{"steps": 3}', "kind trace lacks"),
+        ("[" * 100_000, "is nested too deeply"),
+        ('{"steps":' * 100_000, "is nested too deeply"),
+        ('{"result": [1]}', "holds no result"),
+        ('{"a": 1}\n{"b": \n{"c": 1}\n', "is not JSON or JSONL: line 2: Expecting value"),
+        ('{"findings": [], "status": "", "sentence": 3}', "3 is not a sentence"),
+        (PROFILE % ("7", "1", "1"), "7 is not the name of a bar"),
+        (PROFILE % ('"a"', "NaN", "1"), "kind profile lacks what it should hold"),
+        (PROFILE % ('"a"', "1e999", "1"), "kind profile lacks what it should hold"),
+        (PROFILE % ('"a"', "1" + "0" * 400, "1"), "too large"),
+        (PROFILE % ('"a"', "1", "1e308"), "inf is not a number that can be drawn"),
+        (PROFILE % ('"a"', "1", '"x"'), "kind profile lacks"),
+        (TRACE % ('"a"', "[7]"), "7 is not text"),
+        (TRACE % ("null", "[]"), "kind trace lacks"),
     ],
 )
 def test_files_that_are_no_results_are_refused(tmp_path: Path, content: str | None, said: str) -> None:
@@ -214,6 +234,53 @@ def test_files_that_are_no_results_are_refused(tmp_path: Path, content: str | No
     assert result.exit_code == 2
     assert said in " ".join(result.stderr.split())
     assert not (tmp_path / "r.html").exists()
+
+
+def test_a_line_that_was_cut_off_does_not_lose_the_others(traced: Path, tmp_path: Path) -> None:
+    """A file that a kill or a full disk left was refused as a whole, by a column of "line 1" whatever the line."""
+    first = traced.read_text().splitlines(keepends=True)[0]
+    (tmp_path / "cut.jsonl").write_text(first + first[:-20])
+    result = CliRunner().invoke(app, ["report", str(tmp_path / "cut.jsonl")])
+    assert result.exit_code == 0, result.stderr
+    assert "line 2 of" in result.stderr
+    assert "is cut off, and left out" in result.stderr
+    found = (tmp_path / "cut.html").read_text()
+    assert found.count('"prompt":') == 1
+
+
+def test_what_ends_a_line_elsewhere_may_stand_in_a_text(traced: Path, tmp_path: Path) -> None:
+    """U+2028 is no line end of JSONL, and writers other than this library do not escape it."""
+    record = json.loads(traced.read_text().splitlines()[0]) | {"prompt": "one\u2028two"}
+    (tmp_path / "r.jsonl").write_text(2 * (json.dumps(record, ensure_ascii=False) + "\n"), encoding="utf-8")
+    assert [found["prompt"] for _, found in read(tmp_path / "r.jsonl")] == ["one\u2028two"] * 2
+
+
+def test_text_that_is_none_and_marks_of_the_page_stay_what_they_are(tmp_path: Path) -> None:
+    """Half a surrogate pair in a result or a name was a traceback, and ``{{texts}}`` of a result was filled in."""
+    finding = {"feature": "\ud800 {{texts}} <script>", "check": "law", "status": "holds", "found": ""}
+    file = tmp_path / os.fsdecode(b"\xff.json")
+    file.write_text(json.dumps({"findings": [finding], "status": "lossless", "sentence": "a"}))
+    result = CliRunner().invoke(app, ["report", str(file)])
+    assert result.exit_code == 0, result.output
+    found = file.with_suffix(".html").read_text(encoding="utf-8")
+    assert "<td>? {{texts}} &lt;script&gt;</td>" in found
+    assert "<h1>foretoken: ?.json</h1>" in found
+
+
+def test_the_results_are_not_written_over(traced: Path, tmp_path: Path) -> None:
+    content = traced.read_text()
+    for name in ("r.html", "r.htm", "results"):
+        (tmp_path / name).write_text(content)
+        result = CliRunner().invoke(app, ["report", str(tmp_path / name), "-o", str(tmp_path / name)])
+        assert result.exit_code == 2
+        assert "holds the results, which the page would replace" in " ".join(result.stderr.split())
+        assert (tmp_path / name).read_text() == content
+
+
+def test_a_folder_is_no_file_of_results() -> None:
+    result = CliRunner().invoke(app, ["report", "."])
+    assert result.exit_code == 2
+    assert "cannot be read" in result.stderr
 
 
 def test_a_place_that_cannot_be_written_is_said(traced: Path, tmp_path: Path) -> None:

@@ -39,17 +39,21 @@ def report(
     trace, every token by who proposed it, with what was rejected, step by step with the arrow keys.
     """
     with exit_codes():
+        from foretoken.errors import ConfigError
         from foretoken.report import read, sections
         from foretoken.report import report as written
         from foretoken.views.trajectory import write_text
 
+        records = read(results)
         place = out or results.with_suffix(".html")
+        if place.exists() and place.samefile(results):
+            raise ConfigError(f"{place} holds the results, which the page would replace; give another place by --out")
         heading = title or f"foretoken: {results.name}"
         if place.suffix.lower() in PAGES:
-            write_text(place, written(read(results), heading))
+            write_text(place, written(records, heading))
             say(f"written to {place}")
         else:
             from foretoken.report.picture import plot_report
 
-            count = plot_report(sections(read(results)), heading, place)
+            count = plot_report(sections(records), heading, place)
             say(f"{count} {'chart' if count == 1 else 'charts'} written to {place}")

@@ -6,6 +6,7 @@ the charts into files.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -17,6 +18,13 @@ WIDTH, LABEL, RIGHT, ROW = 720, 190, 160, 26
 
 HEIGHT, MARGIN = 240, 48
 """Of a chart of lines."""
+
+
+def check_numbers(*values: float) -> None:
+    """Raises: ValueError, OverflowError for what cannot be drawn."""
+    for value in values:
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"{value!r:.40} is not a number that can be drawn")
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,11 @@ class Bar:
     high: float | None = None
     said: str = ""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.label, str):
+            raise TypeError(f"{self.label!r:.40} is not the name of a bar")
+        check_numbers(self.value, *(end for end in (self.low, self.high) if end is not None))
+
     @property
     def told(self) -> str:
         """What stands beside it."""
@@ -45,6 +58,10 @@ class Paragraph:
     """A sentence or two."""
 
     text: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise TypeError(f"{self.text!r:.40} is not a sentence")
 
     def html(self) -> str:
         return f"<p>{escape(self.text)}</p>"
@@ -84,7 +101,7 @@ class Bars:
         room = WIDTH - LABEL - RIGHT
 
         def at(value: float) -> float:
-            return LABEL + room * max(0.0, value) / most
+            return LABEL + room * (max(0.0, value) / most)
 
         height = ROW * len(self.found) + 8
         parts = []
@@ -116,6 +133,11 @@ class Lines:
     found: Mapping[str, Seq[tuple[float, float]]]
     across: str
 
+    def __post_init__(self) -> None:
+        for points in self.found.values():
+            for point in points:
+                check_numbers(*point)
+
     @property
     def curves(self) -> dict[str, list[tuple[float, float]]]:
         """Those that have points, in the order of x."""
@@ -131,7 +153,7 @@ class Lines:
 
         def at(x: float, y: float) -> tuple[float, float]:
             share = (x - least) / (most - least) if most > least else 0.5
-            return MARGIN + (WIDTH - MARGIN - RIGHT) * share, HEIGHT - 36 - (HEIGHT - 60) * y / top
+            return MARGIN + (WIDTH - MARGIN - RIGHT) * share, HEIGHT - 36 - (HEIGHT - 60) * (y / top)
 
         parts = [f'<path class="axis" d="M{MARGIN} 12V{HEIGHT - 36}H{WIDTH - RIGHT}"/>']
         parts.append(f'<text x="{MARGIN}" y="{HEIGHT - 4}">{escape(self.across)}</text>')

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from foretoken.errors import ConfigError
 from foretoken.report.charts import Bars, Lines, Section
-from foretoken.views.traceplot import check_picture, require_matplotlib
+from foretoken.views.traceplot import check_picture, keep_picture, require_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +34,7 @@ def plot_report(sections: Seq[Section], title: str, file: str | Path) -> int:
         raise ConfigError("there is no chart in these results; write the page instead, --out FILE.html")
     heights = [BAR * len(chart.found) + FRAME if isinstance(chart, Bars) else HEIGHT for _, chart in found]
     figure = require_matplotlib().Figure(figsize=(WIDTH, sum(heights) + 0.5), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(title.encode("utf-8", "replace").decode())
     panels = figure.subplots(len(found), 1, squeeze=False, height_ratios=heights)[:, 0]
     for panel, (name, chart) in zip(panels, found, strict=True):
         panel.set_title(f"{name}\n{chart.title}", fontsize="small", loc="left")
@@ -43,7 +43,7 @@ def plot_report(sections: Seq[Section], title: str, file: str | Path) -> int:
             _draw_bars(panel, chart)
         else:
             _draw_lines(panel, chart)
-    figure.savefig(path, dpi=120)
+    keep_picture(figure, path)
     return len(found)
 
 

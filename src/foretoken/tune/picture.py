@@ -6,7 +6,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from foretoken.views.traceplot import check_picture, require_matplotlib
+from foretoken.views.traceplot import check_picture, keep_picture, require_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +29,7 @@ def plot_search(result: SearchResult, space: Space, file: str | Path) -> Path:
     above, below = figure.subplots(2, 1, height_ratios=(2, 1))
     _draw_trials(above, result)
     _draw_sets(below, result, space)
-    figure.savefig(path, dpi=120)
+    keep_picture(figure, path)
     return path
 
 
@@ -83,7 +83,7 @@ def plot_choice(choice: Choice, file: str | Path) -> Path:
         panel.set_ylabel("speed, plain = 1")
         if panel.get_legend_handles_labels()[0]:
             panel.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    keep_picture(figure, path)
     return path
 
 

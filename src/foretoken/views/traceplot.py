@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from foretoken.engine.stats import StepTrace
 from foretoken.errors import ConfigError
-from foretoken.folders import check_place
+from foretoken.folders import check_place, part_of, replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MAX_PANELS = 8
 """More samples than that in one picture can no longer be told apart."""
@@ -45,6 +46,19 @@ def check_picture(file: str | Path) -> Path:
     return check_place(path)
 
 
+def keep_picture(figure: Figure, file: Path) -> None:
+    """Write a picture that others see whole or not at all; the ending of the file is its format.
+
+    Raises: ConfigError where it cannot be written; a file is then what it was before.
+    """
+    part = part_of(file)
+    try:
+        with replacing(file, part):
+            figure.savefig(part, dpi=120, format=file.suffix.lstrip(".").lower())
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}; choose another place") from None
+
+
 def plot_traces(traces: Sequence[tuple[str, Sequence[StepTrace]]], file: str | Path) -> Path:
     """One panel per sample over the positions of its text: planned and drafted lengths, what was accepted, entropy.
 
@@ -67,7 +81,7 @@ def plot_traces(traces: Sequence[tuple[str, Sequence[StepTrace]]], file: str | P
     panels[-1, 0].set_xlabel("position in the text")
     if len(traces) > len(shown):
         figure.suptitle(f"{len(shown)} of {len(traces)} samples")
-    figure.savefig(path, dpi=120)
+    keep_picture(figure, path)
     return path
 
 
