@@ -17,7 +17,8 @@ from foretoken import LLM, SamplingParams
 from foretoken.bench.arms import generation_config, without_advice
 from foretoken.cli import app
 from foretoken.errors import ConfigError
-from foretoken.verify import ServerSubject, TransformersSubject
+from foretoken.verify import LLMSubject, ServerSubject, TransformersSubject, verify, verifying
+from foretoken.verify.continuations import draw
 
 TINY = ["verify", "zoo:tiny", "--dtype", "float32", "--max-new-tokens", "8"]
 
@@ -173,6 +174,85 @@ def test_a_busy_server_is_asked_again_and_one_without_an_answer_is_not_blamed() 
         server.server_close()
 
 
+class Odd(Server):
+    """Answers whatever it was given, byte for byte."""
+
+    answer = b""
+    headers_only = False
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.answer) + (100 if self.headers_only else 0)))
+        self.end_headers()
+        self.wfile.write(self.answer)
+
+
+@pytest.fixture
+def odd() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Odd)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_cut_short", "said"),
+    [
+        (b'{"choices": [{"ind', True, "broke off its answer"),
+        (b'data: {"choices": []}\n\ndata: [DONE]\n\n', False, "answered something that is not JSON"),
+        (b"<html>", False, "answered something that is not JSON"),
+        (b'{"choices": {"text": "a"}}', False, "answered no list of choices"),
+        (b'{"choices": ["a"]}', False, "answered no list of choices"),
+        (b'{"choices": []}', False, "answered 0 choices where n=1"),
+        (b'{"choices": [{"index": 0, "token_ids": "7", "text": "a"}]}', False, "token_ids that are none"),
+        (b'{"choices": [{"index": 0, "token_ids": [7.5]}]}', False, "token_ids that are none"),
+        (b'{"choices": [{"index": 0, "text": 7}]}', False, "neither token_ids nor text"),
+    ],
+)
+def test_answers_that_are_none_are_said_by_what_is_wrong_with_them(
+    answer: bytes, is_cut_short: bool, said: str, odd: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that was closed in the middle, and fields of another type, ended the verification in a traceback;
+    of a stream it was said that no server is running there."""
+    monkeypatch.setattr(Odd, "answer", answer)
+    monkeypatch.setattr(Odd, "headers_only", is_cut_short)
+    with pytest.raises(ConfigError, match=said):
+        ServerSubject(odd).generate([[5, 6]], [SamplingParams(temperature=0.0, max_tokens=2)])
+
+
+def test_choices_without_an_index_come_in_their_order(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(n=2, seed=1, max_tokens=1)
+    for places, expected in ((("null", "null"), ["a", "b"]), ((1, 0), ["b", "a"]), (('"x"', 0), ["a", "b"])):
+        choices = ",".join(f'{{"index": {place}, "text": "{text}"}}' for place, text in zip(places, "ab", strict=True))
+        monkeypatch.setattr(Odd, "answer", f'{{"choices": [{choices}]}}'.encode())
+        (answer,) = ServerSubject(odd).generate([[5]], [params])
+        assert [sample.text for sample in answer.samples] == expected
+
+
+def test_a_text_that_ends_at_once_has_a_place_in_the_law(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample of no token, whose ids a server lists as none, left the whole law test out."""
+    choices = [{"index": place, "token_ids": [7] if place else [], "text": "x" if place else ""} for place in range(16)]
+    monkeypatch.setattr(Odd, "answer", json.dumps({"choices": choices}).encode())
+    found, _ = draw(ServerSubject(odd), [5], SamplingParams(max_tokens=1), 0, num_samples=16, num_least=16)
+    assert found == [(), *[(7,)] * 15]
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "http://[::1", "http://", "http://:80", "http://a:99999"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    """A port that is not a number, and a bracket that stays open, were tracebacks."""
+    with pytest.raises(ConfigError, match="is not the address of a server"):
+        ServerSubject(url)
+
+
+@pytest.mark.parametrize("key", ["a\nb", "a\n", "sch\u00fcssel", "\u2028"])
+def test_a_key_that_no_header_holds_is_named(key: str, odd: str) -> None:
+    """Of a key with the line end of its file it was said that no server is running there."""
+    with pytest.raises(ConfigError, match="the API key holds characters"):
+        ServerSubject(odd, api_key=key)
+
+
 class LlamaCpp(Server):
     """Answers as llama.cpp's server does: token ids beside the choice, one sample at a time, cut-offs of its own."""
 
@@ -243,3 +323,43 @@ def test_bad_input_is_said(arguments: list[str], said: str) -> None:
     result = run(*TINY, *arguments)
     assert result.exit_code == 2
     assert said in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("place", [1, 40])
+def test_ctrl_c_keeps_what_was_found(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All findings were lost, after a minute; a second Ctrl-C ended the process by the signal.
+
+    What was not looked at is left out by name: everything, or whatever comes after the first law test began.
+    """
+    llm = LLM("zoo:tiny", "suffix", dtype="float32")
+    generate, num_calls = LLMSubject.generate, 0
+
+    def interrupted(self: LLMSubject, *asked: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == place:
+            raise KeyboardInterrupt
+        return generate(self, *asked)
+
+    monkeypatch.setattr(LLMSubject, "generate", interrupted)
+    found = verify(llm, ["Once upon a time", "A lion"], max_tokens=4, budget_seconds=1e6)
+    assert found.is_interrupted
+    assert found.status == "undecided"
+    assert "it was interrupted" in found.sentence()
+    left_out = found.left_out["it was interrupted"]
+    assert {"control of broken acceptance", "law of sampled"} <= set(left_out)
+    looked_at = [one.feature for one in found.findings if one.status == "holds"]
+    assert ("greedy" in looked_at) == (place > 1)
+
+
+def test_an_interrupted_verdict_is_shown_and_told_by_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verifying._Work, "_test_laws", end)
+    result = run(*TINY, "--budget", "20", "--json", "--num-prompts", "2")
+    assert result.exit_code == 130, result.output
+    found = json.loads(result.stdout)
+    assert (found["status"], found["is_interrupted"]) == ("undecided", True)
+    assert found["findings"][0]["feature"] == "greedy"
+    assert "law of sampled" in found["left_out"]["it was interrupted"]

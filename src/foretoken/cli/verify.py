@@ -11,7 +11,8 @@ import typer
 
 from foretoken.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelChoice, takes_groups
 from foretoken.cli.prompts import Chat, Raw, ask, check_template, read_prompts
-from foretoken.cli.running import exit_codes, load_llm, put_json, say
+from foretoken.cli.running import EXIT_INTERRUPTED, exit_codes, load_llm, put_json, say
+from foretoken.ending import finishing
 from foretoken.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -84,11 +85,12 @@ def verify(
             seed=seed,
             progress=say if sys.stderr.isatty() else None,
         )
-        if as_json:
-            put_json(found.as_dict())
-        else:
-            _show(found)
-        raise typer.Exit(found.exit_status)
+        with finishing():
+            if as_json:
+                put_json(found.as_dict())
+            else:
+                _show(found)
+        raise typer.Exit(EXIT_INTERRUPTED if found.is_interrupted else found.exit_status)
 
 
 def _questions(name: str) -> list[str]:

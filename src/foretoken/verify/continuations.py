@@ -71,6 +71,8 @@ def draw(
 
 
 def _ids(sample: Sample) -> Seq[int]:
+    if sample.token_ids is None and sample.text == "":  # it ended at once, and ids of an end are not always told
+        return ()
     if sample.token_ids is None:
         raise ConfigError(
             "it returned text alone, and one text has several tokenisations, of which each has its chance"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -52,13 +54,19 @@ class ServerSubject(Subject):
     def __init__(
         self, url: str, model: str | None = None, *, api_key: str | None = None, timeout_seconds: float = 120.0
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ConfigError(f"{url!r} is no address of a server; give http://host:port")
+        try:
+            parts = urlsplit(url)
+            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # of a port that is no number, or a bracket that is left open
+            is_address = False
+        if not is_address:
+            raise ConfigError(f"{url!r} is not the address of a server; give http://host:port")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ConfigError("the API key holds characters that no header can; give the key alone, without a line end")
         self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
         self._key, self._timeout = api_key, timeout_seconds
         first = self._first_model()
-        self._model = model or str(first["id"])
+        self._model = model or str(first.get("id"))
         self._is_llama_cpp = first.get("owned_by") == "llamacpp"
         self._draws_several = True
         self.name = f"{self._model} at {parts.netloc}"
@@ -98,16 +106,22 @@ class ServerSubject(Subject):
             body["seed"] = params.seed % 2**31
         answer = self._ask("/completions", body)
         choices = answer.get("choices")
-        if not isinstance(choices, list) or len(choices) != params.n:
-            raise ConfigError(f"{self.name} answered {len(choices or ())} choices where n={params.n} was asked for")
+        if not isinstance(choices, list) or not all(isinstance(one, dict) for one in choices):
+            raise ConfigError(f"{self.name} answered no list of choices, but {json.dumps(answer):.200}")
+        if len(choices) != params.n:
+            raise ConfigError(f"{self.name} answered {len(choices)} choices where n={params.n} was asked for")
         if self._is_llama_cpp and params.n == 1:
-            choices = [{**choices[0], "token_ids": (answer.get("__verbose") or {}).get("tokens")}]
-        return tuple(map(_sample, sorted(choices, key=lambda one: one.get("index", 0))))
+            verbose = answer.get("__verbose")
+            choices = [{**choices[0], "token_ids": verbose.get("tokens") if isinstance(verbose, dict) else None}]
+        places = [one.get("index") for one in choices]
+        if sorted(map(str, places)) == sorted(map(str, range(params.n))):  # else they come in their order
+            choices.sort(key=lambda one: int(one["index"]))
+        return tuple(map(_sample, choices))
 
     def _first_model(self) -> Mapping[str, Any]:
-        listed = self._ask("/models", None).get("data") or []
-        if not listed:
-            raise ConfigError(f"{self._base}/models lists no model; name one")
+        listed = self._ask("/models", None).get("data")
+        if not isinstance(listed, list) or not listed or not isinstance(listed[0], dict):
+            raise ConfigError(f"{self._base}/models lists no model; is that an OpenAI-compatible server?")
         first: Mapping[str, Any] = listed[0]
         return first
 
@@ -120,9 +134,18 @@ class ServerSubject(Subject):
         try:
             answer = self._opened(request)
         except urllib.error.HTTPError as error:
-            said = error.read(2_000).decode(errors="replace").strip()
+            said = ""
+            with suppress(OSError, http.client.HTTPException):  # the answer may end in the middle of its reason
+                said = error.read(2_000).decode(errors="replace").strip()
             raise ConfigError(f"{self._base}{path} answered {error.code}: {said[:300]}") from None
-        except (OSError, ValueError) as error:
+        except ValueError:
+            raise ConfigError(
+                f"{self._base}{path} answered something that is not JSON (a stream, or a page?); it has to answer "
+                "whole requests as the OpenAI API does"
+            ) from None
+        except http.client.HTTPException as error:
+            raise ConfigError(f"{self._base}{path} broke off its answer ({error!r})") from None
+        except OSError as error:
             reason = getattr(error, "reason", error)
             raise ConfigError(f"{self._base}{path} does not answer ({reason}); is the server running there?") from None
         if not isinstance(answer, dict):
@@ -147,6 +170,9 @@ class ServerSubject(Subject):
 def _sample(choice: Mapping[str, Any]) -> Sample:
     """Raises: ConfigError for a choice with neither token ids nor text."""
     ids, text = choice.get("token_ids"), choice.get("text")
-    if not ids and not isinstance(text, str):
+    if ids is not None and not (isinstance(ids, list) and all(type(one) is int for one in ids)):
+        raise ConfigError(f"it answered token_ids that are none: {json.dumps(ids):.100}")
+    text = text if isinstance(text, str) else None
+    if ids is None and text is None:
         raise ConfigError("it answered with neither token_ids nor text; is that its /v1/completions?")
-    return Sample(tuple(map(int, ids)) if ids else None, text)
+    return Sample(tuple(ids) if ids else None, text)

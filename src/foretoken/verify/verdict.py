@@ -11,7 +11,10 @@ from foretoken.engine.budget import counted
 
 Status = Literal["holds", "broken", "undecided", "left out"]
 
+Check = Literal["tokens", "log-probabilities", "law", "control"]
+
 LOSSLESS, NOT_LOSSLESS, UNDECIDED = "lossless", "not lossless", "undecided"
+INTERRUPTED = "it was interrupted"
 EXIT_STATUS = {LOSSLESS: 0, NOT_LOSSLESS: 3, UNDECIDED: 4}
 
 
@@ -21,14 +24,13 @@ class Finding:
 
     Args:
       feature: of sampling, in words.
-      check: "tokens", "log-probabilities", "law" or "control".
       status: "left out" is for what the subject cannot be asked, or what there was no time for.
       found: in words.
       numbers: behind the words.
     """
 
     feature: str
-    check: str
+    check: Check
     status: Status
     found: str
     numbers: Mapping[str, Any] = field(default_factory=dict)
@@ -46,6 +48,7 @@ class Verdict:
       num_drafted, num_accepted: draft tokens verified and kept; None where nobody counts.
       false_alarm_rate: at most, over all law tests together, for a lossless decoder.
       seconds: that it took.
+      is_interrupted: Ctrl-C ended it early.
     """
 
     subject: str
@@ -56,6 +59,7 @@ class Verdict:
     num_accepted: int | None
     false_alarm_rate: float
     seconds: float
+    is_interrupted: bool = False
 
     @property
     def broken(self) -> list[Finding]:
@@ -65,7 +69,8 @@ class Verdict:
     @property
     def doubts(self) -> list[str]:
         """Why it cannot be called lossless, though nothing was found broken; empty where it can."""
-        found = [f"{one.feature}: {one.found}" for one in self.findings if one.status == "undecided"]
+        found = [INTERRUPTED] if self.is_interrupted else []
+        found += [f"{one.feature}: {one.found}" for one in self.findings if one.status == "undecided"]
         if self.num_accepted == 0:
             found.append("no draft token was accepted, so that nothing was put to the test")
         for check in ("tokens", "law", "control"):

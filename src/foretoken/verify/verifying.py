@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from foretoken.config.sampling import SamplingParams
+from foretoken.ending import finishing
 from foretoken.errors import ConfigError, ForetokenError
 from foretoken.sessions.payoff import unsaid
 from foretoken.sessions.prompts import read_prompts
@@ -22,13 +23,16 @@ from foretoken.verify.features import LAWS, LAWS_UNKEYED, NUM_FIRST, Feature, fe
 from foretoken.verify.laws import SHIFT, Law, ReferenceLaw, enumerate_law, judge_samples
 from foretoken.verify.second_draw import Tested, draw_again
 from foretoken.verify.subjects import Answer, BrokenSubject, FunctionSubject, LLMSubject, Subject, asked_for
-from foretoken.verify.verdict import Finding, Verdict, holm
+from foretoken.verify.verdict import INTERRUPTED, Check, Finding, Verdict, holm
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
 
 SHARE_OF_LAWS = 0.45
 """Of the time, for law tests and the control, at most: settings whose tokens are compared go first."""
+
+CONTROL = "broken acceptance"
+"""What the control is named by, among settings."""
 
 SHARE_UNKEYED = 0.7
 """The same where sampled tokens are not compared."""
@@ -61,6 +65,8 @@ def verify(
       budget_seconds: after which no new check begins, and no second draw goes on; what there was no time for is named.
       false_alarm_rate: chance that a lossless decoder fails any law test, at most; one that fails is drawn once more.
       progress: called with one line before each check.
+
+    Ctrl-C ends it early: the verdict holds what was found by then, and is never "lossless".
 
     Raises: ConfigError for values out of range, PromptError for prompts.
     Randomness: keyed by ``seed``; the same call gives the same tokens, and as many of them as time allows.
@@ -113,22 +119,23 @@ class _Work:
         self._num_laws = 0
         self._num_drafted = self._num_accepted = 0
         self._said: list[tuple[list[SamplingParams], list[Answer]]] = []
+        share, laws = (SHARE_OF_LAWS, LAWS) if self._subject.is_keyed else (SHARE_UNKEYED, (*LAWS, *LAWS_UNKEYED))
+        self._share, self._known_laws = share, laws
+        self._asked: list[tuple[str, Check]] = [(CONTROL, "control"), *((name, "law") for name, _ in laws)]
 
     def run(self) -> Verdict:
-        """Everything that there is time for."""
-        ends = SamplingParams(temperature=0.0, max_tokens=self._max_tokens, logprobs=2)
-        self._progress("plain decoding of every prompt")
-        plain = self._expected([ends] * len(self._prompts))
-        every = features(plain, self._max_tokens, self._seed, is_keyed=self._subject.is_keyed)
-        first, others = every[:NUM_FIRST], every[NUM_FIRST:]
-        began = time.monotonic()
-        for feature in first:
-            self._compare(feature)
-        of_a_setting = (time.monotonic() - began) / max(1, self._num_compared(first))
-        self._test_laws(plain, self._ends - of_a_setting * self._num_compared(others))
-        for feature in others:
-            self._compare(feature)
-        self._judge_laws()
+        """Everything that there is time for, until it is interrupted."""
+        is_interrupted = False
+        try:
+            self._look()
+            self._judge_laws()
+        except KeyboardInterrupt:
+            is_interrupted, self._ends = True, float("-inf")
+            with finishing():
+                self._judge_laws()
+            found = {(one.feature, one.check) for one in self._findings}
+            missing = [one for one in self._asked if one not in found]
+            self._findings += [Finding(feature, check, "left out", INTERRUPTED) for feature, check in missing]
         promise = self._llm.promise.describe() if self._is_own else ""
         counts = self._subject.counts_drafts
         return Verdict(
@@ -140,7 +147,24 @@ class _Work:
             num_accepted=self._num_accepted if counts else None,
             false_alarm_rate=self._rate,
             seconds=time.monotonic() - self._began,
+            is_interrupted=is_interrupted,
         )
+
+    def _look(self) -> None:
+        """Make every check; laws are judged afterwards, all of them together."""
+        ends = SamplingParams(temperature=0.0, max_tokens=self._max_tokens, logprobs=2)
+        self._progress("plain decoding of every prompt")
+        plain = self._expected([ends] * len(self._prompts))
+        every = features(plain, self._max_tokens, self._seed, is_keyed=self._subject.is_keyed)
+        self._asked += [(feature.name, "tokens") for feature in every]
+        first, others = every[:NUM_FIRST], every[NUM_FIRST:]
+        began = time.monotonic()
+        for feature in first:
+            self._compare(feature)
+        of_a_setting = (time.monotonic() - began) / max(1, self._num_compared(first))
+        self._test_laws(plain, self._ends - of_a_setting * self._num_compared(others))
+        for feature in others:
+            self._compare(feature)
 
     # -- tokens ----------------------------------------------------------------------------------------------------
 
@@ -210,9 +234,8 @@ class _Work:
         Args:
           ends: when all else needs the rest of the time; the first test and the control are made anyway.
         """
-        share, laws = (SHARE_OF_LAWS, LAWS) if self._subject.is_keyed else (SHARE_UNKEYED, (*LAWS, *LAWS_UNKEYED))
-        until = min(ends, time.monotonic() + share * self._budget)
-        tests = [(name, keys) for name, keys in laws if not keys.keys() - self._subject.takes]
+        until = min(ends, time.monotonic() + self._share * self._budget)
+        tests = [(name, keys) for name, keys in self._known_laws if not keys.keys() - self._subject.takes]
         self._num_laws = len(tests)
         prompt = self._telling_prompt(plain)
         for place, (name, keys) in enumerate(tests):
@@ -231,7 +254,7 @@ class _Work:
                 self._findings.append(Finding(name, "law", "left out", str(error)))
                 if place == 0:
                     why = "it has to fail the first law test, which was left out"
-                    self._findings.append(Finding("broken acceptance", "control", "left out", why))
+                    self._findings.append(Finding(CONTROL, "control", "left out", why))
                 continue
             level = self._rate / len(tests)
             test = judge_samples(law, samples, level, self._seed)
@@ -244,7 +267,7 @@ class _Work:
             self._findings.append(Finding(name, "law", "holds", said, numbers))
             if place == 0:
                 self._catch_control(law, prompt, params, len(samples), level)
-        for name, keys in laws:
+        for name, keys in self._known_laws:
             if missing := keys.keys() - self._subject.takes:
                 why = f"it does not take {', '.join(sorted(missing))}"
                 self._findings.append(Finding(name, "law", "left out", why))
@@ -262,7 +285,7 @@ class _Work:
             f"it was {'' if is_caught else 'not '}caught (p = {test.p_value:.2g} over {test.num_samples} continuations)"
         )
         status: Any = "holds" if is_caught else "undecided"
-        self._findings.append(Finding("broken acceptance", "control", status, said, {**vars(test), **drafts}))
+        self._findings.append(Finding(CONTROL, "control", status, said, {**vars(test), **drafts}))
 
     def _telling_prompt(self, plain: Seq[Answer]) -> list[int]:
         """A prompt, with some of its greedy answer, after which samples tell much."""
@@ -282,8 +305,8 @@ class _Work:
         found = [tested.test.p_value for tested in self._laws]
         rejected = holm([*found, *[1.0] * (self._num_laws - len(found))], self._rate)
         for tested, is_rejected in zip(self._laws, rejected, strict=False):
-            if is_rejected:
-                finding = self._findings[tested.place]
+            finding = self._findings[tested.place]
+            if is_rejected and "p_value_again" not in finding.numbers:  # which an interrupted call has found already
                 self._progress(f"{finding.feature}: law, drawn once more")
                 second = draw_again(tested, self._subject, self._seed, until=self._ends)
                 self._findings[tested.place] = second.judged(finding, self._rate, self._rate / self._num_laws)
