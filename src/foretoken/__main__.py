@@ -1,5 +1,19 @@
-"""``python -m foretoken``."""
+"""``foretoken``, and ``python -m foretoken``."""
 
-from foretoken.cli import main
+from __future__ import annotations
 
-main()
+import sys
+
+
+def main() -> None:
+    """Run the command line; Ctrl-C ends it without a traceback while it is imported, too."""
+    try:
+        from foretoken.cli import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from foretoken.cli import app, jobs
+from foretoken.folders import only_writer
 
 OPTIONS = ["--model", "zoo:tiny", "--raw", "--max-new-tokens", "6", "--temperature", "1", "--seed", "5"]
 
@@ -97,3 +98,14 @@ def test_results_of_other_weights_or_settings_are_not_gone_on_with(prompts: Path
         assert run(prompts, out, *more).exit_code == 2
     assert run(prompts, out, "--method", "ngram").exit_code == 0, "drafting changes no result"
     assert out.read_bytes() == data
+
+
+def test_two_jobs_do_not_write_one_file(prompts: Path, tmp_path: Path) -> None:
+    """Their lines came between one another's, and neither could be gone on with."""
+    out = tmp_path / "out.jsonl"
+    with only_writer(out):
+        refused = run(prompts, out)
+        assert refused.exit_code == 2
+        assert "another process is writing" in refused.output
+        assert out.read_bytes() == b""
+    assert run(prompts, out).exit_code == 0

@@ -244,6 +244,14 @@ def test_the_budget_is_planned_by_prices() -> None:
 
 
 @pytest.mark.usefixtures("_given_prices")
+def test_a_budget_without_end_has_room_for_all() -> None:
+    """`--budget inf` was a traceback."""
+    tuning = Tuning(LLM(toy_model(64)), {}, budget_seconds=float("inf"))
+    tuning.measure()
+    assert tuning.num_prompts(9, 64) == 9
+
+
+@pytest.mark.usefixtures("_given_prices")
 def test_what_the_budget_has_no_room_for_is_named(tmp_path: Path) -> None:
     result = run(*SHORT, "--methods", "ngram,token_recycling", "--budget", "1.2", "--out", str(tmp_path / "a.json"))
     assert result.exit_code == 0, result.output

@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 LAYERS = (
     ("errors",),
-    ("beginnings", "lazy", "folders", "forking", "machine", "progress"),
+    ("beginnings", "ending", "lazy", "folders", "forking", "machine", "progress"),
     ("native",),
     ("tree", "config"),
     ("structured",),

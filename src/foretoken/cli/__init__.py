@@ -25,6 +25,7 @@ from foretoken.cli import tune as cli_tune
 from foretoken.cli import verify as cli_verify
 from foretoken.cli.options import respell
 from foretoken.cli.running import notices, standard_streams, tolerate_encodings
+from foretoken.ending import end_as_by_ctrl_c, ignore_signals
 
 app = typer.Typer(
     name="foretoken",
@@ -82,5 +83,9 @@ def _options(
 
 def main() -> None:
     """Run the command line."""
-    with standard_streams():
-        app(respell(sys.argv[1:]))
+    end_as_by_ctrl_c()
+    try:
+        with standard_streams():
+            app(respell(sys.argv[1:]))
+    finally:
+        ignore_signals()

@@ -22,6 +22,7 @@ from foretoken.cli.running import (
     say,
     writing,
 )
+from foretoken.ending import finishing
 from foretoken.folders import check_place, keep_json
 from foretoken.progress import stages
 
@@ -64,16 +65,17 @@ def run(options: BenchOptions) -> None:
         console = Console(highlight=False, quiet=options.as_json)
         report = Report(console, options.output, say)
         measure, results = partial(_measure, options, report), report.results
-    with exit_codes():
-        try:
-            code = measure()
-        except KeyboardInterrupt:
-            code = EXIT_INTERRUPTED
-        except UnequalOutputsError as error:
-            say(f"{type(error).__name__}: {error}")
-            raise typer.Exit(EXIT_DIFFERS) from None
-    if options.as_json and results:
-        put_json(results)
+    try:
+        with exit_codes():
+            try:
+                code = measure()
+            except UnequalOutputsError as error:
+                say(f"{type(error).__name__}: {error}")
+                code = EXIT_DIFFERS
+    finally:
+        if options.as_json and results:
+            with finishing():
+                put_json(results)
     if code:
         raise typer.Exit(code)
 

@@ -111,6 +111,7 @@ def find_method(options: ChoosingOptions, say: Watch) -> tuple[Choice, Tuning, d
         "costs_are_steady": tuning.prices.is_steady,
         "not_applicable": tuning.refused,
         "left_out": tuning.left_out,
+        "is_interrupted": tuning.is_interrupted,
         "options": {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "budget", "seed")},
         "conditions": conditions(),
     }
@@ -130,8 +131,12 @@ def _prompts(llm: LLM, options: ChoosingOptions, questions: Sequence[Question], 
     return list(islice(found, number))
 
 
-def show_choice(choice: Choice, details: dict[str, Any], out: Path) -> None:
-    """The choice for people, what to do last."""
+def show_choice(choice: Choice, details: dict[str, Any], out: Path | None) -> None:
+    """The choice for people, what to do last.
+
+    Args:
+      out: the file that it was written to, if it could be.
+    """
     console = Console(highlight=False)
     rows = "" if choice.num_rows == 1 else f", {choice.num_rows} rows"
     table = Table(title=f"speed by plain decoding, {details['num_prompts']} prompts{rows}")
@@ -147,12 +152,16 @@ def show_choice(choice: Choice, details: dict[str, Any], out: Path) -> None:
             )
     console.print(table)
     if len(compared) > _SHOWN:
-        console.print(f"{len(compared) - _SHOWN} slower settings are in {out}")
+        console.print(f"{len(compared) - _SHOWN} slower settings {'are not shown' if out is None else f'are in {out}'}")
     for name, reason in details["not_applicable"].items():
         console.print(f"not {name}: {reason}", markup=False, style="dim")
     if details["left_out"]:
         console.print(f"no time was left for {', '.join(details['left_out'])}; raise --budget", markup=False)
     if not details["costs_are_steady"]:
         console.print("the machine was busy while forwards were timed: run it again, or --fresh on an idle machine")
+    if details["is_interrupted"]:
+        console.print("interrupted: the choice is among what was tried by then")
     console.print(choice.sentence(), markup=False, soft_wrap=True)
-    console.print(f"written to {out}: foretoken generate --profile-file {out} drafts so", markup=False, soft_wrap=True)
+    if out is not None:
+        how = f"written to {out}: foretoken generate --profile-file {out} drafts so"
+        console.print(how, markup=False, soft_wrap=True)

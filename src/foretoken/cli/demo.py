@@ -12,8 +12,9 @@ from rich.console import Console
 
 from foretoken.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelChoice, SamplingOptions, takes_groups
 from foretoken.cli.prompts import Raw, ask, check_text
-from foretoken.cli.running import EXIT_DIFFERS, exit_codes, load_llm, put_json, say
+from foretoken.cli.running import EXIT_DIFFERS, EXIT_INTERRUPTED, exit_codes, load_llm, put_json, say
 from foretoken.config.speculative import SpeculativeConfig
+from foretoken.ending import finishing
 
 if TYPE_CHECKING:
     from foretoken.cli.comparison import BothAnswers
@@ -89,15 +90,21 @@ def demo(
         for either in llms:
             either.generate(warm_up, replace(params, max_tokens=WARM_UP_TOKENS), use_tqdm=False)
         status.stop()
-        report = DemoReport(label, llm, params, _answers(console, llms, asked, params))
-        if as_json:
-            put_json(report.as_dict())
-        else:
-            demo_screen.show(console, report)
+        answers = _answers(console, llms, asked, params)
+        report = DemoReport(label, llm, params, answers)
+        is_interrupted = len(answers) < len(asked)
+        with finishing() if is_interrupted else nullcontext():
+            if as_json:
+                put_json(report.as_dict())
+            else:
+                demo_screen.show(console, report)
         if not report.is_identical:
             if svg is not None:
                 say(f"{svg} was not drawn: it would show the speed of another text")
             raise typer.Exit(EXIT_DIFFERS)
+        if is_interrupted:
+            say(f"interrupted after {len(answers)} of {len(asked)} questions")
+            raise typer.Exit(EXIT_INTERRUPTED)
         if svg is not None:
             demo_screen.picture(report, svg)
 
@@ -118,12 +125,19 @@ def _load_inflated(name: str, config: SpeculativeConfig, loading: LoadingOptions
 def _answers(
     console: Console, llms: tuple[LLM, LLM], asked: list[Asked], params: SamplingParams
 ) -> tuple[BothAnswers, ...]:
-    """Every question in turn; on a terminal one sees it happen."""
+    """Every question in turn; on a terminal one sees it happen. Ctrl-C ends it, and what was answered by then is kept.
+
+    Raises: KeyboardInterrupt where nothing was.
+    """
     from foretoken.cli.comparison import race
     from foretoken.cli.demo_screen import watching
 
-    answers = []
-    for number, one in enumerate(asked, 1):
-        with watching(console, number, len(asked)) if console.is_terminal else nullcontext(lambda _: None) as watch:
-            answers.append(race(llms, str(one.given), one.prompt, params, watch))
+    answers: list[BothAnswers] = []
+    try:
+        for number, one in enumerate(asked, 1):
+            with watching(console, number, len(asked)) if console.is_terminal else nullcontext(lambda _: None) as watch:
+                answers.append(race(llms, str(one.given), one.prompt, params, watch))
+    except KeyboardInterrupt:
+        if not answers:
+            raise
     return tuple(answers)

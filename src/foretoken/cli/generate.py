@@ -22,12 +22,15 @@ from foretoken.cli.options import (
 from foretoken.cli.prompts import Chat, Raw, ask, check_template, read_prompts
 from foretoken.cli.running import EXIT_INTERRUPTED, exit_codes, load_llm, say
 from foretoken.cli.writers import JsonWriter, TextWriter
+from foretoken.ending import finishing
 from foretoken.folders import check_place
 from foretoken.views.traceplot import check_picture, plot_traces
 
 if TYPE_CHECKING:
+    from foretoken.cli.tracing import TraceFile
     from foretoken.engine.stats import StepTrace
     from foretoken.sessions.outputs import RequestOutput
+    from foretoken.sessions.stream import Stream
 
 
 @takes_groups
@@ -103,20 +106,35 @@ def generate(
         with llm.stream([one.prompt for one in asked], params) as stream:
             try:
                 for delta in stream:
-                    writer.write(delta, stream)
                     if traced is not None:
                         traced.note(delta)
-            except KeyboardInterrupt:
-                stream.close()
-                writer.interrupt(stream)
-                if traced is not None:
-                    traced.write(stream)
-                raise typer.Exit(EXIT_INTERRUPTED) from None
+                    writer.write(delta, stream)
+            except BaseException as error:
+                with finishing():
+                    _end_early(stream, writer if isinstance(error, KeyboardInterrupt) else None, traced)
+                if isinstance(error, KeyboardInterrupt):
+                    raise typer.Exit(EXIT_INTERRUPTED) from None
+                raise
         writer.finish(stream)
         if traced is not None:
             traced.write(stream)
         if trace_plot is not None:
             plot_traces(titled_traces(stream.outputs()), trace_plot)
+
+
+def _end_early(stream: Stream, writer: JsonWriter | TextWriter | None, traced: TraceFile | None) -> None:
+    """Keep what has been generated.
+
+    Args:
+      writer: of the text; None where that cannot be written any more.
+    """
+    stream.close()
+    try:
+        if writer is not None:
+            writer.interrupt(stream)
+    finally:
+        if traced is not None:
+            traced.write(stream)
 
 
 def titled_traces(outputs: Sequence[RequestOutput]) -> list[tuple[str, list[StepTrace]]]:

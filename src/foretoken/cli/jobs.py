@@ -7,6 +7,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -16,6 +17,7 @@ from foretoken.cli.prompts import ask
 from foretoken.cli.running import load_llm, say
 from foretoken.cli.writers import as_record
 from foretoken.errors import ConfigError
+from foretoken.folders import only_writer
 from foretoken.serve.ray import check_ray
 
 if TYPE_CHECKING:
@@ -88,25 +90,42 @@ def run(job: Job, out: str, *, replicas: int | None, address: str | None) -> Non
     if replicas or address:
         check_ray(address)
     path = Path(out).expanduser()
-    start = _resume(path, job)
-    if start:
-        say(f"{out} holds {start} of {len(job.prompts)} results; going on from there")
-    batches = job.batches(start)
-    done = _by_ray(job, batches, replicas or 1, address) if replicas or address else _here(job, batches)
-    with open(path, "ab", buffering=0) as file:
-        for records in done:
-            lines = [
-                json.dumps({"number": start + place, "job": job.digest} | one) for place, one in enumerate(records)
-            ]
-            try:
-                _append(file, "".join(line + "\n" for line in lines).encode())
-            except OSError as error:
-                raise ConfigError(
-                    f"{out} cannot be written ({error.strerror or error}); it holds {start} of {len(job.prompts)} "
-                    "results: start again to go on from there"
-                ) from None
-            start += len(records)
-            say(f"{start} of {len(job.prompts)}")
+    if path.exists() and not path.is_file():  # devices may have no end
+        raise ConfigError(f"{path} is no regular file, and results are read again to go on; name one, or take --json")
+    with _opened(path):
+        start = _resume(path, job)
+        if start:
+            say(f"{out} holds {start} of {len(job.prompts)} results; going on from there")
+        batches = job.batches(start)
+        done = _by_ray(job, batches, replicas or 1, address) if replicas or address else _here(job, batches)
+        with open(path, "ab", buffering=0) as file:
+            for records in done:
+                lines = [
+                    json.dumps({"number": start + place, "job": job.digest} | one) for place, one in enumerate(records)
+                ]
+                try:
+                    _append(file, "".join(line + "\n" for line in lines).encode())
+                except OSError as error:
+                    raise ConfigError(
+                        f"{out} cannot be written ({error.strerror or error}); it holds {start} of {len(job.prompts)} "
+                        "results: start again to go on from there"
+                    ) from None
+                start += len(records)
+                say(f"{start} of {len(job.prompts)}")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[None]:
+    """Keep other jobs out of the file: their lines would come between these.
+
+    Raises: ConfigError where another one is in it, or it cannot be written.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(only_writer(path))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
+        yield
 
 
 def _append(file: FileIO, data: bytes) -> None:
@@ -118,10 +137,8 @@ def _append(file: FileIO, data: bytes) -> None:
 
 def _resume(path: Path, job: Job) -> int:
     """How many results there are; a line that was broken off is cut away."""
-    if path.exists() and not path.is_file():  # devices may have no end
-        raise ConfigError(f"{path} is no regular file, and results are read again to go on; name one, or take --json")
     try:
-        data = path.read_bytes() if path.exists() else b""
+        data = path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         lines = whole.splitlines()
         for number, line in enumerate(lines):
@@ -131,7 +148,6 @@ def _resume(path: Path, job: Job) -> int:
                 )
         if len(whole) < len(data):
             os.truncate(path, len(whole))
-        path.touch()
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
     return len(lines)

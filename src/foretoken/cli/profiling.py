@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -104,7 +105,7 @@ def _counts(option: str, text: str) -> list[int]:
     return found
 
 
-def show_profile(found: Profile, details: dict[str, Any], out: object) -> None:
+def show_profile(found: Profile, details: dict[str, Any], out: Path | None) -> None:
     """The profile for people."""
     console = Console(highlight=False)
     rates = ", ".join(f"{rate:.2f}" for rate in found.acceptance[:8])
@@ -128,4 +129,5 @@ def show_profile(found: Profile, details: dict[str, Any], out: object) -> None:
             f"one row, decoded: {check['measured']:.2f} ({check['low']:.2f}-{check['high']:.2f}) times plain decoding; "
             f"{check['expected']:.2f} were expected"
         )
-    console.print(f"written to {out}; --profile-file {out} begins with it", soft_wrap=True)
+    if out is not None:
+        console.print(f"written to {out}; --profile-file {out} begins with it", soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from foretoken.cli.options import AsJson, LoadingOptions, numbers, takes_groups
-from foretoken.cli.running import choose_model, exit_codes, load_llm, put_json
+from foretoken.cli.running import choose_model, exit_codes, load_llm, put_json, writing
+from foretoken.folders import only_writer
 
 if TYPE_CHECKING:
     from foretoken.train.run import Training
@@ -93,7 +95,7 @@ def train(
     Answers of prompts that have none are made by the target. Interrupted at any moment, the same command goes on. The
     folder can be named as --draft-model afterwards.
     """
-    with exit_codes():
+    with exit_codes(), ExitStack() as stack:
         from foretoken.train.answers import Answering
         from foretoken.train.plan import Plan
         from foretoken.train.run import Training
@@ -112,6 +114,9 @@ def train(
             answering=Answering(max_new_tokens=max_new_tokens, seed=seed), seed=seed,
         )  # fmt: skip
         plan.check()
+        with writing(out):
+            out.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(only_writer(out / ".running"))
         llm = load_llm(choose_model(target), "none", **vars(loading))
         console = Console(stderr=True)
         run = Training(llm, plan, lambda text: console.print(f"foretoken: {text}", highlight=False), is_trial=dry_run)

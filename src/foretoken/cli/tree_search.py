@@ -118,7 +118,7 @@ def _drafter(llm: LLM) -> Any:
     return drafter
 
 
-def show_tree(found: TreeSearch, details: dict[str, Any], out: Path) -> None:
+def show_tree(found: TreeSearch, details: dict[str, Any], out: Path | None) -> None:
     """The search for people."""
     console = Console(highlight=False)
     accuracies = Table(title=f"how often the candidate of each rank was right, at {details['num_places']} places")
@@ -141,9 +141,10 @@ def show_tree(found: TreeSearch, details: dict[str, Any], out: Path) -> None:
     console.print(sizes)
     if found.best.speedup < 1:
         console.print("no tree that was looked at beats plain decoding here")
-    console.print(
-        f"kept in {out}: --speculative-config "
-        f'\'{{"method": "{details["method"]}", "model": ..., "speculative_token_tree": "{out}"}}\'',
-        markup=False,
-        soft_wrap=True,
-    )
+    if out is not None:
+        console.print(
+            f"kept in {out}: --speculative-config "
+            f'\'{{"method": "{details["method"]}", "model": ..., "speculative_token_tree": "{out}"}}\'',
+            markup=False,
+            soft_wrap=True,
+        )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +18,8 @@ from foretoken.cli.options import AsJson, takes_groups
 from foretoken.cli.profiling import ProfileOptions, find_profile, show_profile
 from foretoken.cli.running import EXIT_INTERRUPTED, exit_codes, put_json, say, writing
 from foretoken.cli.tree_search import TreeOptions, find_tree, show_tree
+from foretoken.ending import finishing
+from foretoken.errors import ConfigError
 from foretoken.folders import check_place, keep_json
 from foretoken.progress import stages
 
@@ -57,13 +62,18 @@ def tune(
         with stages() as watch:
             choice, tuning, details = find_method(options, watch)
         report = tuning.profile(choice, details).as_dict()
-        if plot is not None:
-            from foretoken.tune.picture import plot_choice
+        with finishing() if tuning.is_interrupted else nullcontext():
+            _keep(
+                partial(keep_json, out, report),
+                out,
+                lambda kept: _put(report, kept) if as_json else show_choice(choice, details, kept),
+            )
+            if plot is not None:
+                from foretoken.tune.picture import plot_choice
 
-            report["plot"] = str(plot_choice(choice, plot))
-        _keep_profile(out, report, as_json)
-        if not as_json:
-            show_choice(choice, details, out)
+                plot_choice(choice, plot)
+        if tuning.is_interrupted:
+            raise typer.Exit(EXIT_INTERRUPTED)
 
 
 @app.command("layer-skip")
@@ -99,15 +109,17 @@ def layer_skip(
         if not result.trials:
             typer.echo("foretoken: interrupted before any set was tried; nothing was written", err=True)
             raise typer.Exit(EXIT_INTERRUPTED)
-        report = job.finish(result)
-        report["out"] = str(out)
-        with writing(out):
-            job.layer_set(report).save(out)
-        if plot is not None:
-            from foretoken.tune.picture import plot_search
+        with finishing() if result.is_interrupted else nullcontext():
+            report = job.finish(result)
+            _keep(
+                partial(job.layer_set(report).save, out),
+                out,
+                lambda kept: _put(report, kept) if as_json else _show(report, kept),
+            )
+            if plot is not None:
+                from foretoken.tune.picture import plot_search
 
-            report["plot"] = str(plot_search(result, job.space, plot))
-        _show(report, as_json)
+                plot_search(result, job.space, plot)
         if result.is_interrupted:
             raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -129,13 +141,12 @@ def tree(
         check_place(out)
         options.check_prompts()
         found, details = find_tree(options)
-        with writing(out):
-            found.chosen.save(out, **details)
-        if as_json:
-            paths = [list(path) for path in found.chosen.paths]
-            put_json({"out": str(out), "paths": paths, **details})
-        else:
-            show_tree(found, details, out)
+        report = {"paths": [list(path) for path in found.chosen.paths], **details}
+        _keep(
+            partial(found.chosen.save, out, **details),
+            out,
+            lambda kept: _put(report, kept) if as_json else show_tree(found, details, kept),
+        )
 
 
 @app.command("profile")
@@ -156,23 +167,36 @@ def profile(
         options.check_prompts()
 
         found, details = find_profile(options, say if sys.stderr.isatty() else lambda _: None)
-        _keep_profile(out, {**found.as_dict(), **details}, as_json)
-        if not as_json:
-            show_profile(found, details, out)
+        report = {**found.as_dict(), **details}
+        _keep(
+            partial(keep_json, out, report),
+            out,
+            lambda kept: _put(report, kept) if as_json else show_profile(found, details, kept),
+        )
 
 
-def _keep_profile(out: Path, report: dict[str, Any], as_json: bool) -> None:
-    """Write what was found, and with ``--json`` say it."""
-    with writing(out):
-        keep_json(out, report)
-    if as_json:
-        put_json({"out": str(out), **report})
+def _keep(write: Callable[[], object], out: Path, tell: Callable[[Path | None], None]) -> None:
+    """Write what was found, and tell of it: it took minutes, and is told where it cannot be written, too.
+
+    Args:
+      tell: takes the file that it was written to, or None.
+
+    Raises: ConfigError where it could not be written.
+    """
+    try:
+        with writing(out):
+            write()
+    except ConfigError:
+        tell(None)
+        raise
+    tell(out)
 
 
-def _show(report: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        put_json(report)
-        return
+def _put(report: dict[str, Any], out: Path | None) -> None:
+    put_json({"out": None if out is None else str(out), **report})
+
+
+def _show(report: dict[str, Any], out: Path | None) -> None:
     console = Console(highlight=False, markup=False)
     ended = "interrupted after" if report["is_interrupted"] else "best of"
     console.print(
@@ -187,7 +211,7 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
     if report["speedup"] < 1:
         console.print("no set that was tried beats plain decoding here")
     again = "; go on with --resume" if report["is_interrupted"] else ""
-    console.print(
-        f"kept in {report['out']}: --speculative-config "
-        f'\'{{"method": "layer_skip", "layer_set": "{report["out"]}"}}\'{again}'
-    )
+    if out is not None:
+        console.print(
+            f'kept in {out}: --speculative-config \'{{"method": "layer_skip", "layer_set": "{out}"}}\'{again}'
+        )

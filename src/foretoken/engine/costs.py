@@ -231,7 +231,7 @@ def prices_of(
     for place in range(missing):
         say("timing forwards", place, missing)
         found.add(*measure_curve(target))
-    found.keep(facts)
+        found.keep(facts)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -75,6 +76,15 @@ def measure(llm: LLM, config: dict[str, Any], prompts: Seq[Seq[int]], max_new_to
     )
 
 
+def noted(metrics: Path) -> Iterator[dict[str, Any]]:
+    """The records of a run; lines that a kill or a full disk cut off are left out."""
+    for line in metrics.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
+
+
 def draw(metrics: Path, file: Path) -> bool:
     """Draw tokens per step, and how often the first token is right in training, against tokens.
 
@@ -86,7 +96,7 @@ def draw(metrics: Path, file: Path) -> bool:
     """
     if find_spec("matplotlib") is None:
         return False
-    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    records = list(noted(metrics))
     figure = require_matplotlib().Figure(figsize=(7, 4), layout="constrained")
     left = figure.subplots()
     measured = [record for record in records if "tau" in record]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from foretoken.train.answers import Answering
 from foretoken.train.recipe import NUM_LAYERS
 from foretoken.train.small import SmallPlan
 from foretoken.train.start import WITH_LAYER
+
+POSITIVE = ("epochs", "batch_tokens", "learning_rate", "draft_vocabulary", "num_heads", "num_steps", "evaluate_tokens")
+"""Numbers that have to be above 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,16 +68,19 @@ class Plan:
         """Raises: ConfigError."""
         if self.prompts is None and not self.own_prompts:
             raise ConfigError("there is nothing to train on; give --prompts, or --own-prompts for a target that chats")
-        for name in ("epochs", "batch_tokens", "learning_rate", "draft_vocabulary", "num_heads", "num_steps"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+        for name in POSITIVE:
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0, and finite")
+        for name in ("own_prompts", "patience"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         if self.one_in < 2:
             raise ConfigError(f"one prompt in {self.one_in} cannot be held out; want 2 or more")
         if self.method != "draft_model" and self.small != SmallPlan():
             raise ConfigError(
                 f"layers and embeddings are chosen for draft_model, not for {self.method}; leave them out"
             )
-        if self.input_noise < 0 or (self.input_noise and not self.method.startswith("hydra")):
+        if not 0 <= self.input_noise < math.inf or (self.input_noise and not self.method.startswith("hydra")):
             raise ConfigError(f"input_noise is {self.input_noise} for {self.method}; it is for hydra, 0 or more")
         width = self.intermediate_size
         if width is not None and (width < 1 or self.method not in WITH_LAYER):

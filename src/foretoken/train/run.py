@@ -19,7 +19,7 @@ from foretoken.heads.expectation import KEY as EXPECTED
 from foretoken.llm import LLM
 from foretoken.loading.info import eos_token_ids
 from foretoken.train.answers import Gathering
-from foretoken.train.evaluation import Evaluation, chain_config, draw, measure
+from foretoken.train.evaluation import Evaluation, chain_config, draw, measure, noted
 from foretoken.train.examples import example_of, is_evaluation, is_held_out, prompt_ids
 from foretoken.train.features import FeatureCache, FeatureSource, TargetFeatures
 from foretoken.train.plan import Plan
@@ -218,11 +218,7 @@ class Training:
     def _remember(self) -> None:
         """What earlier starts have measured, up to the checkpoint."""
         file = self.plan.out / "metrics.jsonl"
-        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-            try:
-                record = json.loads(line)
-            except ValueError:  # cut off by a kill or a full disk
-                continue
+        for record in noted(file) if file.exists() else ():
             if "tau" not in record or record["num_tokens"] > self.trainer.progress.num_tokens:
                 continue
             self._measured_at = record["num_tokens"] // self.plan.evaluate_tokens

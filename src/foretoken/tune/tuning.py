@@ -11,6 +11,7 @@ from foretoken.bench.outcome import MIN_PROMPTS
 from foretoken.bench.workload import BenchPrompt
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.none import EmptyDrafter
+from foretoken.ending import finishing
 from foretoken.engine.cost_model import FEW
 from foretoken.engine.costs import Prices, facts_of, prices_of
 from foretoken.engine.drafter import Drafter
@@ -44,6 +45,7 @@ class Tuning:
     prices: Prices = field(init=False)
     refused: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    is_interrupted: bool = False
     _left: float = field(init=False)
 
     def measure(self, *, is_fresh: bool = False) -> None:
@@ -57,7 +59,7 @@ class Tuning:
         Raises: ConfigError where these are too few.
         """
         seconds = max_new_tokens * self._row_seconds(1)
-        number = min(most, int(SHARE_OF_TEXTS * self.budget_seconds / seconds))
+        number = int(min(most, SHARE_OF_TEXTS * self.budget_seconds / seconds))
         fewest = min(most, MIN_PROMPTS)
         if number < fewest:
             needed = fewest * seconds / SHARE_OF_TEXTS
@@ -72,9 +74,9 @@ class Tuning:
         return self.prices.mean().at(ROWS_AT_ONCE * nodes) / ROWS_AT_ONCE
 
     def run(self, prompts: Seq[BenchPrompt], params: SamplingParams, *, num_rows: int = 1, seed: int = 0) -> Choice:
-        """Decode, count, and choose.
+        """Decode, count, and choose. After Ctrl-C the choice is among what was counted by then.
 
-        Raises: ConfigError where no prompt is left, or no method applies.
+        Raises: ConfigError where no prompt is left, or no method applies; KeyboardInterrupt where nothing was counted.
         """
         if not prompts:
             raise ConfigError("no prompt leaves room for an answer in the context of this model; give shorter ones")
@@ -86,16 +88,24 @@ class Tuning:
         if not self.prices.host_seconds:
             self.prices.host_seconds = alone(target, EmptyDrafter(), texts[0], self.prices.mean())[1]
         self._left -= sum(len(text.output) for text in texts) * self._row_seconds(1)
-        arms = self._arms(texts)
-        self.prices.keep(facts_of(target))
+        found: dict[str, list[SettingCounts]] = {title: [] for title in self.methods}
+        try:
+            self._count(texts, found)
+        except KeyboardInterrupt:
+            self.is_interrupted = True
+            if not any(found.values()):
+                raise
+        finally:
+            with finishing():
+                self.prices.keep(facts_of(target))
+        arms = [arm for several in found.values() for arm in several]
         if not arms:
             reasons = "; ".join([*(f"{name}: {reason}" for name, reason in self.refused.items()), *self.left_out])
             raise ConfigError(f"none of the methods can be tried: {reasons}")
         return choose(arms, self.prices, num_rows=num_rows, seed=seed)
 
-    def _arms(self, texts: Seq[RecordedText]) -> list[SettingCounts]:
-        """Those of methods that need no forward first: they take next to no time."""
-        found: dict[str, list[SettingCounts]] = {title: [] for title in self.methods}
+    def _count(self, texts: Seq[RecordedText], found: Mapping[str, list[SettingCounts]]) -> None:
+        """Fill in the arms of every method, those that need no forward first: they take next to no time."""
         need_target = []
         for place, (title, given) in enumerate(self.methods.items()):
             self.say("along the texts", place, len(self.methods))
@@ -105,13 +115,12 @@ class Tuning:
             is_walked = make().drafts_from_text
             settings = settings_of(title, given, is_walked=is_walked)
             if is_walked:
-                found[title] = list(walked(self.llm.target, make, settings, texts, self.prices))
+                found[title].extend(walked(self.llm.target, make, settings, texts, self.prices))
             else:
                 need_target += settings
         for setting in need_target:
             if arm := self._decoded(setting, texts):
                 found[setting.title].append(arm)
-        return [arm for several in found.values() for arm in several]
 
     def _maker(self, title: str, config: Mapping[str, Any]) -> Callable[[], Drafter] | None:
         """Makes the drafters of a config; None where that does not apply to this model."""

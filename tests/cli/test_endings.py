@@ -1,0 +1,259 @@
+"""Verbs that are ended early: what they have found by then is kept, whatever is pressed, and no traceback shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from foretoken.bench.parts import UnequalOutputsError
+from foretoken.cli import app, comparison
+from foretoken.cli import bench as cli_bench
+from foretoken.ending import ENDING, finishing
+from foretoken.folders import only_writer
+from foretoken.tune.tuning import Tuning
+from small_disk import room_for
+
+TINY = ["--model", "zoo:tiny"]
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, arguments)
+
+
+def end_at(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with Ctrl-C in its nth call."""
+    num_calls = 0
+
+    def called(*arguments: Any, **named: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == number:
+            raise KeyboardInterrupt
+        return function(*arguments, **named)
+
+    return called
+
+
+# -- signals ---------------------------------------------------------------------------------------------------------
+
+
+def ended(arguments: list[str], is_time: Callable[[], bool], *numbers: signal.Signals) -> subprocess.Popen[str]:
+    """The command, to which signals are sent one after the other once it is time."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "foretoken", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # as a shell has it
+    )
+    while not is_time() and process.poll() is None:
+        time.sleep(0.01)
+    for number in numbers:
+        process.send_signal(number)
+        time.sleep(0.05)
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numbers", [[signal.SIGINT] * 4, [signal.SIGTERM], [signal.SIGHUP, signal.SIGTERM]])
+def test_a_comparison_that_is_ended_keeps_its_rows(numbers: list[signal.Signals], tmp_path: Path) -> None:
+    """A second Ctrl-C ended the process by the signal, while it wrote; SIGTERM lost what --json was to print."""
+    file = tmp_path / "kept.json"
+    options = ["--methods", "ngram", *TINY, "--quick", "--num-prompts", "400", "--output", str(file), "--json"]
+    process = ended(["bench", *options], file.exists, *numbers)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "ignored" not in err
+    assert json.loads(out)["methods"]["rows"] == json.loads(file.read_text())["methods"]["rows"] != []
+
+
+def test_signals_that_a_process_was_started_to_ignore_stay_so() -> None:
+    """``nohup`` and shells' jobs in the background."""
+    code = (
+        "import signal; from foretoken.ending import *; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "end_as_by_ctrl_c(); print([signal.getsignal(one).__class__.__name__ for one in ENDING])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "['function', 'function', 'Handlers']\n"
+
+
+def test_a_second_signal_at_once_is_the_same_one() -> None:
+    code = (
+        "import os, signal; from foretoken.ending import *\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\nend_as_by_ctrl_c()\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    print('first')\n"
+        "os.kill(os.getpid(), signal.SIGINT)\nos.kill(os.getpid(), signal.SIGTERM)\nprint('kept')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["first", "kept"]
+
+
+def test_nothing_ends_what_is_finishing() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background ignore
+    try:
+        with finishing():
+            for number in ENDING:
+                os.kill(os.getpid(), number)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_while_the_command_is_imported_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    done = subprocess.run(
+        [sys.executable, "-m", "foretoken", "info"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+# -- what is kept ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def traced(tmp_path: Path) -> Path:
+    return tmp_path / "trace.jsonl"
+
+
+def generated(traced: Path, *more: str) -> Any:
+    options = [*TINY, "--raw", "--max-new-tokens", "9", "--trace", str(traced)]
+    return run("generate", "Once upon", "A lion", *options, *more)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, BrokenPipeError, OSError])
+def test_a_trace_is_written_however_its_text_ends(
+    error: type[BaseException], traced: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``| head -1`` left none."""
+    from foretoken.cli.writers import TextWriter
+
+    def write(self: TextWriter, *_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(TextWriter, "write", write)
+    result = generated(traced)
+    assert (result.exit_code == 130) == (error is KeyboardInterrupt)
+    records = [json.loads(line) for line in traced.read_text().splitlines()]
+    assert [record["prompt_index"] for record in records] == [0, 1]
+    assert records[0]["steps"]
+
+
+def test_texts_are_shown_where_the_trace_cannot_be_written(traced: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from foretoken.cli.tracing import TraceFile
+
+    monkeypatch.setattr(TraceFile, "note", end_at(3, TraceFile.note))
+    with room_for(100):
+        result = generated(traced, "--json")
+    assert result.exit_code == 2
+    assert "cannot be written" in result.stderr
+    assert [json.loads(line)["prompt"] for line in result.stdout.splitlines()] == ["Once upon", "A lion"]
+
+
+def test_a_demo_keeps_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "race", end_at(3, comparison.race))
+    options = ["demo", *TINY, "--no-inflate", "--max-new-tokens", "4", "--num-prompts", "4"]
+    result = run(*options, "--json")
+    assert result.exit_code == 130
+    assert len(json.loads(result.stdout)["questions"]) == 2
+    assert "interrupted after 2 of 4 questions" in result.stderr
+    monkeypatch.setattr(comparison, "race", end_at(1, comparison.race))
+    result = run(*options, "--json")
+    assert (result.exit_code, result.stdout) == (130, "")
+
+
+@pytest.mark.parametrize(("error", "code"), [(UnequalOutputsError("other"), 3), (KeyboardInterrupt(), 130)])
+def test_a_benchmark_that_breaks_off_tells_what_it_has(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --json the parts before the one that failed were lost."""
+
+    def measure(options: Any, report: Any) -> int:
+        report.keep(speed=[1])
+        raise error
+
+    monkeypatch.setattr(cli_bench, "_measure", measure)
+    result = run("bench", "--json")
+    assert (result.exit_code, json.loads(result.stdout)) == (code, {"speed": [1]})
+
+
+TUNE = ["tune", *TINY, "--num-prompts", "6", "--max-new-tokens", "4", "--methods", "ngram,draft_model"]
+
+
+@pytest.mark.parametrize(("number", "kept"), [(2, True), (1, False)])
+def test_a_choice_is_made_of_what_was_counted(
+    number: int, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All texts and counts were lost; drafters that were timed are known to the next run all the same."""
+    monkeypatch.setattr(Tuning, "_maker", end_at(number, Tuning._maker))
+    result = run(*TUNE, "--out", str(tmp_path / "tuned.json"), "--json")
+    assert result.exit_code == 130, result.output
+    assert (tmp_path / "tuned.json").exists() == kept
+    if kept:
+        found = json.loads(result.stdout)
+        assert found["is_interrupted"]
+        assert {one["name"].partition(",")[0] for one in found["compared"]} == {"plain decoding", "ngram"}
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_choice_is_told_where_it_cannot_be_written(form: list[str], tmp_path: Path) -> None:
+    """It took minutes, and was lost for a full disk."""
+    with room_for(2000):
+        result = run(*TUNE, "--out", str(tmp_path / "tuned.json"), *form)
+    assert result.exit_code == 2
+    assert "tuned.json cannot be written" in result.stderr
+    assert "written to" not in result.stdout
+    assert '"out": null' in result.stdout if form else "speed by plain decoding" in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- two at once -----------------------------------------------------------------------------------------------------
+
+
+def test_two_trainings_do_not_fill_one_folder(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a\nb\n")
+    with only_writer(tmp_path / ".running"):
+        result = run("train", "medusa", "--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path))
+    assert result.exit_code == 2
+    assert "another process is writing" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("place", ["file", "file/folder"])
+def test_a_training_into_a_file_is_refused(place: str, tmp_path: Path) -> None:
+    """It was a traceback, after the model was loaded."""
+    (tmp_path / "file").write_text("a\nb\n")
+    result = run("train", "medusa", "--prompts", str(tmp_path / "file"), "--out", str(tmp_path / place))
+    assert result.exit_code == 2
+    assert "cannot be written" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--epochs nan", "--epochs inf", "--learning-rate nan", "--evaluate-tokens 0", "--own-prompts -1", "--patience -1"],
+)
+def test_numbers_that_no_training_has_are_refused(option: str, tmp_path: Path) -> None:
+    """Tracebacks, some of them after the answers were made."""
+    (tmp_path / "p.txt").write_text("a\nb\n")
+    name, value = option.split()
+    options = ["--prompts", str(tmp_path / "p.txt"), "--out", str(tmp_path / "out"), f"{name}={value}"]
+    result = run("train", "medusa", *options)
+    assert result.exit_code == 2
+    assert f"{name.strip('-').replace('-', '_')} is {value}" in " ".join(result.stderr.split())
+    assert not (tmp_path / "out").exists()
