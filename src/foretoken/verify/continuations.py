@@ -27,6 +27,15 @@ FIRST_REQUEST = 7919
 """Number of the first request, by which its seed is mixed: behind all samples that anything else draws."""
 
 
+def begun(prompts: Seq[list[int]], plain: Seq[Answer], max_tokens: int) -> list[list[int]]:
+    """Prompts, with none, a third and two thirds of what plain decoding greedily answered."""
+    return [
+        [*prompt, *(answer.samples[0].token_ids or ())[: max_tokens * part // 3]]
+        for prompt, answer in zip(prompts, plain, strict=True)
+        for part in (0, 1, 2)
+    ]
+
+
 def telling(subject: Subject, target: CausalLM, candidates: Seq[list[int]], seed: int) -> list[int]:
     """The prompt after which drafts are kept and rejected, and texts differ.
 

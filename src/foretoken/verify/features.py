@@ -34,6 +34,9 @@ LAWS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 """Settings whose law is enumerated; the first is the one the control is caught under."""
 
+CONTROL = "broken acceptance"
+"""What the control stands under, among settings."""
+
 LAWS_UNKEYED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("min-p 0.1", {"min_p": 0.1}),
     ("typical-p 0.7", {"typical_p": 0.7}),

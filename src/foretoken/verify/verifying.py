@@ -17,9 +17,9 @@ from foretoken.sessions.payoff import unsaid
 from foretoken.sessions.prompts import read_prompts
 from foretoken.testing import ungoverned
 from foretoken.testing.divergence import NEAR_TIES
-from foretoken.verify.continuations import DEPTH, FEWEST, draw, telling
+from foretoken.verify.continuations import DEPTH, FEWEST, begun, draw, telling
 from foretoken.verify.differences import Differences, logprob_finding, token_finding
-from foretoken.verify.features import LAWS, LAWS_UNKEYED, NUM_FIRST, Feature, features
+from foretoken.verify.features import CONTROL, LAWS, LAWS_UNKEYED, NUM_FIRST, Feature, features
 from foretoken.verify.laws import SHIFT, Law, ReferenceLaw, enumerate_law, judge_samples
 from foretoken.verify.second_draw import Tested, draw_again
 from foretoken.verify.subjects import Answer, BrokenSubject, FunctionSubject, LLMSubject, Subject, asked_for
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 SHARE_OF_LAWS = 0.45
 """Of the time, for law tests and the control, at most: settings whose tokens are compared go first."""
-
-CONTROL = "broken acceptance"
-"""What the control is named by, among settings."""
 
 SHARE_UNKEYED = 0.7
 """The same where sampled tokens are not compared."""
@@ -119,8 +116,8 @@ class _Work:
         self._num_laws = 0
         self._num_drafted = self._num_accepted = 0
         self._said: list[tuple[list[SamplingParams], list[Answer]]] = []
-        share, laws = (SHARE_OF_LAWS, LAWS) if self._subject.is_keyed else (SHARE_UNKEYED, (*LAWS, *LAWS_UNKEYED))
-        self._share, self._known_laws = share, laws
+        is_keyed, laws = self._subject.is_keyed, LAWS if self._subject.is_keyed else (*LAWS, *LAWS_UNKEYED)
+        self._share, self._known_laws = SHARE_OF_LAWS if is_keyed else SHARE_UNKEYED, laws
         self._asked: list[tuple[str, Check]] = [(CONTROL, "control"), *((name, "law") for name, _ in laws)]
 
     def run(self) -> Verdict:
@@ -134,14 +131,12 @@ class _Work:
             with finishing():
                 self._judge_laws()
             found = {(one.feature, one.check) for one in self._findings}
-            missing = [one for one in self._asked if one not in found]
-            self._findings += [Finding(feature, check, "left out", INTERRUPTED) for feature, check in missing]
-        promise = self._llm.promise.describe() if self._is_own else ""
+            self._findings += [Finding(*one, "left out", INTERRUPTED) for one in self._asked if one not in found]
         counts = self._subject.counts_drafts
         return Verdict(
             self._subject.name,
             self._plain.name,
-            promise,
+            self._llm.promise.describe() if self._is_own else "",
             tuple(self._findings),
             num_drafted=self._num_drafted if counts else None,
             num_accepted=self._num_accepted if counts else None,
@@ -237,7 +232,9 @@ class _Work:
         until = min(ends, time.monotonic() + self._share * self._budget)
         tests = [(name, keys) for name, keys in self._known_laws if not keys.keys() - self._subject.takes]
         self._num_laws = len(tests)
-        prompt = self._telling_prompt(plain)
+        self._progress("looking for a prompt after which drafts are kept and rejected")
+        candidates = begun(self._prompts, plain, self._max_tokens)
+        prompt = telling(self._subject, self._llm.target, candidates, self._seed)
         for place, (name, keys) in enumerate(tests):
             params = SamplingParams(**{"temperature": 1.0, "max_tokens": DEPTH, **keys})
             left = until - time.monotonic()
@@ -286,16 +283,6 @@ class _Work:
         )
         status: Any = "holds" if is_caught else "undecided"
         self._findings.append(Finding(CONTROL, "control", status, said, {**vars(test), **drafts}))
-
-    def _telling_prompt(self, plain: Seq[Answer]) -> list[int]:
-        """A prompt, with some of its greedy answer, after which samples tell much."""
-        self._progress("looking for a prompt after which drafts are kept and rejected")
-        candidates = [
-            [*prompt, *(answer.samples[0].token_ids or ())[: self._max_tokens * part // 3]]
-            for prompt, answer in zip(self._prompts, plain, strict=True)
-            for part in (0, 1, 2)
-        ]
-        return telling(self._subject, self._llm.target, candidates, self._seed)
 
     def _judge_laws(self) -> None:
         """Which law tests reject, all of them together: those that there was no time for count as tests that hold.
