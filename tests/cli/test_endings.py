@@ -113,7 +113,7 @@ def test_nothing_ends_what_is_finishing() -> None:
 
 
 def test_ctrl_c_while_the_command_is_imported_is_no_traceback(tmp_path: Path) -> None:
-    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    (tmp_path / "typer.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     done = subprocess.run(
         [sys.executable, "-m", "foretoken", "info"],
