@@ -61,7 +61,7 @@ def tune(
             check_picture(plot)
         with stages() as watch:
             choice, tuning, details = find_method(options, watch)
-        report = tuning.profile(choice, details).as_dict()
+        report = tuning.profile(choice, details).as_dict() | _pictured(plot)
         with finishing() if tuning.is_interrupted else nullcontext():
             _keep(
                 partial(keep_json, out, report),
@@ -110,7 +110,7 @@ def layer_skip(
             typer.echo("foretoken: interrupted before any set was tried; nothing was written", err=True)
             raise typer.Exit(EXIT_INTERRUPTED)
         with finishing() if result.is_interrupted else nullcontext():
-            report = job.finish(result)
+            report = job.finish(result) | _pictured(plot)
             _keep(
                 partial(job.layer_set(report).save, out),
                 out,
@@ -190,6 +190,10 @@ def _keep(write: Callable[[], object], out: Path, tell: Callable[[Path | None], 
         tell(None)
         raise
     tell(out)
+
+
+def _pictured(plot: Path | None) -> dict[str, str]:
+    return {} if plot is None else {"plot": str(plot)}
 
 
 def _put(report: dict[str, Any], out: Path | None) -> None:
