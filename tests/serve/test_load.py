@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import gc
 import json
@@ -23,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from foretoken.llm import LLM
-from foretoken.serve.bridge import Ticket, deliver_all, wait_for_sending
+from foretoken.serve.bridge import deliver_all
 from foretoken.serve.completions import KNOWN
 from foretoken.serve.fields import IGNORED, REFUSED, WITHOUT_EFFECT
 from foretoken.serve.offer import Offer
@@ -276,34 +275,6 @@ def test_figures_are_up_to_date_before_a_client_has_its_answer(
         assert figure(page, "num_requests_running") == figure(page, "num_requests_waiting") == 0
         assert figure(page, "e2e_request_latency_seconds_count") == number + 1
         assert sum(figures(page, "request_success_total")) == 2 * (number + 1)
-
-
-def test_the_engine_waits_until_its_news_is_sent(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sent within the next step, it took a processor from one of the threads that share the step."""
-    monkeypatch.setattr("foretoken.serve.bridge.SENDING_SECONDS", 60.0)
-    sent: list[Any] = []
-
-    async def serve() -> None:
-        tickets = [Ticket(served.llm, [{"prompt_token_ids": [1]}], []) for _ in range(3)]
-
-        async def client(ticket: Ticket) -> None:
-            while (news := await ticket.news()) is not None:
-                sent.append(news)
-
-        def engine() -> None:
-            loop = tickets[0]._loop
-            for number in range(1, 5):
-                deliver_all([(ticket, []) for ticket in tickets])
-                wait_for_sending(loop)
-                assert len(sent) == 3 * number
-            deliver_all([(ticket, None) for ticket in tickets])
-
-        await asyncio.gather(asyncio.to_thread(engine), *map(client, tickets))
-
-    asyncio.run(serve())
-    ended = asyncio.new_event_loop()
-    ended.close()
-    wait_for_sending(ended)  # nobody is there
 
 
 @pytest.mark.usefixtures("_governed")

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("foretoken.serve")
 
-SENDING_SECONDS = 0.005
-"""That the engine waits at most for what a step has brought to be sent."""
-
 News: TypeAlias = "list[StreamOutput] | Exception | None"
 """What has come for a request; an error that ends it; None at its end."""
 
@@ -86,18 +83,6 @@ def deliver_all(came: Sequence[tuple[Ticket, News]]) -> None:
     if came:
         with suppress(RuntimeError):  # the loop has ended, and who waited with it
             came[0][0]._loop.call_soon_threadsafe(_put_all, came)
-
-
-def wait_for_sending(loop: asyncio.AbstractEventLoop) -> None:
-    """Let an event loop send what was handed on, from the thread of the engine.
-
-    Sending takes a millisecond for eight clients. Within a step it takes the processor from one of the threads that
-    share the step, for which all others wait at every product: 0 to 3 % at eight rows on two cores.
-    """
-    sent = threading.Event()
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(loop.call_soon, sent.set)  # behind whoever was woken
-        sent.wait(SENDING_SECONDS)
 
 
 def _put_all(came: Sequence[tuple[Ticket, News]]) -> None:
@@ -247,8 +232,6 @@ class Bridge:
                 came.append((ticket, None))
         self._metrics.load(self._num_running, num_waiting)
         deliver_all(came)  # last, so that figures are up to date for whoever has an answer
-        if came:
-            wait_for_sending(came[0][0]._loop)
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
         """End a request with an error."""
