@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+import foretoken
 from foretoken import LLM, RequestOutput, SamplingParams, StructuredOutputs
 from foretoken.cli.options import StructureOptions
 from foretoken.config.structured import MAX_CHARACTERS
@@ -544,3 +547,49 @@ def test_hostile_grammars_are_bounded_in_time(name: str) -> None:
         (output,) = base().generate(PROMPTS[:1], params)
         assert len(output.outputs[0].token_ids) in range(1, 7)
     assert perf_counter() - start < 20
+
+
+ENDED_THE_PROCESS = """
+import json
+from foretoken import LLM, SamplingParams, StructuredOutputs
+from foretoken.errors import GrammarError
+
+def chain(kind, count):
+    if kind == "json":
+        links = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(count)}
+        return {"json": {"$ref": "#/$defs/a0", "$defs": {**links, f"a{count}": {"type": "integer"}}}}
+    first, link = ("r", "{0}{1}: {0}{2}") if kind == "rules" else ("T", '{0}{1}: "a" {0}{2}')
+    lines = [link.format(first, i, i + 1) for i in range(count)]
+    return {"grammar": "\\n".join([f"start: {first}0", *lines, f'{first}{count}: "a"'])}
+
+llm = LLM("zoo:tiny", "ngram")
+for kind, count in (("rules", 15_000), ("words", 11_000), ("json", 6_500)):
+    wanted = StructuredOutputs(**chain(kind, count))
+    llm.generate("Once", SamplingParams(temperature=0, max_tokens=6, structured_outputs=wanted))
+refused = 0
+for number in ("-9223372036854775808", "-9223372036854775296"):
+    for given in (
+        {"json": '{"const": %s}' % number},
+        {"json": {"enum": ["a", {"b": [int(number)]}]}},
+        {"grammar": 'start: %%json {"const": %s}' % number},
+    ):
+        try:
+            llm.generate("Once", SamplingParams(structured_outputs=StructuredOutputs(**given)))
+        except GrammarError as error:
+            refused += f"the integer {number} cannot be compiled; write it as {number}.0" in str(error)
+print("alive", refused)
+"""
+
+
+@pytest.mark.slow
+def test_no_grammar_ends_the_process(tmp_path: Path) -> None:
+    """Chains of 5,000 rules and the integer -2**63 overran the stack of llguidance and ended the server."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDED_THE_PROCESS],
+        env={**os.environ, "PYTHONPATH": str(Path(foretoken.__file__).parents[1])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.split()[-2:]) == (0, ["alive", "6"]), done.stderr[-2000:]

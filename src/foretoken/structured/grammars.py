@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
 from foretoken.config.structured import StructuredOutputs
@@ -21,6 +23,12 @@ MOST_KEPT = 64
 """Compiled grammars that are kept, those used last."""
 WHITE_SPACE = r"[ \t\n\r]{1,64}"
 """Between the parts of JSON by default: without a limit small models write it until their budget ends."""
+STACK_BYTES = 1 << 29
+"""Of the thread that compiles. llguidance goes one call deeper for every rule that names the next, some 2 kB each, of
+which `MAX_CHARACTERS` hold 15,000; a stack of 8 MB ended the process at 5,000. Only what is used takes memory."""
+_sizing = threading.Lock()  # the size of the next stack is the process's
+_ENDLESS = re.compile(r"-\d{19}(?![\d.eE])")
+"""Integers among which those that round to -2**63 send llguidance 1.9 into a recursion without end."""
 
 
 class Grammars:
@@ -61,7 +69,7 @@ class Grammars:
         if (found := self._known(wanted)) is not None:
             return found
         with self._compiling:  # others may take what is known meanwhile
-            found = self._known(wanted) or self._new(wanted)
+            found = self._known(wanted) or _on_large_stack(lambda: self._new(wanted))
             with self._lock:
                 self._compiled[wanted] = found
                 while len(self._compiled) > MOST_KEPT:
@@ -113,6 +121,37 @@ class Grammars:
             ) from None
 
 
+def _on_large_stack(compile: Callable[[], Matching]) -> Matching:
+    """What a function gives, in a thread of its own."""
+    result: Future[Matching] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(compile())
+        except BaseException as error:
+            result.set_exception(error)
+
+    with _sizing:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="foretoken-grammar", daemon=True).start()
+        except RuntimeError:
+            raise GrammarError(
+                f"no stack of {STACK_BYTES >> 20} MiB can be had for compiling structured_outputs; raise the limit of "
+                "the process's address space"
+            ) from None
+        finally:
+            threading.stack_size(before)
+    return result.result()
+
+
+def check_integers(text: str) -> None:
+    """Raises: ValueError for one at which llguidance would end the process."""
+    for found in _ENDLESS.finditer(text):
+        if float(found[0]) == -(2.0**63):
+            raise ValueError(f"the integer {found[0]} cannot be compiled; write it as {found[0]}.0")
+
+
 def refused(wanted: StructuredOutputs, reason: str) -> GrammarError:
     """The error for a grammar, with llguidance's reason."""
     said = "no text matches it" if reason.startswith("NoExtension") else first_line(reason)
@@ -129,6 +168,7 @@ def written(wanted: StructuredOutputs) -> str:
         texts = [json.dumps(text, ensure_ascii=False) for text in wanted.choice]
         return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {' | '.join(texts)}")  # one word: else 2,000 at most
     if wanted.grammar is not None:
+        check_integers(wanted.grammar)  # JSON schemas may stand in it
         return grammar_from("grammar", wanted.grammar)
     options: dict[str, Any] = {"whitespace_flexible": not wanted.disable_any_whitespace}
     if wanted.whitespace_pattern is not None:
@@ -136,4 +176,5 @@ def written(wanted: StructuredOutputs) -> str:
     elif not wanted.disable_any_whitespace:
         options["whitespace_pattern"] = WHITE_SPACE
     schema = '{"type": "object"}' if wanted.json is None else str(wanted.json)
+    check_integers(schema)
     return LLMatcher.grammar_from_json_schema(schema, overrides=cast("JsonCompileOptions", options))
