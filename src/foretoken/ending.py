@@ -12,7 +12,6 @@ from types import FrameType
 ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 """Ctrl-C; what schedulers and service managers send; and that of a terminal that is gone."""
 
-
 PAUSE_SECONDS = 1.0
 """After a signal, in which others are taken for the same one: keys are pressed twice, and groups signalled twice."""
 

@@ -66,7 +66,7 @@ def tune(
             _keep(
                 partial(keep_json, out, report),
                 out,
-                lambda kept: _put(report, kept) if as_json else show_choice(choice, details, kept),
+                partial(_put, report) if as_json else partial(show_choice, choice, details),
             )
             if plot is not None:
                 from foretoken.tune.picture import plot_choice
@@ -114,7 +114,7 @@ def layer_skip(
             _keep(
                 partial(job.layer_set(report).save, out),
                 out,
-                lambda kept: _put(report, kept) if as_json else _show(report, kept),
+                partial(_put if as_json else _show, report),
             )
             if plot is not None:
                 from foretoken.tune.picture import plot_search
@@ -145,7 +145,7 @@ def tree(
         _keep(
             partial(found.chosen.save, out, **details),
             out,
-            lambda kept: _put(report, kept) if as_json else show_tree(found, details, kept),
+            partial(_put, report) if as_json else partial(show_tree, found, details),
         )
 
 
@@ -171,7 +171,7 @@ def profile(
         _keep(
             partial(keep_json, out, report),
             out,
-            lambda kept: _put(report, kept) if as_json else show_profile(found, details, kept),
+            partial(_put, report) if as_json else partial(show_profile, found, details),
         )
 
 
@@ -193,6 +193,7 @@ def _keep(write: Callable[[], object], out: Path, tell: Callable[[Path | None], 
 
 
 def _pictured(plot: Path | None) -> dict[str, str]:
+    """What a report says of its picture."""
     return {} if plot is None else {"plot": str(plot)}
 
 

@@ -78,9 +78,8 @@ def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _reads_half(device: torch.device, dtype: torch.dtype, structure: Callable[[], nn.Module] | None) -> bool:
     """Whether kernels of the library multiply every weight of a model on a CPU that has no bfloat16 products."""
-    if device.type != "cpu" or dtype != torch.bfloat16 or packed_dtype(dtype) is None:
-        return False
-    if structure is None or library() is None:
+    is_packed = device.type == "cpu" and dtype == torch.bfloat16 and packed_dtype(dtype) is not None
+    if not is_packed or structure is None or library() is None:
         return False
     # torch's own products, of experts and of layers of another class, take two to five times as long in bfloat16 there
     model = structure()
