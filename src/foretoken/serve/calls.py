@@ -19,12 +19,16 @@ class CallReader:
 
     A call is ``<tool_call>`` with a JSON object, or a list of them, of a name and arguments. What is none stays text.
 
+    Args:
+      is_single: tell the first call alone, as vLLM does, and nothing of others.
+
     Attributes:
       num_calls: found so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_single: bool = False) -> None:
         self.num_calls = 0
+        self._is_single = is_single
         self._held = ""
 
     @property
@@ -50,7 +54,7 @@ class CallReader:
                 break
             found = _calls(inside)
             text += before if found else before + opened + inside + closed
-            calls += [self._numbered(call) for call in found]
+            calls += [self._numbered(call) for call in found if not (self._is_single and self.num_calls)]
             self._held = after
         if self.num_calls and not text.strip():
             text = ""  # line ends around calls

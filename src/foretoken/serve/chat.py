@@ -16,6 +16,7 @@ from foretoken.serve.calls import joined
 from foretoken.serve.errors import ApiError
 from foretoken.serve.fields import REFUSED, SHARED, Fields, shown, text_of, wrong_field
 from foretoken.serve.form import ChoicesForm
+from foretoken.serve.functions import called, with_tools
 from foretoken.serve.tokens import chat_logprobs, prompt_tables
 from foretoken.serve.tools import Tools, read_tools
 from foretoken.sessions.prompts import chat_text
@@ -56,8 +57,9 @@ def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) ->
 
     Raises: as `read_conversation`.
     """
+    body, has_functions = with_tools(body)
     asking, tools = read_conversation(body, served, settings)
-    return asking, ChatForm(asking, served, tools)
+    return asking, ChatForm(asking, served, tools, has_functions)
 
 
 def read_conversation(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[Asking, Tools]:
@@ -182,13 +184,15 @@ class ChatForm(ChoicesForm):
 
     Args:
       tools: that the model may call, or must.
+      has_functions: whether calls are told as those of functions were before there were tools.
     """
 
     prefix = "chatcmpl"
     kinds = ("chat.completion", "chat.completion.chunk")
 
-    def __init__(self, asking: Asking, served: Served, tools: Tools) -> None:
+    def __init__(self, asking: Asking, served: Served, tools: Tools, has_functions: bool = False) -> None:
         super().__init__(asking, served)
+        self._has_functions = has_functions
         self._readers = [tools.reader() for _ in range(asking.params.n)]
         self._tools = tools
 
@@ -216,12 +220,21 @@ class ChatForm(ChoicesForm):
             if self._tools.forced:
                 del said["content"]
             if calls:
-                said["tool_calls"] = calls
-            reason = "tool_calls" if reason == "stop" and reader.ends_with_calls else reason
+                said |= self._told(calls)
+            reason = self._reason if reason == "stop" and reader.ends_with_calls else reason
         choice = self._choice(delta.index, "delta", said, reason, delta.stop_reason if is_last else None)
         if delta.logprobs is not None:
             choice["logprobs"] = self._logprobs(delta.token_ids[part], delta.logprobs[part])
         return self._tell(choice, delta, part)
+
+    def _told(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        """Calls, or pieces of them, as a message has them."""
+        return called(calls) if self._has_functions else {"tool_calls": calls}
+
+    @property
+    def _reason(self) -> str:
+        """Why a text ends that the model ends with calls."""
+        return "function_call" if self._has_functions else "tool_calls"
 
     def _logprobs(self, ids: Sequence[int], tables: Sequence[Mapping[int, Any]]) -> dict[str, Any]:
         return chat_logprobs(self._names, ids, tables, self._asking.params.logprobs or 0)
@@ -238,10 +251,10 @@ class ChatForm(ChoicesForm):
             if (reader := self._tools.reader()) is not None:
                 message["content"], calls = reader.read(text.text, is_last=True)
                 if calls:
-                    message["tool_calls"] = joined(calls)
+                    message |= self._told(joined(calls))
                 if calls or self._tools.forced:
                     message["content"] = message["content"] or None
-                reason = "tool_calls" if reason == "stop" and reader.ends_with_calls else reason
+                reason = self._reason if reason == "stop" and reader.ends_with_calls else reason
             choice = self._choice(text.index, "message", message, reason, text.stop_reason)
             if text.logprobs is not None:
                 choice["logprobs"] = self._logprobs(text.token_ids, text.logprobs)

@@ -50,7 +50,7 @@ class Tools:
         """What takes calls out of a text; None where there are none in it."""
         if self.forced:
             return ForcedReader(self.is_named)
-        return CallReader() if self.offered else None
+        return CallReader(self.is_single) if self.offered else None
 
     @property
     def form(self) -> dict[str, Any] | None:
