@@ -21,6 +21,7 @@ from foretoken.errors import ConfigError
 
 if sys.platform != "win32":
     import fcntl
+    import pwd
 
 CACHE_VARIABLE = "FORETOKEN_CACHE"
 
@@ -34,12 +35,23 @@ def cache_folder(*parts: str) -> Path:
     """
     chosen, standard = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME")
     if chosen:
-        root = Path(os.path.expanduser(chosen))
+        root = _home() / chosen[2:] if f"{chosen}/".startswith("~/") else Path(os.path.expanduser(chosen))
     elif standard and os.path.isabs(standard):  # a relative one is to be ignored, says the standard
         root = Path(standard) / "foretoken"
     else:
-        root = Path(os.path.expanduser("~/.cache/foretoken"))
+        root = _home() / ".cache" / "foretoken"
     return root.joinpath(*parts)
+
+
+def _home() -> Path:
+    """The user's home; an empty ``$HOME`` is as none, and who has no home anywhere gets a folder that is not there."""
+    named = os.environ.get("HOME") or ""
+    if named or sys.platform == "win32":
+        return Path(os.path.expanduser("~"))
+    try:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:  # a number without a name, as in containers
+        return Path("/nonexistent")
 
 
 def temporary_folder(*parts: str) -> Path:

@@ -15,6 +15,7 @@ import tempfile
 import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -451,6 +452,30 @@ def test_the_cache_is_where_the_user_wants_it(
     for name, value in {"HOME": "/home/me", **variables}.items():
         monkeypatch.setenv(name, value)
     assert cache_folder("zoo") == Path(expected)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="users are looked up otherwise there")
+@pytest.mark.parametrize("home", ["", None])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_without_a_home_in_the_environment_the_users_own_is_taken(
+    home: str | None, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty one made ``/.cache`` the cache, so that everything was converted and compiled again; a user who has none
+    at all, a number in a container, got a folder named ``~`` wherever the command was begun."""
+
+    def entry(_: int) -> Any:
+        if is_known:
+            return SimpleNamespace(pw_dir="/home/me")
+        raise KeyError
+
+    for name in ("FORETOKEN_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
+    monkeypatch.setattr("pwd.getpwuid", entry)
+    assert cache_folder("zoo") == Path("/home/me" if is_known else "/nonexistent", ".cache/foretoken/zoo")
+    monkeypatch.setenv("FORETOKEN_CACHE", "~/a")
+    assert cache_folder("zoo") == Path("/home/me" if is_known else "/nonexistent", "a/zoo")
 
 
 # -- the real model ----------------------------------------------------------------------------------------------------
