@@ -193,6 +193,17 @@ class LLM:
         other._speculate(SpeculativeConfig.parse(speculative_config))
         return other
 
+    def with_chunks_of(self, prefill_chunk_size: int) -> LLM:
+        """The same target and drafter with prompts read in chunks of another size; this LLM stays as it is.
+
+        Chunks of another size leave other bits in the cache, so that no prefixes are shared.
+        """
+        other = copy.copy(self)
+        other.engine_config = replace(self.engine_config, prefill_chunk_size=prefill_chunk_size)
+        other._prefixes = None
+        other._speculate(self.speculative_config)
+        return other
+
     def __repr__(self) -> str:
         info = self.model_info
         return (

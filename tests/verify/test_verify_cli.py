@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,13 @@ from foretoken import LLM, SamplingParams
 from foretoken.bench.arms import generation_config, without_advice
 from foretoken.cli import app
 from foretoken.errors import ConfigError
+from foretoken.serve.offer import Offer
 from foretoken.verify import LLMSubject, ServerSubject, TransformersSubject, verify, verifying
-from foretoken.verify.continuations import draw
+from foretoken.verify.continuations import FEWEST, draw
+from foretoken.verify.laws import ReferenceLaw
+from serving import running
 
+QUESTIONS = ["Once upon a time there was a boy. Once upon a time", "A lion"]
 TINY = ["verify", "zoo:tiny", "--dtype", "float32", "--max-new-tokens", "8"]
 
 
@@ -288,6 +293,55 @@ def test_llama_cpp_is_asked_in_its_own_words() -> None:
     last = LlamaCpp.asked[-1]
     assert (last["top_k"], last["top_p"], last["min_p"], last["repeat_penalty"]) == (0, 1.0, 0.0, 1.5)
     assert "repetition_penalty" not in last
+
+
+def test_a_server_of_this_library_is_held_to_the_tokens_of_plain_decoding_in_its_own_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It reads prompts in chunks of 64 and plain decoding had them in 512: a near-tie was "undecided" by a gap of 0.04.
+
+    Its seeds were taken for those of a stranger, so that no sampled token was compared.
+    """
+    monkeypatch.setattr(verifying, "draw", partial(draw, num_samples=FEWEST))
+    llm = LLM("zoo:tiny", "suffix", dtype="float32", prefill_chunk_size=3)
+    with running(Offer.of(["tiny"], []).over(llm)) as server:
+        subject = ServerSubject(server.server.address)
+        assert (subject.prefill_chunk_size, subject.is_keyed) == (3, True)
+        found = verify(LLM("zoo:tiny", dtype="float32"), QUESTIONS, subject, max_tokens=6, budget_seconds=1e6)
+    tokens = {one.feature: one.status for one in found.findings if one.check == "tokens"}
+    assert set(tokens.values()) == {"holds"}, tokens
+    assert {"sampled", "samples of a prompt", "typical-p", "no repeated 3-gram", "stop token"} <= tokens.keys()
+    assert found.status == "lossless", found.sentence()
+
+
+@pytest.mark.parametrize(("size", "own"), [(3, 512), (None, 512), (None, 5)])
+def test_plain_decoding_and_its_law_read_prompts_as_the_subject_does(
+    size: int | None, own: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Laws were enumerated over chunks of 512, whatever the model's were: other bits, where a nucleus may end."""
+    read: list[int] = []
+    before = ReferenceLaw.__init__
+
+    def noting(self: ReferenceLaw, *given: Any) -> None:
+        read.append(given[3])
+        before(self, *given)
+
+    monkeypatch.setattr(ReferenceLaw, "__init__", noting)
+    llm = LLM("zoo:tiny", dtype="float32", prefill_chunk_size=own)
+    subject = LLMSubject(llm.with_chunks_of(size or own), "it")
+    subject.prefill_chunk_size = size
+    engines: set[int] = set()
+    generate = LLMSubject.generate
+
+    def seen(self: LLMSubject, *given: Any) -> Any:
+        engines.add(self.llm.engine_config.prefill_chunk_size)
+        return generate(self, *given)
+
+    monkeypatch.setattr(LLMSubject, "generate", seen)
+    found = verify(llm, ["Once upon a time"], subject, max_tokens=4, budget_seconds=1.0)
+    assert found.status != "not lossless"
+    assert engines == {size or own} == set(read)
+    assert llm.engine_config.prefill_chunk_size == own
 
 
 def test_texts_of_other_lengths_are_told_in_json_that_every_reader_takes(

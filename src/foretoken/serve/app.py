@@ -227,6 +227,8 @@ class Application:
             "root": served.name,
             "max_model_len": served.max_model_len,
             "method": llm.speculative_config.title,
+            "rejection_sample_method": llm.engine_config.acceptance,
+            "prefill_chunk_size": llm.engine_config.prefill_chunk_size,
         }
 
     # -- tokens ----------------------------------------------------------------------------------------------------

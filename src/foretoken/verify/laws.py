@@ -67,9 +67,17 @@ class ReferenceLaw:
     Args:
       target: the model.
       params: how tokens are sampled: by temperature, top-k, top-p, min-p, typical-p, penalties and biases alone.
+      chunk_size: in which the prompt is read, as by the engine that is judged.
     """
 
-    def __init__(self, target: CausalLM, prompt: Seq[int], params: SamplingParams) -> None:
+    def __init__(
+        self,
+        target: CausalLM,
+        prompt: Seq[int],
+        params: SamplingParams,
+        chunk_size: int = EngineConfig.prefill_chunk_size,
+    ) -> None:
+        self._chunk_size = chunk_size
         self._target = target
         self._prompt = list(prompt)
         self._params = params
@@ -110,7 +118,7 @@ class ReferenceLaw:
     @cached_property
     def _cache(self) -> KVCache:
         """Holds the prompt but its last token, read as an engine reads it; drafts behind it are never committed."""
-        read, size = self._prompt[:-1], EngineConfig.prefill_chunk_size
+        read, size = self._prompt[:-1], self._chunk_size
         cache = self._target.new_cache(1)
         for start in range(0, len(read), size):
             chunk = read[start : start + size]

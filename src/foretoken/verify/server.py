@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
+from foretoken.config.acceptance import RULES
 from foretoken.config.sampling import SamplingParams
 from foretoken.errors import ConfigError
 from foretoken.law.noise import mix
@@ -22,6 +23,9 @@ from foretoken.verify.subjects import Answer, Sample, Subject
 OPENAI = frozenset({"temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty", "logit_bias"})
 EXTRAS = frozenset({"top_k", "min_p", "repetition_penalty", "ignore_eos"})
 """Fields beyond OpenAI's that vLLM and this library's server take by the same names."""
+
+FORETOKEN = frozenset({"typical_p", "no_repeat_ngram_size", "stop_token_ids"})
+"""Fields that this library's server takes besides."""
 
 LLAMA_CPP = {"return_tokens": True, "verbose": True, "top_k": 0, "min_p": 0.0, "repeat_last_n": 2**16}
 """What llama.cpp's server is told besides: to hand out token ids, and not to cut the law off as it does by itself."""
@@ -38,7 +42,8 @@ class ServerSubject(Subject):
 
     Where it returns token ids (``return_token_ids``, as vLLM and this library do; llama.cpp in its own way), those are
     compared; else its text. Samples that it refuses to draw together are asked for one by one. Where it is busy (429 or
-    503), it is asked again.
+    503), it is asked again. This library's server says how it reads prompts, and whether its rule keeps the tokens of
+    plain decoding: then sampled ones are compared, too.
 
     Args:
       url: ``http://host:port``, with or without ``/v1``.
@@ -68,6 +73,8 @@ class ServerSubject(Subject):
         first = self._first_model()
         self._model = model or str(first.get("id"))
         self._is_llama_cpp = first.get("owned_by") == "llamacpp"
+        if first.get("owned_by") == "foretoken":
+            self._is_of_foretoken(first)
         self._draws_several = True
         self.name = f"{self._model} at {parts.netloc}"
 
@@ -103,7 +110,7 @@ class ServerSubject(Subject):
         if params.logit_bias:
             body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
         if params.seed is not None:
-            body["seed"] = params.seed % 2**31
+            body["seed"] = params.seed if self.is_keyed else params.seed % 2**31
         answer = self._ask("/completions", body)
         choices = answer.get("choices")
         if not isinstance(choices, list) or not all(isinstance(one, dict) for one in choices):
@@ -117,6 +124,13 @@ class ServerSubject(Subject):
         if sorted(map(str, places)) == sorted(map(str, range(params.n))):  # else they come in their order
             choices.sort(key=lambda one: int(one["index"]))
         return tuple(map(_sample, choices))
+
+    def _is_of_foretoken(self, card: Mapping[str, Any]) -> None:
+        """What this library's server says of a model; of older ones nothing is known."""
+        size, rule = card.get("prefill_chunk_size"), RULES.get(str(card.get("rejection_sample_method")))
+        self.takes |= FORETOKEN
+        self.prefill_chunk_size = size if type(size) is int and size > 0 else None
+        self.is_keyed = rule is not None and rule.keeps_tokens
 
     def _first_model(self) -> Mapping[str, Any]:
         listed = self._ask("/models", None).get("data")

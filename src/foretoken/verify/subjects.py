@@ -60,12 +60,15 @@ class Subject(ABC):
       takes: fields of `SamplingParams` that it can be asked for; features that need others are left out by name.
       is_keyed: sampled texts are to be those of plain decoding with the same seed; else their law is tested alone.
       counts_drafts: what it answers says how many tokens were drafted.
+      prefill_chunk_size: in which it reads prompts, where it is this library's and says so: chunks of another size are
+        rounded otherwise, so plain decoding beside it reads them alike.
     """
 
     name: str
     takes: frozenset[str] = ALL
     is_keyed = False
     counts_drafts = False
+    prefill_chunk_size: int | None = None
 
     @abstractmethod
     def generate(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> list[Answer]:

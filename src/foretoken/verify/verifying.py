@@ -103,14 +103,15 @@ class _Work:
         self._ends = self._began + budget
         self._budget, self._rate, self._seed, self._progress = budget, rate, seed, progress
         self._draw = partial(draw, seed=seed)
+        if subject and subject.prefill_chunk_size:
+            llm = llm.with_chunks_of(subject.prefill_chunk_size)
         self._llm = llm.with_speculative_config(llm.speculative_config)  # whose engine is made now
         self._plain = LLMSubject(llm.with_speculative_config(None), "plain decoding")
         self._subject = subject or LLMSubject(self._llm)
         self._is_own = subject is None
         self._prompts, self._max_tokens = prompts, max_tokens
         self._differences = Differences(llm.target, llm.tokenizer, prompts)
-        keeps_bits = self._is_own and self._llm.promise.keeps_bits
-        self._near_tie = 0.0 if keeps_bits else NEAR_TIES[llm.target.dtype]
+        self._near_tie = 0.0 if self._is_own and self._llm.promise.keeps_bits else NEAR_TIES[llm.target.dtype]
         self._findings: list[Finding] = []
         self._laws: list[Tested] = []
         self._num_laws = 0
@@ -242,7 +243,7 @@ class _Work:
                 self._findings.append(Finding(name, "law", "left out", f"no time was left of {self._budget:g} s"))
                 continue
             self._progress(f"{name}: law of {DEPTH} tokens")
-            after = ReferenceLaw(self._llm.target, prompt, params)
+            after = ReferenceLaw(self._llm.target, prompt, params, self._llm.engine_config.prefill_chunk_size)
             law = enumerate_law(after, DEPTH, self._llm.eos_token_ids)
             share = left / (len(tests) - place + (0.5 if place == 0 else 0))
             try:
