@@ -473,3 +473,21 @@ def test_demo_in_a_terminal(columns: int) -> None:
     assert "\x1b[32m" in text  # drafted tokens are coloured
     table = text[text.rindex("speed") :].replace("\r", "")
     assert max(map(len, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", table).splitlines())) <= columns
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["zoo:no-such"], "'no-such' is not a model of the zoo"),
+        (["--num-prompts", "4", "zoo:no-such", "--budget", "5"], "'no-such' is not a model of the zoo"),
+        (["./nowhere"], "nowhere does not exist"),
+        (["zoo:tiny", "--model", "zoo:tiny"], "named twice"),
+        (["-m", "zoo:tiny", "zoo:tiny"], "named twice"),
+        (["tre"], "No such command 'tre'"),
+    ],
+)
+def test_tune_takes_the_model_as_its_argument(words: list[str], said: str) -> None:
+    """As info and verify do: it said that there is no command ``zoo:tiny``."""
+    result = run("tune", *words)
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())

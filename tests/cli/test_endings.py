@@ -8,21 +8,27 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from foretoken import zoo
 from foretoken.bench.parts import UnequalOutputsError
 from foretoken.cli import app, comparison
 from foretoken.cli import bench as cli_bench
 from foretoken.ending import ENDING, finishing
+from foretoken.engine.engine import Engine
 from foretoken.folders import only_writer
+from foretoken.heads.checkpoint import write_checkpoint
+from foretoken.heads.medusa_hydra import HeadsShape, MedusaHeads
+from foretoken.heads.medusa_hydra_layouts import write_medusa
 from foretoken.tune.tuning import Tuning
 from small_disk import room_for
 
+HIDDEN_SIZE = int(json.loads((zoo.path("tiny") / "config.json").read_text())["hidden_size"])
 TINY = ["--model", "zoo:tiny"]
 
 
@@ -210,6 +216,68 @@ def test_a_choice_is_made_of_what_was_counted(
         found = json.loads(result.stdout)
         assert found["is_interrupted"]
         assert {one["name"].partition(",")[0] for one in found["compared"]} == {"plain decoding", "ngram"}
+
+
+def ended_after(number: int) -> Callable[[Engine], Iterator[Any]]:
+    """`Engine.run` with Ctrl-C after so many steps."""
+    run_whole = Engine.run
+
+    def run(engine: Engine) -> Iterator[Any]:
+        for count, outputs in enumerate(run_whole(engine)):
+            if count == number:
+                raise KeyboardInterrupt
+            yield outputs
+
+    return run
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+@pytest.mark.parametrize(("number", "kept"), [(12, True), (0, False)])
+def test_a_tree_is_grown_from_what_was_decoded(
+    number: int, kept: bool, form: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tune tree` and `tune profile` lost everything but the costs of forwards."""
+    monkeypatch.setattr(Engine, "run", ended_after(number))
+    write_checkpoint(tmp_path / "heads", *write_medusa(MedusaHeads(HeadsShape(HIDDEN_SIZE, 0, 3))))
+    options = ["--num-prompts", "2", "--max-new-tokens", "24", "--max-nodes", "6", "--heads", str(tmp_path / "heads")]
+    result = run("tune", "tree", "zoo:tiny", *options, "--out", str(tmp_path / "tree.json"), *form)
+    assert result.exit_code == 130, result.output
+    assert (tmp_path / "tree.json").exists() == kept
+    if kept:
+        found = json.loads((tmp_path / "tree.json").read_text())
+        assert found["is_interrupted"]
+        assert 0 < found["num_places"] < 2 * 24
+        assert "interrupted" in result.stdout
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+@pytest.mark.parametrize(("number", "kept"), [(12, True), (0, False)])
+def test_a_profile_is_of_what_was_decoded(
+    number: int, kept: bool, form: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "run", ended_after(number))
+    options = [
+        "--num-prompts",
+        "3",
+        "--max-new-tokens",
+        "24",
+        "--batch-sizes",
+        "1",
+        "--contexts",
+        "64",
+        "--repeats",
+        "1",
+    ]
+    options += ["--contexts", "64", "--check", "--method", "draft_model", "--out", str(tmp_path / "profile.json")]
+    result = run("tune", "profile", "zoo:tiny", *options, *form)
+    assert result.exit_code == 130, result.output
+    assert (tmp_path / "profile.json").exists() == kept
+    if kept:
+        found = json.loads((tmp_path / "profile.json").read_text())
+        assert found["is_interrupted"]
+        assert found["settings"]
+        assert "interrupted" in result.stdout
+        assert "check" not in found
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -42,7 +43,7 @@ class ProfileOptions(TuneOptions):
 
 
 def find_profile(options: ProfileOptions, say: Callable[[str], None]) -> tuple[Profile, dict[str, Any]]:
-    """Measure; the profile, and what is to be known about it.
+    """Measure; the profile, and what is to be known about it. Ctrl-C ends the texts, once steps are timed.
 
     Raises: ConfigError, CheckpointError, PromptError, UnsupportedModelError.
     """
@@ -68,6 +69,7 @@ def find_profile(options: ProfileOptions, say: Callable[[str], None]) -> tuple[P
         wanted = SpeculativeConfig(**{**fixed, "num_speculative_tokens": length})
         return llm.with_speculative_config(wanted).drafting.new_drafter()
 
+    interrupted = Event()
     found, share = profiles.measure(
         llm.target,
         config.method,
@@ -79,9 +81,14 @@ def find_profile(options: ProfileOptions, say: Callable[[str], None]) -> tuple[P
         contexts=contexts,
         repeats=options.repeats,
         say=say,
+        interrupted=interrupted,
     )
-    details: dict[str, Any] = {"found_by": "foretoken tune profile", "share_of_steps": share}
-    if options.check:
+    details: dict[str, Any] = {
+        "found_by": "foretoken tune profile",
+        "is_interrupted": interrupted.is_set(),
+        "share_of_steps": share,
+    }
+    if options.check and not interrupted.is_set():
         best = profiles.nearest_setting(found.settings, prompts, options.max_new_tokens)
         if best is None or best.num_speculative_tokens == 0:
             raise ConfigError("there is nothing to check: plain decoding is expected to be best at one row")
@@ -108,6 +115,8 @@ def _counts(option: str, text: str) -> list[int]:
 def show_profile(found: Profile, details: dict[str, Any], out: Path | None) -> None:
     """The profile for people."""
     console = Console(highlight=False)
+    if details["is_interrupted"]:
+        console.print("interrupted: this is what the texts said by then")
     rates = ", ".join(f"{rate:.2f}" for rate in found.acceptance[:8])
     console.print(f"{found.method}: {details['share_of_steps']:.0%} of the steps had a draft")
     console.print(f"chance of the next drafted token, by depth: {rates}")

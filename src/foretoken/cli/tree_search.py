@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -43,11 +44,14 @@ class TreeOptions(TuneOptions):
 def find_tree(options: TreeOptions) -> tuple[TreeSearch, dict[str, Any]]:
     """Measure what the heads get right and what steps cost; the search, and what is to be known about it.
 
+    Ctrl-C ends the texts; costs are then timed once each.
+
     Raises: ConfigError, CheckpointError, PromptError, UnsupportedModelError.
     """
     from foretoken.bench.provenance import conditions
     from foretoken.config.sampling import SamplingParams
     from foretoken.drafters.heads.eagle import EagleDrafter
+    from foretoken.errors import ConfigError
     from foretoken.tune.hits import measured_hits, watched_hits
     from foretoken.tune.trees import measured_costs, search
 
@@ -58,19 +62,27 @@ def find_tree(options: TreeOptions) -> tuple[TreeSearch, dict[str, Any]]:
     params = SamplingParams(
         temperature=options.temperature, max_tokens=options.max_new_tokens, ignore_eos=True, seed=options.seed
     )
-    if isinstance(drafter, EagleDrafter):
-        hits = watched_hits(llm.target, drafter, prompts, params, llm.speculative_config.num_speculative_tokens)
-    else:
-        hits = measured_hits(llm.target, drafter, prompts, params)
-    longest = max(prompts, key=len)
+    interrupted = Event()
+    try:
+        if isinstance(drafter, EagleDrafter):
+            depth = llm.speculative_config.num_speculative_tokens
+            hits = watched_hits(llm.target, drafter, prompts, params, depth, interrupted)
+        else:
+            hits = measured_hits(llm.target, drafter, prompts, params, interrupted)
+    except ConfigError:
+        if interrupted.is_set():  # too early to tell anything
+            raise KeyboardInterrupt from None
+        raise
+    longest, repeats = max(prompts, key=len), 1 if interrupted.is_set() else options.repeats
     found = search(
         hits,
         options.max_nodes,
-        lambda tree: measured_costs(llm.target, drafter, tree, longest, options.repeats),
+        lambda tree: measured_costs(llm.target, drafter, tree, longest, repeats),
         options.nodes,
     )
     details = {
         "found_by": "foretoken tune tree",
+        "is_interrupted": interrupted.is_set(),
         "method": llm.speculative_config.method,
         "num_nodes": found.best.num_nodes,
         "tokens_per_step": found.best.tokens_per_step,
@@ -121,6 +133,8 @@ def _drafter(llm: LLM) -> Any:
 def show_tree(found: TreeSearch, details: dict[str, Any], out: Path | None) -> None:
     """The search for people."""
     console = Console(highlight=False)
+    if details["is_interrupted"]:
+        console.print("interrupted: this is what the texts said by then, with costs timed once each")
     accuracies = Table(title=f"how often the candidate of each rank was right, at {details['num_places']} places")
     accuracies.add_column("head")
     for rank in range(_SHOWN_RANKS):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from foretoken.cli.choosing import ChoosingOptions, find_method, show_choice
 from foretoken.cli.layer_search import SearchJob, SearchOptions, words
@@ -26,7 +27,26 @@ from foretoken.progress import stages
 if TYPE_CHECKING:
     from foretoken.tune.layer_sets import SearchResult
 
-app = typer.Typer(name="tune", help="The best method and settings here; or a search for one drafter.")
+
+class ModelOrVerb(TyperGroup):
+    """Takes the model where the name of a verb would stand, as other verbs do: ``tune zoo:tiny``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _, rest, _ = self.make_parser(ctx).parse_args(list(args))
+        if rest and rest[0] not in self.commands and is_a_model(rest[0]):
+            before = args[: len(args) - len(rest)]
+            if any(one.partition("=")[0] in ("--model", "-m") for one in before + rest[1:]):
+                raise typer.BadParameter(f"the model is named twice: {rest[0]}, and by --model", ctx)
+            args = [*before, "--model", *rest]
+        return super().parse_args(ctx, args)
+
+
+def is_a_model(word: str) -> bool:
+    """Whether a word can be a model, and no misspelt verb: ``zoo:NAME``, a hub id or a path."""
+    return ":" in word or "/" in word or Path(word).exists()
+
+
+app = typer.Typer(name="tune", cls=ModelOrVerb, help="The best method and settings here; or a search for one drafter.")
 
 
 @app.callback(invoke_without_command=True)
@@ -135,18 +155,22 @@ def tree(
     """Find the draft tree with which heads are fastest here (methods medusa, hydra and eagle).
 
     The target writes texts of its own; the candidates of the heads are held against them. Trees of every size are grown
-    from what was right how often, and steps of every size are timed.
+    from what was right how often, and steps of every size are timed. Ctrl-C ends the texts and keeps the tree of what
+    they said by then.
     """
     with exit_codes():
         check_place(out)
         options.check_prompts()
         found, details = find_tree(options)
         report = {"paths": [list(path) for path in found.chosen.paths], **details}
-        _keep(
-            partial(found.chosen.save, out, **details),
-            out,
-            partial(_put, report) if as_json else partial(show_tree, found, details),
-        )
+        with finishing() if details["is_interrupted"] else nullcontext():
+            _keep(
+                partial(found.chosen.save, out, **details),
+                out,
+                partial(_put, report) if as_json else partial(show_tree, found, details),
+            )
+        if details["is_interrupted"]:
+            raise typer.Exit(EXIT_INTERRUPTED)
 
 
 @app.command("profile")
@@ -160,7 +184,8 @@ def profile(
     """Measure what drafting costs and brings here, and the length of draft that is best by batch and context.
 
     The target continues the prompts with drafts of one token and with the longest; steps of every number of nodes are
-    timed, interleaved. generate, chat and others begin with what the file holds (--profile-file).
+    timed, interleaved. generate, chat and others begin with what the file holds (--profile-file). Ctrl-C while the
+    prompts are decoded keeps the profile of what they said by then.
     """
     with exit_codes():
         check_place(out)
@@ -168,11 +193,14 @@ def profile(
 
         found, details = find_profile(options, say if sys.stderr.isatty() else lambda _: None)
         report = {**found.as_dict(), **details}
-        _keep(
-            partial(keep_json, out, report),
-            out,
-            partial(_put, report) if as_json else partial(show_profile, found, details),
-        )
+        with finishing() if details["is_interrupted"] else nullcontext():
+            _keep(
+                partial(keep_json, out, report),
+                out,
+                partial(_put, report) if as_json else partial(show_profile, found, details),
+            )
+        if details["is_interrupted"]:
+            raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _keep(write: Callable[[], object], out: Path, tell: Callable[[Path | None], None]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from statistics import fmean, median, quantiles
+from threading import Event
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from foretoken.engine.costs import Prices
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.governor import Governor
-from foretoken.tune.walk import CountedStep, Counts, RecordedText, Walk
+from foretoken.tune.walk import CountedStep, Counts, RecordedText, Walk, until_interrupted
 
 if TYPE_CHECKING:
     from foretoken.model.lm import CausalLM
@@ -191,6 +192,7 @@ def decoded(
     texts: Seq[RecordedText],
     prices: Prices,
     say: Callable[[int], None] = lambda _: None,
+    interrupted: Event | None = None,
 ) -> SettingCounts:
     """The arm of a setting whose drafts need the target: the prompts are decoded, several rows at a time.
 
@@ -198,22 +200,31 @@ def decoded(
 
     Args:
       say: told how many prompts are done.
+      interrupted: set where Ctrl-C ended the texts early, so that some are shorter or missing; without one, the
+        interrupt goes on.
+
+    Raises: KeyboardInterrupt where no text had a step by then.
     """
     engine = Engine(target, drafter(), EngineConfig(max_num_seqs=ROWS_AT_ONCE))
     steps: dict[int, Counter[CountedStep]] = {}
     contexts: dict[int, list[int]] = {}
     rows = [engine.add_request(text.prompt, text.params)[0] for text in texts]
-    for outputs in engine.run():
-        for output in outputs:
-            if output.tree is None:
-                continue
-            step = CountedStep(len(output.tree), 1, output.tree.depth, output.num_accepted)
-            steps.setdefault(output.row.id, Counter())[step] += 1
-            contexts.setdefault(output.row.id, []).append(len(output.row.token_ids))
-        say(sum(row.is_finished for row in rows))
+    with until_interrupted(engine, rows, interrupted):
+        for outputs in engine.run():
+            for output in outputs:
+                if output.tree is None:
+                    continue
+                step = CountedStep(len(output.tree), 1, output.tree.depth, output.num_accepted)
+                steps.setdefault(output.row.id, Counter())[step] += 1
+                contexts.setdefault(output.row.id, []).append(len(output.row.token_ids))
+            say(sum(row.is_finished for row in rows))
+    if interrupted is not None and interrupted.is_set() and not steps:
+        raise KeyboardInterrupt
     if setting.name not in prices.drafting:
         prices.drafting[setting.name] = {1: alone(target, drafter(), texts[0], prices.mean())[0]}
-    counts = tuple(Counts(steps[row.id], row.num_output_tokens, fmean(contexts[row.id])) for row in rows)
+    counts = tuple(
+        Counts(steps[row.id], row.num_output_tokens, fmean(contexts[row.id])) for row in rows if row.id in steps
+    )
     return SettingCounts(setting, counts, setting.name)
 
 

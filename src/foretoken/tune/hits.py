@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from threading import Event
 from typing import Any
 
 import torch
@@ -75,17 +76,24 @@ def _accepted(ranks: Ranks, paths: set[Ranks]) -> int:
     return length
 
 
-def measured_hits(target: CausalLM, drafter: MultiHeadDrafter, prompts: Seq[Seq[int]], params: SamplingParams) -> Hits:
+def measured_hits(
+    target: CausalLM,
+    drafter: MultiHeadDrafter,
+    prompts: Seq[Seq[int]],
+    params: SamplingParams,
+    interrupted: Event | None = None,
+) -> Hits:
     """Decode prompts and see where the target's tokens stood among the candidates of the heads.
 
     Args:
       drafter: it drafts while the texts are made, which changes nothing about them.
       params: how texts are sampled. Candidates are ranked as they would be for a row with these parameters.
+      interrupted: set where Ctrl-C ended the texts early; without one, the interrupt goes on.
 
     Exactness: texts are the target's own. Randomness: that of ``params``.
     Raises: ConfigError for texts that are too short to tell anything.
     """
-    rows = decoded_rows(target, drafter, prompts, params)
+    rows = decoded_rows(target, drafter, prompts, params, interrupted=interrupted)
     num_heads = drafter.heads.num_heads
     found = [ranks for row in rows for ranks in _ranks_of(target, drafter, row, num_heads)]
     if not any(len(ranks) == num_heads for ranks in found):
@@ -93,7 +101,14 @@ def measured_hits(target: CausalLM, drafter: MultiHeadDrafter, prompts: Seq[Seq[
     return Hits(tuple(found), num_heads)
 
 
-def watched_hits(target: CausalLM, drafter: Any, prompts: Seq[Seq[int]], params: SamplingParams, depth: int) -> Hits:
+def watched_hits(
+    target: CausalLM,
+    drafter: Any,
+    prompts: Seq[Seq[int]],
+    params: SamplingParams,
+    depth: int,
+    interrupted: Event | None = None,
+) -> Hits:
     """The same for drafters whose guesses are made of their own drafts (EAGLE): by the trees that they propose.
 
     Every tree has all candidates of the nodes on its best path, so how often a candidate is right is counted where the
@@ -102,6 +117,7 @@ def watched_hits(target: CausalLM, drafter: Any, prompts: Seq[Seq[int]], params:
     Args:
       drafter: one with a `Growth`.
       depth: levels that are looked at.
+      interrupted: as of `measured_hits`.
     """
     comb = [(0,) * above + (rank,) for above in range(depth) for rank in range(MAX_SIBLINGS)]
     drafter.growth.use(RankTree.of(comb, "all candidates of the best path"))
@@ -114,7 +130,7 @@ def watched_hits(target: CausalLM, drafter: Any, prompts: Seq[Seq[int]], params:
         return trees
 
     with replaced(drafter, "propose", noted):
-        decoded_rows(target, drafter, prompts, params)
+        decoded_rows(target, drafter, prompts, params, interrupted=interrupted)
     found = [ranks for row, start, tree in notes if (ranks := _ranks_in(tree, row.token_ids[start:]))]
     if not found:
         raise ConfigError("nothing was drafted in these texts; raise max-new-tokens, or give other prompts")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from threading import Event
 from typing import TYPE_CHECKING
 
 from foretoken.bench.trial import Sampling, Trial, bootstrap
@@ -94,6 +95,7 @@ def measure(
     contexts: Seq[int],
     repeats: int,
     say: Callable[[str], None] = lambda _: None,
+    interrupted: Event | None = None,
 ) -> tuple[Profile, float]:
     """A whole profile, and the share of steps that drafted.
 
@@ -102,8 +104,9 @@ def measure(
 
     Args:
       new_drafter: makes a drafter with drafts of so many tokens, which nothing else cuts.
+      interrupted: set where Ctrl-C ended the texts early: the profile is of what was decoded by then.
 
-    Raises: ConfigError where no step drafted.
+    Raises: ConfigError where no step drafted; KeyboardInterrupt where nothing was decoded.
     """
     curves = []
     for num_rows in batch_sizes:
@@ -120,7 +123,7 @@ def measure(
     for length in dict.fromkeys((1, longest)):
         seconds, prices.host_seconds = alone(target, new_drafter(length), texts[0], single)
         drafting[length] = max(seconds, 1e-9)
-    counts = decoded(target, lambda: new_drafter(longest), setting, texts, prices).counts
+    counts = decoded(target, lambda: new_drafter(longest), setting, texts, prices, interrupted=interrupted).counts
     if not share_of_drafts(counts):
         raise ConfigError("no step of these prompts had a draft, so there is nothing to measure; give other prompts")
     settings = tuple(best_length(counts, prices, setting.name, curve) for curve in curves)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Event
 from typing import NamedTuple
 
 from foretoken.bench.accepted import by_position
@@ -79,14 +81,41 @@ def rates(texts: Iterable[Counts]) -> tuple[float, ...]:
 
 
 def decoded_rows(
-    target: CausalLM, drafter: Drafter, prompts: Iterable[Seq[int]], params: SamplingParams, max_num_seqs: int = 8
+    target: CausalLM,
+    drafter: Drafter,
+    prompts: Iterable[Seq[int]],
+    params: SamplingParams,
+    max_num_seqs: int = 8,
+    interrupted: Event | None = None,
 ) -> list[Sequence]:
-    """Prompts decoded with a drafter, several at a time."""
+    """Prompts decoded with a drafter, several at a time.
+
+    Args:
+      interrupted: as of `until_interrupted`.
+    """
     engine = Engine(target, drafter, EngineConfig(max_num_seqs=max_num_seqs))
     rows = [engine.add_request(prompt, params)[0] for prompt in prompts]
-    for _ in engine.run():
-        pass
+    with until_interrupted(engine, rows, interrupted):
+        for _ in engine.run():
+            pass
     return rows
+
+
+@contextmanager
+def until_interrupted(engine: Engine, rows: Seq[Sequence], interrupted: Event | None) -> Iterator[None]:
+    """Let Ctrl-C inside end the rows where they are.
+
+    Args:
+      interrupted: is set then; without one, the interrupt goes on.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if interrupted is None:
+            raise
+        interrupted.set()
+        for row in rows:
+            engine.abort(row.request_id)
 
 
 class Walk:
