@@ -378,6 +378,67 @@ def test_a_draft_at_which_a_grammar_gives_up_is_no_fault(monkeypatch: pytest.Mon
     assert "the grammar gave up" in str(matching.fault)
 
 
+@pytest.mark.parametrize("how", ["masks", "tokens", "forced"])
+def test_what_others_asked_for_ends_no_text(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Rows of a grammar share an automaton: when it was full, no text of this grammar came any more, for good."""
+    limits = llguidance.LLParserLimits
+    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **given: limits(**given, max_lexer_states=1200))
+    wanted, made = StructuredOutputs(regex="(a|b)*a(a|b){16}c"), grammars()
+    tokens = base().tokenizer.convert_tokens_to_ids(["a", "b"])
+    rng = random.Random(3)
+    for _ in range(24):
+        rows = [made.matching(wanted) for _ in range(2)]  # side by side
+        texts: list[list[int]] = [[], []]
+        for length in range(40):
+            for row, text in zip(rows, texts, strict=True):
+                if how == "masks":
+                    assert (allowed := row.allowed(())) is not None, row.fault
+                    assert length % 8 or (allowed == mask_after(wanted, text)).all()
+                elif how == "forced":
+                    assert row.forced() == (), row.fault
+                text.append(rng.choice(tokens))
+                row.extend(text[-1:])
+                assert row.fault is None
+
+
+def test_an_output_that_is_too_much_alone_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = llguidance.LLParserLimits
+    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **given: limits(**given, max_lexer_states=300))
+    matching = grammars().matching(StructuredOutputs(regex="(a|b)*a(a|b){16}c"))
+    tokens, rng = base().tokenizer.convert_tokens_to_ids(["a", "b"]), random.Random(3)
+    for _ in range(2000):
+        matching.extend([rng.choice(tokens)])
+        if matching.allowed(()) is None:
+            break
+    assert matching.fault is not None
+    assert "the grammar gave up" in str(matching.fault)
+
+
+def test_a_grammar_that_was_much_used_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its matchers share grows with every mask; a server that had 64 such grammars kept gigabytes."""
+    monkeypatch.setattr(grammars_module, "MOST_MASKS", 50)
+    made, compiled = grammars(), []
+    new = made._new
+    monkeypatch.setattr(made, "_new", lambda wanted: compiled.append(wanted) or new(wanted))
+    rng, ends = random.Random(1), {*base()._eos_token_ids}
+    for _ in range(10):
+        row = made.matching(WANTED["regex"])
+        for _ in range(20):
+            allowed = row.allowed(())
+            assert allowed is not None
+            following = sorted({*np.flatnonzero(allowed)} - ends) or [*ends]
+            row.extend([int(rng.choice(following))])
+    assert 1 < len(compiled) < 10
+
+
+def test_large_grammars_are_not_kept_by_the_dozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "MOST_KEPT_CHARACTERS", 1000)
+    made = grammars()
+    for length, num_kept in ((400, 1), (500, 2), (90, 3), (300, 3), (2000, 1), (10, 1), (20, 2)):
+        made.compile(StructuredOutputs(choice=["x" * length]))
+        assert len(made._compiled) == num_kept
+
+
 def test_forced_tokens_end_with_eos() -> None:
     """Where there is one that it can be; else the model chooses."""
     wanted = StructuredOutputs(choice=["nothing else"])

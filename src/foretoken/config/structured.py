@@ -60,10 +60,10 @@ class StructuredOutputs:
         for name in ("json_object", "disable_any_whitespace"):
             if (value := getattr(self, name)) is not None and not isinstance(value, bool):
                 raise ConfigError(f"StructuredOutputs.{name} is {value!r}; it must be True or False")
-        size = sum(map(len, (self.json or "", self.regex or "", self.grammar or "", *(self.choice or ()))))
-        if size > MAX_CHARACTERS:
+        if self.num_characters > MAX_CHARACTERS:
             raise ConfigError(
-                f"StructuredOutputs.{given[0]} has {size} characters, and may have {MAX_CHARACTERS}; make it smaller"
+                f"StructuredOutputs.{given[0]} has {self.num_characters} characters, and may have {MAX_CHARACTERS}; "
+                "make it smaller"
             )
 
     def __repr__(self) -> str:
@@ -72,6 +72,11 @@ class StructuredOutputs:
 
     kind = ""
     """The one field of `KINDS` that is given."""
+
+    @property
+    def num_characters(self) -> int:
+        """Of what an output must match, as text."""
+        return sum(map(len, (self.json or "", self.regex or "", self.grammar or "", *(self.choice or ()))))
 
     @classmethod
     def of(cls, given: Any) -> StructuredOutputs:

@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 from foretoken.config.structured import StructuredOutputs
 from foretoken.errors import ConfigError, GrammarError
+from foretoken.structured.compiled import Compiled
 from foretoken.structured.matching import Matching, first_line
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
     from transformers import PreTrainedTokenizerBase
 
-MOST_KEPT = 64
-"""Compiled grammars that are kept, those used last."""
+MOST_KEPT, MOST_KEPT_CHARACTERS = 64, 1 << 20
+"""Compiled grammars that are kept, those used last, and characters of all of them: some 40 bytes each, compiled."""
+MOST_MASKS = 1 << 13
+"""Made by matchers of one compiled grammar, after which the next request compiles it anew: masks add states to what
+these share, some 20 MB by then where the grammar is bad, and 160 MB at llguidance's limit."""
 WHITE_SPACE = r"[ \t\n\r]{1,64}"
 """Between the parts of JSON by default: without a limit small models write it until their budget ends."""
 STACK_BYTES = 1 << 29
@@ -50,7 +54,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos = tuple(eos_token_ids)
         self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[StructuredOutputs, Matching] = OrderedDict()
+        self._compiled: OrderedDict[StructuredOutputs, Compiled] = OrderedDict()
         self._lock = threading.Lock()
         self._compiling = threading.Lock()
 
@@ -63,27 +67,34 @@ class Grammars:
 
     def matching(self, wanted: StructuredOutputs) -> Matching:
         """For a row that begins. Raises: as `compile`."""
-        return self._found(wanted).copy()
+        return Matching(self._found(wanted), self._eos, self._vocab_size)
 
-    def _found(self, wanted: StructuredOutputs) -> Matching:
+    def _found(self, wanted: StructuredOutputs) -> Compiled:
         if (found := self._known(wanted)) is not None:
             return found
         with self._compiling:  # others may take what is known meanwhile
-            found = self._known(wanted) or _on_large_stack(lambda: self._new(wanted))
+            found = self._known(wanted) or Compiled(lambda: _on_large_stack(lambda: self._new(wanted)))
             with self._lock:
                 self._compiled[wanted] = found
-                while len(self._compiled) > MOST_KEPT:
+                self._compiled.move_to_end(wanted)
+                while self._keeps_too_much():
                     self._compiled.popitem(last=False)
             return found
 
-    def _known(self, wanted: StructuredOutputs) -> Matching | None:
+    def _keeps_too_much(self) -> bool:
+        num_characters = sum(wanted.num_characters for wanted in self._compiled)
+        return len(self._compiled) > max(1, MOST_KEPT if num_characters <= MOST_KEPT_CHARACTERS else 0)
+
+    def _known(self, wanted: StructuredOutputs) -> Compiled | None:
+        """A compiled grammar that may be used further."""
         with self._lock:
-            if wanted not in self._compiled:
+            found = self._compiled.get(wanted)
+            if found is None or found.is_full or found.num_masks > MOST_MASKS:
                 return None
             self._compiled.move_to_end(wanted)
-            return self._compiled[wanted]
+            return found
 
-    def _new(self, wanted: StructuredOutputs) -> Matching:
+    def _new(self, wanted: StructuredOutputs) -> LLMatcher:
         try:
             import llguidance
         except ImportError:
@@ -103,7 +114,7 @@ class Grammars:
             matcher.compute_ff_tokens()  # fails where a first token costs too much
         if matcher.is_error():
             raise refused(wanted, matcher.get_error())
-        return Matching(matcher, self._eos, self._vocab_size)
+        return matcher
 
     def _read_vocabulary(self) -> LLTokenizer:
         from llguidance.hf import from_tokenizer
@@ -121,9 +132,9 @@ class Grammars:
             ) from None
 
 
-def _on_large_stack(compile: Callable[[], Matching]) -> Matching:
+def _on_large_stack(compile: Callable[[], LLMatcher]) -> LLMatcher:
     """What a function gives, in a thread of its own."""
-    result: Future[Matching] = Future()
+    result: Future[LLMatcher] = Future()
 
     def run() -> None:
         try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from foretoken.errors import GrammarError
+from foretoken.structured.compiled import Compiled
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -32,6 +33,10 @@ NEWEST = 0.2
 """What the newest guess weighs in that chance: rows whose guesses fail stop after two, and begin again as soon."""
 
 
+FULL = "too many states"
+"""What llguidance says where an automaton has reached its limit."""
+
+
 class Matching:
     """What a grammar says after the committed output of a row, and after paths of its drafts.
 
@@ -40,8 +45,11 @@ class Matching:
     path that they left (`ParserState::rollback` keeps its ``bias_cache``). EOS is no token of the grammar: it may come
     where the grammar may end, and nothing but EOS comes after it.
 
+    A row that meets the limit of an automaton which it shares goes on with one of its own, so that what others have
+    asked for ends no text.
+
     Args:
-      matcher: of the grammar, to which no token was given yet.
+      compiled: the grammar.
       eos_token_ids: of the model.
       vocab_size: V of the model.
 
@@ -49,22 +57,26 @@ class Matching:
       fault: what ended it: a limit of the grammar's cost, or an output that does not match. Nothing is allowed then.
     """
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: Seq[int], vocab_size: int) -> None:
+    def __init__(self, compiled: Compiled, eos_token_ids: Seq[int], vocab_size: int) -> None:
         self.fault: GrammarError | None = None
+        self._compiled, self._is_alone = compiled, False
         self._eos = frozenset(eos_token_ids)
         self._vocab_size = vocab_size
-        self._matchers: dict[tuple[int, ...], LLMatcher | None] = {(): matcher}  # after paths; None: does not match
+        self._matchers: dict[tuple[int, ...], LLMatcher | None] = {
+            (): compiled.matcher()
+        }  # after paths; None: does not match
         self._has_ended = False  # what is committed ends with EOS
         self._bits: dict[tuple[int, ...], np.ndarray | None] = {}  # masks after paths; None: the matcher gave up
-        self._newest: tuple[int, ...] = ()  # of the tokens that are committed
+        self._text: list[int] = []  # committed, without EOS
         self._chosen: dict[int, int] = {}  # by choice, what came of it the last time
         self._guesses: dict[tuple[int, ...], int] = {}  # after paths; some of them are drafted
         self._chance = FIRST_CHANCE  # of a guess after right ones
 
     def copy(self) -> Matching:
         """Another row after the same output."""
-        other = Matching(self._committed.deep_copy(), tuple(self._eos), self._vocab_size)
-        other._has_ended, other.fault, other._newest = self._has_ended, self.fault, self._newest
+        other = Matching(self._compiled, tuple(self._eos), self._vocab_size)
+        other._matchers = {(): self._committed.deep_copy()}
+        other._has_ended, other.fault, other._text = self._has_ended, self.fault, self._text.copy()
         return other
 
     @property
@@ -79,12 +91,16 @@ class Matching:
             return
         text = self._before_eos(tokens)
         self._learn(text)
-        if (matcher := self._after(text)) is not None:
+        if (
+            matcher := self._after(text)
+        ) is None and self._goes_on_alone():  # for only full ones do not take what may follow
+            matcher = self._after(text)
+        if matcher is not None:
             self._matchers = {(): matcher}
             self._has_ended = len(text) < len(tokens)
         else:
             self.fault = self._why_not(text)
-        self._newest = (*self._newest, *text)[-NUM_BEFORE:]
+        self._text += text
         self._bits.clear()
 
     def allowed(self, path: Seq[int]) -> np.ndarray | None:
@@ -113,7 +129,10 @@ class Matching:
         if matcher is None:
             return np.zeros(-(-self._vocab_size // 8), dtype=np.uint8)
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-        return None if self._has_failed(matcher, path) else bits
+        self._compiled.num_masks += 1
+        if not matcher.is_error():
+            return bits
+        return None if self._has_failed(matcher, path) else self._new_mask(path)
 
     def legal(self, tree: DraftTree) -> DraftTree:
         """A draft without the nodes that do not match, and without what follows EOS."""
@@ -184,15 +203,15 @@ class Matching:
         if self._has_ended or self._eos.intersection(path) or (matcher := self._after(path)) is None:
             return ()
         tokens = matcher.compute_ff_tokens()
-        if self._has_failed(matcher, path):
-            return ()
+        if matcher.is_error():
+            return () if self._has_failed(matcher, path) else self._forced_after(path)
         if len(self._eos) == 1 and (end := self._after((*path, *tokens))) is not None and end.is_stopped():
             tokens = [*tokens, *self._eos]
         return tuple(tokens)
 
     def _choice(self, bits: np.ndarray, path: tuple[int, ...]) -> int:
         """What is the same in all choices that are the same, by the mask after a path."""
-        return hash((bits.tobytes(), (*self._newest, *path)[-NUM_BEFORE:]))
+        return hash((bits.tobytes(), (*self._text[-NUM_BEFORE:], *path)[-NUM_BEFORE:]))
 
     def _before_eos(self, tokens: Seq[int]) -> Seq[int]:
         """Tokens up to the first EOS, that left out."""
@@ -218,13 +237,34 @@ class Matching:
         return matcher if taken and not matcher.is_error() else None
 
     def _has_failed(self, matcher: LLMatcher, path: Seq[int]) -> bool:
-        """Whether the matcher after a path works no more; after the output itself, that is its fault.
+        """Whether nothing works in place of the matcher after a path, which has given up.
 
-        A draft has none: it may never be chosen. Its logits tell nothing, and it is asked anew once it is committed.
+        After the output itself, that is a fault. A draft has none: it may never be chosen. Its logits tell nothing, and
+        it is asked anew once it is committed.
         """
-        if matcher.is_error() and not path:
-            self.fault = _gave_up(matcher)
-        return bool(matcher.is_error())
+        if not path:
+            error = _gave_up(matcher)
+            if FULL in str(error) and self._goes_on_alone():
+                return False
+            self.fault = error
+        return True
+
+    def _goes_on_alone(self) -> bool:
+        """Whether the output has a matcher again, of an automaton that others have added no states to."""
+        if self._is_alone:
+            return False
+        try:
+            alone = self._compiled.anew()
+        except GrammarError:
+            return False
+        matcher = alone.matcher()
+        if matcher.try_consume_tokens(self._text) < len(self._text) or matcher.is_error():
+            return False
+        self._compiled.is_full = True
+        self._compiled, self._is_alone = alone, True
+        self._matchers = {(): matcher}
+        self._bits.clear()
+        return True
 
     def _why_not(self, text: Seq[int]) -> GrammarError:
         """Why the committed output cannot go on with these tokens."""
