@@ -198,3 +198,14 @@ def test_texts_are_those_of_the_library(running_server: Running) -> None:
     (expected,) = running_server.llm.chat(MESSAGES, SamplingParams(max_tokens=3, temperature=0))
     found = ask(running_server, store=True, reasoning_effort="low", metadata={"a": "b"}, user="u", service_tier="auto")
     assert found.json()["choices"][0]["message"]["content"] == expected.outputs[0].text
+
+
+def test_whole_numbers_may_have_a_point(running_server: Running) -> None:
+    """As JSON has them, and clients of languages without integers write them; vLLM takes them."""
+    given = {"max_tokens": 5, "n": 2, "seed": 3, "top_k": 4, "top_logprobs": 1, "temperature": 1, "timeout": 30}
+    floats = {name: float(value) for name, value in given.items()}
+    found = [ask(running_server, logprobs=True, **fields) for fields in (given, floats)]
+    assert [each.status_code for each in found] == [200, 200], found[1].text
+    assert found[0].json()["choices"] == found[1].json()["choices"]
+    for wrong in (5.5, 1e300, "5", True):
+        assert ask(running_server, max_tokens=wrong).status_code == 400

@@ -13,6 +13,8 @@ from foretoken.serve.errors import ApiError
 
 T = TypeVar("T")
 
+MOST_WHOLE = 2**53
+"""Below which a float with nothing behind its point is the whole number that was written."""
 MAX_NAMED = 10
 """Unknown fields that are named, and"""
 MAX_NAME = 40
@@ -99,7 +101,7 @@ class Fields:
             for name, value in body.items()
             if name not in heard and value is not None and value not in WITHOUT_EFFECT.get(name, ())
         ]
-        self._body = body
+        self._body = {name: _whole(value) for name, value in body.items()}
         for name, foreign in refused.items():
             if name in body and name not in known and not foreign.is_harmless(body[name]):
                 raise ApiError(400, f"{name} is not supported: {foreign.reason}", name, "unsupported_field")
@@ -158,6 +160,11 @@ def text_of(content: Any, between: str = "") -> str | None:
 def _text_of(part: Any) -> Any:
     kind = part.get("type") if isinstance(part, dict) else None
     return part.get(TEXTS[kind]) if isinstance(kind, str) and kind in TEXTS else part
+
+
+def _whole(value: Any) -> Any:
+    """A value of a body. A number such as 5.0 is a whole one in JSON, and so do clients of some languages write it."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < MOST_WHOLE else value
 
 
 def wrong_field(name: str, value: Any, what: str) -> NoReturn:
