@@ -17,6 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from foretoken.cli import app
+from foretoken.cli.serve import _keys
 from serving import MODEL
 
 LONG = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True, "speculative": False}
@@ -59,6 +60,7 @@ COMPUTES = """
 import sys, torch
 import foretoken.cli.serve as command
 from foretoken.cli import app
+from foretoken.cli.serve import _keys
 def load(*_, **__):
     print("computing", file=sys.stderr, flush=True)
     while True:
@@ -82,6 +84,12 @@ def test_an_end_around_compiled_code_is_no_abort(signals: int) -> None:
             assert "terminate" not in process.stderr.read()
         finally:
             process.kill()
+
+
+def test_keys_of_a_file_of_windows(tmp_path: Path) -> None:
+    """Editors there put a mark before the text, which no client sends: every request was refused."""
+    (tmp_path / "keys").write_bytes("one\r\ntwo é\r\n".encode("utf-8-sig"))
+    assert _keys(None, str(tmp_path / "keys")) == ("one", "two é")
 
 
 @pytest.mark.slow

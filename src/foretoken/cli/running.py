@@ -97,7 +97,7 @@ def read_text(file: str) -> str:
     Raises: ConfigError for one that cannot be read.
     """
     try:
-        return Path(file).expanduser().read_text(encoding="utf-8")
+        return Path(file).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
 
