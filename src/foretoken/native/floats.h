@@ -28,23 +28,44 @@ static inline void write_block(Vector low, Vector high, const float* bias, float
   }
 }
 
+// What fetches weights, a line or two at every so many inputs, while `ROWS` rows are multiplied.
 template <typename Weight, int ROWS>
-static inline void float_rows(const Matrix* matrix, const float* x, float* out, int64_t block, bool fetches) {
+struct Fetch {
+  enum { BYTES = BLOCK * sizeof(Weight), LINES = BYTES > 64 ? BYTES / 64 : 1, WAITS = ROWS <= 2 };  // for memory alone
+  const char* next;
+  int64_t every;
+
+  // One group of rows fetches what lies a little ahead, several ones a part each of the next block.
+  Fetch(const Matrix* matrix, int64_t block, int64_t group, int64_t groups)
+      : every(groups * (BYTES < 64 ? 64 / BYTES : 1)) {
+    const int64_t bytes = matrix->inputs * BYTES, part = (matrix->inputs + every - 1) / every * LINES * 64;
+    const int64_t ahead = groups > 1 ? bytes + group * part : WAITS ? 128 * BYTES : 8192;
+    next = (const char*)matrix->weight + block * bytes + ahead;
+  }
+  void operator()() {
+    for (int line = 0; line < LINES; ++line, next += 64) _mm_prefetch(next, WAITS ? _MM_HINT_T0 : _MM_HINT_T1);
+  }
+};
+
+template <typename Weight, int ROWS>
+static inline void float_rows(const Matrix* matrix, const float* x, float* out, int64_t block, int64_t group,
+                              int64_t groups) {
   const int64_t inputs = matrix->inputs, first = block * BLOCK, count = least(BLOCK, matrix->outputs - first);
   const Weight* weight = (const Weight*)matrix->weight + first * inputs;
-  enum { AHEAD = ROWS <= 2 ? 128 : 16 };  // inputs: fewer rows wait for memory alone
+  Fetch<Weight, ROWS> fetch(matrix, block, group, groups);
   Vector low[ROWS], high[ROWS];
   for (int row = 0; row < ROWS; ++row) low[row] = high[row] = zero();
-  for (int64_t input = 0; input < inputs; ++input, weight += BLOCK) {
-    if (fetches)
-      for (size_t byte = 0; byte < BLOCK * sizeof(Weight); byte += 64)
-        _mm_prefetch((const char*)(weight + AHEAD * BLOCK) + byte, _MM_HINT_T0);
-    const Vector one = read(weight), two = read(weight + LANES);
+  for (int64_t input = 0; input < inputs;) {
+    fetch();
+    const int64_t end = least(inputs, input + fetch.every);
+    for (; input < end; ++input, weight += BLOCK) {
+      const Vector one = read(weight), two = read(weight + LANES);
 #pragma GCC unroll 12
-    for (int row = 0; row < ROWS; ++row) {
-      const Vector value = all(x[row * inputs + input]);
-      low[row] = add_product(one, value, low[row]);
-      high[row] = add_product(two, value, high[row]);
+      for (int row = 0; row < ROWS; ++row) {
+        const Vector value = all(x[row * inputs + input]);
+        low[row] = add_product(one, value, low[row]);
+        high[row] = add_product(two, value, high[row]);
+      }
     }
   }
   for (int row = 0; row < ROWS; ++row)
@@ -54,23 +75,23 @@ static inline void float_rows(const Matrix* matrix, const float* x, float* out, 
 
 template <typename Weight, int ROWS>
 static inline void some_rows(const Matrix* matrix, const float* x, int64_t num_rows, float* out, int64_t block,
-                             bool fetches) {
+                             int64_t group, int64_t groups) {
   if (num_rows >= ROWS)
-    float_rows<Weight, ROWS>(matrix, x, out, block, fetches);
+    float_rows<Weight, ROWS>(matrix, x, out, block, group, groups);
   else if constexpr (ROWS > 1)
-    some_rows<Weight, ROWS - 1>(matrix, x, num_rows, out, block, fetches);
+    some_rows<Weight, ROWS - 1>(matrix, x, num_rows, out, block, group, groups);
 }
 
 // Rows are taken in groups of about the same size.
 template <typename Weight>
 static void few_rows_of(const Matrix* matrix, const float* x, int64_t num_rows, float* out, int64_t first_block,
                         int64_t last_block) {
+  const int64_t groups = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
   for (int64_t block = first_block; block < last_block; ++block)
-    for (int64_t row = 0, here; row < num_rows; row += here) {
-      const int64_t left = num_rows - row, groups = (left + MOST_ROWS - 1) / MOST_ROWS;
-      here = (left + groups - 1) / groups;
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t row = num_rows * group / groups, here = num_rows * (group + 1) / groups - row;
       some_rows<Weight, MOST_ROWS>(matrix, x + row * matrix->inputs, here, out + row * matrix->outputs, block,
-                                   row == 0);
+                                   group, groups);
     }
 }
 
