@@ -153,9 +153,23 @@ def test_a_tie_is_named_and_the_simpler_is_taken() -> None:
     found = choose([one, better], prices(CHEAP))
     assert found.best.setting.title == "suffix"
     assert found.chosen.setting.title == "ngram"
-    assert "A tie: these texts and timings do not tell it from suffix, K = 4; the simplest was taken." in (
+    assert "A tie: these texts and timings do not tell it from 'suffix, K = 4'; the simplest was taken." in (
         found.sentence()
     )
+
+
+@pytest.mark.parametrize(
+    ("num_others", "said"),
+    [
+        (2, "from 'ngram, K = 5' or 'ngram, K = 6'; it"),
+        (4, "from 'ngram, K = 5', 'ngram, K = 6', 'ngram, K = 7' or 1 more; it"),
+    ],
+)
+def test_names_of_a_tie_can_be_told_apart(num_others: int, said: str) -> None:
+    """They hold commas themselves: "from ngram, governed and ngram, K = 1 and ngram, K = 2 and 23 more"."""
+    arms = [arm("ngram", *[(10, 2), (20, 1)] * 6, length=4 + place) for place in range(1 + num_others)]
+    found = choose(arms, prices(CHEAP))
+    assert said in replace(found, ties=found.ranked[: 1 + num_others]).sentence()
 
 
 def test_what_is_not_known_of_the_curve_widens_the_interval() -> None:

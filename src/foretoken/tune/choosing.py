@@ -139,7 +139,8 @@ class Choice:
             return f" With {num_prompts} prompts nothing is certain; give {MIN_PROMPTS} or more."
         if not others:
             return ""
-        shown = " and ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+        names = [repr(name) for name in others[:3]] + ([f"{len(others) - 3} more"] if len(others) > 3 else [])
+        shown = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
         kind = "the simplest was taken" if self.chosen is not self.best else "it is the fastest of them"
         return f" A tie: these texts and timings do not tell it from {shown}; {kind}."
 
