@@ -322,16 +322,23 @@ def _prefix_shape(
     )
     if queries is None or keys is None or gate is None:
         raise CheckpointError(f"the prefix layer of {name} lacks q_proj, k_proj or gate_proj; download it again")
+    if any(matrix.dim() != 2 for matrix in (queries, keys, gate)):
+        raise CheckpointError(
+            f"q_proj, k_proj or gate_proj of the prefix layer of {name} is no matrix; download it again"
+        )
     num_heads = config.get("num_attention_heads") or (None if layer is None else layer.num_heads)
     num_kv_heads = config.get("num_key_value_heads") or (None if layer is None else layer.num_kv_heads)
     if num_heads is None or num_kv_heads is None:
         raise CheckpointError(f"the config of {name} lacks num_attention_heads, and the target does not say; add it")
     head_dim = config.get("head_dim") or queries.shape[0] // num_heads
-    rope = config.get("rope_parameters")
+    rope: Any = config.get("rope_parameters")
     if rope is None and "rope_theta" in config:
         rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
     if rope is None and layer is not None:
         rope = layer.rope
+    if rope is not None and not isinstance(rope, Mapping):
+        raise CheckpointError(f"rope_parameters is {rope!r} in the config of {name}; want an object, with rope_theta")
+    told: dict[str, Any] = {} if rope is None else {"rope": rope}
     shape = LayerShape(
         hidden_size=queries.shape[1],
         intermediate_size=gate.shape[0],
@@ -339,7 +346,7 @@ def _prefix_shape(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         eps=config.get("rms_norm_eps") or (1e-6 if layer is None else layer.eps),
-        **({} if rope is None else {"rope": rope}),
+        **told,
     )
     if (num_heads * head_dim, num_kv_heads * head_dim) != (queries.shape[0], keys.shape[0]):
         raise CheckpointError(

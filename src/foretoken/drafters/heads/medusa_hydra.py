@@ -201,6 +201,11 @@ def build(options: MedusaOptions | HydraOptions, context: DrafterContext) -> Mul
     heads = load_head(options, context, multi.MedusaHeads if of_medusa else multi.HydraHeads, read, known)
     if heads.kind != options.method:
         raise ConfigError(f"these are heads of {heads.kind!r}, not of {options.method!r}; name that as the method")
+    if heads.offset > target.num_layers:
+        raise ConfigError(
+            f"hidden_state_offset of these heads is {heads.offset}, and the target has {target.num_layers} layers; "
+            "correct their config, or name heads of this target"
+        )
     vocabulary = chosen_vocabulary(options, context)
     if vocabulary is not None:
         heads = _reduced(heads, vocabulary, context)

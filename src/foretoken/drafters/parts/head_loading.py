@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from foretoken.config.contents import Contents
 from foretoken.config.method import methods, recognized_in
-from foretoken.errors import ConfigError
+from foretoken.errors import CheckpointError, ConfigError
 from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def _loaded(
 ) -> Head:
     found = checkpoint.read_checkpoint(given, options.revision)
     check_kind(found, options.method)
+    check_sizes(found)
     head, notes = read(found)
     num_parameters = sum(parameter.numel() for parameter in head.parameters())
     head = head.to(device=target.device, dtype=target.dtype).eval()
@@ -97,6 +98,17 @@ def _loaded(
     for note in notes:
         logger.info("%s: %s", found.name, note)
     return head
+
+
+def check_sizes(found: Checkpoint) -> None:
+    """Refuse tensors that no layer has: those of no number, and of one without a dimension.
+
+    Raises: CheckpointError, naming them.
+    """
+    odd = [name for name, shape in found.shapes.items() if 0 in shape or not shape]
+    if odd:
+        shown = ", ".join(odd[:3]) + (f" and {len(odd) - 3} more" if len(odd) > 3 else "")
+        raise CheckpointError(f"tensors of {found.name} are empty or a single number: {shown}; download it again")
 
 
 def check_kind(found: Checkpoint, method: str) -> None:
