@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from foretoken import zoo
 from foretoken.cli import app
 from foretoken.cli.prompts import ask, check_template, looks_like_instruct, read_prompts
-from foretoken.cli.running import put_json
+from foretoken.cli.running import put_json, tolerate_encodings
 from foretoken.cli.writers import ending
 from foretoken.errors import ConfigError, PromptError
 from foretoken.loading.models import load_tokenizer
@@ -206,3 +206,13 @@ def test_how_a_text_ended_is_said(text: str, reason: str, num_tokens: int, said:
     output = RequestOutput("0", "Hi", (5,), (sample,), True, RequestMetrics())
     assert said in ending(output, 4)
     assert bool(said) == bool(ending(output, 4))
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_stream_of_the_c_locale_escapes_what_it_cannot_hold(errors: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under LANG=C without UTF-8 mode Python itself sets surrogateescape, and `demo` ended in a UnicodeEncodeError."""
+    held = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(held, encoding="ascii", errors=errors))
+    tolerate_encodings()
+    print("\u2026", flush=True)
+    assert held.getvalue() == b"\\u2026\n"

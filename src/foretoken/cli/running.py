@@ -207,7 +207,7 @@ def tolerate_encodings() -> None:
     Bytes of standard input that are not text are marked, so that prompts with them are refused by name.
     """
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors=errors)
 
 
