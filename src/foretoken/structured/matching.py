@@ -31,8 +31,6 @@ FIRST_CHANCE = 0.9
 
 NEWEST = 0.2
 """What the newest guess weighs in that chance: rows whose guesses fail stop after two, and begin again as soon."""
-
-
 FULL = "too many states"
 """What llguidance says where an automaton has reached its limit."""
 
@@ -62,9 +60,7 @@ class Matching:
         self._compiled, self._is_alone = compiled, False
         self._eos = frozenset(eos_token_ids)
         self._vocab_size = vocab_size
-        self._matchers: dict[tuple[int, ...], LLMatcher | None] = {
-            (): compiled.matcher()
-        }  # after paths; None: does not match
+        self._matchers: dict[tuple[int, ...], LLMatcher | None] = {(): compiled.matcher()}  # None: no match
         self._has_ended = False  # what is committed ends with EOS
         self._bits: dict[tuple[int, ...], np.ndarray | None] = {}  # masks after paths; None: the matcher gave up
         self._text: list[int] = []  # committed, without EOS
@@ -91,9 +87,8 @@ class Matching:
             return
         text = self._before_eos(tokens)
         self._learn(text)
-        if (
-            matcher := self._after(text)
-        ) is None and self._goes_on_alone():  # for only full ones do not take what may follow
+        matcher = self._after(text)
+        if matcher is None and self._goes_on_alone():  # a full automaton alone does not take what may follow
             matcher = self._after(text)
         if matcher is not None:
             self._matchers = {(): matcher}
