@@ -30,7 +30,7 @@ def test_kernels_compute_the_same_on_wider_processors(file: str, chosen: str) ->
     whole programs by AMX, whose products take bfloat16."""
     path = os.pathsep.join([str(TESTS / "support" / "emulation"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "plugin", "-m", "", "-k", chosen, str(TESTS / file)],
+        [sys.executable, "-m", "pytest", "-p", "plugin", "-m", "", "-k", chosen, str(TESTS / file)],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
