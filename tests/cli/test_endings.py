@@ -256,19 +256,8 @@ def test_a_profile_is_of_what_was_decoded(
     number: int, kept: bool, form: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Engine, "run", ended_after(number))
-    options = [
-        "--num-prompts",
-        "3",
-        "--max-new-tokens",
-        "24",
-        "--batch-sizes",
-        "1",
-        "--contexts",
-        "64",
-        "--repeats",
-        "1",
-    ]
-    options += ["--contexts", "64", "--check", "--method", "draft_model", "--out", str(tmp_path / "profile.json")]
+    options = ["--num-prompts", "3", "--max-new-tokens", "24", "--batch-sizes", "1", "--contexts", "64"]
+    options += ["--repeats", "1", "--check", "--method", "draft_model", "--out", str(tmp_path / "profile.json")]
     result = run("tune", "profile", "zoo:tiny", *options, *form)
     assert result.exit_code == 130, result.output
     assert (tmp_path / "profile.json").exists() == kept

@@ -17,7 +17,7 @@ from foretoken.serve.chat import read_chat
 from foretoken.serve.protocol import HEAD_SECONDS
 from foretoken.serve.served import Served
 from foretoken.serve.settings import ServerSettings
-from serving import Running, running
+from serving import Running, running, with_template
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Say it"}]
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -67,9 +67,7 @@ def test_what_has_no_effect_is_named(running_server: Running, path: str, fields:
 
 
 def test_an_effort_reaches_a_template_that_has_one(llm: LLM) -> None:
-    other = llm.with_speculative_config(None)
-    other.tokenizer = copy.deepcopy(llm.tokenizer)
-    other.tokenizer.chat_template = "{{ reasoning_effort }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    other = with_template(llm, "{{ reasoning_effort }}{% for m in messages %}{{ m.content }}{% endfor %}")
     asking, _ = read_chat({"messages": MESSAGES, "reasoning_effort": "low"}, Served({"a": other}), ServerSettings())
     assert asking.prompts[0]["prompt"] == "lowSay it"
     assert not asking.unknown

@@ -6,7 +6,6 @@ import copy
 import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -26,11 +25,10 @@ from foretoken.serve.settings import ServerSettings
 from foretoken.serve.tools import Tools
 from foretoken.structured.grammars import Grammars
 from schemas import HOSTILE, nested, random_schema
-from serving import SETTINGS, Running, running
+from serving import SETTINGS, Running, running, with_template
 
 pytest.importorskip("llguidance")
 
-TEMPLATE = (Path(__file__).parents[2] / "examples" / "serve" / "hermes.jinja").read_text(encoding="utf-8")
 MESSAGES: Any = [{"role": "user", "content": "What is one and two?"}]
 DIGITS = {"type": "integer", "minimum": 0, "maximum": 9}
 ADD = {"a": DIGITS, "b": DIGITS}
@@ -46,13 +44,6 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": of}} for name, of in PARAMETERS.items()]
 TOOLS += [{"type": "function", "function": {"name": 'stop\nnow "at" once'}}]
 NAMED: Any = {"type": "function", "function": {"name": "add"}}
-
-
-def with_template(llm: LLM) -> LLM:
-    other = llm.with_speculative_config(None)
-    other.tokenizer = copy.deepcopy(llm.tokenizer)
-    other.tokenizer.chat_template = TEMPLATE
-    return other
 
 
 @pytest.fixture(scope="module")

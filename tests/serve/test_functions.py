@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +14,10 @@ from foretoken.serve.chat import ChatForm, read_chat
 from foretoken.serve.served import Served
 from foretoken.serve.settings import ServerSettings
 from foretoken.sessions.outputs import StreamOutput
-from serving import Running, running
+from serving import Running, running, with_template
 
 pytest.importorskip("llguidance")
 
-TEMPLATE = (Path(__file__).parents[2] / "examples" / "serve" / "hermes.jinja").read_text(encoding="utf-8")
 MESSAGES: Any = [{"role": "user", "content": "What is one and two?"}]
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
 ADD = {
@@ -33,16 +30,13 @@ TWO = "".join(f'<tool_call>\n{{"name": "{name}", "arguments": {{"a": 1}}}}\n</to
 
 
 @pytest.fixture(scope="module")
-def with_template(llm: LLM) -> Served:
-    other = llm.with_speculative_config(None)
-    other.tokenizer = copy.deepcopy(llm.tokenizer)
-    other.tokenizer.chat_template = TEMPLATE
-    return Served({"tiny": other})
+def templated(llm: LLM) -> Served:
+    return Served({"tiny": with_template(llm)})
 
 
 @pytest.fixture(scope="module")
-def server(with_template: Served) -> Iterator[Running]:
-    with running(with_template, ServerSettings(tool_call_parser="hermes")) as found:
+def server(templated: Served) -> Iterator[Running]:
+    with running(templated, ServerSettings(tool_call_parser="hermes")) as found:
         yield found
 
 
@@ -86,9 +80,9 @@ def test_a_model_may_answer_without_a_call(server: Running, choice: Any) -> None
     assert found.json()["choices"][0]["message"]["content"]
 
 
-def test_the_first_call_alone_is_told(with_template: Served) -> None:
+def test_the_first_call_alone_is_told(templated: Served) -> None:
     settings = ServerSettings(tool_call_parser="hermes")
-    _, form = read_chat({"messages": MESSAGES, "functions": [ADD, SUB], "stream": True}, with_template, settings)
+    _, form = read_chat({"messages": MESSAGES, "functions": [ADD, SUB], "stream": True}, templated, settings)
     assert isinstance(form, ChatForm)
     delta = StreamOutput("0", 0, 0, TWO, (), (1, 2), 0, "stop", None, (TWO[:40], TWO[40:]))
     chunks = [json.loads(told.removeprefix(b"data: "))["choices"][0] for told in form.events([delta], dict)]
@@ -97,13 +91,13 @@ def test_the_first_call_alone_is_told(with_template: Served) -> None:
     assert chunks[-1]["finish_reason"] == "function_call"
 
 
-def test_without_parallel_calls_the_first_tool_alone_is_told(with_template: Served) -> None:
+def test_without_parallel_calls_the_first_tool_alone_is_told(templated: Served) -> None:
     """As in vLLM; a model may write more, and clients that wanted one got two."""
     tools = [{"type": "function", "function": function} for function in (ADD, SUB)]
     sent = {"messages": MESSAGES, "tools": tools, "stream": True}
     for is_parallel, names in ((True, ["add", "sub"]), (False, ["add"])):
         _, form = read_chat(
-            sent | {"parallel_tool_calls": is_parallel}, with_template, ServerSettings(tool_call_parser="hermes")
+            sent | {"parallel_tool_calls": is_parallel}, templated, ServerSettings(tool_call_parser="hermes")
         )
         delta = StreamOutput("0", 0, 0, TWO, (), (1,), 0, "stop", None, (TWO,))
         (chunk,) = [json.loads(told.removeprefix(b"data: "))["choices"][0] for told in form.events([delta], dict)]

@@ -60,7 +60,6 @@ COMPUTES = """
 import sys, torch
 import foretoken.cli.serve as command
 from foretoken.cli import app
-from foretoken.cli.serve import _keys
 def load(*_, **__):
     print("computing", file=sys.stderr, flush=True)
     while True:

@@ -17,7 +17,7 @@ from foretoken.serve.chat import ChatForm, read_chat
 from foretoken.serve.served import Served
 from foretoken.serve.settings import ServerSettings
 from foretoken.sessions.outputs import StreamOutput
-from serving import Running
+from serving import Running, with_template
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "</tool"}}\n</tool_call>'
 FUNCTION = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
@@ -55,17 +55,12 @@ def test_calls_are_read_in_any_pieces(name: str, size: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def with_template(llm: LLM) -> Served:
+def templated(llm: LLM) -> Served:
     """The model with a template that knows tools."""
-    import copy
-
-    other = llm.with_speculative_config(None)
-    other.tokenizer = copy.deepcopy(llm.tokenizer)
-    other.tokenizer.chat_template = TEMPLATE
-    return Served({"tiny": other})
+    return Served({"tiny": with_template(llm, TEMPLATE)})
 
 
-def test_tools_reach_the_template_and_calls_the_client(with_template: Served) -> None:
+def test_tools_reach_the_template_and_calls_the_client(templated: Served) -> None:
     settings = ServerSettings(tool_call_parser="hermes")
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 41}'}}
     history = [
@@ -73,7 +68,7 @@ def test_tools_reach_the_template_and_calls_the_client(with_template: Served) ->
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "3"},
     ]
-    asking, form = read_chat({"messages": history, "tools": TOOLS, "stream": True}, with_template, settings)
+    asking, form = read_chat({"messages": history, "tools": TOOLS, "stream": True}, templated, settings)
     prompt = asking.prompts[0]["prompt"]
     assert '"name": "add"' in prompt
     assert "assistant: 41" in prompt
@@ -90,8 +85,8 @@ def test_tools_reach_the_template_and_calls_the_client(with_template: Served) ->
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_a_model_that_calls_nothing_answers(start: Callable[..., Running], with_template: Served) -> None:
-    server = start(served=with_template, tool_call_parser="hermes")
+def test_a_model_that_calls_nothing_answers(start: Callable[..., Running], templated: Served) -> None:
+    server = start(served=templated, tool_call_parser="hermes")
     create = server.client.chat.completions.create
     found = create(model="tiny", messages=MESSAGES, tools=TOOLS, max_tokens=8, temperature=0)
     ChatCompletion.model_validate(found.model_dump(), strict=True)

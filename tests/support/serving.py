@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,6 +21,8 @@ from foretoken.serve.settings import ServerSettings
 
 MODEL = "zoo:tiny"
 SETTINGS = ["lookup=ngram", "plain=none"]
+HERMES = (Path(__file__).parents[2] / "examples" / "serve" / "hermes.jinja").read_text(encoding="utf-8")
+"""The template of the examples, which knows tools."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,14 @@ class Running:
             lines = [line for line in response.iter_lines() if line and not line.startswith(":")]
         assert lines[-1] == "data: [DONE]"
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def with_template(llm: LLM, template: str = HERMES) -> LLM:
+    """The same model with another chat template."""
+    other = llm.with_speculative_config(None)
+    other.tokenizer = copy.deepcopy(llm.tokenizer)
+    other.tokenizer.chat_template = template
+    return other
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -82,7 +82,7 @@ def tune(
         with stages() as watch:
             choice, tuning, details = find_method(options, watch)
         report = tuning.profile(choice, details).as_dict() | _pictured(plot)
-        with finishing() if tuning.is_interrupted else nullcontext():
+        with _kept(tuning.is_interrupted):
             _keep(
                 partial(keep_json, out, report),
                 out,
@@ -92,8 +92,6 @@ def tune(
                 from foretoken.tune.picture import plot_choice
 
                 plot_choice(choice, plot)
-        if tuning.is_interrupted:
-            raise typer.Exit(EXIT_INTERRUPTED)
 
 
 @app.command("layer-skip")
@@ -129,7 +127,7 @@ def layer_skip(
         if not result.trials:
             typer.echo("foretoken: interrupted before any set was tried; nothing was written", err=True)
             raise typer.Exit(EXIT_INTERRUPTED)
-        with finishing() if result.is_interrupted else nullcontext():
+        with _kept(result.is_interrupted):
             report = job.finish(result) | _pictured(plot)
             _keep(
                 partial(job.layer_set(report).save, out),
@@ -140,8 +138,6 @@ def layer_skip(
                 from foretoken.tune.picture import plot_search
 
                 plot_search(result, job.space, plot)
-        if result.is_interrupted:
-            raise typer.Exit(EXIT_INTERRUPTED)
 
 
 @app.command("tree")
@@ -163,14 +159,12 @@ def tree(
         options.check_prompts()
         found, details = find_tree(options)
         report = {"paths": [list(path) for path in found.chosen.paths], **details}
-        with finishing() if details["is_interrupted"] else nullcontext():
+        with _kept(details["is_interrupted"]):
             _keep(
                 partial(found.chosen.save, out, **details),
                 out,
                 partial(_put, report) if as_json else partial(show_tree, found, details),
             )
-        if details["is_interrupted"]:
-            raise typer.Exit(EXIT_INTERRUPTED)
 
 
 @app.command("profile")
@@ -193,14 +187,21 @@ def profile(
 
         found, details = find_profile(options, say if sys.stderr.isatty() else lambda _: None)
         report = {**found.as_dict(), **details}
-        with finishing() if details["is_interrupted"] else nullcontext():
+        with _kept(details["is_interrupted"]):
             _keep(
                 partial(keep_json, out, report),
                 out,
                 partial(_put, report) if as_json else partial(show_profile, found, details),
             )
-        if details["is_interrupted"]:
-            raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@contextmanager
+def _kept(is_interrupted: bool) -> Iterator[None]:
+    """Let what a search found be kept and told: after an interrupt no further one ends that, and 130 is the status."""
+    with finishing() if is_interrupted else nullcontext():
+        yield
+    if is_interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _keep(write: Callable[[], object], out: Path, tell: Callable[[Path | None], None]) -> None:
