@@ -3,7 +3,6 @@ error where vLLM has none. Each case is one that some client of docs/serve.md se
 
 from __future__ import annotations
 
-import copy
 import json
 import socket
 from typing import Any
@@ -100,9 +99,7 @@ def test_contents_that_are_no_text_are_refused(running_server: Running, content:
 
 def test_a_call_that_was_cut_off_goes_back(llm: LLM) -> None:
     """Agents send an answer that ended within its arguments, and the error of their tool; it was refused."""
-    other = llm.with_speculative_config(None)
-    other.tokenizer = copy.deepcopy(llm.tokenizer)
-    other.tokenizer.chat_template = "{% for m in messages %}{{ m.tool_calls[0].function.arguments }}{% endfor %}"
+    other = with_template(llm, "{% for m in messages %}{{ m.tool_calls[0].function.arguments }}{% endfor %}")
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"city": "Par'}}
     history = [{"role": "assistant", "content": None, "tool_calls": [call]}]
     asking, _ = read_chat({"messages": history}, Served({"a": other}), ServerSettings())
@@ -111,12 +108,11 @@ def test_a_call_that_was_cut_off_goes_back(llm: LLM) -> None:
 
 def test_functions_as_they_were_before_tools_go_back(llm: LLM) -> None:
     """Old clients send what they called and got by the role ``function``; it was refused."""
-    other = llm.with_speculative_config(None)
-    other.tokenizer = copy.deepcopy(llm.tokenizer)
-    other.tokenizer.chat_template = (
+    other = with_template(
+        llm,
         "{% for m in messages %}{{ m.role }} {{ m.name }} {{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments.city }}{% endfor %};"
-        "{% endfor %}"
+        "{% endfor %}",
     )
     history = [
         {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"city": "Paris"}'}},
