@@ -158,6 +158,30 @@ def test_a_row_alone_gives_the_tokens_it_gives_in_a_batch(name: str, drafter: st
     assert alone.reasons["0.0"] == plain_mixed(name).reasons[f"{row}.0"]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_few_allowed_tokens_are_drafted_for_as_well(drafter: str, temperature: float) -> None:
+    """Masks hold at every node of a draft, beside penalties, for samples that share a prompt, and in what is told."""
+    allowed = (3, 8, 9, 29, 40)
+    params = SamplingParams(
+        n=3,
+        max_tokens=24,
+        temperature=temperature,
+        frequency_penalty=0.4,
+        allowed_token_ids=allowed,
+        logprobs=2,
+        seed=5,
+    )
+    requests = [(prompt, params) for prompt in PROMPTS]
+    want, got = (
+        decode(adapter("llama"), each, requests, eos_token_ids=EOS)
+        for each in (EmptyDrafter(), DRAFTERS[drafter]("llama"))
+    )
+    compare(drafted(got), want, f"{drafter}, {temperature}")
+    said = {token for output in got.outputs.values() for token in output}
+    assert {3, 8, 9, 40} <= said <= set(allowed)
+
+
 def test_what_always_runs_covers_what_differs() -> None:
     """Architectures with modes, and with a tree and a lookup or a chain; drafters with modes, prompts with modes."""
     modes = set(MODES)

@@ -89,6 +89,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 2]))),
         ignore_eos=rng.random() < 0.5,
         logit_bias={rng.randrange(VOCAB_SIZE): rng.uniform(-3, 3)} if rng.random() < 0.3 else None,
+        allowed_token_ids=rng.choice([None, None, None, rng.sample(range(VOCAB_SIZE), 8)]),
         logprobs=rng.choice([None, None, 2]),
         seed=rng.randrange(1 << 40),
     )

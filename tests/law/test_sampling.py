@@ -58,6 +58,18 @@ class OccurrencePenalty:
         return scores
 
 
+class Allowed:
+    """vLLM's mask of allowed tokens."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = list(tokens)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        masked = torch.full_like(scores, -math.inf)
+        masked[:, self.tokens] = scores[:, self.tokens]
+        return masked
+
+
 class Tilt:
     """A custom processor that looks at the whole prefix."""
 
@@ -83,6 +95,8 @@ def processors(params: SamplingParams, prompt_length: int) -> LogitsProcessorLis
         stop = [*EOS, *params.stop_token_ids]
         chain.append(MinNewTokensLengthLogitsProcessor(prompt_length, params.min_tokens, stop))
     chain.extend(params.logits_processors)
+    if params.allowed_token_ids is not None:
+        chain.append(Allowed(params.allowed_token_ids))
     return chain
 
 
@@ -142,6 +156,7 @@ def random_params(generator: random.Random, vocab_size: int, **fixed: Any) -> Sa
         "min_tokens": maybe(generator.choice([1, 4, 12]), 0),
         "stop_token_ids": maybe([4], ()),
         "logits_processors": maybe((Tilt(),), ()),
+        "allowed_token_ids": generator.choice([None, None, [2, 4], generator.choices(tokens, k=vocab_size)]),
     }
     return SamplingParams(**{**values, **fixed})
 
@@ -547,7 +562,9 @@ class TestProcessors:
             law_of(SamplingParams(bad_words=["no"]), 9)
 
     @pytest.mark.parametrize(
-        "values", [{"logit_bias": {9: 1.0}}, {"bad_words_ids": [[1, 9]]}, {"stop_token_ids": [9]}], ids=str
+        "values",
+        [{"logit_bias": {9: 1.0}}, {"allowed_token_ids": [1, 9]}, {"bad_words_ids": [[1, 9]]}, {"stop_token_ids": [9]}],
+        ids=str,
     )
     def test_ids_outside_of_the_vocabulary(self, values: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match=r"outside the vocabulary, 0\.\.8"):
@@ -571,6 +588,14 @@ class NoWalk(list[int]):
 
     def __iter__(self) -> Any:
         raise AssertionError("the whole context was walked")
+
+
+def test_an_error_names_few_of_many_tokens() -> None:
+    with pytest.raises(
+        ConfigError, match=r"allowed_token_ids holds token ids \[6, .*, 15\] and 999 more, outside"
+    ) as error:
+        law_of(SamplingParams(allowed_token_ids=range(1015)), 6)
+    assert len(str(error.value)) < 200
 
 
 class TestBadRows:

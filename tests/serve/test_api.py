@@ -27,6 +27,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "seed": 2},
     "samples": {"n": 3, "temperature": 1.0, "seed": 3},
     "bias": {"logit_bias": {"300": -100, "17": 2.5}, "temperature": 0.0},
+    "allowed": {"allowed_token_ids": [17, 300, 301, 302, 17], "n": 2, "seed": 4, "temperature": 1.0},
     "stops": {"stop": ["the", " and"], "temperature": 0.0, "max_tokens": 40},
     "kept stop": {"stop": "the", "include_stop_str_in_output": True, "temperature": 0.0, "max_tokens": 40},
     "least": {"min_tokens": 10, "temperature": 0.0, "ignore_eos": True, "no_repeat_ngram_size": 2},

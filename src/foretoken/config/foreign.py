@@ -101,7 +101,6 @@ SAMPLING_PARAMETERS = {
     "best_of": Foreign("every sample that is drawn is returned; use n and choose among them", (None, 1)),
     "use_beam_search": Foreign(_NO_BEAMS, (None, False)),
     "guided_decoding": Foreign(_GRAMMAR),
-    "allowed_token_ids": Foreign("ban the others with logit_bias={id: -inf}, or a function in logits_processors"),
     "truncate_prompt_tokens": Foreign(
         "prompts are used whole or refused; cut token_ids before they come in", (None, -1)
     ),

@@ -59,6 +59,7 @@ class SamplingParams:
       max_tokens: output budget, None for up to the context; 0 only reads the prompt, and takes
         ``prompt_logprobs``. Alias: ``max_new_tokens``.
       logit_bias: token id -> number added to its logit, -inf to ban it.
+      allowed_token_ids: tokens that may be chosen, None for all of them; EOS, too, only if it is among them.
       bad_words: strings that may not occur; the front door resolves them with the tokenizer.
       bad_words_ids: token sequences that may not occur.
       seed: 0..2**64-1; None (or -1) draws one per request, which is reported.
@@ -95,6 +96,7 @@ class SamplingParams:
     min_tokens: int = 0
     max_tokens: int | None = 16
     logit_bias: Mapping[int, float] | Mapping[str, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     bad_words: str | Sequence[str] | None = ()
     bad_words_ids: Sequence[Sequence[int]] | None = ()
     seed: int | None = None
@@ -120,6 +122,7 @@ class SamplingParams:
         if self.structured_outputs is not None:
             self._set("structured_outputs", StructuredOutputs.of(self.structured_outputs))
         self._set("logit_bias", self._checked_bias())
+        self._check_allowed()
         self._check_processors()
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
@@ -217,6 +220,14 @@ class SamplingParams:
             number = float("-inf") if value == float("-inf") else real("SamplingParams", "logit_bias", value, -math.inf)
             bias[token] = number
         return bias
+
+    def _check_allowed(self) -> None:
+        if self.allowed_token_ids is None or isinstance(self.allowed_token_ids, TokenIds):
+            return
+        allowed = {self._token("allowed_token_ids", token) for token in self._listed("allowed_token_ids")}
+        if not allowed:
+            raise ConfigError("SamplingParams.allowed_token_ids is empty; name a token, or leave it out to allow all")
+        self._set("allowed_token_ids", TokenIds(sorted(allowed)))
 
     def _check_processors(self) -> None:
         processors = self._listed("logits_processors")

@@ -2,8 +2,8 @@
 
 Order and meaning follow transformers 5.23 ``generate`` in float32: logit bias, repetition penalty, presence and
 frequency penalty (vLLM's, output tokens only), no-repeat n-grams, bad words, minimum length, custom processors, and the
-mask of a grammar last. Every node sees its own path as prefix, through the row's incremental history plus the path's
-difference.
+masks of allowed tokens and of a grammar last. Every node sees its own path as prefix, through the row's incremental
+history plus the path's difference.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from foretoken.errors import ConfigError, ShapeError
 from foretoken.law import noise
 from foretoken.law.faults import is_fatal
 from foretoken.law.history import BadWords, NgramIndex, TokenArray, TokenCounts
+from foretoken.law.named_tokens import check_named_tokens
 from foretoken.law.support import Warper
 
 if TYPE_CHECKING:
@@ -89,24 +90,9 @@ class SamplingLaw:
         self._stop_ids = (*eos, *(params.stop_token_ids or ())) if params.min_tokens else ()
 
     def _check_vocabulary(self) -> None:
-        if self.params.bad_words and not self.params.bad_words_ids:
-            raise ConfigError(
-                f"bad_words {self.params.bad_words} were not resolved to tokens; give bad_words_ids, or a tokenizer"
-            )
         if self.params.structured_outputs is not None and self.matching is None:
             raise ConfigError(f"{self.params.structured_outputs} was not compiled for a tokenizer; use LLM or Engine")
-        named = {
-            "logit_bias": [int(token) for token in self.params.logit_bias or ()],
-            "bad_words_ids": [token for words in self.params.bad_words_ids or () for token in words],
-            "stop_token_ids": self.params.stop_token_ids or (),
-        }
-        for name, tokens in named.items():
-            outside = [token for token in tokens if token >= self.vocab_size]
-            if outside:
-                raise ConfigError(
-                    f"{name} holds token ids {outside}, outside the vocabulary, 0..{self.vocab_size - 1}; "
-                    "leave them out"
-                )
+        check_named_tokens(self.params, self.vocab_size)
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Carry committed output tokens into the history; O(1) per token."""
@@ -138,7 +124,8 @@ class SamplingLaw:
     def _has_processors(self) -> bool:
         params = self.params
         history = (self._seen, self._output, self._ngrams, self._bad_words, self.matching)
-        return bool(params.logit_bias or params.logits_processors) or any(part is not None for part in history)
+        named = params.logit_bias or params.logits_processors or params.allowed_token_ids
+        return bool(named) or any(part is not None for part in history)
 
     # -- what one node changes; ids and values, in HF's order of processors --------------------------------------
 
@@ -204,8 +191,21 @@ class SamplingLaw:
         self.custom_processor_seconds += perf_counter() - start
         return scores.float()
 
+    @cached_property
+    def _allowed(self) -> Tensor | None:
+        allowed = self.params.allowed_token_ids
+        return None if allowed is None else torch.tensor(allowed, device=self.device)
+
     def mask(self, scores: Tensor, path: Path) -> None:
-        """Make tokens of one node (V,) impossible, in place, that the grammar does not allow; after a fault all are."""
+        """Make tokens of one node (V,) impossible, in place, that are not among the allowed ones or not in the grammar.
+
+        After a fault all are.
+        """
+        if self._allowed is not None:
+            ids = self._allowed[self._allowed < len(scores)].to(scores.device)
+            kept = scores[ids]
+            scores.fill_(-torch.inf)
+            scores[ids] = kept
         if self.matching is None:
             return
         allowed = self.matching.allowed(path)

@@ -167,7 +167,8 @@ def failure(logits: Tensor, law: SamplingLaw) -> Exception:
         return law.fault
     return NoTokenError(
         "a logits processor returned NaN, or the sampling parameters leave no token possible; relax bad_words, "
-        f"no_repeat_ngram_size, logit_bias, min_tokens, logits_processors or structured_outputs ({law.params})"
+        "no_repeat_ngram_size, logit_bias, allowed_token_ids, min_tokens, logits_processors or structured_outputs "
+        f"({law.params})"
     )
 
 

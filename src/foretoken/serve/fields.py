@@ -63,7 +63,6 @@ REFUSED = {
     "guided_choice": Foreign(_STRUCTURED),
     "guided_grammar": Foreign(_STRUCTURED),
     "truncate_prompt_tokens": Foreign("prompts are used whole or refused; shorten it", (None, -1)),
-    "allowed_token_ids": Foreign("ban the others with logit_bias={id: -100}"),
     "functions": Foreign("use tools", (None, [])),
     "function_call": Foreign("use tool_choice", (None, "none", "auto")),
     "audio": Foreign(_NO_MEDIA),

@@ -19,6 +19,7 @@ PARAMS = {
     "top-p": SamplingParams(temperature=0.7, top_p=0.8, min_p=0.01, seed=5),
     "typical-p": SamplingParams(temperature=1.0, typical_p=0.9, seed=6),
     "biased": SamplingParams(temperature=0.0, logit_bias={11: 4.0, 12: 4.0}),
+    "allowed": SamplingParams(temperature=0.9, allowed_token_ids=[11, 12, 13, 30], seed=8),
     "penalised": SamplingParams(temperature=0.8, repetition_penalty=1.3, seed=7),
 }
 
