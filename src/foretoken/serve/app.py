@@ -25,7 +25,7 @@ from foretoken.serve.completions import read_completion
 from foretoken.serve.errors import ApiError, ModelChanged, loading, stopping
 from foretoken.serve.fields import Fields, shown, wrong_field
 from foretoken.serve.form import Form
-from foretoken.serve.guards import Drain, Keys, Targets
+from foretoken.serve.guards import REQUEST_ID, Drain, Keys, Targets
 from foretoken.serve.responses import read_response
 from foretoken.serve.tokens import encode, token_ids
 from foretoken.views.page import page
@@ -46,6 +46,9 @@ SMALL_BYTES = 64 * 2**10
 
 TEXT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """Where text is asked for."""
+
+EXPOSED = ("x-request-id", "x-foretoken-warning", "retry-after")
+"""Headers that pages of other origins may read."""
 
 OF_TOKENS = frozenset({
     "model", "prompt", "add_special_tokens", "return_token_strs",
@@ -98,7 +101,11 @@ class Application:
         guarded: ASGIApp = Targets(Drain(Keys(app, self._settings.api_keys)))
         if self._settings.cors_origins:
             guarded = CORSMiddleware(
-                guarded, list(self._settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
+                guarded,
+                list(self._settings.cors_origins),
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=EXPOSED,
             )
         return guarded
 
@@ -136,6 +143,8 @@ class Application:
     async def _generate(self, request: Request, read: Reader) -> Response:
         self._ready()
         body = await self._body(request)
+        if body.get("request_id") is None:
+            body["request_id"] = request.headers.get(REQUEST_ID.decode())
         if self._settings.log_requests:
             logger.info("%s: %s", request.url.path, json.dumps(body)[:2000])
         try:

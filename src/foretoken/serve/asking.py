@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,38 @@ from foretoken.sessions.prompts import resolved
 if TYPE_CHECKING:
     from foretoken.llm import LLM
     from foretoken.serve.served import Served
+
+
+REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is left of prompts that are too long.
+
+    Args:
+      most: tokens; None for as many as leave room for ``max_tokens``.
+      keeps_end: the last tokens, or the first ones.
+    """
+
+    most: int | None
+    keeps_end: bool
+
+    @classmethod
+    def of(cls, given: Fields) -> Cut | None:
+        """What ``truncate_prompt_tokens`` and ``truncation_side`` of vLLM say."""
+        most = given.whole("truncate_prompt_tokens", None, -1, 2**31 - 1)
+        side = given.choice("truncation_side", "left", ("left", "right"))
+        if most == 0:
+            wrong_field("truncate_prompt_tokens", most, "a number of tokens, or -1 for as many as there is room for")
+        return None if most is None else cls(None if most == -1 else most, side == "left")
+
+    def of_prompt(self, prompt: dict[str, Any], room: int | None) -> dict[str, Any]:
+        """The prompt, or what is left of it, which has no text but that of its tokens."""
+        ids, most = prompt["prompt_token_ids"], room if self.most is None else self.most
+        if most is None or len(ids) <= most:
+            return prompt
+        return {"prompt_token_ids": ids[-most:] if self.keeps_end else ids[:most]}
 
 
 @dataclass(frozen=True)
@@ -37,6 +70,8 @@ class Asking:
       detail: of the counts of speculation: none, summary or detailed.
       verifies: whether the text is to be decoded plainly as well, and compared.
       timeout: in seconds.
+      cut: prompts that are too long; None to refuse them.
+      request_id: of the client, or drawn: what ids of answers end with.
       unknown: fields that were ignored.
     """
 
@@ -53,6 +88,8 @@ class Asking:
     detail: str
     verifies: bool
     timeout: float
+    cut: Cut | None
+    request_id: str
     unknown: Sequence[str]
 
     @property
@@ -111,6 +148,8 @@ def read_asking(
         detail=given.choice("spec_decode_metrics", settings.spec_decode_metrics, DETAILS),
         verifies=given.flag("verify"),
         timeout=given.seconds("timeout", settings.request_timeout),
+        cut=Cut.of(given),
+        request_id=read_request_id(given),
         unknown=given.unknown,
     )
 
@@ -154,6 +193,17 @@ def read_prediction(given: Any, served: Served) -> str | list[int] | None:
     wrong_field("prediction", given, "{type: 'content', content: text or parts of type text}")
 
 
+def read_request_id(given: Fields) -> str:
+    """The id that a client gives its request, or a new one.
+
+    Raises: ApiError for one that is long, or cannot stand in a log.
+    """
+    wanted = given.text("request_id") or secrets.token_hex(12)
+    if not REQUEST_ID.fullmatch(wanted):
+        wrong_field("request_id", wanted, "at most 128 letters, digits and signs of ASCII, without spaces")
+    return wanted
+
+
 def read_params(sent: dict[str, Any], tokenizer: Any) -> SamplingParams:
     """Parameters whose texts are token ids already, so that the thread of the engine has none to read.
 
@@ -175,6 +225,10 @@ def with_prompts(asking: Asking, prompts: Sequence[dict[str, Any]], served: Serv
     if not 0 < len(prompts) <= settings.max_prompts:
         raise ApiError(400, f"the request has {len(prompts)} prompts; give 1 to {settings.max_prompts}", "prompt")
     limit, num_new = served.max_model_len, 0 if asking.params.max_tokens == 0 else 1
+    if asking.cut is not None:
+        longest = num_new if asking.params.max_tokens is None else asking.params.max_tokens
+        room = None if limit is None else max(1, limit - longest)
+        prompts = [asking.cut.of_prompt(prompt, room) for prompt in prompts]
     for place, prompt in enumerate(prompts):
         length = len(prompt["prompt_token_ids"])
         if limit is not None and length + num_new > limit:

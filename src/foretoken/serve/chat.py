@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +37,13 @@ KNOWN = SHARED | {
     "add_generation_prompt",
     "continue_final_message",
     "chat_template_kwargs",
+    "return_prompt_text",
 }
 CHAT_REFUSED = {**REFUSED, "modalities": Foreign("answers are text")}
 TEXT_ONLY = ("modalities", ["text"])
 """A field that asks for what there is."""
-OF_TEMPLATES = frozenset({"reasoning_effort"})
-"""Fields that are handed to a template which has them."""
+OF_TEMPLATES: dict[str, Callable[[Fields, str], Any]] = {"reasoning_effort": Fields.text, "documents": Fields.objects}
+"""Fields that are handed to a template which has them, and how they are read."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 OLD_ROLES = {"developer": "system", "function": "tool"}
 """Roles that templates know by another name: the one is newer than they are, the other older."""
@@ -59,7 +60,10 @@ def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) ->
     """
     body, has_functions = with_tools(body)
     asking, tools = read_conversation(body, served, settings)
-    return asking, ChatForm(asking, served, tools, has_functions)
+    (prompt,), text = asking.prompts, None
+    if Fields(body, body, {}).flag("return_prompt_text"):
+        text = prompt["prompt"] if "prompt" in prompt else str(served.tokenizer.decode(prompt["prompt_token_ids"]))
+    return asking, ChatForm(asking, served, tools, has_functions, text)
 
 
 def read_conversation(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[Asking, Tools]:
@@ -91,8 +95,9 @@ def read_conversation(body: dict[str, Any], served: Served, settings: ServerSett
     if asking.streams and asking.params.prompt_logprobs is not None:
         message = "prompt_logprobs is not told in streams of chat; leave stream out, or use /v1/completions"
         raise ApiError(400, message, "prompt_logprobs")
-    text = conversation(given, known & OF_TEMPLATES, tools.offered, served)
-    prompt = {"prompt": text, "prompt_token_ids": served.encode(text, add_special_tokens=False)}
+    text = conversation(given, known & OF_TEMPLATES.keys(), tools.offered, served)
+    ids = served.encode(text, given.flag("add_special_tokens"), is_cut=asking.cut is not None)
+    prompt = {"prompt": text, "prompt_token_ids": ids}
     return with_prompts(asking, [prompt], served, settings), tools
 
 
@@ -105,7 +110,7 @@ def conversation(given: Fields, named: Set[str], tools: list[Any], served: Serve
     Raises: ApiError, PromptError.
     """
     messages = read_messages(given.get("messages"))
-    options: dict[str, Any] = {name: given.text(name) for name in named if given.get(name) is not None}
+    options: dict[str, Any] = {name: OF_TEMPLATES[name](given, name) for name in named if given.get(name) is not None}
     options |= given.mapping("chat_template_kwargs")
     if OURS & options.keys():
         raise ApiError(
@@ -185,16 +190,35 @@ class ChatForm(ChoicesForm):
     Args:
       tools: that the model may call, or must.
       has_functions: whether calls are told as those of functions were before there were tools.
+      prompt_text: what the template has made of the messages, to be told; None where nobody asks.
     """
 
     prefix = "chatcmpl"
     kinds = ("chat.completion", "chat.completion.chunk")
 
-    def __init__(self, asking: Asking, served: Served, tools: Tools, has_functions: bool = False) -> None:
+    def __init__(
+        self, asking: Asking, served: Served, tools: Tools, has_functions: bool, prompt_text: str | None
+    ) -> None:
         super().__init__(asking, served)
         self._has_functions = has_functions
         self._readers = [tools.reader() for _ in range(asking.params.n)]
         self._tools = tools
+        self._prompt_text = prompt_text
+
+    def opening(self) -> list[bytes]:
+        return self._chunks(self.first_choices(), **self._of_prompt())
+
+    def body(self, outputs: Sequence[RequestOutput], usage: dict[str, Any], beside: dict[str, Any]) -> dict[str, Any]:
+        found, most = self._of_prompt(), self._asking.params.prompt_logprobs
+        if most is not None:
+            found["prompt_logprobs"] = prompt_tables(outputs[0].prompt_logprobs, most)
+        return super().body(outputs, usage, beside) | found
+
+    def _of_prompt(self) -> dict[str, Any]:
+        """What is told of the prompt, which all texts share."""
+        (prompt,) = self._asking.prompts
+        ids = {"prompt_token_ids": list(prompt["prompt_token_ids"])} if self._asking.returns_ids else {}
+        return ids | ({} if self._prompt_text is None else {"prompt_text": self._prompt_text})
 
     def first_choices(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": None if self._tools.forced else ""}
@@ -260,10 +284,5 @@ class ChatForm(ChoicesForm):
                 choice["logprobs"] = self._logprobs(text.token_ids, text.logprobs)
             if self._asking.returns_ids:
                 choice["token_ids"] = list(text.token_ids)
-                choice["prompt_token_ids"] = list(outputs[0].prompt_token_ids)
-            if self._asking.params.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = prompt_tables(
-                    outputs[0].prompt_logprobs, self._asking.params.prompt_logprobs
-                )
             choices.append({**choice, "seed": text.seed})
         return choices

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from foretoken.serve.asking import Asking, read_asking, with_prompts
@@ -36,12 +37,13 @@ def read_completion(body: dict[str, Any], served: Served, settings: ServerSettin
         {"prompt_logprobs": max(logprobs, of_prompt or 0)} if echo and logprobs is not None else {}
     )
     asking = read_asking(given, served, settings, logprobs=logprobs, **learned)
-    prompts = _prompts(given.get("prompt"), served, given.flag("add_special_tokens", True), settings.max_prompts)
+    read = partial(_prompt, served=served, adds=given.flag("add_special_tokens", True), is_cut=asking.cut is not None)
+    prompts = _prompts(given.get("prompt"), read, settings.max_prompts)
     asking = with_prompts(asking, prompts, served, settings)
     return asking, CompletionForm(asking, served, echo, of_prompt)
 
 
-def _prompts(prompt: Any, served: Served, add_special_tokens: bool, most: int) -> list[dict[str, Any]]:
+def _prompts(prompt: Any, read: Callable[[Any], dict[str, Any]], most: int) -> list[dict[str, Any]]:
     """One prompt or a list of them, each as text or as token ids."""
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
         prompt = [prompt]
@@ -49,12 +51,12 @@ def _prompts(prompt: Any, served: Served, add_special_tokens: bool, most: int) -
         wrong_field("prompt", prompt, "text, a list of token ids, or a list of these")
     if len(prompt) > most:
         raise ApiError(400, f"the request has {len(prompt)} prompts; give at most {most}", "prompt")
-    return [_prompt(one, served, add_special_tokens) for one in prompt]
+    return [read(one) for one in prompt]
 
 
-def _prompt(prompt: Any, served: Served, add_special_tokens: bool) -> dict[str, Any]:
+def _prompt(prompt: Any, served: Served, adds: bool, is_cut: bool) -> dict[str, Any]:
     if isinstance(prompt, str):
-        return {"prompt": prompt, "prompt_token_ids": served.encode(prompt, add_special_tokens)}
+        return {"prompt": prompt, "prompt_token_ids": served.encode(prompt, adds, is_cut=is_cut)}
     return {"prompt_token_ids": token_ids(prompt, served.llm.target.vocab_size, "prompt")}
 
 
@@ -75,13 +77,23 @@ class CompletionForm(ChoicesForm):
         self._learns_prompt = asking.params.prompt_logprobs is not None
         self._tokenizer = served.llm.tokenizer
         self._offsets: dict[int, Offsets] = {}  # of each choice of a stream
+        self._begun: set[int] = set()  # choices of a stream
 
     def first_choices(self) -> list[dict[str, Any]]:
         if not self._echo or self._learns_prompt:  # which is told once it is read
             return []
         texts = [self._prompt_text(prompt) for prompt in self._asking.prompts for _ in range(self._asking.params.n)]
         self._offsets = {index: self._new_offsets(len(text)) for index, text in enumerate(texts)}
-        return [self._choice(index, text, None, None) for index, text in enumerate(texts)]
+        choices = [self._choice(index, text, None, None) for index, text in enumerate(texts)]
+        return [self._begin(choice) for choice in choices]
+
+    def _begin(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """A choice of a stream; the first one of a text tells the ids of its prompt, where ids are told."""
+        if self._asking.returns_ids and choice["index"] not in self._begun:
+            self._begun.add(choice["index"])
+            prompt = self._asking.prompts[choice["index"] // self._asking.params.n]
+            choice["prompt_token_ids"] = list(prompt["prompt_token_ids"])
+        return choice
 
     def _new_offsets(self, start: int) -> Offsets:
         return Offsets(self._tokenizer, start, skip_special_tokens=self._asking.params.skip_special_tokens)
@@ -94,10 +106,12 @@ class CompletionForm(ChoicesForm):
     def choices(self, delta: StreamOutput) -> list[dict[str, Any]]:
         index = delta.prompt_index * self._asking.params.n + delta.index
         length = len(delta.token_ids)
-        read = [] if delta.prompt_logprobs is None else [self._read_prompt(index, delta)]
+        choices = [] if delta.prompt_logprobs is None else [self._read_prompt(index, delta)]
         if not length:
-            return [*read, self._choice(index, delta.text, delta.finish_reason, delta.stop_reason)]
-        return [*read, *(self._part(index, delta, part, is_last=part.stop == length) for part in self._parts(delta))]
+            choices.append(self._choice(index, delta.text, delta.finish_reason, delta.stop_reason))
+        else:
+            choices += [self._part(index, delta, part, is_last=part.stop == length) for part in self._parts(delta)]
+        return [self._begin(choice) for choice in choices]
 
     def _read_prompt(self, index: int, delta: StreamOutput) -> dict[str, Any]:
         """The choice that tells log-probabilities of the prompt, before the first token of a text."""

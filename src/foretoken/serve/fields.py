@@ -39,6 +39,9 @@ SHARED = SAMPLING | {
     "add_special_tokens",
     "return_token_ids",
     "return_tokens_as_token_ids",
+    "request_id",
+    "truncate_prompt_tokens",
+    "truncation_side",
     "return_drafts",
     "speculative",
     "spec_decode_metrics",
@@ -62,17 +65,23 @@ REFUSED = {
     "guided_regex": Foreign(_STRUCTURED),
     "guided_choice": Foreign(_STRUCTURED),
     "guided_grammar": Foreign(_STRUCTURED),
-    "truncate_prompt_tokens": Foreign("prompts are used whole or refused; shorten it", (None, -1)),
     "functions": Foreign("use tools", (None, [])),
     "function_call": Foreign("use tool_choice", (None, "none", "auto")),
     "audio": Foreign(_NO_MEDIA),
     "web_search_options": Foreign("the server searches nothing; leave it out"),
     "chat_template": Foreign("templates are the server's; it takes one with --chat-template"),
-    "documents": Foreign("write documents into a message"),
+    "documents": Foreign("the chat template has no place for them; write documents into a message", (None, [])),
 }
 """Fields of the OpenAI API and of vLLM without a counterpart here: why, and what to do instead."""
 
-WITHOUT_EFFECT = {"store": (False,), "reasoning_effort": ("none",), "verbosity": ("medium",)}
+WITHOUT_EFFECT = {
+    "store": (False,),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "include_reasoning": (True,),
+    "length_penalty": (1,),
+    "spaces_between_special_tokens": (True,),
+}
 """Fields that frameworks send whatever the model, and values of them that ask for what happens anyway: with others they
 are ignored as unknown ones are, and named."""
 
@@ -132,6 +141,12 @@ class Fields:
         for name, most in MOST_ENTRIES.items():
             if isinstance(value := self._body.get(name), list) and len(value) > most:
                 raise ApiError(400, f"{name} has {len(value)} entries, and may have {most}; give fewer", name)
+
+    def objects(self, name: str) -> list[dict[str, Any]]:
+        def fits(value: Any) -> bool:
+            return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+
+        return list(self._read(name, [], fits, "a list of objects"))
 
     def mapping(self, name: str) -> dict[str, Any]:
         return dict(self._read(name, {}, lambda value: isinstance(value, dict), "an object"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -93,8 +92,7 @@ class ChoicesForm(Form):
         self._fingerprint = served.fingerprint
         self._names = TokenNames(served.llm.tokenizer, asking.names_ids)
         self._drafts = Drafts(served.llm.tokenizer)
-        self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
-
+        self._id, self._created = f"{self.prefix}-{asking.request_id}", int(time.time())
         self._chunk = self._frame(is_chunk=True) | ({"usage": None} if asking.stream.include_usage else {})
         self._beginning = written(self._chunk)[:-1]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
+import secrets
 from contextlib import suppress
 from hashlib import sha256
 from typing import TYPE_CHECKING
@@ -22,6 +23,10 @@ OPEN_PATHS = ("/health", "/ping", "/")
 DRAINED_BYTES = 64 * 2**20
 DRAINED_SECONDS = 5.0
 """Of a body that is not wanted; a client that sends more may find its connection reset instead of an answer."""
+
+REQUEST_ID = b"x-request-id"
+"""Header with the id of a request, which there always is."""
+_ALLOWED_ID = re.compile(rb"[\w.:-]{1,128}")
 
 AMBIGUOUS = JSONResponse(
     ApiError(400, "the request has a content-length and a transfer-encoding; send one of them").body,
@@ -49,6 +54,28 @@ class Targets:
         if scope["type"] == "http" and len(scope["path"]) > 1 and scope["path"].endswith("/"):
             scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         await self._app(scope, receive, send)
+
+
+class Numbered:
+    """Gives every request an id, or takes ``x-request-id``, and tells it with the answer, whatever that is."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(REQUEST_ID, b"")
+        header = (REQUEST_ID, given if _ALLOWED_ID.fullmatch(given) else secrets.token_hex(12).encode())
+        others = [(name, value) for name, value in scope["headers"] if name != REQUEST_ID]
+
+        async def tell(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), header]}
+            await send(message)
+
+        await self._app({**scope, "headers": [*others, header]}, receive, tell)
 
 
 class Keys:

@@ -36,7 +36,7 @@ class ResponseForm(Form):
         self._items: list[dict[str, Any]] = []  # that have come to their end
         self._item: dict[str, Any] | None = None  # that is being said
         self._response = {
-            "id": f"resp_{secrets.token_hex(12)}",
+            "id": f"resp_{asking.request_id}",
             "object": "response",
             "created_at": int(time.time()),
             "model": asking.model,

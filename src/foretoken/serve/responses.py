@@ -27,6 +27,9 @@ PASSED_ON = (SAMPLING - {"max_tokens", "prompt_logprobs"}) | {
     "spec_decode_metrics",
     "verify",
     "timeout",
+    "request_id",
+    "truncate_prompt_tokens",
+    "truncation_side",
     "chat_template_kwargs",
     "parallel_tool_calls",
 }

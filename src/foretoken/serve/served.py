@@ -62,13 +62,17 @@ class Served:
         limits = [self.llm.engine_config.max_model_len, self.llm.model_info.context_length]
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool, *, is_cut: bool = False) -> list[int]:
         """Token ids of a prompt.
+
+        Args:
+          is_cut: whether it is cut where it is too long.
 
         Raises: ApiError for one that cannot fit, or without a tokenizer; PromptError for half a surrogate pair.
         """
         tokenizer = self.tokenizer
-        self.check_length(text, "prompt")
+        if not is_cut:
+            self.check_length(text, "prompt")
         return encode(tokenizer, text, add_special_tokens)
 
     def check_length(self, text: str, name: str) -> None:

@@ -17,6 +17,7 @@ from foretoken.errors import ConfigError
 from foretoken.serve.app import Application
 from foretoken.serve.bridge import Bridge
 from foretoken.serve.errors import stopping
+from foretoken.serve.guards import Numbered
 from foretoken.serve.metrics import Metrics
 from foretoken.serve.protocol import HEAD_SECONDS, TimedHeads
 
@@ -74,7 +75,7 @@ class Server(uvicorn.Server):
         self.bridge, metrics = make(self._loaded, name)
         self.application = Application(self.bridge, settings, metrics)
         config = uvicorn.Config(
-            wrap(self.application.build()),
+            Numbered(wrap(self.application.build())),
             http=TimedHeads,  # over h11, whatever else is installed: it bounds heads of requests, and knows HTTP/1.0
             ws="none",
             loop="asyncio",

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-import secrets
 from typing import TYPE_CHECKING
 
+from foretoken.serve.guards import REQUEST_ID
 from foretoken.serve.ray.failover import CALLER, Caller
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 _ALLOWED = re.compile(rb"[\w.:-]{1,128}")
 
 
 class Called:
-    """Gives every request an id, or takes ``x-request-id``, and tells it with the answer; reads ``x-session-id``.
+    """Notes the id of every request, which it has by then, its ``x-session-id``, and who sends it.
 
     Args:
       has_keys: whether clients are told apart by their keys; otherwise by their addresses.
@@ -29,17 +29,10 @@ class Called:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        request_id = _told(headers.get(b"x-request-id")) or secrets.token_hex(8)
         key = headers.get(b"authorization", b"").decode("latin-1") if self._has_keys else ""
         client = key or (scope.get("client") or ("",))[0]
-        CALLER.set(Caller(request_id, _told(headers.get(b"x-session-id")), client))
-
-        async def tell(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
-            await send(message)
-
-        await self._app(scope, receive, tell)
+        CALLER.set(Caller(_told(headers.get(REQUEST_ID)), _told(headers.get(b"x-session-id")), client))
+        await self._app(scope, receive, send)
 
 
 def _told(header: bytes | None) -> str:

@@ -20,6 +20,7 @@ from ray.serve.exceptions import RayServeException
 
 from foretoken.errors import ForetokenError
 from foretoken.serve.app import Application
+from foretoken.serve.guards import Numbered
 from foretoken.serve.ray.caller import Called
 from foretoken.serve.ray.config import ClusterConfig
 from foretoken.serve.ray.failover import ClusterBridge
@@ -241,7 +242,7 @@ class Ingress:
             self._application.served = Distant(pool.submit(fleet.learn).result())
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return Called(self._application.build(), self._has_keys)
+        return Numbered(Called(self._application.build(), self._has_keys))
 
 
 def build(app_config: Mapping[str, Any]) -> serve.Application:

@@ -1,0 +1,140 @@
+"""Fields of vLLM beside those of the OpenAI API: prompts that are cut, ids of requests, what the template was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from foretoken.config.sampling import SamplingParams
+from foretoken.llm import LLM
+from foretoken.serve.served import Served
+from serving import Running, with_template
+
+PROMPT = "The quick brown fox jumps over the lazy dog and runs away"
+MESSAGES = [{"role": "user", "content": "one two three"}]
+GREEDY = {"max_tokens": 6, "temperature": 0.0, "return_token_ids": True}
+
+
+def templated(start: Callable[..., Running], llm: LLM, template: str) -> Running:
+    return start(served=Served({"tiny": with_template(llm, template)}))
+
+
+def ids_of(server: Running, text: str) -> list[int]:
+    return list(server.llm.tokenizer(text)["input_ids"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_prompt_is_cut_at_the_side_that_is_named(running_server: Running, side: str, stream: bool) -> None:
+    ids = ids_of(running_server, PROMPT)
+    kept = ids[-5:] if side == "left" else ids[:5]
+    (expected,) = running_server.llm.generate([kept], SamplingParams(max_tokens=6, temperature=0))
+    body = {**GREEDY, "truncate_prompt_tokens": 5, "truncation_side": side, "echo": True}
+    for prompt in (PROMPT, ids):
+        if stream:
+            first, *rest = running_server.events("/v1/completions", {**body, "prompt": prompt})
+            (choice,) = first["choices"]
+            text = "".join(chunk["choices"][0]["text"] for chunk in (first, *rest))
+            assert not any("prompt_token_ids" in chunk["choices"][0] for chunk in rest)
+        else:
+            (choice,) = running_server.post("/v1/completions", **body, prompt=prompt).json()["choices"]
+            text = choice["text"]
+        assert choice["prompt_token_ids"] == kept
+        assert text == running_server.llm.tokenizer.decode(kept) + expected.outputs[0].text
+
+
+def test_a_prompt_is_cut_to_the_room_that_max_tokens_leaves(running_server: Running) -> None:
+    """Texts that could not fit were refused before they were read; vLLM cuts them."""
+    limit = running_server.llm.model_info.context_length
+    body = {**GREEDY, "truncate_prompt_tokens": -1, "temperature": 0.0}
+    long = "word " * 40 * limit
+    answer = running_server.post("/v1/completions", **body, prompt=long).json()
+    assert answer["usage"]["prompt_tokens"] == limit - 6
+    assert answer["choices"][0]["prompt_token_ids"] == ids_of(running_server, long)[6 - limit :]
+    messages = [{"role": "user", "content": long}]
+    answer = running_server.post("/v1/chat/completions", **body, messages=messages, return_prompt_text=True).json()
+    assert answer["usage"]["prompt_tokens"] == limit - 6
+    assert answer["prompt_text"] == running_server.llm.tokenizer.decode(answer["prompt_token_ids"])
+    short = running_server.post("/v1/completions", **body, prompt=PROMPT).json()
+    assert short["usage"]["prompt_tokens"] == len(ids_of(running_server, PROMPT))
+
+
+def test_chat_tells_its_prompt_beside_the_choices(running_server: Running) -> None:
+    """Where vLLM tells it: samples share it. In a stream, with the first chunk of each."""
+    wanted = dict(running_server.llm.chat_prompt(MESSAGES))
+    body = {**GREEDY, "messages": MESSAGES, "n": 2, "return_prompt_text": True}
+    whole = running_server.post("/v1/chat/completions", **body, prompt_logprobs=1).json()
+    assert whole["prompt_token_ids"] == list(wanted["prompt_token_ids"])
+    assert whole["prompt_text"] == wanted["prompt"]
+    assert len(whole["prompt_logprobs"]) == len(whole["prompt_token_ids"])
+    assert all(len(choice["token_ids"]) == 6 for choice in whole["choices"])
+    chunks = running_server.events("/v1/chat/completions", body)
+    assert [chunk["prompt_token_ids"] for chunk in chunks[:2]] == [whole["prompt_token_ids"]] * 2
+    assert [chunk["prompt_text"] for chunk in chunks[:2]] == [wanted["prompt"]] * 2
+    assert not any({"prompt_token_ids", "prompt_text"} & chunk.keys() for chunk in chunks[2:])
+    plain = running_server.post("/v1/chat/completions", messages=MESSAGES, max_tokens=1).json()
+    assert not {"prompt_token_ids", "prompt_text", "prompt_logprobs"} & plain.keys()
+
+
+def test_special_tokens_are_added_to_a_conversation_that_asks_for_them(start: Callable[..., Running], llm: LLM) -> None:
+    """The field was read by nobody."""
+    with_eos = templated(start, llm, "{{ messages[0].content }}")
+    tokenizer = with_eos.llm.tokenizer
+    for adds in (False, True):
+        body = {**GREEDY, "messages": MESSAGES, "add_special_tokens": adds}
+        found = with_eos.post("/v1/chat/completions", **body).json()["prompt_token_ids"]
+        assert found == tokenizer("one two three", add_special_tokens=adds)["input_ids"]
+
+
+def test_documents_go_to_a_template_that_has_them(
+    running_server: Running, start: Callable[..., Running], llm: LLM
+) -> None:
+    body = {**GREEDY, "messages": MESSAGES, "documents": [{"title": "a", "text": "b"}], "return_prompt_text": True}
+    refused = running_server.post("/v1/chat/completions", **body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "documents")
+    server = templated(
+        start, llm, "{% for one in documents %}{{ one.title }}={{ one.text }}{% endfor %};{{ messages[0].content }}"
+    )
+    assert server.post("/v1/chat/completions", **body).json()["prompt_text"] == "a=b;one two three"
+    wrong = server.post("/v1/chat/completions", **{**body, "documents": ["a"]})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "documents")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_a_request_has_an_id(running_server: Running, path: str) -> None:
+    body: dict[str, Any] = {"prompt": "a"} if path == "/v1/completions" else {"messages": MESSAGES}
+    body = {"input": "a"} if path == "/v1/responses" else body
+    url, short = f"{running_server.server.address}{path}", {"max_output_tokens" if "input" in body else "max_tokens": 2}
+    named = httpx.post(url, json=body | short, headers={"x-request-id": "mine-1"})
+    assert named.headers["x-request-id"] == "mine-1"
+    assert named.json()["id"].endswith("-mine-1" if "input" not in body else "resp_mine-1")
+    told = httpx.post(url, json=body | short | {"request_id": "a/b"}, headers={"x-request-id": "mine-1"})
+    assert (told.headers["x-request-id"], told.json()["id"][-3:]) == ("mine-1", "a/b")
+    drawn = httpx.post(url, json=body | short, headers={"x-request-id": "a b"})
+    assert drawn.json()["id"].endswith(drawn.headers["x-request-id"])
+    assert " " not in drawn.headers["x-request-id"]
+    stream = httpx.post(url, json=body | short | {"stream": True}, headers={"x-request-id": "mine-2"})
+    assert (stream.headers["x-request-id"], stream.headers.get("x-foretoken-warning")) == ("mine-2", None)
+    assert "mine-2" in stream.text
+    for wrong in ("a b", "x" * 129, "é", 5):
+        refused = httpx.post(url, json=body | {"request_id": wrong})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_id")
+        assert refused.headers["x-request-id"]
+
+
+def test_defaults_of_vllm_are_no_news(running_server: Running) -> None:
+    body = {"prompt": "a", "max_tokens": 1, "length_penalty": 1.0, "spaces_between_special_tokens": True}
+    assert "x-foretoken-warning" not in running_server.post("/v1/completions", **body, include_reasoning=True).headers
+    changed = running_server.post("/v1/completions", **{**body, "length_penalty": 2.0}).headers
+    assert "length_penalty" in changed["x-foretoken-warning"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": -2}, {"truncation_side": "up"}]
+)
+def test_cuts_that_are_none_are_refused(running_server: Running, wrong: dict[str, Any]) -> None:
+    refused = running_server.post("/v1/completions", prompt="a", **wrong)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(wrong)))
