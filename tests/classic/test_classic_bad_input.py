@@ -240,6 +240,8 @@ def test_storages(kind: Any) -> None:
     for n in (1, 0, -3):
         with pytest.raises(ConfigError, match=f"n is {n}; it must be 2 or more"):
             kind(n, 64)
+    with pytest.raises(AssertionError):  # by which the description refuses it
+        kind(1, 64)
     with pytest.raises(ConfigError, match="n is '3'; it must be a whole number"):
         kind("3", 64)
     with pytest.raises(ConfigError, match="vocab_size is 0"):

@@ -95,6 +95,8 @@ def test_03_prune_cache_takes_current_caches_and_zero_tokens() -> None:
     pruned = prune_cache(((own, own, cross, cross), None), 3)
     assert [tensor.shape[2] for tensor in pruned[0]] == [6, 6, 7, 7]
     assert pruned[1] is None
+    (layer,) = prune_cache(((own,) * 4,), 3)  # the layout that is described: (2 or 4) x (batch, heads, T, head_dim)
+    assert [tensor.shape[2] for tensor in layer] == [6, 6, 6, 6]
 
 
 def test_04_the_cache_is_right_after_every_acceptance() -> None:

@@ -23,6 +23,7 @@ from foretoken.cli.writers import ending
 from foretoken.errors import ConfigError, PromptError
 from foretoken.loading.models import load_tokenizer
 from foretoken.sessions.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from foretoken.sessions.prompts import chat_text
 from foretoken.zoo.manifest import Manifest
 
 TINY = ["--model", "zoo:tiny", "--dtype", "float32", "--max-new-tokens", "4"]
@@ -130,6 +131,23 @@ def test_chat_and_raw_overrule(tokenizer: PreTrainedTokenizerBase) -> None:
     result = run("generate", "Hi", "--chat", "--raw", *TINY)
     assert result.exit_code == 2
     assert "leave one out" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("template", "error", "said"),
+    [
+        ("{{ raise_exception('No system message!') }}", PromptError, "take these messages: No system message!"),
+        ("{{ messages[0].content + 1 }}", PromptError, "take these messages: TypeError"),
+        ("{% if messages }}", ConfigError, r"cannot be read \(unexpected '}', line 1\).*chat_template.jinja"),
+    ],
+)
+def test_what_a_template_does_not_take_is_a_refusal(
+    tokenizer: PreTrainedTokenizerBase, template: str, error: type[Exception], said: str
+) -> None:
+    """It was a traceback of Jinja: Gemma's template takes no system message, and others only turns that alternate."""
+    tokenizer.chat_template = template
+    with pytest.raises(error, match=said):
+        chat_text(tokenizer, [{"role": "user", "content": "Hi"}])
 
 
 def test_what_is_given_and_what_the_model_gets(tokenizer: PreTrainedTokenizerBase) -> None:

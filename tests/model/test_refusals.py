@@ -23,7 +23,7 @@ from foretoken.testing import PerfectDrafter, compare, decode, strengthen, toy_m
 from harness import first_attention
 
 ENCODERS = {"electra-encoder", "bert-generation-encoder"}
-RECURRENT = set(REFUSED) - {"bloom", "falcon-alibi", "mpt", "bart", "t5"} - ENCODERS
+RECURRENT = set(REFUSED) - {"bloom", "falcon-alibi", "mpt", "gpt-neo", "bart", "t5"} - ENCODERS
 
 
 @pytest.mark.parametrize("name", REFUSED)

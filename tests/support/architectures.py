@@ -273,6 +273,19 @@ REFUSED: dict[str, Architecture] = {
     "mpt": Architecture(
         "Mpt", _only(d_model=64, n_layers=2, n_heads=4, max_seq_len=CONTEXT, **_IDS), attention=("eager",)
     ),
+    "gpt-neo": Architecture(
+        "GPTNeo",
+        _only(
+            hidden_size=64,
+            num_layers=2,
+            num_heads=4,
+            attention_types=[[["global", "local"], 1]],
+            window_size=WINDOW,
+            max_position_embeddings=CONTEXT,
+            **_IDS,
+        ),
+        attention=("eager",),
+    ),
     "electra-encoder": Architecture("Electra", {"is_decoder": False}),
     "bert-generation-encoder": Architecture(
         "BertGeneration", {"is_decoder": False}, model_class="BertGenerationDecoder"

@@ -107,7 +107,8 @@ class Conversation:
       params: of every answer; one sample.
       system: first message, if any.
 
-    Raises: ConfigError when there is no chat template, or more than one sample per answer.
+    Raises: ConfigError when there is no chat template, or more than one sample per answer; PromptError when the
+      template does not take the first messages, as many take no system message.
     Exactness: as of the LLM; `again` by plain decoding gives the same tokens under "match".
     Randomness: by the seed of ``params``, the same for every turn; without one every answer draws and reports its own.
     """
@@ -123,8 +124,8 @@ class Conversation:
         if self.params.n != 1:
             raise ConfigError(f"a conversation goes on with one answer, and n is {self.params.n}; leave n at 1")
         self._llms = {self.llm.speculative_config: self.llm}
-        self.llm.chat_prompt([{"role": "user", "content": ""}])
         self.reset()
+        self.llm.chat_prompt([*self.messages, {"role": "user", "content": "Hello."}])
 
     def reset(self) -> None:
         """Forget the messages; settings, totals and what the caches hold stay."""

@@ -27,13 +27,15 @@ class Sublayers:
 
     @classmethod
     def of(cls, layer: nn.Module) -> Sublayers:
-        """Tell the branches apart: attention knows its place in the cache, the MLP has matrices, norms have none.
+        """Tell the branches apart: attention has that name, or knows its place in the cache; norms have no
+        matrices, the MLP has.
 
         Raises: UnsupportedModelError when a layer has not exactly one attention and at least one MLP module.
         """
         matrices = [child for child in layer.children() if any(weight.dim() > 1 for weight in child.parameters())]
-        attention = [child for child in matrices if _is_attention(child)]
-        mlp = tuple(child for child in matrices if not _is_attention(child))
+        attention = [child for child in matrices if "attention" in type(child).__name__.lower()]
+        attention = attention or [child for child in matrices if hasattr(child, "layer_idx")]
+        mlp = tuple(child for child in matrices if child not in attention)
         if len(attention) != 1 or not mlp:
             names = [type(child).__name__ for child in matrices]
             raise UnsupportedModelError(
@@ -41,10 +43,6 @@ class Sublayers:
                 "where a layer has one attention and one MLP. Use another method."
             )
         return cls(layer, attention[0], mlp)
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return hasattr(module, "layer_idx") or "attention" in type(module).__name__.lower()
 
 
 class SkippableLayers:

@@ -51,6 +51,13 @@ def check_supported(model: PreTrainedModel) -> None:
                 f"{path} of {name} has adapters that are both merged and disabled, and takes them out of its weights "
                 "in the forward; call unmerge_adapter() before the adapters are disabled."
             )
+    own_mask = next((path for path, buffer in model.named_buffers() if _hides_columns(buffer)), None)
+    if own_mask is not None:
+        raise UnsupportedModelError(
+            f"{name} keeps a mask of its own ({own_mask}) that hides cache columns by their number, as local attention "
+            "of GPT-Neo's kind: rows of a batch and nodes of a draft lie in other columns than their positions, so "
+            "they would see other tokens than plain text does. Use a model whose window is masked by position."
+        )
     parameters = inspect.signature(model.forward).parameters
     if not any(argument in parameters for argument in CACHE_ARGUMENTS):
         raise UnsupportedStateError(
@@ -74,6 +81,14 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{name} takes no explicit position_ids (ALiBi or counted positions), so the nodes of a draft cannot be "
             "given their positions. Use a model with rotary or learned absolute positions."
         )
+
+
+def _hides_columns(buffer: torch.Tensor) -> bool:
+    """Whether a buffer is a mask over columns that hides more than what comes later."""
+    if buffer.dtype not in (torch.bool, torch.uint8) or buffer.dim() < 2 or buffer.shape[-1] != buffer.shape[-2]:
+        return False
+    visible = buffer.bool()
+    return buffer.shape[-1] > 1 and torch.equal(visible, visible.tril()) and not bool(visible[..., -1, 0].all())
 
 
 def check_autocast(device: torch.device) -> None:

@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from foretoken.config.keywords import Foreign, check_unicode
-from foretoken.errors import ConfigError, GrammarError
+from foretoken.errors import ConfigError, GrammarError, PromptError
 from foretoken.serve.asking import Asking, read_asking, read_form, with_prompts
 from foretoken.serve.calls import joined
 from foretoken.serve.errors import ApiError
@@ -127,11 +125,8 @@ def conversation(given: Fields, named: Set[str], tools: list[Any], served: Serve
         return chat_text(served.tokenizer, messages, **options)
     except ConfigError as error:
         raise ApiError(400, str(error), "messages", "no_chat_template") from None
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-        said = f": {error}" if isinstance(error, TemplateError) else ""
-        raise ApiError(400, f"the chat template of the model does not take these messages{said}", "messages") from None
-    except RecursionError:
-        raise ApiError(400, "the messages or tools are nested too deeply; make them flatter", "messages") from None
+    except PromptError as error:
+        raise ApiError(400, str(error), "messages") from None
 
 
 def read_messages(given: Any, name: str = "messages") -> list[dict[str, Any]]:

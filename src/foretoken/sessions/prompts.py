@@ -8,11 +8,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from foretoken.config.keywords import check_unicode, whole_number
 from foretoken.config.sampling import SamplingParams
 from foretoken.errors import ConfigError, PromptError
+from foretoken.law.faults import described
 from foretoken.law.noise import mix
 
 _SEED_BITS = 53  # of drawn seeds, so that every JSON reader can report and repeat them
@@ -91,7 +93,8 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **temp
 def chat_text(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **template_options: Any) -> str:
     """One conversation through the chat template.
 
-    Raises: ConfigError when there is no template.
+    Raises: ConfigError when there is no template, or one that is not Jinja; PromptError for messages that it does not
+      take, as a system message in templates that know none.
     """
     if tokenizer is None or not tokenizer.chat_template:
         lacks = "tokenizer, and so no chat template" if tokenizer is None else "chat template"
@@ -100,7 +103,18 @@ def chat_text(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **templa
             "chat_template.jinja beside the weights"
         )
     options = {"add_generation_prompt": True, **template_options}
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"the chat template of the model cannot be read ({error}, line {error.lineno}); mend chat_template.jinja "
+            "beside the weights, or give plain prompts (on the command line --raw)"
+        ) from error
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        said = str(error) if isinstance(error, TemplateError) else described(error)
+        raise PromptError(f"the chat template of the model does not take these messages: {said}") from error
+    except RecursionError as error:
+        raise PromptError("the messages or tools are nested too deeply; make them flatter") from error
 
 
 def _ids(value: Any, place: int) -> tuple[int, ...]:

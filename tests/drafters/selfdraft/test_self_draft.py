@@ -24,6 +24,7 @@ from foretoken.llm import LLM
 from foretoken.model.execution.forwards import replacement
 from foretoken.model.execution.packing import PackedLinear, PackedProduct, packed_products
 from foretoken.model.lm import CausalLM, Nodes
+from foretoken.model.sublayers import Sublayers
 from foretoken.native.codes import Codes
 from foretoken.testing import check_drafter, compare, decode, toy_model
 from harness import adapter, drafted
@@ -281,6 +282,26 @@ def test_layer_sets_are_kept_and_belong_to_a_depth(tmp_path: Path) -> None:
         replace(layer_set).check(2, "toy")
 
 
-def test_a_model_without_a_layer_set_asks_for_one() -> None:
+def test_a_model_without_a_layer_set_is_searched_for_one() -> None:
+    """The name alone was refused, unlike that of every other method that needs neither training nor another model."""
+    model = toy_model(64, num_hidden_layers=4)
+    llm = LLM(model, speculative_config={"method": "layer_skip", "length_policy": "fixed"})
+    params = SamplingParams(temperature=0, max_tokens=12)
+    (output,), (plain,) = (each.generate([[5, 9, 2, 60]], params) for each in (llm, LLM(model)))
+    assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert output.metrics.speculative_decoding["num_draft_tokens"] > 0
+
+
+def test_an_mlp_that_knows_its_layer_is_no_attention() -> None:
+    """HunYuan's does, and was refused as a layer of two attentions."""
+    model = toy_model(64)
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.layer_idx = index
+    parts = Sublayers.of(model.model.layers[0])
+    assert parts.attention is model.model.layers[0].self_attn
+    assert parts.mlp == (model.model.layers[0].mlp,)
+
+
+def test_a_model_of_two_layers_asks_for_a_set() -> None:
     with pytest.raises(ConfigError, match="needs to know what to leave out"):
         LLM(toy_model(64), speculative_config={"method": "layer_skip"})

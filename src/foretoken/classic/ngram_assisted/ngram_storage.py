@@ -24,6 +24,10 @@ Best = dict[Gram, int]
 """Context -> the token with the highest count, the one that had it first among equals."""
 
 
+class NgramOrderError(ConfigError, AssertionError):
+    """n is below 2, which the description asserts: programs that expect its error get it."""
+
+
 class INgramStorage(ABC):
     """The n-gram table that `ngram_assisted_speculative_generate` drafts from.
 
@@ -31,11 +35,14 @@ class INgramStorage(ABC):
       n: tokens of the longest n-gram, the predicted one included; 2 or more.
       vocab_size: of the model; tokens for unknown contexts are drawn from it.
 
-    Raises: ConfigError.
+    Raises: ConfigError, of n below 2 one that is an AssertionError, too.
     """
 
     def __init__(self, n: int, vocab_size: int) -> None:
-        check_least("n", n, 2)
+        try:
+            check_least("n", n, 2)
+        except ConfigError as error:
+            raise NgramOrderError(str(error)) from None
         check_least("vocab_size", vocab_size, 1)
         self.n = n
         self.vocab_size = vocab_size

@@ -39,7 +39,7 @@ def prune_cache(cache: AnyCache, num_tokens_to_discard: int) -> AnyCache:
 
 
 def prune_tuple_cache(cache: TupleCache, num_tokens_to_discard: int) -> TupleCache:
-    """`prune_cache` for tuples. Of four tensors per layer the last two belong to an encoder and stay whole."""
+    """`prune_cache` for tuples. Of four tensors per layer, two of another length are an encoder's and stay whole."""
     for layer in cache:
         if layer is not None:
             _check(num_tokens_to_discard, layer[0].shape[2])
@@ -49,8 +49,8 @@ def prune_tuple_cache(cache: TupleCache, num_tokens_to_discard: int) -> TupleCac
 def _pruned_layer(layer: LayerCache, discard: int) -> LayerCache:
     if layer is None:
         return None
-    own = tuple(tensor[:, :, : tensor.shape[2] - discard] for tensor in layer[:2])
-    return own + tuple(layer[2:])
+    length = layer[0].shape[2]
+    return tuple(tensor[:, :, : length - discard] if tensor.shape[2] == length else tensor for tensor in layer)
 
 
 def prune_dynamic_cache(cache: Any, num_tokens_to_discard: int) -> Any:

@@ -13,6 +13,7 @@ from foretoken.errors import ConfigError
 Sublayer = tuple[str, int]
 """Kind, "attention" or "mlp", and the index of the layer."""
 
+FEWEST_LAYERS = 3
 SKIP_RATIO = 0.45
 NUM_SCORED = 32
 PROPOSAL_INTERVAL = 25
@@ -45,7 +46,7 @@ class SwiftSearch:
     """
 
     def __init__(self, num_layers: int, start: LayerSet | None = None, seed: int = 0) -> None:
-        if num_layers < 3:
+        if num_layers < FEWEST_LAYERS:
             raise ConfigError(
                 f"layer_search='swift' keeps the first and the last layer, and the model has {num_layers}; give a set"
             )

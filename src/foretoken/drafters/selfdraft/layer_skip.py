@@ -15,7 +15,7 @@ from foretoken.config.options import one_of, option, path, whole, whole_numbers
 from foretoken.drafters.parts.growth_options import GrowthOptions
 from foretoken.drafters.parts.layer_set import LayerSet, run_once
 from foretoken.drafters.parts.self_draft import SelfDrafter
-from foretoken.drafters.parts.swift import NUM_SCORED, SwiftSearch
+from foretoken.drafters.parts.swift import FEWEST_LAYERS, NUM_SCORED, SwiftSearch
 from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
 
@@ -77,7 +77,8 @@ class LayerSkipOptions(LayerSetOptions):
     num_speculative_tokens: int = draft_length(8)
     exit_layer: int | None = option(whole(1), help="everything from this layer on is left out")
     layer_search: str | None = option(
-        one_of(("swift",)), help="swift looks for a better set while decoding, from the given one or its own"
+        one_of(("swift",)),
+        help="swift looks for a better set while decoding, from the given one or its own; default where none is known",
     )
 
     @property
@@ -186,7 +187,7 @@ class SwiftDrafter(SelfDrafter):
 
 
 def build(options: LayerSkipOptions, context: DrafterContext) -> SelfDrafter:
-    """Leaves out what is given, what a target of the zoo brings along, or what a search finds."""
+    """Leaves out what is given, what a target of the zoo brings along, or what a search finds meanwhile."""
     target = context.target
     for layer in target.layers:
         sublayers.Sublayers.of(layer)  # refuse layers that are built differently now, not later
@@ -195,13 +196,13 @@ def build(options: LayerSkipOptions, context: DrafterContext) -> SelfDrafter:
         layer_set = LayerSet.load(brought)
     if layer_set is not None:
         layer_set.check(target.num_layers, target.name)
-    if options.layer_search is not None:
+    if options.layer_search is not None or (layer_set is None and target.num_layers >= FEWEST_LAYERS):
         SwiftSearch(target.num_layers, layer_set)  # refuse a set that it cannot begin with now, not later
         return SwiftDrafter(layer_set, **options.growth(target.vocab_size))
     if layer_set is None:
         raise ConfigError(
-            f"method 'layer_skip' needs to know what to leave out{context.brings_none}; give layer_set=FILE (from "
-            "foretoken tune layer-skip), skipped_attention and skipped_mlp, exit_layer, or layer_search='swift'"
+            f"method 'layer_skip' needs to know what to leave out of {target.num_layers} layers{context.brings_none}; "
+            "give layer_set=FILE (from foretoken tune layer-skip), skipped_attention and skipped_mlp, or exit_layer"
         )
     return SelfDrafter(options.method, layer_set=layer_set, **options.growth(target.vocab_size))
 
