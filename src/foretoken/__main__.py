@@ -13,6 +13,10 @@ def main() -> None:
         run()
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        # Ctrl-C inside of an `exec` of text, by which dataclasses make methods, ends `python -m` by the signal, caught
+        # or not; the next such `exec` takes that back
+        exec("")
 
 
 if __name__ == "__main__":

@@ -70,6 +70,18 @@ def ended(arguments: list[str], is_time: Callable[[], bool], *numbers: signal.Si
     return process
 
 
+def test_ctrl_c_while_a_module_is_imported_is_130(tmp_path: Path) -> None:
+    """Four of seventy ended by the signal instead: dataclasses run text, and CPython remembers Ctrl-C in that."""
+    (tmp_path / "interrupted.py").write_text(
+        "import foretoken.cli\n"
+        "from foretoken.__main__ import main\n"
+        "foretoken.cli.main = lambda: exec('raise KeyboardInterrupt')\n"
+        "main()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    assert subprocess.run([sys.executable, "-m", "interrupted"], env=environment).returncode == 130
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("numbers", [[signal.SIGINT] * 4, [signal.SIGTERM], [signal.SIGHUP, signal.SIGTERM]])
 def test_a_comparison_that_is_ended_keeps_its_rows(numbers: list[signal.Signals], tmp_path: Path) -> None:

@@ -400,6 +400,15 @@ def test_nan_in_plain_text_is_named(value: float, message: str) -> None:
         load(model)
 
 
+def test_nan_that_attention_hides_is_named() -> None:
+    """Torch's attention made numbers of NaN queries, and the layer was said to compute otherwise when packed."""
+    model = build("llama", torch.float32)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.fill_(float("nan"))
+    with pytest.raises(ProbeError, match=r"q_proj of .* gives NaN for plain text; its weights are damaged"):
+        load(model, "packed")
+
+
 def test_a_model_that_no_fault_moves_is_said_to_prove_nothing(caplog: pytest.LogCaptureFixture) -> None:
     model = build("llama", torch.float32)
     with torch.no_grad():

@@ -198,11 +198,12 @@ class Prober:
 
     def _check_linears(self) -> list[Check]:
         """Every layer that does not compute as its class does, on an input that it was given before."""
-        errors = {} if self._samples is None else self._samples.errors()
-        if not errors:
+        if self._samples is None or not (errors := self._samples.errors()):
             return []
         self._num_forwards, self._num_tokens = self._num_forwards + 1, self._num_tokens + NUM_ROWS
-        path, worst = max(errors.items(), key=lambda item: item[1])
+        path, worst = max(errors.items(), key=lambda item: (math.isnan(item[1]), item[1]))
+        if math.isnan(worst):  # torch's attention hides it from plain logits
+            raise ProbeError(f"layer {path} of {self._lm.name} gives NaN for plain text; its weights are damaged.")
         check = Check.of("linears", worst, _epsilon(self._lm.dtype) / 2, 1.0)  # another layer's output is off by all
         if check.verdict == "wrong":
             raise ProbeError(

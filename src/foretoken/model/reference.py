@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -177,7 +178,7 @@ class LinearSamples:
         self._samples[layer] = (next(rows), next(rows))
 
     def errors(self) -> dict[str, float]:
-        """Relative errors, by path, of the layers whose forward was replaced since."""
+        """Relative errors, by path, of layers whose forward was replaced since; NaN where their own code gave it."""
         return {
             self._paths[layer]: _relative_distance(layer.forward(inputs), outputs)
             for layer, (inputs, outputs) in self._samples.items()
@@ -186,5 +187,7 @@ class LinearSamples:
 
 
 def _relative_distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    if bool(got.isnan().any()) and not bool(want.isnan().any()):
+        return math.inf
     error, size = (float(tensor.square().sum().sqrt()) for tensor in (got.double() - want.double(), want.double()))
     return 0.0 if error == 0.0 else error / max(size, 1e-30)
