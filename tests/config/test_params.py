@@ -78,6 +78,7 @@ class TestSamplingParams:
             ("logprobs", -1),
             ("logit_bias", {-1: 1.0}),
             ("logit_bias", {True: 1.0}),
+            ("logit_bias", {"9" * 5000: 1.0}),
             ("logit_bias", {torch.tensor(True): 1.0}),
             ("logit_bias", {1: math.nan}),
             ("logit_bias", {1: math.inf}),

@@ -37,6 +37,7 @@ BODIES: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "half a pair": ("/v1/completions", {"prompt": "a\ud800"}, 400, "not valid Unicode"),
     "long prompt": ("/v1/completions", {"prompt": [5] * 5000}, 400, "no room for a new token"),
     "temperature": ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature is -1"),
+    "long key": ("/v1/completions", {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, 400, "logit_bias is '999"),
     "kind": ("/v1/completions", {"prompt": "a", "max_tokens": "ten"}, 400, "max_tokens is 'ten'"),
     "many samples": ("/v1/completions", {"prompt": "a", "n": 1000}, 400, "n is 1000"),
     "many prompts": ("/v1/completions", {"prompt": ["a"] * 2000}, 400, "2000 prompts"),
@@ -121,7 +122,9 @@ def test_an_error_is_short_whatever_it_repeats(running_server: Running) -> None:
     assert len(found["message"]) < 1100
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'{"prompt": NaN}', b"[" * 10**5, b"\xff", b"9" * 10**4])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b'{"prompt": NaN}', b'{"x": -1e400}', b"[" * 10**5, b"\xff", b"9" * 10**4]
+)
 def test_bodies_that_are_no_object(running_server: Running, body: bytes) -> None:
     response = running_server.http.post("/v1/completions", content=body)
     assert response.status_code == 400

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -54,6 +57,52 @@ def test_a_signal_drains_and_a_second_one_does_not_wait(number: signal.Signals) 
         process.send_signal(number)
         process.send_signal(number)
         assert process.wait(10) == 0
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_gone_lets_requests_come_to_their_end() -> None:
+    """SIGHUP broke the connections off."""
+    with command("--method", "ngram") as (process, address):
+        with httpx.stream("POST", f"{address}/v1/completions", json={**LONG, "max_tokens": 300}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGHUP)
+            process.send_signal(signal.SIGHUP)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert process.wait(20) == 0
+
+
+@pytest.mark.slow
+def test_connections_beyond_the_limit_of_files_wait_and_fill_no_log() -> None:
+    """The event loop wrote a traceback for each of 2,000 tries, every second: 50 MB in 20 seconds."""
+    with command("--method", "ngram") as (process, address), ExitStack() as opened:
+        num_open = len(os.listdir(f"/proc/{process.pid}/fd"))
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (num_open + 4, num_open + 4))
+        parts = urlsplit(address)
+        for _ in range(12):
+            opened.enter_context(socket.create_connection((parts.hostname, parts.port)))
+        waiting = socket.create_connection((parts.hostname, parts.port), timeout=60)
+        waiting.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        assert process.stderr is not None
+        assert "no further connection can be accepted (Too many open files)" in process.stderr.readline()
+        opened.close()
+        assert waiting.recv(1000).startswith(b"HTTP/1.1 200")
+        waiting.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert process.stderr.read() == ""
+
+
+@pytest.mark.slow
+def test_a_log_that_nobody_reads_any_more_costs_no_request() -> None:
+    """Every request was an error inside the server once the reader of its log had gone."""
+    with command("--enable-log-requests", "--method", "ngram") as (process, address):
+        assert process.stderr is not None
+        process.stderr.close()
+        for _ in range(3):
+            assert httpx.post(f"{address}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
 
 
 COMPUTES = """

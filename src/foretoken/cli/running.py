@@ -143,7 +143,8 @@ class _Stream(io.FileIO):
             while rest:
                 rest = rest[super().write(rest) or 0 :]
         except BrokenPipeError:
-            raise
+            if self._is_needed:
+                raise
         except OSError as error:
             if self._is_needed:
                 self._is_needed = False  # the end of the process writes what is left once more

@@ -17,6 +17,9 @@ from foretoken.errors import ConfigError
 MIN_TEMPERATURE = 1e-5
 """Smallest temperature other than 0; below it, dividing float32 logits tells nothing that greedy does not."""
 
+MAX_DIGITS = 20
+"""Of a token id that is text; Python makes no number of more than 4,300."""
+
 SAMPLING_ALIASES = {
     "max_new_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
@@ -216,7 +219,8 @@ class SamplingParams:
             raise ConfigError(f"SamplingParams.logit_bias is {self.logit_bias!r}; give a mapping of token id to number")
         bias = {}
         for key, value in self.logit_bias.items():
-            token = self._token("logit_bias", int(key) if isinstance(key, str) and key.isdecimal() else key)
+            is_number = isinstance(key, str) and key.isdecimal() and len(key) <= MAX_DIGITS
+            token = self._token("logit_bias", int(key) if is_number else key)
             number = float("-inf") if value == float("-inf") else real("SamplingParams", "logit_bias", value, -math.inf)
             bias[token] = number
         return bias

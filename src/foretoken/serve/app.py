@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -192,7 +193,7 @@ class Application:
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} seconds") from None
         try:
-            body = json.loads(data, parse_constant=_no_constant)
+            body = json.loads(data, parse_constant=_no_constant, parse_float=_finite)
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
         if not isinstance(body, dict):
@@ -279,6 +280,13 @@ class Application:
             "vocab_size": len(tokenizer),
         }
         return JSONResponse(info)
+
+
+def _finite(number: str) -> float:
+    """Infinity would be told again where an answer repeats the request, and is not JSON."""
+    if math.isinf(value := float(number)):
+        raise ValueError(f"{number[:20]} is too large a number")
+    return value
 
 
 def _no_constant(name: str) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -33,6 +37,10 @@ logger = logging.getLogger("foretoken.serve")
 
 GRACE_SECONDS = 5.0
 """For streams to tell that they have been ended, and for the step that runs."""
+
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+QUIET_SECONDS = 60.0
+"""Between two words that no connection can be accepted."""
 
 FORCED_SECONDS = 1.0
 """For the step that runs when a second signal has come."""
@@ -71,6 +79,7 @@ class Server(uvicorn.Server):
     ) -> None:
         self._load, self._settings, self._say = load, settings, say
         self._socket = _bound(host, port)
+        self._quiet_until = 0.0
         self.address = _address(host, self._socket.getsockname()[1])
         self.bridge, metrics = make(self._loaded, name)
         self.application = Application(self.bridge, settings, metrics)
@@ -96,7 +105,7 @@ class Server(uvicorn.Server):
 
         Raises: what has kept the model from being loaded.
         """
-        with self.capture_signals():
+        with self.capture_signals(), self._hanging_up():
             self.bridge.start(self._when_loaded)
             self.run(sockets=[self._socket])
             if self.bridge.error is not None:
@@ -131,6 +140,39 @@ class Server(uvicorn.Server):
             self.force_exit = True
             return
         self.application.is_stopping = self.should_exit = True
+
+    @contextmanager
+    def _hanging_up(self) -> Iterator[None]:
+        """Inside, a terminal that is gone ends the server as a signal does; it sends several, of which none forces."""
+        is_heard = hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread()
+        if not is_heard or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            yield
+            return
+        before = signal.signal(signal.SIGHUP, lambda *of: None if self.should_exit else self.handle_exit(*of))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGHUP, before)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        asyncio.get_running_loop().set_exception_handler(self._note)
+        await super().startup(sockets)
+
+    def _note(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What goes wrong in the event loop. Without files for connections it says so thousands of times a second."""
+        error = context.get("exception")
+        if self.should_exit and self._quiet_until and isinstance(error, ValueError):
+            return  # a try that it has put off, on a socket that is closed by now
+        if not isinstance(error, OSError) or error.errno not in EXHAUSTED:
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._quiet_until:
+            self._quiet_until = loop.time() + QUIET_SECONDS
+            logger.warning(
+                "no further connection can be accepted (%s): clients wait until others leave; raise the limit of open "
+                "files (ulimit -n, LimitNOFILE of systemd)",
+                error.strerror,
+            )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests come to their end, and end those that take too long."""
