@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from statistics import fmean, median, quantiles
+from statistics import fmean, quantiles
 from threading import Event
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -32,8 +32,12 @@ FEW_LENGTHS, FEW_NODES = (2, 4, 8), (4, 8, 16)
 """Of drafters that need the target, whose every setting decodes all prompts once."""
 
 ROWS_AT_ONCE = 8
-TIMED_STEPS = 16
-"""Of one prompt, alone: for the seconds of drafting, and of a step beside it."""
+TIMED_STEPS = 12
+TIMED_TEXTS = 3
+"""Of so many prompts, one by one: for the seconds of drafting, and of a step beside it."""
+
+DISTURBED = 0.125
+"""Of timed steps, the dearest, that are passed over: whatever else the machine did, it did in those."""
 
 
 @dataclass(frozen=True)
@@ -221,34 +225,56 @@ def decoded(
     if interrupted is not None and interrupted.is_set() and not steps:
         raise KeyboardInterrupt
     if setting.name not in prices.drafting:
-        prices.drafting[setting.name] = {1: alone(target, drafter(), texts[0], prices.mean())[0]}
+        prices.drafting[setting.name] = {1: alone(target, drafter(), texts, prices.mean())[0]}
     counts = tuple(
         Counts(steps[row.id], row.num_output_tokens, fmean(contexts[row.id])) for row in rows if row.id in steps
     )
     return SettingCounts(setting, counts, setting.name)
 
 
-def alone(target: CausalLM, drafter: Drafter, text: RecordedText, curve: CostCurve) -> tuple[float, float]:
-    """Seconds of a step that are spent on drafting, and those beside drafting and verifying: medians of one row.
+def alone(target: CausalLM, drafter: Drafter, texts: Seq[RecordedText], curve: CostCurve) -> tuple[float, float]:
+    """Seconds of a step that are spent on drafting, and those beside drafting and verifying, of one row at a time.
 
     They are taken by what the same steps verify in, so that a busy machine does not make them dearer than the curve.
     """
     engine = Engine(target, drafter, EngineConfig(max_num_seqs=1))
+    timed = [times for text in spread(texts, TIMED_TEXTS) for times in _timed(engine, text, curve)]
+    drafting, beside = zip(*timed, strict=True)
+    return undisturbed(drafting), undisturbed(beside)
+
+
+def _timed(engine: Engine, text: RecordedText, curve: CostCurve) -> list[tuple[float, float]]:
+    """Of every step but the first, which warms up, unless there is no other: drafting, and all but the forward."""
     profile = engine.profile
     (row,) = engine.add_request(text.prompt, text.params)
-    drafting: list[float] = []
-    beside: list[float] = []
-    while not row.is_finished and len(drafting) <= TIMED_STEPS:
+    found: list[tuple[float, float]] = []
+    while not row.is_finished:
         before = vars(profile).copy()
         outputs = engine.step()
         if not outputs or outputs[0].tree is None:
             continue
         taken = {name: getattr(profile, name) - value for name, value in before.items() if name.endswith("_seconds")}
         scale = curve.at(len(outputs[0].tree)) / taken["verify_seconds"]
-        drafting.append(scale * (taken["propose_seconds"] + taken["observe_seconds"]))
-        beside.append(scale * (taken["accept_seconds"] + taken["commit_seconds"] + taken["emit_seconds"]))
-    steady = slice(1, None) if len(drafting) > 1 else slice(None)  # the first one warms up
-    return median(drafting[steady]), median(beside[steady])
+        drafting = scale * (taken["propose_seconds"] + taken["observe_seconds"])
+        found.append((drafting, scale * (taken["accept_seconds"] + taken["commit_seconds"] + taken["emit_seconds"])))
+        if len(found) > TIMED_STEPS:
+            engine.abort_row(row)
+    return found[1:] or found
+
+
+def spread(texts: Seq[RecordedText], most: int) -> list[RecordedText]:
+    """So many of them at most, evenly, the first one among them."""
+    number = min(most, len(texts))
+    return [texts[place * len(texts) // number] for place in range(number)]
+
+
+def undisturbed(seconds: Seq[float]) -> float:
+    """The mean of all but the dearest steps.
+
+    No median: a union that asks its head in every second step takes neither what one kind of step takes nor the other.
+    """
+    kept = sorted(seconds)[: len(seconds) - int(DISTURBED * len(seconds))]
+    return fmean(kept)
 
 
 def record(

@@ -99,7 +99,7 @@ def measure(
 ) -> tuple[Profile, float]:
     """A whole profile, and the share of steps that drafted.
 
-    The prompts are decoded with the longest drafts, and the first of them once more with drafts of one token and with
+    The prompts are decoded with the longest drafts, and a few of them once more with drafts of one token and with
     the longest, for the seconds of drafting. The least times of forwards count.
 
     Args:
@@ -121,7 +121,7 @@ def measure(
     single = next((one for one in curves if one.num_rows == 1), None)
     single = single or forward_curve(target, WIDTHS, contexts[0], repeats, of=min)
     for length in dict.fromkeys((1, longest)):
-        seconds, prices.host_seconds = alone(target, new_drafter(length), texts[0], single)
+        seconds, prices.host_seconds = alone(target, new_drafter(length), texts, single)
         drafting[length] = max(seconds, 1e-9)
     counts = decoded(target, lambda: new_drafter(longest), setting, texts, prices, interrupted=interrupted).counts
     if not share_of_drafts(counts):

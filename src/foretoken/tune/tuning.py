@@ -86,7 +86,7 @@ class Tuning:
         eos = () if params.ignore_eos else self.llm.eos_token_ids
         texts = record(target, given, params, eos, lambda done: self.say("decoding plainly", done, total))
         if not self.prices.host_seconds:
-            self.prices.host_seconds = alone(target, EmptyDrafter(), texts[0], self.prices.mean())[1]
+            self.prices.host_seconds = alone(target, EmptyDrafter(), texts, self.prices.mean())[1]
         self._left -= sum(len(text.output) for text in texts) * self._row_seconds(1)
         found: dict[str, list[SettingCounts]] = {title: [] for title in self.methods}
         try:
