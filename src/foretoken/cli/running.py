@@ -162,6 +162,8 @@ def standard_streams() -> Iterator[None]:
     Python has None for a stream that was closed, and ends with code 0, or with a traceback at the very end, where
     standard output cannot be written. Output that is lost is a refusal here; lost messages are not.
     """
+    if not os.environ.get("COLUMNS", "").strip("0"):
+        os.environ.pop("COLUMNS", None)  # a terminal that does not tell its width has 0, at which rich writes nothing
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: SIM115  # for as long as the process runs
     if sys.stderr is None:
