@@ -42,7 +42,11 @@ def verify(
     max_new_tokens: Annotated[int, typer.Option(help="Of every answer that is compared.", min=3)] = 16,
     budget: Annotated[
         float,
-        typer.Option(metavar="SECONDS", help="After which no check or draw begins but the first ones; loading is not counted.", min=1),
+        typer.Option(
+            metavar="SECONDS",
+            help="After which no check or draw begins but the first ones; loading is not counted.",
+            min=1,
+        ),
     ] = 60.0,
     false_alarm_rate: Annotated[float, typer.Option(help="Chance that a lossless decoder fails any law test.")] = 0.01,
     seed: Annotated[int, typer.Option(help="Of all sampled texts.", min=0)] = 0,
