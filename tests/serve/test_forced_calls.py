@@ -197,7 +197,7 @@ def test_calls_of_an_answer_go_back(server: Running) -> None:
     said = ask(server, tool_choice=NAMED, seed=6).choices[0].message
     history = [*MESSAGES, said.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": "1", "content": "3"}]
     tokens = server.post("/v1/chat/completions", model="tiny", messages=history, max_tokens=1, return_token_ids=True)
-    prompt = server.llm.tokenizer.decode(tokens.json()["choices"][0]["prompt_token_ids"])
+    prompt = server.llm.tokenizer.decode(tokens.json()["prompt_token_ids"])
     arguments = said.tool_calls[0].function.arguments
     assert f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>' in prompt
 
