@@ -139,15 +139,21 @@ def groups_of(own: OwnArms, kind: str, size: int, options: argparse.Namespace) -
         drawn = [tuple(rng.randrange(own.target.vocab_size) for _ in range(100)) for _ in range(wanted)]
         prompts = [BenchPrompt(f"{RANDOM}-{place}", kind, ids) for place, ids in enumerate(drawn)]
     else:
-        questions = [one for one in read_questions(options.prompts_file) if is_of(one.category, kind)]
-        prompts = load_prompts(own.tokenizer, questions, max_length=options.max_prompt_tokens)[:wanted]
-    if len(prompts) < wanted:
-        raise SystemExit(f"{kind} has {len(prompts)} prompts of {options.max_prompt_tokens} tokens; {wanted} are asked")
+        prompts = prompts_of(own.tokenizer, kind, wanted, options)
     return [BenchPrompt(one.name, kind, one.token_ids) for one in (in_groups(prompts, size) if size > 1 else prompts)]
 
 
-def is_of(category: str, kind: str) -> bool:
-    return category == kind or (kind == "chat" and category in CHAT)
+def prompts_of(tokenizer: Any, kind: str, wanted: int, options: argparse.Namespace) -> list[BenchPrompt]:
+    """The first ones of a kind that are not too long."""
+    questions = [
+        one
+        for one in read_questions(options.prompts_file)
+        if one.category == kind or (kind == "chat" and one.category in CHAT)
+    ]
+    prompts = load_prompts(tokenizer, questions, max_length=options.max_prompt_tokens)[:wanted]
+    if len(prompts) < wanted:
+        raise SystemExit(f"{kind} has {len(prompts)} prompts of {options.max_prompt_tokens} tokens; {wanted} are asked")
+    return prompts
 
 
 def cells_of(trial: Trial, size: int) -> list[dict[str, Any]]:
@@ -214,8 +220,7 @@ def tuned(options: argparse.Namespace) -> None:
     print("| kind | chosen | expected | had | best by the clock | chosen by best | same choice twice |")
     print("|---" * 7 + "|")
     for kind in options.kinds:
-        questions = [one for one in read_questions(options.prompts_file) if is_of(one.category, kind)]
-        prompts = load_prompts(llm.tokenizer, questions, max_length=options.max_prompt_tokens)[: 2 * options.groups]
+        prompts = prompts_of(llm.tokenizer, kind, 2 * options.groups, options)
         chosen_on, judged_on = prompts[: options.groups], prompts[options.groups :]
         choices = [tune(llm, methods, chosen_on, options) for _ in range(2)]
         choice = choices[0]
@@ -250,12 +255,12 @@ def of_choice(kind: str, choices: Sequence[Choice], trial: Trial) -> dict[str, A
     """The chosen setting beside the best by the clock, by prompts."""
     times = {name: trial.seconds_per_token(name) for name in trial.runs}
     speeds = {name: sum(times[PLAIN]) / sum(of_arm) for name, of_arm in times.items()}
+    chosen = choices[0].chosen
     first, again = (choice.chosen.setting.name for choice in choices)
     best = max(speeds, key=lambda name: speeds[name])
     pairs = list(zip(times[best], times[first], strict=True))
     ties = [one.setting.name for one in choices[1].ties]
     same = check(trial, lambda *_: math.nan, PLAIN, [name for name in trial.runs if name != PLAIN])
-    chosen = choices[0].chosen
     return {
         "kind": kind, "chosen": first, "expected": (chosen.speed, chosen.low, chosen.high),
         "speeds": speeds, "best": best, "chosen_by_best": (ratio(pairs), *bootstrap(pairs, ratio)),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from foretoken.serve.served import Served
 
 
-REQUEST_ID = re.compile(r"[!-~]{1,128}")
+FIT_FOR_LOGS = re.compile(r"[!-~]{1,128}")
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def read_request_id(given: Fields) -> str:
     Raises: ApiError for one that is long, or cannot stand in a log.
     """
     wanted = given.text("request_id") or secrets.token_hex(12)
-    if not REQUEST_ID.fullmatch(wanted):
+    if not FIT_FOR_LOGS.fullmatch(wanted):
         wrong_field("request_id", wanted, "at most 128 letters, digits and signs of ASCII, without spaces")
     return wanted
 

@@ -26,7 +26,8 @@ DRAINED_SECONDS = 5.0
 
 REQUEST_ID = b"x-request-id"
 """Header with the id of a request, which there always is."""
-_ALLOWED_ID = re.compile(rb"[\w.:-]{1,128}")
+ALLOWED_ID = re.compile(rb"[\w.:-]{1,128}")
+"""Ids in headers that may stand in a log."""
 
 AMBIGUOUS = JSONResponse(
     ApiError(400, "the request has a content-length and a transfer-encoding; send one of them").body,
@@ -67,7 +68,7 @@ class Numbered:
             await self._app(scope, receive, send)
             return
         given = dict(scope["headers"]).get(REQUEST_ID, b"")
-        header = (REQUEST_ID, given if _ALLOWED_ID.fullmatch(given) else secrets.token_hex(12).encode())
+        header = (REQUEST_ID, given if ALLOWED_ID.fullmatch(given) else secrets.token_hex(12).encode())
         others = [(name, value) for name, value in scope["headers"] if name != REQUEST_ID]
 
         async def tell(message: Message) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
-from foretoken.serve.guards import REQUEST_ID
+from foretoken.serve.guards import ALLOWED_ID, REQUEST_ID
 from foretoken.serve.ray.failover import CALLER, Caller
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
-
-_ALLOWED = re.compile(rb"[\w.:-]{1,128}")
 
 
 class Called:
@@ -37,4 +34,4 @@ class Called:
 
 def _told(header: bytes | None) -> str:
     """A header that may stand in a log; empty for another."""
-    return header.decode() if header is not None and _ALLOWED.fullmatch(header) else ""
+    return header.decode() if header is not None and ALLOWED_ID.fullmatch(header) else ""
