@@ -138,3 +138,105 @@ def test_defaults_of_vllm_are_no_news(running_server: Running) -> None:
 def test_cuts_that_are_none_are_refused(running_server: Running, wrong: dict[str, Any]) -> None:
     refused = running_server.post("/v1/completions", prompt="a", **wrong)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(wrong)))
+
+
+CONTINUED = [*MESSAGES, {"role": "assistant", "content": "four five"}]
+PATHS = {"/v1/completions": {"prompt": PROMPT}, "/v1/chat/completions": {"messages": MESSAGES}}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_answer_that_goes_on_begins_with_what_there_was(running_server: Running, n: int) -> None:
+    """`echo` of vLLM, in chat: the last message, if it is the model's."""
+    body = {**GREEDY, "messages": CONTINUED, "n": n, "continue_final_message": True, "add_generation_prompt": None}
+    plain = running_server.post("/v1/chat/completions", **body).json()["choices"]
+    echoed = running_server.post("/v1/chat/completions", **body, echo=True)
+    assert "x-foretoken-warning" not in echoed.headers
+    for one, other in zip(plain, echoed.json()["choices"], strict=True):
+        assert other["message"]["content"] == "four five" + one["message"]["content"]
+    chunks = running_server.events("/v1/chat/completions", {**body, "echo": True})
+    for index in range(n):
+        deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+        assert deltas[0] == {"role": "assistant", "content": "four five"}
+        assert "".join(delta["content"] for delta in deltas) == "four five" + plain[index]["message"]["content"]
+    asked = {**GREEDY, "messages": MESSAGES}  # the last word is the user's
+    assert [
+        running_server.post("/v1/chat/completions", **asked, echo=echo).json()["choices"][0]["message"]["content"]
+        for echo in (False, True)
+    ] == [running_server.post("/v1/chat/completions", **asked).json()["choices"][0]["message"]["content"]] * 2
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("granularity", ["token", "step"])
+def test_chunks_hold_as_many_tokens_as_are_asked_for(running_server: Running, path: str, granularity: str) -> None:
+    """All but the first and the last of a text, as in vLLM; together they are the same answer."""
+    body = {**PATHS[path], "temperature": 0.9, "seed": 3, "n": 2, "max_tokens": 23, "ignore_eos": True}
+    body |= {"return_token_ids": True, "logprobs": 2 if "prompt" in body else True, "stop": ["zebra"]}
+    whole = running_server.post(path, **body, stream_interval=5).json()["choices"]
+    asked = {**body, "stream_interval": 5, "stream_granularity": granularity, "stream_options": {"include_usage": True}}
+    chunks = running_server.events(path, asked)
+    assert chunks[-1]["usage"]["completion_tokens"] == 46
+    for text in whole:
+        found = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == text["index"]]
+        found = [choice for choice in found if choice.get("token_ids") or choice["finish_reason"]]
+        assert all(len(choice["token_ids"]) >= 5 for choice in found[1:-1])
+        assert len(found) <= 6
+        assert [token for choice in found for token in choice["token_ids"]] == text["token_ids"]
+        said = [choice["text"] if "text" in choice else choice["delta"]["content"] for choice in found]
+        assert "".join(said) == (text["text"] if "text" in text else text["message"]["content"])
+        assert [choice["finish_reason"] for choice in found] == [None] * (len(found) - 1) + ["length"]
+        for name in ("content", "tokens", "token_logprobs", "text_offset"):
+            if name in text["logprobs"]:
+                assert [one for choice in found for one in choice["logprobs"][name]] == text["logprobs"][name]
+
+
+def test_intervals_are_refused_where_steps_are_to_be_told(running_server: Running) -> None:
+    for wrong in ({"stream_interval": 0}, {"stream_interval": "5"}, {"stream_interval": 2, "return_drafts": True}):
+        refused = running_server.post("/v1/completions", prompt="a", stream=True, **wrong)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream_interval")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_named_tokens(running_server: Running, stream: bool) -> None:
+    """Those of vLLM: the token itself and the named ones, with their values, whatever `logprobs` counts."""
+    most = running_server.llm.target.vocab_size
+    (known,) = running_server.llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=6, logprobs=most))
+    named = [5, 99, 7, 5]
+    body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "logprobs": 1, "logprob_token_ids": named}
+    body |= {"return_tokens_as_token_ids": True}
+    if stream:
+        found = [chunk["choices"][0]["logprobs"] for chunk in running_server.events("/v1/completions", body)]
+        tops = [one for logprobs in found for one in logprobs["top_logprobs"]]
+    else:
+        tops = running_server.post("/v1/completions", **body).json()["choices"][0]["logprobs"]["top_logprobs"]
+    text = known.outputs[0]
+    assert text.logprobs is not None
+    for token, table, told in zip(text.token_ids, text.logprobs, tops, strict=True):
+        wanted = dict.fromkeys([token, 5, 99, 7])
+        assert list(told) == [f"token_id:{one}" for one in wanted]
+        for one in wanted:
+            assert told[f"token_id:{one}"] == pytest.approx(max(table[one].logprob, -9999.0), abs=1e-5)
+    (ranked,) = running_server.llm.generate(
+        PROMPT, SamplingParams(temperature=0, max_tokens=6, logprob_token_ids=named)
+    )
+    assert ranked.outputs[0].logprobs is not None
+    for table, few in zip(text.logprobs, ranked.outputs[0].logprobs, strict=True):
+        assert all(few[one].rank <= table[one].rank for one in few)  # of equal ones the table counts one by one
+
+
+def test_named_tokens_in_chat(running_server: Running) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 3, "logprobs": True, "logprob_token_ids": [5, 99]}
+    answer = running_server.post("/v1/chat/completions", **body, return_tokens_as_token_ids=True)
+    for entry in answer.json()["choices"][0]["logprobs"]["content"]:
+        names = [top["token"] for top in entry["top_logprobs"]]
+        assert names == [*dict.fromkeys([entry["token"], "token_id:5", "token_id:99"])]
+        assert entry["top_logprobs"][0]["logprob"] == entry["logprob"]
+    for wrong in (
+        {"logprobs": False},
+        {"logprob_token_ids": []},
+        {"logprob_token_ids": ["a"]},
+        {"logprob_token_ids": [10**9]},
+        {"logprob_token_ids": list(range(25))},
+    ):
+        refused = running_server.post("/v1/chat/completions", **(body | wrong))
+        assert refused.status_code == 400, refused.text
+        assert "logprob_token_ids" in refused.text

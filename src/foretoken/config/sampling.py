@@ -67,6 +67,8 @@ class SamplingParams:
       bad_words_ids: token sequences that may not occur.
       seed: 0..2**64-1; None (or -1) draws one per request, which is reported.
       logprobs: None, or how many most likely tokens are returned with every token, 0 for its own only.
+      logprob_token_ids: tokens whose log-probabilities are returned with every token, in the place of the most likely
+        ones.
       prompt_logprobs: None, or how many most likely tokens are returned with every token of the prompt, 0 for its own
         only; by the model alone, before any processor, since nothing of a prompt was sampled.
       prediction: text or token ids that the output is expected to be like: drafted beside what the drafter proposes, so
@@ -104,6 +106,7 @@ class SamplingParams:
     bad_words_ids: Sequence[Sequence[int]] | None = ()
     seed: int | None = None
     logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
     prompt_logprobs: int | None = None
     prediction: str | Sequence[int] | None = None
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
@@ -124,6 +127,15 @@ class SamplingParams:
             self._set("prediction", TokenIds(self._token("prediction", t) for t in self._listed("prediction")))
         if self.structured_outputs is not None:
             self._set("structured_outputs", StructuredOutputs.of(self.structured_outputs))
+        if self.logprob_token_ids is not None and not isinstance(self.logprob_token_ids, TokenIds):
+            named = TokenIds(
+                dict.fromkeys(self._token("logprob_token_ids", t) for t in self._listed("logprob_token_ids"))
+            )
+            if not named:
+                raise ConfigError("SamplingParams.logprob_token_ids is empty; name a token, or leave it out")
+            self._set("logprob_token_ids", named)
+        if self.logprob_token_ids is not None and self.logprobs is None:
+            self._set("logprobs", 0)
         self._set("logit_bias", self._checked_bias())
         self._check_allowed()
         self._check_processors()

@@ -162,6 +162,11 @@ class Drafter(ABC):
     drafts_from_text: bool = False
     """Whether it looks at nothing but the tokens of rows: then it can be tried along texts that are there already."""
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether a request may be drafted for by what others have said: not where it has a salt (`Sequence`)."""
+        return False
+
     arms: tuple[str, ...] = ()
     """Titles of the ways in which it can draft, where measured time is to choose among several."""
 
@@ -250,6 +255,10 @@ class WrappingDrafter(Drafter):
         self.parts = tuple(parts)
         self.requires = Requirements.all_of(part.requires for part in parts)
         self.drafts_from_text = all(part.drafts_from_text for part in parts)
+
+    @property
+    def is_shared(self) -> bool:
+        return any(part.is_shared for part in self.parts)
 
     def bind(self, target: CausalLM, cache: KVCache) -> None:
         for part in self.parts:

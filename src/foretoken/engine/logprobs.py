@@ -19,24 +19,39 @@ FEW_NODES = 32
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities of one token under one distribution: its own, and the k most likely."""
+    """Log-probabilities of one token under one distribution: its own, and the k most likely, or those asked for."""
 
     token: int
     logprob: float
     rank: int
     top_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
+    top_ranks: tuple[int, ...]
 
     @classmethod
-    def of(cls, tokens: Seq[int], log_probs: torch.Tensor, k: int) -> list[TokenLogprobs]:
-        """Read off rows (len(tokens), V) of log-probabilities; rank 1 is the most likely token."""
+    def of(
+        cls, tokens: Seq[int], log_probs: torch.Tensor, k: int, wanted: Seq[int] | None = None
+    ) -> list[TokenLogprobs]:
+        """Read off rows (len(tokens), V) of log-probabilities; rank 1 is the most likely token.
+
+        Args:
+          k: the most likely ones that are told.
+          wanted: the tokens that are told in their place.
+        """
         own = log_probs.gather(1, torch.tensor(tokens, dtype=torch.int64, device=log_probs.device)[:, None])
         ranks = (log_probs > own).sum(dim=1) + 1
-        top = log_probs.topk(min(k, log_probs.shape[1]), dim=1)
-        columns = own[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist()
+        if wanted is None:
+            top = log_probs.topk(min(k, log_probs.shape[1]), dim=1)
+            ids, values = top.indices.tolist(), top.values.tolist()
+            places = [list(range(1, len(row) + 1)) for row in ids]
+        else:
+            ids, values = [list(wanted)] * len(tokens), log_probs[:, list(wanted)].tolist()
+            places = [((log_probs > log_probs[:, [one]]).sum(dim=1) + 1).tolist() for one in wanted]
+            places = [list(row) for row in zip(*places, strict=True)]
+        columns = own[:, 0].tolist(), ranks.tolist(), ids, values, places
         return [
-            cls(token, logprob, rank, tuple(top_ids), tuple(top_logprobs))
-            for token, logprob, rank, top_ids, top_logprobs in zip(tokens, *columns, strict=True)
+            cls(token, logprob, rank, tuple(top_ids), tuple(top_logprobs), tuple(top_ranks))
+            for token, logprob, rank, top_ids, top_logprobs, top_ranks in zip(tokens, *columns, strict=True)
         ]
 
 

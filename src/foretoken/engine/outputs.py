@@ -44,4 +44,4 @@ def logprobs_of(
     if k is None:
         return ()
     table = sampling.log_probs(logits, [row.law] * len(tokens), paths)
-    return tuple(TokenLogprobs.of(tokens, table, k))
+    return tuple(TokenLogprobs.of(tokens, table, k, row.params.logprob_token_ids))

@@ -137,7 +137,7 @@ class Scheduler:
         for row in admitted:
             self._cache.add_rows()
             self.waiting.remove(row)
-            row.is_plain = row.is_plain or not welcomes()
+            row.is_plain = row.is_plain or not welcomes() or (row.cache_salt is not None and self._drafter.is_shared)
             self._rows.append(row)
         for row in admitted:
             profile.num_cached_tokens += self._recall(row)
@@ -174,7 +174,8 @@ class Scheduler:
             return 0
         prompt = row.token_ids[: row.num_to_prefill if grain == 1 else row.num_prompt_to_read]
         owner = self._owner if row.has_drafter else None
-        row.num_prefilled = self._prefixes.load(prompt, self._cache, self.slot_of(row), remembered, grain, owner)
+        slot, salt = self.slot_of(row), row.cache_salt
+        row.num_prefilled = self._prefixes.load(prompt, self._cache, slot, remembered, grain, owner, salt)
         row.num_cached_tokens = row.num_prefilled
         return row.num_prefilled
 
@@ -357,7 +358,8 @@ class Scheduler:
         length = self._cache.lengths[slot]
         num_columns = length if grain == 1 else min(length, row.num_prompt_to_read) // grain * grain
         remember, owner = partial(self._drafter.keep, row), self._owner if row.has_drafter else None
-        self._prefixes.keep(row.token_ids[:length], self._cache, slot, num_columns, remember, owner)
+        tokens = row.token_ids[:length]
+        self._prefixes.keep(tokens, self._cache, slot, num_columns, remember, owner, row.cache_salt)
 
     def _remove(self, row: Sequence, *, erase: bool) -> None:
         """Take a row out of the cache; ``erase`` what it wrote where that may not be finite."""

@@ -51,6 +51,8 @@ class Sequence:
       is_plain: whether it goes without the drafter, which costs more than it brings (`Patience`).
       prediction: of its output, where the user gives one.
       prompt_logprobs: of the tokens of the prompt that follow those that were read, where they are wanted.
+      cache_salt: of the request: what it leaves is taken over by requests of the same salt alone, and the other way
+        round, so that nobody learns from the time of an answer what others have asked.
     """
 
     id: int
@@ -78,6 +80,7 @@ class Sequence:
     is_plain: bool = False
     prediction: Prediction | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cache_salt: str | None = None
 
     @property
     def text(self) -> Detokenizer | None:

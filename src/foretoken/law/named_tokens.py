@@ -18,6 +18,7 @@ def check_named_tokens(params: SamplingParams, vocab_size: int) -> None:
     named = {
         "logit_bias": [int(token) for token in params.logit_bias or ()],
         "allowed_token_ids": params.allowed_token_ids or (),
+        "logprob_token_ids": params.logprob_token_ids or (),
         "bad_words_ids": [token for words in params.bad_words_ids or () for token in words],
         "stop_token_ids": params.stop_token_ids or (),
     }

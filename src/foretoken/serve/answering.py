@@ -16,6 +16,7 @@ from starlette.responses import Response
 from foretoken.serve.bridge import Ticket
 from foretoken.serve.counts import counts_of, usage_of, verdict_of
 from foretoken.serve.errors import ApiError
+from foretoken.serve.intervals import Intervals
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -179,6 +180,7 @@ class EventStream(Response):
         self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
         self._exchange, self._asking, self._form, self._keep_alive = exchange, asking, form, keep_alive
         self._is_sending = False
+        self._last_put = perf_counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -201,11 +203,14 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         exchange, form, asking = self._exchange, self._form, self._asking
+        intervals = Intervals(asking.interval)
         usage = partial(usage_of, exchange.ticket)
         exchange.wake_after(self._keep_alive)
         await self._put(send, *form.opening())
         while (news := await exchange.news()) is not None:
-            await self._put(send, *(form.events(news, usage) if news else [KEEP_ALIVE]))
+            told = form.events(intervals.take(news), usage)
+            is_silent = not news or perf_counter() - self._last_put > self._keep_alive
+            await self._put(send, *(told or [KEEP_ALIVE] * is_silent))
         beside = counts_of(exchange.ticket, asking.detail) | exchange.ticket.notes
         used = usage()
         if asking.verifies:
@@ -222,6 +227,7 @@ class EventStream(Response):
             self._is_sending = True  # which waits only where buffers are full
             await send({"type": "http.response.body", "body": b"".join(pieces), "more_body": more})
             self._is_sending = False
+            self._last_put = perf_counter()
 
     async def _put_last(self, send: Send, *pieces: bytes) -> None:
         """Raises: Departed where the client takes nothing within the time of the request."""

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from foretoken.serve.served import Served
 
 
+MOST_SALT = 1024
+"""Characters of a salt, as in vLLM."""
 FIT_FOR_LOGS = re.compile(r"[!-~]{1,128}")
 
 
@@ -64,6 +66,7 @@ class Asking:
       params: of every prompt.
       stream: whether chunks are wanted, and what they tell.
       by_token: one chunk for each token, or one for each step.
+      interval: tokens that a chunk holds at least, of steps.
       returns_ids: whether answers hold token ids.
       names_ids: whether log-probabilities name tokens by their ids.
       returns_drafts: whether chunks tell who proposed a token and what was rejected.
@@ -71,6 +74,7 @@ class Asking:
       verifies: whether the text is to be decoded plainly as well, and compared.
       timeout: in seconds.
       cut: prompts that are too long; None to refuse them.
+      cache_salt: of prompts: beginnings are shared with requests of the same one alone; None for those without.
       request_id: of the client, or drawn: what ids of answers end with.
       unknown: fields that were ignored.
     """
@@ -82,6 +86,7 @@ class Asking:
     streams: bool
     stream: StreamOptions
     by_token: bool
+    interval: int
     returns_ids: bool
     names_ids: bool
     returns_drafts: bool
@@ -89,6 +94,7 @@ class Asking:
     verifies: bool
     timeout: float
     cut: Cut | None
+    cache_salt: str | None
     request_id: str
     unknown: Sequence[str]
 
@@ -132,8 +138,15 @@ def read_asking(
     sent["structured_outputs"] = forced or form
     if sent.get("prompt_logprobs") is not None:
         given.whole("prompt_logprobs", None, 0, settings.max_logprobs)
+    if len(given.numbers("logprob_token_ids")) > settings.max_logprobs:
+        raise ApiError(400, f"logprob_token_ids may have {settings.max_logprobs} entries", "logprob_token_ids")
     read = read_params(sent, llm.tokenizer)
     llm.prepare(read)
+    interval = given.whole("stream_interval", 1, 1, 2**31 - 1)
+    if interval > 1 and given.flag("return_drafts"):
+        raise ApiError(
+            400, "stream_interval joins steps, and return_drafts tells of each; leave one out", "stream_interval"
+        )
     return Asking(
         model=model or served.name,
         llm=llm,
@@ -141,7 +154,9 @@ def read_asking(
         params=read,
         streams=given.flag("stream"),
         stream=StreamOptions.of(given),
-        by_token=given.choice("stream_granularity", settings.stream_granularity, GRANULARITIES) == "token",
+        by_token=given.choice("stream_granularity", settings.stream_granularity, GRANULARITIES) == "token"
+        and interval == 1,
+        interval=interval,
         returns_ids=given.flag("return_token_ids"),
         names_ids=given.flag("return_tokens_as_token_ids"),
         returns_drafts=given.flag("return_drafts"),
@@ -149,6 +164,7 @@ def read_asking(
         verifies=given.flag("verify"),
         timeout=given.seconds("timeout", settings.request_timeout),
         cut=Cut.of(given),
+        cache_salt=read_salt(given),
         request_id=read_request_id(given),
         unknown=given.unknown,
     )
@@ -193,6 +209,17 @@ def read_prediction(given: Any, served: Served) -> str | list[int] | None:
     wrong_field("prediction", given, "{type: 'content', content: text or parts of type text}")
 
 
+def read_salt(given: Fields) -> str | None:
+    """What tells the beginnings of a client's prompts from those of others.
+
+    Raises: ApiError for an empty one, which would tell nothing.
+    """
+    salt = given.get("cache_salt")
+    if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= MOST_SALT):
+        wrong_field("cache_salt", salt, f"a text of 1 to {MOST_SALT} characters")
+    return salt
+
+
 def read_request_id(given: Fields) -> str:
     """The id that a client gives its request, or a new one.
 
@@ -234,6 +261,8 @@ def with_prompts(asking: Asking, prompts: Sequence[dict[str, Any]], served: Serv
         if limit is not None and length + num_new > limit:
             message = f"This model's maximum context length is {limit} tokens, and prompt {place} has {length}: no room"
             raise ApiError(400, f"{message} for a new token; shorten the prompt", "prompt", "context_length_exceeded")
+    if asking.cache_salt is not None:
+        prompts = [{**prompt, "cache_salt": asking.cache_salt} for prompt in prompts]
     asking = replace(asking, prompts=prompts)
     if asking.num_texts > settings.max_prompts:
         message = f"the request asks for {asking.num_texts} texts; prompts times n may be {settings.max_prompts}"

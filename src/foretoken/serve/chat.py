@@ -36,6 +36,7 @@ KNOWN = SHARED | {
     "continue_final_message",
     "chat_template_kwargs",
     "return_prompt_text",
+    "echo",
 }
 CHAT_REFUSED = {**REFUSED, "modalities": Foreign("answers are text")}
 TEXT_ONLY = ("modalities", ["text"])
@@ -58,10 +59,12 @@ def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) ->
     """
     body, has_functions = with_tools(body)
     asking, tools = read_conversation(body, served, settings)
-    (prompt,), text = asking.prompts, None
-    if Fields(body, body, {}).flag("return_prompt_text"):
+    given, (prompt,), text = Fields(body, body, {}), asking.prompts, None
+    if given.flag("return_prompt_text"):
         text = prompt["prompt"] if "prompt" in prompt else str(served.tokenizer.decode(prompt["prompt_token_ids"]))
-    return asking, ChatForm(asking, served, tools, has_functions, text)
+    last = read_messages(given.get("messages"))[-1]
+    echo = last["content"] if given.flag("echo") and last["role"] == "assistant" else ""
+    return asking, ChatForm(asking, served, tools, has_functions, text, echo)
 
 
 def read_conversation(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[Asking, Tools]:
@@ -79,6 +82,8 @@ def read_conversation(body: dict[str, Any], served: Served, settings: ServerSett
         raise ApiError(400, "top_logprobs is given, but logprobs is not true", "top_logprobs")
     longest = given.get("max_completion_tokens")
     longest = given.get("max_tokens") if longest is None else longest
+    if given.get("logprob_token_ids") is not None and not wants_logprobs:
+        raise ApiError(400, "logprob_token_ids is given, but logprobs is not true", "logprob_token_ids")
     logprobs = most if wants_logprobs else None
     tools = read_tools(given, settings.tool_call_parser, template, served.tokenizer)
     try:
@@ -186,19 +191,26 @@ class ChatForm(ChoicesForm):
       tools: that the model may call, or must.
       has_functions: whether calls are told as those of functions were before there were tools.
       prompt_text: what the template has made of the messages, to be told; None where nobody asks.
+      echo: what every answer begins with: the last message, where the model's go on from one of its own.
     """
 
     prefix = "chatcmpl"
     kinds = ("chat.completion", "chat.completion.chunk")
 
     def __init__(
-        self, asking: Asking, served: Served, tools: Tools, has_functions: bool, prompt_text: str | None
+        self,
+        asking: Asking,
+        served: Served,
+        tools: Tools,
+        has_functions: bool,
+        prompt_text: str | None,
+        echo: str = "",
     ) -> None:
         super().__init__(asking, served)
         self._has_functions = has_functions
         self._readers = [tools.reader() for _ in range(asking.params.n)]
         self._tools = tools
-        self._prompt_text = prompt_text
+        self._prompt_text, self._echo = prompt_text, echo
 
     def opening(self) -> list[bytes]:
         return self._chunks(self.first_choices(), **self._of_prompt())
@@ -216,7 +228,7 @@ class ChatForm(ChoicesForm):
         return ids | ({} if self._prompt_text is None else {"prompt_text": self._prompt_text})
 
     def first_choices(self) -> list[dict[str, Any]]:
-        delta = {"role": "assistant", "content": None if self._tools.forced else ""}
+        delta = {"role": "assistant", "content": self._echo or (None if self._tools.forced else "")}
         return [self._choice(index, "delta", delta, None, None) for index in range(self._asking.params.n)]
 
     def choices(self, delta: StreamOutput) -> list[dict[str, Any]]:
@@ -256,7 +268,8 @@ class ChatForm(ChoicesForm):
         return "function_call" if self._has_functions else "tool_calls"
 
     def _logprobs(self, ids: Sequence[int], tables: Sequence[Mapping[int, Any]]) -> dict[str, Any]:
-        return chat_logprobs(self._names, ids, tables, self._asking.params.logprobs or 0)
+        params = self._asking.params
+        return chat_logprobs(self._names, ids, tables, params.logprobs or 0, is_named=bool(params.logprob_token_ids))
 
     @staticmethod
     def _choice(index: int, kind: str, said: dict[str, Any], reason: str | None, stop: Any) -> dict[str, Any]:
@@ -274,6 +287,8 @@ class ChatForm(ChoicesForm):
                 if calls or self._tools.forced:
                     message["content"] = message["content"] or None
                 reason = self._reason if reason == "stop" and reader.ends_with_calls else reason
+            if self._echo:
+                message["content"] = self._echo + (message["content"] or "")
             choice = self._choice(text.index, "message", message, reason, text.stop_reason)
             if text.logprobs is not None:
                 choice["logprobs"] = self._logprobs(text.token_ids, text.logprobs)

@@ -31,6 +31,8 @@ def read_completion(body: dict[str, Any], served: Served, settings: ServerSettin
         {name: value for name, value in body.items() if name != "best_of" or not asks_for_all}, KNOWN, REFUSED
     )
     logprobs = given.whole("logprobs", None, 0, settings.max_logprobs)
+    if given.get("logprob_token_ids") is not None and logprobs is None:
+        raise ApiError(400, "logprob_token_ids is given, but logprobs is not", "logprob_token_ids")
     echo = given.flag("echo")
     of_prompt = given.whole("prompt_logprobs", None, 0, settings.max_logprobs)
     learned: dict[str, Any] = (
@@ -137,8 +139,9 @@ class CompletionForm(ChoicesForm):
         return self._tell(choice, delta, part)
 
     def _logprobs(self, ids: Any, tables: Any, offsets: Offsets) -> dict[str, Any]:
-        most = self._asking.params.logprobs or 0
-        return completion_logprobs(self._names, ids, tables, offsets.read(ids), most)
+        params, begins = self._asking.params, offsets.read(ids)
+        is_named = bool(params.logprob_token_ids)
+        return completion_logprobs(self._names, ids, tables, begins, params.logprobs or 0, is_named)
 
     def _of_prompt(self, prompt: dict[str, Any], tables: Sequence[Table | None] | None) -> dict[str, Any]:
         """Log-probabilities of a prompt that is echoed."""

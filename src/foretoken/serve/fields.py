@@ -36,6 +36,8 @@ SHARED = SAMPLING | {
     "stream",
     "stream_options",
     "stream_granularity",
+    "stream_interval",
+    "cache_salt",
     "add_special_tokens",
     "return_token_ids",
     "return_tokens_as_token_ids",
@@ -147,6 +149,12 @@ class Fields:
             return isinstance(value, list) and all(isinstance(one, dict) for one in value)
 
         return list(self._read(name, [], fits, "a list of objects"))
+
+    def numbers(self, name: str) -> list[int]:
+        def fits(value: Any) -> bool:
+            return isinstance(value, list) and all(type(one) is int for one in value)
+
+        return list(self._read(name, [], fits, "a list of whole numbers"))
 
     def mapping(self, name: str) -> dict[str, Any]:
         return dict(self._read(name, {}, lambda value: isinstance(value, dict), "an object"))

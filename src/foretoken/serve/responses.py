@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from foretoken.serve.served import Served
     from foretoken.serve.settings import ServerSettings
 
-PASSED_ON = (SAMPLING - {"max_tokens", "prompt_logprobs"}) | {
+PASSED_ON = (SAMPLING - {"max_tokens", "prompt_logprobs", "logprob_token_ids"}) | {
     "model",
     "stream",
     "stream_granularity",
+    "stream_interval",
+    "cache_salt",
     "structured_outputs",
     "prediction",
     "speculative",

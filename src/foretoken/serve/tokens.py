@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from foretoken.serve.errors import ApiError
 if TYPE_CHECKING:
     from foretoken.sessions.outputs import Logprob
 
+MOST = sys.maxsize
 LOWEST = -9999.0
 """What stands for minus infinity, which JSON does not have; vLLM's."""
 
@@ -163,18 +165,23 @@ def echoed_logprobs(
 
 
 def completion_logprobs(
-    names: TokenNames, ids: Sequence[int], tables: Sequence[Table], offsets: Sequence[int], most: int
+    names: TokenNames,
+    ids: Sequence[int],
+    tables: Sequence[Table],
+    offsets: Sequence[int],
+    most: int,
+    is_named: bool = False,
 ) -> dict[str, Any]:
     """``logprobs`` of completions.
 
     Args:
       offsets: where each token begins in the text.
-      most: most likely tokens that were asked for.
+      most, is_named: see `chat_logprobs`.
     """
     return {
         "tokens": [names.text(token, table[token]) for token, table in zip(ids, tables, strict=True)],
         "token_logprobs": [number(table[token].logprob) for token, table in zip(ids, tables, strict=True)],
-        "top_logprobs": [_tops(names, table, most) for table in tables],
+        "top_logprobs": [_tops(names, table, MOST if is_named else most) for table in tables],
         "text_offset": list(offsets),
     }
 
@@ -188,8 +195,15 @@ def _tops(names: TokenNames, table: Table, most: int) -> dict[str, float]:
     return found if most else {}
 
 
-def chat_logprobs(names: TokenNames, ids: Sequence[int], tables: Sequence[Table], most: int) -> dict[str, Any]:
-    """``logprobs`` of chat."""
+def chat_logprobs(
+    names: TokenNames, ids: Sequence[int], tables: Sequence[Table], most: int, is_named: bool = False
+) -> dict[str, Any]:
+    """``logprobs`` of chat.
+
+    Args:
+      most: most likely tokens that were asked for.
+      is_named: tokens were asked for by name: all are told that there are, beside the one itself.
+    """
 
     def entry(token: int, found: Logprob) -> dict[str, Any]:
         return {
@@ -200,8 +214,9 @@ def chat_logprobs(names: TokenNames, ids: Sequence[int], tables: Sequence[Table]
 
     content = []
     for token, table in zip(ids, tables, strict=True):
-        tops = sorted((found.rank, other) for other, found in table.items() if found.rank <= most)
-        best = [entry(other, table[other]) for _, other in tops[:most]]
+        tops = sorted((found.rank, other) for other, found in table.items() if found.rank <= most)[:most]
+        shown = table if is_named else [other for _, other in tops]
+        best = [entry(other, table[other]) for other in shown]
         content.append({**entry(token, table[token]), "top_logprobs": best})
     return {"content": content, "refusal": None}
 

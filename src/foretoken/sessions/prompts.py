@@ -25,15 +25,18 @@ Prompts: TypeAlias = PromptLike | Seq[PromptLike]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: its ids, its text where it was given as text, and what its samples have said already."""
+    """One prompt: its ids, its text where it was given as text, what its samples have said already, and its salt."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
     output_ids: tuple[tuple[int, ...], ...] = ()
+    cache_salt: str | None = None
 
 
 def read_prompts(prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None) -> list[Prompt]:
-    """One prompt or several, as text, token ids, or mappings: ``prompt`` or ``prompt_token_ids``, and ``output_ids``.
+    """One prompt or several, as text, token ids, or mappings.
+
+    Mappings have ``prompt`` or ``prompt_token_ids``, and perhaps ``output_ids`` and ``cache_salt``.
 
     Raises: PromptError, naming the prompt by its place.
     """
@@ -54,13 +57,18 @@ def is_single(prompts: Prompts) -> bool:
 def read_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, place: int = 0) -> Prompt:
     """One prompt as token ids."""
     if isinstance(prompt, Mapping):
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "output_ids"}
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "output_ids", "cache_salt"}
         if unknown or not prompt:
             raise PromptError(f"prompt {place} has the keys {sorted(prompt)}; give prompt (text) or prompt_token_ids")
         if (said := prompt.get("output_ids")) is not None:
             begun = read_prompt({key: prompt[key] for key in prompt if key != "output_ids"}, tokenizer, place)
             listed = list(said) if said and _is_list(next(iter(said))) else [said]
             return replace(begun, output_ids=tuple(_ids(ids, place) if len(ids) else () for ids in listed))
+        if (salt := prompt.get("cache_salt")) is not None:
+            if not isinstance(salt, str) or not salt:
+                raise PromptError(f"prompt {place} has the cache_salt {salt!r}; give a text, or leave it out")
+            rest = {key: prompt[key] for key in prompt if key != "cache_salt"}
+            return replace(read_prompt(rest, tokenizer, place), cache_salt=salt)
         text = prompt.get("prompt")
         ids = prompt.get("prompt_token_ids")
         if ids is not None:

@@ -127,6 +127,8 @@ class Runner:
             rows = self._engine.add_request(prompt.token_ids, params, request_id, output_ids=prompt.output_ids)
         except PromptError as error:
             raise type(error)(f"prompt {place}: {error}") from None
+        for row in rows:  # before any step
+            row.cache_salt = prompt.cache_salt
         return Request(request_id, prompt, params, perf_counter(), [TextStream(row) for row in rows])
 
     def advance(self, session: Session) -> None:

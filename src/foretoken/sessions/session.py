@@ -201,7 +201,7 @@ class Session:
     def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         """Log-probabilities at one token: its own first, then the most likely ones."""
         table = {entry.token: (entry.logprob, entry.rank)}
-        for rank, (token, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1):
+        for token, logprob, rank in zip(entry.top_ids, entry.top_logprobs, entry.top_ranks, strict=True):
             table.setdefault(token, (logprob, rank))
         return {token: Logprob(logprob, rank, self._decoded(token)) for token, (logprob, rank) in table.items()}
 

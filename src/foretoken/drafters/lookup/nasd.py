@@ -125,6 +125,10 @@ class NasdDrafter(PlannedDrafter[NGramStorage]):
         """The storage that all rows share; None where each has its own."""
         return self._shared
 
+    @property
+    def is_shared(self) -> bool:
+        return self._shared is not None
+
     def reset(self) -> None:
         """Forget what rows have shared. Rows that run go on learning from here."""
         if self._shared is not None:

@@ -91,6 +91,10 @@ class SuffixDrafter(PlannedDrafter[SuffixAutomaton]):
         self._num_saved = 0 if history is None else history.num_added
         self._spot_of: dict[int, Spot] = {}
 
+    @property
+    def is_shared(self) -> bool:
+        return self.history is not None
+
     def new_state(self, row: Sequence) -> SuffixAutomaton:
         options = self.options
         text = SuffixAutomaton(options.suffix_decoding_max_tree_depth, floor=options.suffix_decoding_min_token_prob)

@@ -98,6 +98,10 @@ class TokenRecyclingDrafter(ContextDrafter):
         self._is_unsaved = False
         self._matrix_of: dict[int, AdjacencyMatrix] = {}
 
+    @property
+    def is_shared(self) -> bool:
+        return self.options.shared
+
     def bind(self, target: CausalLM, cache: KVCache) -> None:
         if self._is_blank and self._learns_vocabulary:
             self._start = AdjacencyMatrix.of_vocabulary(target, self._start.num_candidates)

@@ -18,6 +18,7 @@ class Prefix:
 
     Args:
       owner: the drafter that has left the memory; None where there is none, which every engine has a use for.
+      salt: of its request, the only ones that it is handed out to; None for those without.
     """
 
     token_ids: tuple[int, ...]
@@ -25,15 +26,17 @@ class Prefix:
     states: RowStates
     memory: object = None
     owner: object = None
+    salt: str | None = None
 
     @property
     def num_bytes(self) -> int:
         """Of the copies, and of what the drafter knew."""
         return bytes_of(self.states) + memory_bytes(self.memory)
 
-    def covers(self, token_ids: tuple[int, ...], num_columns: int) -> bool:
-        """Whether another text is its beginning, with as many columns or fewer."""
-        return num_columns <= self.num_columns and self.token_ids[: len(token_ids)] == token_ids
+    def covers(self, token_ids: tuple[int, ...], num_columns: int, salt: str | None = None) -> bool:
+        """Whether another text of the same salt is its beginning, with as many columns or fewer."""
+        is_beginning = num_columns <= self.num_columns and self.token_ids[: len(token_ids)] == token_ids
+        return is_beginning and salt == self.salt
 
     def load(
         self, cache: KVCache, row: int, recall: Callable[[object, int], int], grain: int, shared: int | None = None
@@ -92,17 +95,19 @@ class PrefixStore:
         num_columns: int,
         remember: Callable[[], object] = lambda: None,
         owner: object = None,
+        salt: str | None = None,
     ) -> None:
         """Copy the first columns of a row, which hold the first tokens of this text.
 
         Args:
           remember: makes what is to be handed out together with them; called only where it is not known yet.
           owner: of what is remembered, the only one who has a use for it.
+          salt: of the row's request, see `Prefix`.
         """
         tokens = tuple(token_ids)
         if not num_columns:
             return
-        covering = [prefix for prefix in self._kept if prefix.covers(tokens, num_columns)]
+        covering = [prefix for prefix in self._kept if prefix.covers(tokens, num_columns, salt)]
         known = next((prefix for prefix in covering if prefix.owner is owner), None)
         if known is None:
             memory = remember()
@@ -111,11 +116,11 @@ class PrefixStore:
         if known is not None:
             self._touch(known)
             return
-        new = Prefix(tokens, num_columns, cache.export(row, num_columns), memory, owner)
+        new = Prefix(tokens, num_columns, cache.export(row, num_columns), memory, owner, salt)
         self._kept = [
             prefix
             for prefix in self._kept
-            if prefix.owner not in (None, owner) or not new.covers(prefix.token_ids, prefix.num_columns)
+            if prefix.owner not in (None, owner) or not new.covers(prefix.token_ids, prefix.num_columns, prefix.salt)
         ]
         del self._kept[: max(0, len(self._kept) - self.limit + 1)]
         self._kept.append(new)
@@ -128,6 +133,7 @@ class PrefixStore:
         recall: Callable[[object, int], int] = lambda memory, num_tokens: num_tokens,
         grain: int = 1,
         owner: object = None,
+        salt: str | None = None,
     ) -> int:
         """Fill an empty row with the longest known beginning of this text; the number of its tokens.
 
@@ -135,10 +141,13 @@ class PrefixStore:
           recall: is given what was to be remembered and the number of tokens, and says how many of them are wanted.
           grain: of which the number is to be a multiple.
           owner: who asks; what others have remembered is given to nobody else.
+          salt: of the row's request, see `Prefix`.
         """
         tokens = tuple(token_ids)
         found = []
         for prefix in self._kept:
+            if prefix.salt != salt:
+                continue
             shared = shared_length(prefix.token_ids, tokens)
             usable = min(shared, prefix.num_columns) // grain * grain
             found.append((usable, prefix.owner is owner, shared, prefix))

@@ -31,13 +31,14 @@ class Affinity:
         self._reader_of: OrderedDict[Hashable, str] = OrderedDict()
         self._turn = 0
 
-    def choose(self, ids: Sequence[int], session: str, loads: Mapping[str, int]) -> str:
+    def choose(self, ids: Sequence[int], session: str, loads: Mapping[str, int], salt: str = "") -> str:
         """The replica for a prompt; it counts as having read it from now on.
 
         Args:
           loads: requests of every replica that may be chosen.
+          salt: of the prompt, whose beginning only prompts of the same one share.
         """
-        keys = list(self._keys(ids, session))
+        keys = list(self._keys(ids, session, salt))
         reader = next((found for key in reversed(keys) if (found := self._reader_of.get(key)) in loads), None)
         share = self._balance * (sum(loads.values()) + 1) / len(loads)
         most = max(floor(share), min(ceil(share), FEW))
@@ -48,9 +49,9 @@ class Affinity:
         self._remember(keys, chosen)
         return chosen
 
-    def note(self, ids: Sequence[int], session: str, replica: str) -> None:
+    def note(self, ids: Sequence[int], session: str, replica: str, salt: str = "") -> None:
         """The prompt has gone to this replica, chosen or not: another was taken because that one was full."""
-        keys = list(self._keys(ids, session))
+        keys = list(self._keys(ids, session, salt))
         if any(self._reader_of.get(key) != replica for key in keys[-1:]):
             self._remember(keys, replica)
 
@@ -61,9 +62,9 @@ class Affinity:
         while len(self._reader_of) > self._max_blocks:
             self._reader_of.popitem(last=False)
 
-    def _keys(self, ids: Sequence[int], session: str) -> Iterator[Hashable]:
+    def _keys(self, ids: Sequence[int], session: str, salt: str) -> Iterator[Hashable]:
         """One for each whole block, which names all ids up to its end; the session's last."""
-        key = 0
+        key = hash(salt) if salt else 0
         for end in range(self._block, len(ids) + 1, self._block):
             key = hash((key, *ids[end - self._block : end]))
             yield key

@@ -83,6 +83,11 @@ class Work:
         return self.prompts[0]["prompt_token_ids"]  # type: ignore[no-any-return]
 
     @property
+    def salt(self) -> str:
+        """Of the prompts; empty where they have none."""
+        return str(self.prompts[0].get("cache_salt", ""))
+
+    @property
     def continued(self) -> list[dict[str, Any]]:
         """Prompts as `LLM.stream` takes them."""
         if not self.output_ids:

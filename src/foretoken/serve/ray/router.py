@@ -51,7 +51,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         pending_request.routing_context.should_backoff = True  # else Ray asks full replicas again without a pause
         fitting = suitable(work, candidate_replicas)
         loads = {_name(each): self.replica_queue_len_cache.get(each.replica_id) or 0 for each in fitting}
-        chosen = self._affinity.choose(work.ids, work.session, loads)
+        chosen = self._affinity.choose(work.ids, work.session, loads, work.salt)
         first = [each for each in fitting if _name(each) == chosen]
         rest = [each for each in fitting if _name(each) != chosen]
         return [first, rest] if rest else [first]
@@ -59,7 +59,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
         """Remember where a prompt was read that went elsewhere because its replica was full."""
         if (work := _work(pending_request)) is not None:
-            self._affinity.note(work.ids, work.session, str(replica_id.unique_id))
+            self._affinity.note(work.ids, work.session, str(replica_id.unique_id), work.salt)
 
 
 def _work(request: PendingRequest | None) -> Work | None:
