@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,9 +17,15 @@ ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 PAUSE_SECONDS = 1.0
 """After a signal, in which others are taken for the same one: keys are pressed twice, and groups signalled twice."""
 
+LATER_SECONDS = 0.02
+"""In which what could not raise has ended."""
+
 
 def end_as_by_ctrl_c() -> None:
-    """Let each of these signals raise KeyboardInterrupt, unless the process was started to ignore it."""
+    """Let each of these signals raise KeyboardInterrupt, unless the process was started to ignore it.
+
+    Where it comes in a destructor or a callback of the interpreter, which cannot raise, it is raised a moment later.
+    """
     latest = float("-inf")
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -29,6 +37,19 @@ def end_as_by_ctrl_c() -> None:
     for number in ENDING:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, end)
+    tell = sys.unraisablehook
+
+    def raise_later(unraisable: sys.UnraisableHookArgs) -> None:
+        nonlocal latest
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            tell(unraisable)
+            return
+        latest = float("-inf")
+        again = threading.Timer(LATER_SECONDS, os.kill, [os.getpid(), signal.SIGINT])
+        again.daemon = True
+        again.start()
+
+    sys.unraisablehook = raise_later
 
 
 @contextmanager

@@ -118,6 +118,22 @@ def test_a_second_signal_at_once_is_the_same_one() -> None:
     assert done.stdout.split() == ["first", "kept"]
 
 
+def test_a_signal_that_comes_where_nothing_can_be_raised_still_ends() -> None:
+    """In destructors, and callbacks of the import system: Python told of it, and a benchmark ran to its end."""
+    code = (
+        "import os, signal, sys, time; from foretoken.ending import *\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\nend_as_by_ctrl_c()\n"
+        "class Dying:\n    def __del__(self):\n        os.kill(os.getpid(), signal.SIGINT)\n"
+        "class Failing:\n    def __del__(self):\n        raise ValueError('told as ever')\n"
+        "Failing()\ntry:\n    Dying()\n    time.sleep(20)\n    print('lost')\n"
+        "except KeyboardInterrupt:\n    print('ended')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["ended"]
+    assert "told as ever" in done.stderr
+    assert "KeyboardInterrupt" not in done.stderr
+
+
 def test_nothing_ends_what_is_finishing() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background ignore
     try:

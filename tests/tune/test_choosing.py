@@ -243,7 +243,9 @@ def test_two_runs_choose_alike_and_the_profile_is_taken(tmp_path: Path) -> None:
     llm = LLM("zoo:tiny", f"@{tmp_path / 'a.json'}", dtype="float32", profile_file=tmp_path / "a.json")
     assert llm.speculative_config.method == config["method"]
     line = ["generate", "Hello", "--model", "zoo:tiny", "--max-new-tokens", "4", "--profile-file", out, "--json"]
-    assert CliRunner().invoke(app, line).exit_code == 0
+    assert CliRunner().invoke(app, [*line, "--dtype", "float32"]).exit_code == 0
+    other = CliRunner().invoke(app, [*line, "--dtype", "bfloat16"])
+    assert (other.exit_code, "dtype torch.float32; here" in other.stderr) == (2, True), other.stderr
 
 
 @pytest.mark.usefixtures("_given_prices")
@@ -325,6 +327,26 @@ def test_bench_takes_the_file_of_a_choice(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"facts": {}, "speculative_config": {"method": "ngram"}}))
     (found,) = read_candidates(f"@{tmp_path / 'a.json'}", None, 3)
     assert found.given == {"method": "ngram", "num_speculative_tokens": 3}
+
+
+def test_bench_leaves_out_a_choice_of_plain_decoding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What the page shows was refused where tune had found nothing faster."""
+    (tmp_path / "a.json").write_text(json.dumps({"facts": {}, "speculative_config": {"method": "none"}}))
+    with caplog.at_level("WARNING", "foretoken"):
+        assert [one.name for one in read_candidates(f"@{tmp_path / 'a.json'},ngram", None, None)] == ["ngram"]
+    assert "a.json names plain decoding" in caplog.text
+    with pytest.raises(ConfigError, match="name methods"):
+        read_candidates(f"@{tmp_path / 'a.json'}", None, None)
+    with pytest.raises(ConfigError, match="holds plain decoding"):
+        read_candidates("none,ngram", None, None)
+
+
+@pytest.mark.usefixtures("_given_prices")
+def test_the_command_that_is_told_names_the_model(tmp_path: Path) -> None:
+    """It drafted for the default model, by what was measured of another one."""
+    result = run(*SHORT, "--methods", "ngram", "--out", str(tmp_path / "my choice.json"))
+    told = f"foretoken generate --model zoo:tiny --profile-file '{tmp_path / 'my choice.json'}' drafts so"
+    assert told in result.stdout.replace("\n", ""), result.output
 
 
 def test_a_choice_of_nothing() -> None:

@@ -123,6 +123,17 @@ def test_another_model_is_refused(found: Profile) -> None:
         found.difference({**found.facts, "layers": 3})
 
 
+@pytest.mark.parametrize("config", [None, "ngram", {"method": "ngram", "length_policy": "fixed"}])
+def test_another_model_is_refused_however_it_drafts(found: Profile, tmp_path: Path, config: Any) -> None:
+    """Where plain decoding had been chosen for another model, this one was decoded plainly without a word."""
+    file = tmp_path / "profile.json"
+    file.write_text(
+        json.dumps(Profile(found.method, {**found.facts, "layers": 99}, *list(vars(found).values())[2:]).as_dict())
+    )
+    with pytest.raises(ConfigError, match="another model"):
+        LLM("zoo:tiny", config, profile_file=file)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ from foretoken.config.method import methods, recognized
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.config.written import read_text
 from foretoken.errors import ConfigError
+
+logger = logging.getLogger("foretoken")
 
 PLAIN = "plain"
 ALL = "all"
@@ -51,6 +54,9 @@ def read_candidates(text: str, draft_model: str | None, num_draft_tokens: int | 
         single = (name for name, method in methods().items() if name != "none" and not method.combines)
         names = [*single, *COMPOSITIONS]
         for given in [{"method": name} for name in names] if part == ALL else [_read(part)]:
+            if part.startswith("@") and SpeculativeConfig.parse(given).method == "none":  # as tune may have chosen
+                logger.warning("%s names plain decoding, which every method is compared with anyway", part)
+                continue
             candidate = _completed(given, draft_model, num_draft_tokens)
             if candidate.name not in [other.name for other in found]:
                 found.append(candidate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -163,5 +164,6 @@ def show_choice(choice: Choice, details: dict[str, Any], out: Path | None) -> No
         console.print("interrupted: the choice is among what was tried by then")
     console.print(choice.sentence(), markup=False, soft_wrap=True)
     if out is not None:
-        how = f"written to {out}: foretoken generate --profile-file {out} drafts so"
+        model = f"--model {shlex.quote(details['model'])}"
+        how = f"written to {out}: foretoken generate {model} --profile-file {shlex.quote(str(out))} drafts so"
         console.print(how, markup=False, soft_wrap=True)

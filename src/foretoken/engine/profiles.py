@@ -115,6 +115,7 @@ class Profile:
         differing = [name for name in facts if self.facts.get(name) != facts[name]]
         other = [name for name in differing if name in SAME_MODEL]
         if other:
+            other += ["dtype"] if "dtype" in differing else []  # of which shapes hold those of the weights
             theirs = ", ".join(f"{name} {self.facts.get(name)}" for name in other)
             ours = ", ".join(f"{name} {facts[name]}" for name in other)
             raise ConfigError(f"the profile is of another model ({theirs}; here {ours}); {REMEDY}")

@@ -15,6 +15,7 @@ from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.compose.auto import FREE
 from foretoken.drafters.context import DrafterContext, DrafterFactory, drafter_factory
 from foretoken.engine import governing
+from foretoken.engine.costs import facts_of
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.profiles import Profile
 from foretoken.errors import ConfigError, TokenizerMismatchError
@@ -97,6 +98,8 @@ class Pairing:
 
         Raises: CheckpointError, TokenizerMismatchError, UnsupportedModelError, ConfigError.
         """
+        if self.profile is not None:  # of another model: refused where nothing is governed, too
+            self.profile.difference(facts_of(self.target))
         config = self._with_what_is_on_board(config)
         context = DrafterContext(self.target, tokenizer=self.tokenizer, zoo_name=self.zoo_name)
         part = config.model_part
