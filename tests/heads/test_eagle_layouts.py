@@ -467,6 +467,7 @@ REFUSALS: list[tuple[Layout, Change, str]] = [
     (eagle, without("layers.0.self_attn.q_proj.weight"), "layers.0.self_attn.q_proj.weight of a head is missing"),
     (eagle, shaped("layers.1.mlp.extra", 3), "missing: layers.1"),
     (eagle, shaped("something.weight", 3), "extra: something.weight 3"),
+    (eagle, shaped("layers.last.weight", 3), "extra: layers.last.weight 3"),
     (eagle, turned("fc.weight"), "transposed: fc.weight is 64x32, want 32x64"),
     (eagle, turned("layers.0.mlp.gate_proj.weight"), "transposed: layers.0.mlp.gate_proj.weight is 32x64"),
     (eagle, turned("layers.0.self_attn.k_proj.weight"), "transposed: layers.0.self_attn.k_proj.weight"),

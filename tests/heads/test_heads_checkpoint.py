@@ -112,6 +112,18 @@ class TestRefusals:
         with pytest.raises(CheckpointError, match="neither a folder nor a hub id"):
             read_checkpoint(tmp_path / "nowhere")
 
+    @pytest.mark.parametrize("is_zip", [True, False])
+    def test_a_file_of_torch_that_was_cut_is_refused_wherever_it_ends(self, tmp_path: Path, is_zip: bool) -> None:
+        """The older form raises struct.error, IndexError and KeyError, and names half a class at some cuts."""
+        (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+        file = tmp_path / "pytorch_model.bin"
+        torch.save(TENSORS, file, _use_new_zipfile_serialization=is_zip)
+        whole = file.read_bytes()
+        for length in range(0, len(whole), 1 if not is_zip else 7):
+            file.write_bytes(whole[:length])
+            with pytest.raises(CheckpointError, match="damaged"):
+                read_checkpoint(tmp_path)
+
     def test_differences_are_named_by_kind(self) -> None:
         want = {"a": (2, 4), "b": (3,), "c": (5, 5), "d": (1,)}
         found = differences(want, {"a": (4, 2), "b": (4,), "c": (5, 5), "e": (7,)})

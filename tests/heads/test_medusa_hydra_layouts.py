@@ -181,6 +181,10 @@ def extra(tensors: Tensors) -> None:
     tensors["lm_head.weight"] = random(V, H)
 
 
+def of_two_layouts(tensors: Tensors) -> None:
+    tensors["lm_heads.9.weight"] = random(V, H)
+
+
 def transposed(tensors: Tensors) -> None:
     tensors["2.1.weight"] = tensors["2.1.weight"].T.contiguous()
 
@@ -203,6 +207,7 @@ def quantized(tensors: Tensors) -> None:
     [
         (missing, "missing: blocks.1.0.linear.bias 8"),
         (extra, "extra: lm_head.weight 20x8"),
+        (of_two_layouts, "missing: blocks.3.0.linear.bias"),
         (transposed, "transposed: lm_heads.2.weight is 8x20, want 20x8"),
         (of_another_vocabulary, "lm_heads.0.weight is 24x8, want 20x8"),
         (not_finite, "NaN or infinite"),

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -179,11 +178,11 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         value = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} holds more than tensors, which would have to be executed to be read; that is refused. Convert it "
-            "to safetensors where you trust it"
+            f"{path} holds more than tensors, which would have to be executed to be read, or is damaged; that is "
+            "refused. Copy it again, or convert it to safetensors where you trust it"
         ) from error
-    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError) as error:
-        detail = " ".join(str(error).split())[:200]
+    except Exception as error:  # torch's reader raises whatever a damaged file makes it run into
+        detail = " ".join(str(error).split())[:200] or type(error).__name__
         raise CheckpointError(f"{path} cannot be read ({detail}); it is truncated or damaged: copy it again") from error
     if isinstance(value, Mapping) and isinstance(value.get("state_dict"), Mapping):
         value = value["state_dict"]

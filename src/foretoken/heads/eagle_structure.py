@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from foretoken.heads.eagle import EagleShape, default_streams
 from foretoken.heads.layers import LayerShape
 from foretoken.heads.recognition import FIRST, SHARED_OUTPUT
 from foretoken.heads.vocabulary import DraftVocabulary
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class StructureReader:
         size = self._size()
         is_fused = generation == 3
         layer = self._layer(size, 2 * size if is_fused else size, rope_theta)
-        indices = {int(name.split(".")[1]) for name in self.tensors if name.startswith("layers.")}
+        indices = {int(match[1]) for match in map(_LAYER.match, self.tensors) if match}
         num_layers = max(indices) + 1
         self._said("num_hidden_layers", num_layers)
         streams = self._streams() if is_fused else (self.target.num_layers,)

@@ -243,7 +243,8 @@ def _named(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], Tensor | None]:
         tensors = inside
     token_map = tensors.pop(TOKEN_MAP, None)
     if any(MEDUSA_SERVED.fullmatch(name) for name in tensors):
-        layers = 1 + max(int(match[2]) for match in map(MEDUSA_SERVED.fullmatch, tensors) if match and match[2])
+        served = [match for match in map(MEDUSA_SERVED.fullmatch, tensors) if match]
+        layers = 1 + max((int(match[2]) for match in served if match[2]), default=0)
         tensors = {_from_served(name, layers): tensor for name, tensor in tensors.items()}
     if not any(MEDUSA_BLOCK.fullmatch(name) for name in tensors):
         found = ", ".join(sorted(tensors)[:4]) or "none"

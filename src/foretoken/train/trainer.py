@@ -155,7 +155,7 @@ class Trainer:
             state = torch.load(file, map_location="cpu", weights_only=True)
             self.recipe.module.load_state_dict(state["module"])
             self._optimizer.load_state_dict(state["optimizer"])
-        except (OSError, RuntimeError, KeyError, EOFError, ValueError) as error:
+        except Exception as error:  # torch's reader raises whatever a damaged file makes it run into
             detail = " ".join(str(error).split())[:200]
             raise CheckpointError(f"{file} cannot be gone on from ({detail}); remove it to start anew") from error
         changed = [key for key, value in asdict(self.schedule).items() if state["schedule"].get(key) != value]
