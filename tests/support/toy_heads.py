@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
+from transformers import OPTConfig, OPTForCausalLM
 
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.heads.layers import LayerShape
@@ -19,6 +20,25 @@ from toys import VOCAB_SIZE, target
 
 HIDDEN, NUM_HEADS = 32, 4
 LAYER = LayerShape(HIDDEN, 48, 4, 2, 8)
+
+
+def narrow_opt() -> OPTForCausalLM:
+    """A target that projects its last hidden states to half their width, as OPT-350m does."""
+    config = OPTConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN,
+        word_embed_proj_dim=HIDDEN // 2,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        do_layer_norm_before=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    return OPTForCausalLM(config).double().eval()
 
 
 @cache

@@ -165,6 +165,17 @@ def test_a_target_without_usable_features_is_refused(tmp_path: Path) -> None:
         Training(LLM(model, tokenizer=LLM("zoo:tiny").tokenizer), Plan(method="medusa", out=tmp_path, prompts=tmp_path))
 
 
+@pytest.mark.parametrize("method", ["medusa", "hydra++", "eagle", "eagle3"])
+def test_a_target_whose_output_layer_is_narrower_than_its_layers_is_refused(method: str, tmp_path: Path) -> None:
+    from foretoken.errors import UnsupportedModelError
+    from toy_heads import narrow_opt
+
+    (tmp_path / "p.txt").write_text("a\nb\nc")
+    llm = LLM(narrow_opt(), tokenizer=LLM("zoo:tiny").tokenizer)
+    with pytest.raises(UnsupportedModelError, match="pass on 32 numbers, and its output layer reads 16"):
+        Training(llm, Plan(method=method, out=tmp_path, prompts=tmp_path))
+
+
 @pytest.mark.parametrize("method", ["medusa", "eagle3", "draft_model"])
 def test_a_target_that_changes_its_logits_is_refused(method: str, tmp_path: Path) -> None:
     from foretoken.errors import UnsupportedModelError

@@ -49,6 +49,20 @@ class Output:
     layer_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
+def check_width(name: str, model: PreTrainedModel) -> None:
+    """Refuse a target for heads: one that projects its last hidden states to another width (OPT-350m).
+
+    Raises: UnsupportedModelError.
+    """
+    size, output = int(model.config.hidden_size), model.get_output_embeddings()
+    read = getattr(output, "in_features", size)
+    if read != size:
+        raise UnsupportedModelError(
+            f"layers of {name} pass on {size} numbers, and its output layer reads {read}; heads need one width for "
+            "both: use a method without a head, such as 'suffix'"
+        )
+
+
 class Recorder:
     """Sees what passes through a shadow: the output of its decoder and the inputs of its layers.
 

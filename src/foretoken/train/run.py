@@ -18,6 +18,7 @@ from foretoken.folders import append_lines, is_no_room, keep_json
 from foretoken.heads.expectation import KEY as EXPECTED
 from foretoken.llm import LLM
 from foretoken.loading.info import eos_token_ids
+from foretoken.model.capture import check_width
 from foretoken.train.answers import Gathering
 from foretoken.train.evaluation import Evaluation, chain_config, draw, measure, noted
 from foretoken.train.examples import example_of, is_evaluation, is_held_out, prompt_ids
@@ -86,6 +87,8 @@ class Training:
         gathering = Gathering(llm, plan, say, is_trial)
         self._eos = eos_token_ids(llm.target.shadow)
         self._target = parts_of(llm.target, self._eos)
+        if plan.method != "draft_model":
+            check_width(llm.target.name, llm.target.shadow)
         with writing(plan.out):
             plan.out.mkdir(parents=True, exist_ok=True)
             asked = [one for one in gathering.prompts() if not is_evaluation(one.text)]

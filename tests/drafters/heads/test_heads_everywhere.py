@@ -17,11 +17,11 @@ from torch import Tensor
 from foretoken import LLM, SamplingParams, SpeculativeConfig, speculate, zoo
 from foretoken.cli.writers import as_record
 from foretoken.drafters.heads import medusa_hydra
-from foretoken.errors import CheckpointError, ConfigError
+from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.heads.checkpoint import write_checkpoint
 from foretoken.heads.medusa_hydra_layouts import write_hydra, write_medusa
 from foretoken.testing import PROMPTS, toy_model
-from toy_heads import VOCAB_SIZE, hydra_heads, medusa_heads
+from toy_heads import VOCAB_SIZE, hydra_heads, medusa_heads, narrow_opt
 
 GIVEN = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
@@ -62,6 +62,13 @@ def test_a_folder_says_what_lies_in_it(folders: dict[str, str], caplog: pytest.L
         applying = dict(llm.applicable_methods())
         other = "medusa" if config.method != "medusa" else "hydra"
         assert "needs a head that was trained for this target" in str(applying[other])
+
+
+@pytest.mark.parametrize("name", ["medusa", "shared", "hydra", "hydra++"])
+def test_a_target_whose_output_layer_is_narrower_than_its_layers_is_refused(name: str, folders: dict[str, str]) -> None:
+    """OPT-350m projects its last hidden states: heads of its width failed in every step instead."""
+    with pytest.raises(UnsupportedModelError, match="pass on 32 numbers, and its output layer reads 16"):
+        LLM(narrow_opt(), {"model": folders[name]})
 
 
 def test_files_of_torch_are_told_and_read(tmp_path: Path) -> None:

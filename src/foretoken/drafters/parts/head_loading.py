@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     import foretoken.heads.checkpoint as checkpoint
     import foretoken.heads.layers as layers
+    import foretoken.model.capture as capture
     import foretoken.model.execution.forwards as forwards
     import foretoken.model.execution.packing as packing
     from foretoken.config.drafting import ModelOptions
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 else:
     checkpoint = Lazy("foretoken.heads.checkpoint")
     layers = Lazy("foretoken.heads.layers")
+    capture = Lazy("foretoken.model.capture")
     forwards = Lazy("foretoken.model.execution.forwards")
     packing = Lazy("foretoken.model.execution.packing")
 
@@ -51,9 +53,10 @@ def load_head(
       published: hub ids of heads for targets of this size.
 
     Raises: ConfigError where none is named, or a loaded one does not fit the target's device or dtype; CheckpointError
-      for a checkpoint that does not fit.
+      for a checkpoint that does not fit; UnsupportedModelError for a target that no head fits.
     """
     target, given, method = context.target, options.model, options.method
+    capture.check_width(target.name, target.shadow)
     if given is None:
         given = context.asset(methods()[method].head)
     if given is None:
