@@ -79,3 +79,83 @@ def test_the_page_asks_nobody_else() -> None:
     assert ".branches {" in text
     assert re.findall(r"https?://|//cdn|@import|<link|src=", text) == []
     assert "innerHTML" not in text
+
+
+UNENDING = """() => {
+  window.real = window.fetch;
+  window.fetch = (url, options) => !url.includes("chat") ? window.real(url, options) : Promise.resolve(new Response(
+    new ReadableStream({ start(stream) {
+      const choice = { delta: { content: "word" }, draft: { sources: ["target"], rejected: [] } };
+      stream.enqueue(new TextEncoder().encode(`data: ${JSON.stringify({ choices: [choice] })}\\n\\n`));
+      options.signal.addEventListener("abort", () => stream.error(new DOMException("", "AbortError")));
+    } })));
+}"""
+"""An answer of one word that does not end."""
+
+
+def ask(page: Any, text: str, tokens: int = 8) -> None:
+    page.locator("#tokens").fill(str(tokens))
+    page.locator("#text").fill(text)
+    page.keyboard.press("Enter")
+
+
+@pytest.mark.slow
+def test_a_new_conversation_begins_with_nothing_of_the_one_before(browser: Any, running_server: Running) -> None:
+    """The answer that "New" had stopped was its first message."""
+    page = browser.new_page()
+    page.goto(running_server.server.address)
+    page.wait_for_selector("#name option", state="attached")
+    page.evaluate(UNENDING)
+    ask(page, "Talk on and on")
+    page.wait_for_selector(".assistant > .token")
+    page.locator("#reset").click()
+    page.wait_for_selector("#send:text('Send')")
+    page.evaluate("window.fetch = window.real")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "Once more")
+    assert sent.value.post_data_json["messages"] == [{"role": "user", "content": "Once more"}]
+    page.close()
+
+
+@pytest.mark.slow
+def test_a_question_that_was_refused_can_be_changed(browser: Any, running_server: Running) -> None:
+    """It stayed in the conversation, beside an empty answer, so that a question that was too long ended it for good."""
+    page = browser.new_page()
+    page.goto(running_server.server.address)
+    page.wait_for_selector("#name option", state="attached")
+    long = "too long " * 60_000
+    ask(page, long)
+    page.wait_for_selector(".error:has-text('maximum context length')")
+    assert page.locator("#text").input_value() == long.strip()
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "Short")
+    assert [message["content"] for message in sent.value.post_data_json["messages"]] == ["Short"]
+    page.wait_for_selector(".assistant > .token")
+    page.wait_for_selector("#send:text('Send')")
+    page.locator("#temperature").focus()
+    ask_again = page.locator("#temperature")
+    page.evaluate("document.getElementById('text').value = 'Again'; document.getElementById('form').requestSubmit()")
+    page.wait_for_selector(":nth-match(.assistant, 3) + .told:has-text('tokens per step')")
+    page.wait_for_selector("#send:text('Send')")
+    assert ask_again.evaluate("one => one === document.activeElement"), "focus stays where the reader has it"
+    page.close()
+
+
+@pytest.mark.slow
+def test_what_a_proxy_says_is_told_and_names_come_once_there_are_some(browser: Any, running_server: Running) -> None:
+    """A page that was opened while the model was loaded had no names until it was loaded again."""
+    page = browser.new_page()
+    faults: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    loading = {"error": {"message": "the model is still being loaded"}}
+    page.route("**/v1/models", lambda route: route.fulfill(status=503, json=loading))
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=502, body="<html>Bad Gateway</html>"))
+    page.goto(running_server.server.address)
+    page.wait_for_selector("#model:text('still being loaded')")
+    ask(page, "Hello")
+    page.wait_for_selector(".error:text('502')")
+    page.unroute("**/v1/models")
+    page.unroute("**/v1/chat/completions")
+    page.wait_for_selector("#name option", state="attached")
+    assert faults == []
+    page.close()
