@@ -1,8 +1,8 @@
 """Trains EAGLE-3's head for SmolLM2 on millions of its answers, many texts at a time, on a GPU.
 
-What is computed is what `foretoken train eagle3` computes text by text (`check.py` holds the two against each other):
-soft cross entropy against the target's law at several steps of a draft. Rates follow the clock, so that the time
-that is given is used to its end. The head is written at every measurement.
+What is computed is what `foretoken train eagle3` computes: soft cross entropy against the target's law at several steps
+of a draft. Features come from a bare forward of the target, in the step that needs them, and rates follow the clock, so
+that the time that is given is used to its end. The head is written at every measurement.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from foretoken import zoo
 from foretoken.heads.checkpoint import write_checkpoint
 from foretoken.heads.eagle import EagleHead, EagleShape, default_streams
 from foretoken.heads.eagle_layouts import write_eagle
-from foretoken.heads.layers import LayerShape, Placed
+from foretoken.heads.layers import LayerShape
 from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.model.execution.attention import seen_by
+from foretoken.train.eagle import unrolled
+from foretoken.train.examples import Example
 from foretoken.train.losses import DistilledOutput
 from foretoken.train.recipe import TargetParts
 from foretoken.train.start import begin_as
+from foretoken.train.texts import Texts
 
 VOCABULARY_SIZE = 49_152
 
@@ -54,103 +56,9 @@ class Text:
     def num_drafts(self) -> int:
         return len(self.token_ids) - 2 - self.first
 
-
-@dataclass(frozen=True)
-class Batch:
-    """Texts side by side, and where in them drafts begin.
-
-    Args:
-      token_ids: int64 (B, T), filled up with EOS.
-      entries: int64 (B, A), the entries from which drafts begin, filled up with the last.
-      places: by step int64 (M_j,), which of the B x A drafts have a token to say at that depth.
-      laws: by step int64 (M_j,), the row of the law of each, among those of the first step.
-      labels: by step int64 (M_j,), the tokens of the texts.
-    """
-
-    token_ids: Tensor
-    entries: Tensor
-    places: list[Tensor]
-    laws: list[Tensor]
-    labels: list[Tensor]
-
-    @classmethod
-    def of(cls, texts: list[Text], num_steps: int, device: torch.device) -> Batch:
-        width = -(-(max(len(text.token_ids) for text in texts) + num_steps) // 32) * 32
-        ids = np.full((len(texts), width), EOS, np.int64)
-        for place, text in enumerate(texts):
-            ids[place, : len(text.token_ids)] = text.token_ids
-        first = np.asarray([text.first for text in texts])
-        count = np.asarray([text.num_drafts for text in texts])
-        deep = -(-int(count.max()) // 32) * 32
-        steps = np.arange(deep)
-        entries = np.minimum(first[:, None] + steps, width - 3 - num_steps)
-        is_draft = steps < count[:, None]
-        numbers = np.cumsum(is_draft.reshape(-1)).reshape(is_draft.shape) - 1
-        places, laws, labels = [], [], []
-        for step in range(num_steps):
-            rows, columns = np.nonzero(steps < count[:, None] - step)
-            places.append(rows * deep + columns)
-            laws.append(numbers[rows, columns + step])
-            labels.append(ids[rows, first[rows] + columns + 2 + step])
-
-        def there(array: np.ndarray) -> Tensor:
-            tensor = torch.from_numpy(array)
-            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-        return cls(there(ids), there(entries), *([there(one) for one in parts] for parts in (places, laws, labels)))
-
-
-class States:
-    """Keys and values of every step of a draft, by layer, with their gradients."""
-
-    def __init__(self) -> None:
-        self.by_layer: dict[int, list[tuple[Tensor, Tensor]]] = {}
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        self.by_layer.setdefault(layer_idx, []).append((keys, values))
-        return keys, values
-
-
-def attention(states: States, entries: Tensor) -> Any:
-    """Attention of a step: the entries of texts see those before them, those of drafts the text and their own."""
-
-    def seen(module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **_options: Any) -> Tensor:
-        own = states.by_layer[module.index]
-        if len(own) == 1:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
-        rows, heads, num, size = query.shape
-        groups = key.shape[1]
-        grouped = query.view(rows, groups, -1, num, size)
-        (first_keys, first_values), *later = own
-        scores = grouped.flatten(2, 3) @ first_keys.transpose(-1, -2)
-        scores = scores.view(rows, groups, -1, num, scores.shape[-1])
-        columns = torch.arange(scores.shape[-1], device=query.device)
-        scores = scores.masked_fill(columns > entries[:, None, None, :, None], -torch.inf)
-        by_step = [(grouped * keys[:, :, None]).sum(-1, keepdim=True) for keys, _ in later]
-        shares = (torch.cat([scores, *by_step], dim=-1) * size**-0.5).softmax(-1).to(value.dtype)
-        text, *drafts = shares.split([scores.shape[-1], *([1] * len(later))], dim=-1)
-        mixed = (text.flatten(2, 3) @ first_values).view(rows, groups, -1, num, size)
-        for share, (_, values) in zip(drafts, later, strict=True):
-            mixed = mixed + share * values[:, :, None]
-        return mixed.reshape(rows, heads, num, size).transpose(1, 2)
-
-    return seen
-
-
-def drafted(head: EagleHead, fused: Tensor, embedded: Tensor, batch: Batch, num_steps: int) -> Iterator[Tensor]:
-    """What the head puts out at every step for every draft: (B * A, H) each."""
-    states = States()
-    rows, num = batch.token_ids.shape[0], fused.shape[1] - 2
-    every = torch.arange(rows, device=fused.device)[:, None]
-    entries = torch.arange(num, device=fused.device).expand(rows, -1)
-    with seen_by(attention(states, batch.entries)):
-        outputs = head(embedded[:, 1 : num + 1], fused[:, :num], Placed(*head.place(entries), None, states))
-        outputs = outputs[every, batch.entries]
-        yield outputs.flatten(0, 1)
-        for step in range(1, num_steps):
-            fed = embedded[every, batch.entries + 1 + step]
-            outputs = head(fed, outputs, Placed(*head.place(batch.entries + step), None, states))
-            yield outputs.flatten(0, 1)
+    @property
+    def example(self) -> Example:
+        return Example(tuple(self.token_ids), self.first + 2, "")
 
 
 class Training:
@@ -163,32 +71,31 @@ class Training:
         self.kept = vocabulary.rows_of_layer(weights.embedding)
         self.t2d = vocabulary.t2d.to(device)
 
-    def losses(self, batch: Batch) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Loss by draft of the first step, sums of losses by step, and by step whether every draft was right."""
-        device = batch.token_ids.device
+    def losses(self, batch: list[Text]) -> tuple[Tensor, Tensor, list[Tensor], Texts]:
+        """Loss by draft of the first step, sums of losses by step, by step whether every draft was right, and which."""
+        device = self.weights.norm.device
+        texts = Texts.of([text.example for text in batch], self.num_steps, device)
+        assert texts is not None  # all have four drafts or more
         with torch.no_grad():
-            positions = torch.arange(batch.token_ids.shape[1], device=device).expand(len(batch.token_ids), -1)
-            last, layers = forward(self.weights, batch.token_ids, positions, wanted=self.head.shape.layer_inputs)
+            positions = torch.arange(texts.token_ids.shape[1], device=device).expand(len(batch), -1)
+            last, layers = forward(self.weights, texts.token_ids, positions, wanted=self.head.shape.layer_inputs)
             last = F.rms_norm(last, self.weights.norm.shape, self.weights.norm, self.weights.eps)
-            every = torch.arange(len(last), device=device)[:, None]
-            states = last[every, batch.entries + 1].flatten(0, 1)[batch.places[0]]
-            law = states @ self.kept.T
-            embedded = F.embedding(batch.token_ids, self.weights.embedding)
+            law = texts.after(last, 1)[texts.places[0]] @ self.kept.T
+            embedded = F.embedding(texts.token_ids, self.weights.embedding)
             streams = torch.cat([layers[layer] for layer in self.head.shape.streams], dim=-1)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
             fused = self.head.features(streams.to(self.head.dtype))
-            outputs = drafted(self.head, fused, embedded.to(self.head.dtype), batch, self.num_steps)
-            parts = [self.head.before_output(out[places]) for out, places in zip(outputs, batch.places, strict=True)]
-            by_place, is_right = DistilledOutput.apply(torch.cat(parts), self.kept, law, torch.cat(batch.laws))
-        counts = [len(places) for places in batch.places]
-        is_drafted = self.t2d[torch.cat(batch.labels)]
-        by_step = [part.sum() for part in (by_place * is_drafted).split(counts)]
-        right = list((is_right & is_drafted).split(counts))
-        loss = sum(self.decay**step * part for step, part in enumerate(by_step)) / counts[0]
-        return loss, torch.stack([part.detach() for part in by_step]), right
+            steps = unrolled(self.head, fused, embedded.to(self.head.dtype), texts.entries, self.num_steps)
+            parts = [self.head.before_output(out[places]) for out, places in zip(steps, texts.places, strict=True)]
+            by_place, is_right = DistilledOutput.apply(torch.cat(parts), self.kept, law, torch.cat(texts.laws))
+        is_drafted = self.t2d[torch.cat(texts.tokens)]
+        by_step = [part.sum() for part in (by_place * is_drafted).split(texts.counts)]
+        right = list((is_right & is_drafted).split(texts.counts))
+        loss = sum(self.decay**step * part for step, part in enumerate(by_step)) / texts.counts[0]
+        return loss, torch.stack([part.detach() for part in by_step]), right, texts
 
 
-def as_chain(batch: Batch, right: list[Tensor]) -> list[int]:
+def as_chain(batch: Texts, right: list[Tensor]) -> list[int]:
     """How many drafts of the first step were right up to each depth."""
     held = torch.zeros(batch.entries.numel(), dtype=torch.bool, device=batch.entries.device)
     found = []
@@ -278,13 +185,12 @@ def batches(texts: list[Text], size: int, rng: random.Random) -> Iterator[list[T
         yield from ready
 
 
-def measured(training: Training, held_out: list[list[Text]], device: torch.device) -> dict[str, Any]:
+def measured(training: Training, held_out: list[list[Text]]) -> dict[str, Any]:
     """Agreement by depth on held-out texts; as a chain on greedy ones, with the tokens of a step."""
     losses, hits, counts, chain, drafts = (torch.zeros(training.num_steps, dtype=torch.float64) for _ in range(5))
     with torch.no_grad():
         for texts in held_out:
-            batch = Batch.of(texts, training.num_steps, device)
-            _, by_step, right = training.losses(batch)
+            _, by_step, right, batch = training.losses(texts)
             losses += by_step.double().cpu()
             hits += torch.tensor([float(part.sum()) for part in right])
             counts += torch.tensor([float(len(part)) for part in right])
@@ -351,7 +257,7 @@ def main() -> None:
         share = (time.monotonic() - begun) / options.seconds
         if share >= due or share >= 1:
             entry = {"seconds": round(time.monotonic() - begun, 1), "steps": num_steps, "drafts": num_drafts}
-            entry |= measured(training, held_out, device)
+            entry |= measured(training, held_out)
             history.append(entry)
             print(json.dumps(entry), flush=True)
             save(options, head, history)
@@ -364,7 +270,7 @@ def main() -> None:
             rate = options.rate * (options.floor + (1 - options.floor) * (1 - math.cos(math.pi * left)) / 2)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        loss, _, _ = training.losses(Batch.of(batch_texts, options.num_steps, device))
+        loss, *_ = training.losses(batch_texts)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(parameters, 0.5)
         optimizer.step()

@@ -12,7 +12,7 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ MIXTURE = {
 class NoFeatures:
     """A language model reads no target."""
 
-    def of(self, example: Example) -> Streams:
-        return {}
+    def of(self, examples: Sequence[Example]) -> list[Streams]:
+        return [{} for _ in examples]
 
 
 class LanguageModelRecipe:
@@ -55,10 +55,10 @@ class LanguageModelRecipe:
         self.layers: tuple[int, ...] = ()
         self.weights: tuple[float, ...] = (1.0,)
 
-    def parts(self, example: Example, streams: Streams) -> list[Part]:
-        ids = torch.tensor([example.token_ids])
-        logits = self.module(input_ids=ids[:, :-1], use_cache=False).logits[0]
-        return [hard(logits, ids[0, 1:])]
+    def parts(self, examples: Sequence[Example], streams: Sequence[Streams]) -> list[Part]:
+        ids = torch.tensor([example.token_ids for example in examples])  # of one length
+        logits = self.module(input_ids=ids[:, :-1], use_cache=False).logits
+        return [hard(logits.flatten(0, 1), ids[:, 1:].flatten())]
 
     def save(self, folder: Path, facts: dict[str, Any]) -> None:
         """Write the model in bfloat16."""
@@ -100,7 +100,7 @@ def held_out_loss(model: nn.Module, by_source: dict[str, list[Example]], count: 
     """Nats per token of the first blocks of every source."""
     recipe, losses = LanguageModelRecipe(model), {}  # type: ignore[arg-type]
     for source, found in by_source.items():
-        parts = [recipe.parts(block, {})[0] for block in found[:count]]
+        parts = [recipe.parts([block], [{}])[0] for block in found[:count]]
         if parts:
             losses[source] = float(sum(part.loss for part in parts)) / sum(part.num_places for part in parts)
     return losses

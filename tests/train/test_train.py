@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,14 @@ from foretoken.heads.eagle_layouts import read_eagle
 from foretoken.heads.eagle_structure import TargetFacts
 from foretoken.heads.medusa_hydra_layouts import read_hydra, read_medusa
 from foretoken.testing import GREEDY
-from foretoken.train.eagle import seen_by_step, unrolled
+from foretoken.train.eagle import unrolled
 from foretoken.train.examples import Example, is_held_out, read_prompts
 from foretoken.train.features import FeatureCache, Streams, TargetFeatures
 from foretoken.train.losses import distilled, feature_regression, hard
 from foretoken.train.plan import Plan
-from foretoken.train.recipe import Place
 from foretoken.train.start import frequent_tokens, new_recipe, parts_of
-from foretoken.train.trainer import Schedule, Trainer
+from foretoken.train.texts import Texts
+from foretoken.train.trainer import Schedule, Trainer, side_by_side
 
 SHAPE = {"num_heads": 3, "num_steps": 3}
 
@@ -87,7 +87,9 @@ def test_unrolled_steps_are_what_decoding_computes(generation: int, monkeypatch:
     embedded = torch.nn.functional.embedding(
         torch.tensor(text), eagle_heads.model().get_input_embeddings().weight.double()
     )
-    along = [outputs for _, outputs in unrolled(head, head.features(streams), embedded, 0, 5)]
+    entries = torch.arange(len(text) - 2)[None]
+    steps = unrolled(head, head.features(streams[None]), embedded[None], entries, 5)
+    along = [outputs[: len(text) - 2 - depth] for depth, outputs in enumerate(steps)]
     compared = [0] * 5
     for (length, (tree,)), outputs in zip(drafts, seen, strict=True):
         entry = length - 2  # of the pending token, at place length - 1
@@ -99,29 +101,35 @@ def test_unrolled_steps_are_what_decoding_computes(generation: int, monkeypatch:
     assert all(compared[:3]), compared
 
 
-def test_a_row_of_a_later_step_sees_its_prefix_and_its_own_draft() -> None:
-    seen = seen_by_step(3, range(1, 3), [2])
-    assert seen[0, 0].int().tolist() == [[1, 1, 0, 1, 0], [1, 1, 1, 0, 1]]
-
-
-def test_laws_and_tokens_of_places_are_those_of_the_depth() -> None:
-    """Prompt of 4 tokens, text of 8: entry 2 holds token 3, and drafts tokens 4, 5, .. of the text."""
-    place = Place.of(Example((10, 11, 12, 13, 14, 15, 16, 17), 4, ""), torch.device("cpu"))
-    assert place.first == 2
-    assert place.counts(3) == [4, 3, 2]
-    rows = place.rows(place.counts(3))
-    assert (place.token_ids[place.first + 2 + rows]).tolist() == [14, 15, 16, 17, 15, 16, 17, 16, 17]
-    assert Place.of(Example((1, 2), 2, ""), torch.device("cpu")) is None
+def test_laws_and_tokens_of_drafts_are_those_of_the_depth() -> None:
+    """A prompt of 4 tokens of 8: entry 2 holds token 3, and drafts tokens 4, 5, ..; beside it one of 2 of 5."""
+    one, other = Example((10, 11, 12, 13, 14, 15, 16, 17), 4, ""), Example((20, 21, 22, 23, 24), 2, "")
+    texts = Texts.of([one, other], 3, torch.device("cpu"))
+    assert texts is not None
+    assert texts.entries.tolist() == [[2, 3, 4, 5], [0, 1, 2, 2]]
+    assert texts.counts == [7, 5, 3]
+    assert [tokens.tolist() for tokens in texts.tokens] == [
+        [14, 15, 16, 17, 22, 23, 24], [15, 16, 17, 23, 24], [16, 17, 24]
+    ]  # fmt: skip
+    assert [places.tolist() for places in texts.places] == [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 4, 5], [0, 1, 4]]
+    assert [laws.tolist() for laws in texts.laws] == [[0, 1, 2, 3, 4, 5, 6], [1, 2, 3, 5, 6], [2, 3, 6]]
+    states = torch.arange(16).view(2, 8, 1)
+    assert texts.after(states, 1)[texts.places[0]].flatten().tolist() == [3, 4, 5, 6, 9, 10, 11]
+    assert Texts.of([Example((1, 2), 2, "")], 3, torch.device("cpu")) is None
+    short = Texts.of([Example((1, 2, 3), 1, "")], 2, torch.device("cpu"))
+    assert short is not None
+    assert short.counts == [1, 0]
 
 
 def test_a_head_that_predicts_features_begins_by_repeating_the_last_one() -> None:
     """It began as the target's last layer, whose weights are made for states before the norm: 516 nats a token."""
     made, example = recipe("eagle"), examples()[0]
-    streams = TargetFeatures(eagle_heads.target(), made.layers).of(example)
-    embedded = made._target.embedded(torch.tensor(example.token_ids), torch.float64)
+    (streams,) = TargetFeatures(eagle_heads.target(), made.layers).of([example])
+    embedded = made._target.embedded(torch.tensor([example.token_ids]), torch.float64)
     given = made._streams(streams)
-    ((rows, outputs),) = unrolled(made.head, given, embedded, example.prompt_length - 2, 1)
-    apart = (outputs - given[rows.start : rows.stop]).norm() / given[rows.start : rows.stop].norm()
+    entries = torch.arange(example.prompt_length - 2, len(example.token_ids) - 2)
+    (outputs,) = unrolled(made.head, given[None], embedded, entries[None], 1)
+    apart = (outputs - given[entries]).norm() / given[entries].norm()
     assert apart < 0.1
 
 
@@ -173,18 +181,18 @@ def test_noise_is_on_what_hydra_reads(method: str, is_on_states: bool, monkeypat
     made, example = recipe(method), examples()[0]
     made._noise = 5.0
     seen = []
-    real = made._heads.inputs_along
-    monkeypatch.setattr(made._heads, "inputs_along", lambda head, *given: seen.append(given) or real(head, *given))
-    features = TargetFeatures(eagle_heads.target(), made.layers).of(example)
-    made.parts(example, features)
-    noisy = seen[0]
-    made._noise = 0.0
-    made.parts(example, features)
-    clean = seen[SHAPE["num_heads"]]
-    on_states, on_embeddings = (mine - theirs for mine, theirs in zip(noisy, clean, strict=True))
+    real = made._heads.state
+    monkeypatch.setattr(made._heads, "state", lambda head, given: seen.append(given) or real(head, given))
+    features = TargetFeatures(eagle_heads.target(), made.layers).of([example])
+    with torch.no_grad():
+        made.parts([example], features)
+        made._noise = 0.0
+        made.parts([example], features)
+    on_states, on_embeddings = (seen[0] - seen[SHAPE["num_heads"]]).chunk(2, dim=-1)  # of the first head
     limit = 5.0 / math.sqrt(len(example.token_ids) * on_embeddings.shape[-1])
     assert 0.5 * limit < float(on_embeddings.abs().max()) <= limit * (1 + 1e-9)
-    assert torch.allclose(on_states, on_embeddings if is_on_states else torch.zeros_like(on_states))
+    wanted = on_embeddings[:-1] if is_on_states else torch.zeros_like(on_states[1:])  # of a state the token before it
+    assert torch.allclose(on_states[1:], wanted)
 
 
 @pytest.mark.parametrize(("method", "given", "num_layers"), [("medusa", None, 1), ("medusa", 3, 3), ("hydra", None, 1)])
@@ -223,12 +231,75 @@ def test_layers_of_a_head_are_trained_apart_and_read_back_apart(method: str, tmp
     ]
 
 
+# -- texts side by side ----------------------------------------------------------------------------------------------
+
+
+def uneven() -> list[Example]:
+    """Texts of many lengths, whose prompts are all but two tokens of them, half, or one token."""
+    cut = [(40, 20), (9, 1), (23, 21), (40, 38), (5, 3), (31, 4)]
+    return [
+        Example((text * 2)[:length], prompt, f"text {i}")
+        for i, (text, (length, prompt)) in enumerate(zip(eagle_heads.texts(), cut, strict=False))
+    ]
+
+
+def losses_and_gradients(made: Any, groups: list[list[Example]]) -> tuple[list[list[float]], list[Tensor]]:
+    """Sums of all groups by part (loss, places, hits), and of gradients."""
+    made.module.zero_grad()
+    source = TargetFeatures(eagle_heads.target(), made.layers)
+    sums = [[0.0, 0, 0] for _ in made.weights]
+    for group in groups:
+        parts = made.parts(group, source.of(group))
+        losses = [weight * part.loss for weight, part in zip(made.weights, parts, strict=False)]
+        torch.autograd.backward(torch.stack(losses).sum())
+        for total, part in zip(sums, parts, strict=False):
+            found = float(part.loss.detach()), part.num_places, part.num_right
+            total[:] = [mine + more for mine, more in zip(total, found, strict=True)]
+    return sums, [p.grad.clone() for p in made.module.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("method", ["medusa", "hydra", "hydra++", "eagle", "eagle3", "draft_model"])
+def test_texts_side_by_side_have_the_losses_and_gradients_of_one_after_the_other(method: str) -> None:
+    made: Any = recipe(method)
+    with torch.no_grad():  # no layer may stand still, as those that begin as nothing do
+        for parameter in made.module.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    if method == "eagle":
+        made._noise = 0.0
+    alone, own = losses_and_gradients(made, [[example] for example in uneven()])
+    together, others = losses_and_gradients(made, side_by_side(uneven(), 100))
+    assert alone[0][1] == sum(len(one.token_ids) - 2 - max(0, one.prompt_length - 2) for one in uneven())
+    torch.testing.assert_close(torch.tensor(alone), torch.tensor(together), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(own, others, atol=1e-9, rtol=1e-9)
+    assert all(gradient.abs().max() > 0 for gradient in own)
+
+
+def test_groups_of_a_forward_are_filled_with_the_longest_first() -> None:
+    lengths = [[len(one.token_ids) for one in group] for group in side_by_side(uneven(), 100)]
+    assert lengths == [[40, 40], [31, 23, 9], [5]]
+    assert [[one.key for one in group] for group in side_by_side(uneven(), 0)] == [[one.key] for one in uneven()]
+    assert [len(group) for group in side_by_side(uneven(), 1)] == [1] * 6
+
+
+def test_kept_and_computed_features_of_texts_side_by_side_are_those_of_each(tmp_path: Path) -> None:
+    layers = (1, eagle_heads.target().num_layers)
+    source = TargetFeatures(eagle_heads.target(), layers)
+    cache = FeatureCache(source, tmp_path, layers)
+    cache.of(uneven()[1:3])
+    cache.close()
+    for example, streams in zip(uneven(), FeatureCache(source, tmp_path, layers).of(uneven()), strict=True):
+        torch.testing.assert_close([streams], source.of([example]), atol=1e-9, rtol=1e-9)
+
+
 # -- runs ------------------------------------------------------------------------------------------------------------
 
 
-def run_of(made: Any, folder: Path, num_tokens: int = 160, rate: float = 1e-2) -> Trainer:
+def run_of(
+    made: Any, folder: Path, num_tokens: int = 160, rate: float = 1e-2, batch_tokens: int = 20, forward_tokens: int = 0
+) -> Trainer:
     source = TargetFeatures(eagle_heads.target(), made.layers)
-    return Trainer(made, source, examples(), Schedule(num_tokens, 20, rate), folder)
+    schedule = Schedule(num_tokens, batch_tokens, rate)
+    return Trainer(made, source, examples(), schedule, folder, forward_tokens=forward_tokens)
 
 
 def trainer(method: str, folder: Path, seed: int = 3, num_layers: int | None = None, **schedule: Any) -> Trainer:
@@ -261,9 +332,15 @@ def test_every_recipe_learns(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["hydra++", "eagle"])
-def test_an_interrupted_run_that_goes_on_has_the_weights_of_one_that_was_not(method: str, tmp_path: Path) -> None:
-    assert goes_on_exactly(partial(trainer, method), tmp_path)
-    other = trainer(method, tmp_path / "b", rate=1e-3)
+@pytest.mark.parametrize("forward_tokens", [0, 100])
+def test_an_interrupted_run_that_goes_on_has_the_weights_of_one_that_was_not(
+    method: str, forward_tokens: int, tmp_path: Path
+) -> None:
+    def new(folder: Path, seed: int, rate: float = 1e-2) -> Trainer:
+        return trainer(method, folder, seed, num_tokens=240, rate=rate, batch_tokens=60, forward_tokens=forward_tokens)
+
+    assert goes_on_exactly(new, tmp_path)
+    other = new(tmp_path / "b", 3, 1e-3)
     with pytest.raises(CheckpointError, match=r"learning_rate=0\.01"):
         other.resume()
 
@@ -283,8 +360,10 @@ def test_a_checkpoint_of_a_gpu_is_gone_on_from_without_one(tmp_path: Path, monke
 def test_a_loss_that_is_not_finite_stops_and_names_the_batch(tmp_path: Path) -> None:
     run = trainer("medusa", tmp_path)
     real = run._features.of
-    run._features = type("Broken", (), {"of": lambda _, e: {k: v * math.nan for k, v in real(e).items()}})()
-    with pytest.raises(NumericsError, match=r"the loss of example text \d is nan at step 1 .*learning_rate"):
+    run._features = type(
+        "Broken", (), {"of": lambda _, e: [{k: v * math.nan for k, v in one.items()} for one in real(e)]}
+    )()
+    with pytest.raises(NumericsError, match=r"the loss of text \d is nan at step 1 .*learning_rate"):
         run.take_step()
 
 
@@ -308,9 +387,9 @@ class Counting:
     def __init__(self, source: TargetFeatures) -> None:
         self._source, self.num_asked = source, 0
 
-    def of(self, example: Example) -> Streams:
-        self.num_asked += 1
-        return self._source.of(example)
+    def of(self, examples: Seq[Example]) -> list[Streams]:
+        self.num_asked += len(examples)
+        return self._source.of(examples)
 
 
 def test_kept_features_are_read_back_and_a_full_disk_ends_keeping(
@@ -319,11 +398,11 @@ def test_kept_features_are_read_back_and_a_full_disk_ends_keeping(
     layers = (1, eagle_heads.target().num_layers)
     source = Counting(TargetFeatures(eagle_heads.target(), layers))
     cache = FeatureCache(source, tmp_path, layers)
-    first = [cache.of(example) for example in examples()]
+    first = [cache.of([example]) for example in examples()]
     cache.close()
     again = FeatureCache(source, tmp_path, layers)
     for example, streams in zip(examples(), first, strict=True):
-        torch.testing.assert_close(again.of(example), streams, atol=0, rtol=0)
+        torch.testing.assert_close(again.of([example]), streams, atol=0, rtol=0)
     assert source.num_asked == len(examples())
 
     def full(*_: object) -> None:
@@ -331,9 +410,9 @@ def test_kept_features_are_read_back_and_a_full_disk_ends_keeping(
 
     monkeypatch.setattr("foretoken.train.features.save_file", full)
     other = FeatureCache(source, tmp_path / "other", layers)
-    other.of(examples()[0])
+    other.of(examples()[:1])
     other.close()
-    other.of(examples()[0])
+    other.of(examples()[:1])
     assert source.num_asked == len(examples()) + 2
 
 
@@ -344,7 +423,7 @@ def test_trainings_that_want_other_layers_share_a_folder(tmp_path: Path) -> None
         source = Counting(TargetFeatures(eagle_heads.target(), layers))
         cache = FeatureCache(source, tmp_path, layers)
         for example in examples():
-            torch.testing.assert_close(cache.of(example), source._source.of(example), atol=0, rtol=0)
+            torch.testing.assert_close(cache.of([example]), source._source.of([example]), atol=0, rtol=0)
         cache.close()
         assert source.num_asked == num_asked
 
@@ -358,13 +437,13 @@ def test_trainings_at_the_same_time_do_not_replace_each_others_shards(tmp_path: 
     first, second = FeatureCache(source, tmp_path, layers), FeatureCache(source, tmp_path, layers)
     for cache, taken in ((first, made), (second, [made[0], made[2]])):  # the second finds the rest where it looks later
         for example in taken:
-            cache.of(example)
+            cache.of([example])
     first.close()
     reader = FeatureCache(source, tmp_path, layers)  # knows the places of the first
     second.close()
     for cache in (reader, FeatureCache(source, tmp_path, layers)):
         for example in made:
-            torch.testing.assert_close(cache.of(example), source.of(example), atol=0, rtol=0)
+            torch.testing.assert_close(cache.of([example]), source.of([example]), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,8 @@ def test_gradients_of_total_variation_are_those_of_autograd() -> None:
 def test_losses_are_those_of_the_models_own_logits_after_every_answer_token() -> None:
     """The whole model, as transformers computes it, against the target's laws: a shifted place would change them."""
     made, (example, *_) = recipe("own", vocab=64), examples()
-    features = TargetFeatures(eagle_heads.target(), made.layers).of(example)
-    (part,) = made.parts(example, features)
+    features = TargetFeatures(eagle_heads.target(), made.layers).of([example])
+    (part,) = made.parts([example], features)
     ids = torch.tensor([example.token_ids])
     wanted = eagle_heads.model().double()(input_ids=ids).logits[0].softmax(-1)
     model = LlamaForCausalLM(made.module.config).double()
@@ -113,8 +113,8 @@ def test_all_layers_of_the_target_are_the_target() -> None:
     lm = eagle_heads.target()
     model = new_small_model(target(), SmallPlan(from_layers=tuple(range(lm.num_layers)))).double()
     ids = torch.tensor(examples()[0].token_ids)
-    states = model.states(target().embedded(ids, torch.float64))
-    features = TargetFeatures(lm, (lm.num_layers,)).of(examples()[0])
+    states = model.states(target().embedded(ids[None], torch.float64))[0]
+    (features,) = TargetFeatures(lm, (lm.num_layers,)).of(examples()[:1])
     torch.testing.assert_close(states, features[lm.num_layers], atol=1e-6, rtol=1e-6)
 
 
@@ -176,8 +176,8 @@ def test_what_is_written_is_a_model_that_training_can_go_on_from(kind: str, tmp_
     made.save(tmp_path, {"first_token_acceptance": 0.5})
     read = LlamaForCausalLM.from_pretrained(tmp_path)
     ids = torch.tensor([examples()[0].token_ids])
-    states = read.model(input_ids=ids).last_hidden_state[0].double()
-    own = made._embedded(ids[0])
+    states = read.model(input_ids=ids).last_hidden_state.double()
+    own = made._embedded(ids)
     with torch.no_grad():
         torch.testing.assert_close(states, made._model.states(own), atol=0.1, rtol=0.1)
     again = new_small_model(target(), SmallPlan(start=tmp_path))

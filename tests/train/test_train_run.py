@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.cli import app
+from foretoken.config.engine import EngineConfig
 from foretoken.errors import CheckpointError, PromptError
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.testing import toy_model
-from foretoken.train.answers import TRIED, Answering
+from foretoken.train.answers import Answering
 from foretoken.train.examples import evaluation_digests, is_evaluation
 from foretoken.train.plan import Plan
 from foretoken.train.run import Training
@@ -29,6 +30,8 @@ from foretoken.zoo.manifest import HEADS, root
 
 PROMPTS = [f"Once there was a {one} who {other}" for one in ("dog", "girl", "king", "cow") for other in ("ran", "sang")]
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
+TRIED = 2 * EngineConfig.max_num_seqs
+"""Prompts that a trial makes, and has answered."""
 
 
 def options(folder: Path, *more: str) -> list[str]:
@@ -41,7 +44,8 @@ def options(folder: Path, *more: str) -> list[str]:
 
 def test_prompts_become_a_head_that_drafts(tmp_path: Path) -> None:
     """Answers, training, measurement and what is left beside the weights; the same again finds nothing to do."""
-    command = options(tmp_path, "medusa", "--evaluate-tokens", "60", "--json", "--features", str(tmp_path / "kept"))
+    more = ["--features", str(tmp_path / "kept"), "--max-num-seqs", "3", "--forward-tokens", "64"]
+    command = options(tmp_path, "medusa", "--evaluate-tokens", "60", "--json", *more)
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     measured = [json.loads(line) for line in done.stdout.splitlines()]

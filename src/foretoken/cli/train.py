@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from foretoken.cli.options import AsJson, LoadingOptions, numbers, takes_groups
+from foretoken.cli.options import AsJson, EngineOptions, LoadingOptions, numbers, takes_groups
 from foretoken.cli.running import choose_model, exit_codes, load_llm, put_json, writing
 from foretoken.folders import only_writer
 
@@ -24,6 +24,7 @@ def train(
         str, typer.Argument(metavar="METHOD", help="medusa, hydra, hydra++, eagle, eagle2, eagle3 or draft_model.")
     ],
     loading: Annotated[LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "cache_packed"],
+    rows: Annotated[EngineOptions, "max_num_seqs", "max_kv_bytes"],
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of the drafter and all that is kept.")
     ],
@@ -50,6 +51,10 @@ def train(
     ] = 0,
     epochs: Annotated[float, typer.Option(help="How often the answers are gone through; 0.5 is half of them.")] = 1.0,
     batch_tokens: Annotated[int, typer.Option(help="Answer tokens of one step of the optimiser.")] = 1024,
+    forward_tokens: Annotated[
+        int | None,
+        typer.Option(help="Of texts side by side in a forward, padding included; one text on a CPU, 32768 on a GPU."),
+    ] = None,
     learning_rate: Annotated[float, typer.Option(help="Its peak; it rises at first and falls as a cosine.")] = 8e-4,
     draft_vocabulary_size: Annotated[int, typer.Option(help="Tokens that can be drafted: the most frequent.")] = 8192,
     num_heads: Annotated[int, typer.Option(help="Of Medusa and Hydra: the longest draft.")] = 4,
@@ -103,9 +108,9 @@ def train(
 
         plan = Plan(
             method=method, out=out, prompts=prompts, own_prompts=own_prompts, epochs=epochs, batch_tokens=batch_tokens,
-            learning_rate=learning_rate, draft_vocabulary=draft_vocabulary_size, num_heads=num_heads,
-            num_steps=unrolled_steps, one_in=held_out, evaluate_tokens=evaluate_tokens, patience=patience,
-            features=features, raw=raw, num_layers=num_layers, intermediate_size=intermediate_size,
+            forward_tokens=forward_tokens, learning_rate=learning_rate, draft_vocabulary=draft_vocabulary_size,
+            num_heads=num_heads, num_steps=unrolled_steps, one_in=held_out, evaluate_tokens=evaluate_tokens,
+            patience=patience, features=features, raw=raw, num_layers=num_layers, intermediate_size=intermediate_size,
             input_noise=input_noise,
             small=SmallPlan(
                 from_layers=numbers("from-layers", from_layers, int), hidden_size=hidden_size,
@@ -117,7 +122,7 @@ def train(
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
             stack.enter_context(only_writer(out / ".running"))
-        llm = load_llm(choose_model(target), "none", **vars(loading))
+        llm = load_llm(choose_model(target), "none", **vars(loading), **vars(rows))
         console = Console(stderr=True)
         run = Training(llm, plan, lambda text: console.print(f"foretoken: {text}", highlight=False), is_trial=dry_run)
         if dry_run:

@@ -190,15 +190,17 @@ class MultiHeads(nn.Module):
         return _needed(output)(state)
 
     def contexts(self, hidden: Tensor) -> Tensor:
-        """Context vectors of a whole text at once, (T, H) -> (T, H): the states themselves, or what the prefix layer
-        makes of them."""
+        """Context vectors of whole texts at once, (..., T, H) -> (..., T, H): the states themselves, or what the prefix
+        layer makes of them."""
         if self.prefix is None:
             return hidden
-        length = len(hidden)
+        length = hidden.shape[-2]
         mask = torch.ones(length, length, dtype=torch.bool, device=hidden.device).tril()[None, None]
         positions = torch.arange(length, device=hidden.device)[None]
-        mixed: Tensor = self.prefix(hidden[None], self.prefix.placed(positions, hidden.dtype, mask))
-        return mixed[0]
+        mixed: Tensor = self.prefix(
+            hidden.view(-1, *hidden.shape[-2:]), self.prefix.placed(positions, hidden.dtype, mask)
+        )
+        return mixed.view(hidden.shape)
 
     def inputs_along(self, head: int, contexts: Tensor, embedded: Tensor) -> Tensor:
         """What a head reads along a text that is known, (T - 1 - head, n H); see `along`."""

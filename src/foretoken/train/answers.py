@@ -19,10 +19,6 @@ from foretoken.train.examples import TrainingPrompt, prompt_ids, read_prompts
 if TYPE_CHECKING:
     from foretoken.train.plan import Plan
 
-ROWS = 16
-"""Prompts that are answered together."""
-TRIED = 2 * ROWS
-"""Prompts that a dry run has answered."""
 _MARK = "\u2402prompt\u2402"
 
 
@@ -57,14 +53,17 @@ def answered(
     *,
     is_raw: bool = False,
 ) -> list[TrainingPrompt]:
-    """All prompts with an answer. What is made is added to a file at once, and not made again after an interruption.
+    """All prompts with an answer, `max_num_seqs` of them answered together.
+
+    What is made is added to a file at once, and not made again after an interruption.
 
     Randomness: keyed by ``how.seed`` and the place of the prompt.
     """
     known = _read(file)
     missing = [(i, one) for i, one in enumerate(asked) if one.answer is None and one.digest not in known]
-    for start in range(0, len(missing), ROWS):
-        batch = missing[start : start + ROWS]
+    rows = llm.engine_config.max_num_seqs
+    for start in range(0, len(missing), rows):
+        batch = missing[start : start + rows]
         prompts = [{"prompt_token_ids": list(prompt_ids(one, llm.tokenizer, is_raw=is_raw))} for _, one in batch]
         outputs = llm.generate(prompts, [how.params(i) for i, _ in batch], use_tqdm=False)
         lines = []
@@ -82,8 +81,8 @@ def answered(
     ]
 
 
-def to_try(asked: list[TrainingPrompt], file: Path) -> tuple[list[TrainingPrompt], int]:
-    """What a dry run looks at: prompts that have an answer, here or in the file, and the first of those that have none.
+def to_try(asked: list[TrainingPrompt], file: Path, most: int) -> tuple[list[TrainingPrompt], int]:
+    """What a dry run looks at: prompts that have an answer, here or in the file, and the first ``most`` of the others.
 
     Those keep their places among prompts without an answer, so that the training which follows makes the same ones.
 
@@ -91,8 +90,8 @@ def to_try(asked: list[TrainingPrompt], file: Path) -> tuple[list[TrainingPrompt
     """
     known = _read(file)
     missing = [one for one in asked if one.answer is None and one.digest not in known]
-    left_out = {one.digest for one in missing[TRIED:]}
-    return [one for one in asked if one.digest not in left_out], min(TRIED, len(missing))
+    left_out = {one.digest for one in missing[most:]}
+    return [one for one in asked if one.digest not in left_out], min(most, len(missing))
 
 
 def _read(file: Path) -> dict[str, tuple[str, bool]]:
@@ -118,10 +117,11 @@ def asked_by_itself(llm: LLM, count: int, seed: int, max_new_tokens: int = 200) 
         raise ConfigError("prompts that the target asks itself need a chat template; give --prompts instead")
     text = chat_prompt(llm.tokenizer, [{"role": "user", "content": _MARK}])["prompt"]
     before = llm.tokenizer(text.split(_MARK)[0], add_special_tokens=False)["input_ids"]
-    for start in range(0, count, ROWS):
+    rows = llm.engine_config.max_num_seqs
+    for start in range(0, count, rows):
         params = [
             SamplingParams(temperature=1.0, max_tokens=max_new_tokens, seed=seed + i, stop=["\n\n\n"])
-            for i in range(start, min(count, start + ROWS))
+            for i in range(start, min(count, start + rows))
         ]
         outputs = llm.generate([{"prompt_token_ids": before}] * len(params), params, use_tqdm=False)
         for i, output in enumerate(outputs, start):
@@ -148,6 +148,11 @@ class Gathering:
     num_left_out: int = 0
     seconds: float = 0.0
 
+    @property
+    def _most_tried(self) -> int:
+        """How many prompts a trial makes, and has answered: two batches."""
+        return 2 * self.llm.engine_config.max_num_seqs
+
     def prompts(self) -> Iterator[TrainingPrompt]:
         """Those of files, then those that the target asks."""
         if self.plan.prompts is not None:
@@ -159,7 +164,7 @@ class Gathering:
         """Prompts with their answers: all, or those that a trial looks at."""
         file, tried, num_made = self.plan.out / "answers.jsonl", asked, 0
         if self.is_trial:
-            tried, num_made = to_try(asked, file)
+            tried, num_made = to_try(asked, file, self._most_tried)
             self.num_left_out += len(asked) - len(tried)
         start = time.perf_counter()
         found = answered(self.llm, tried, self.plan.answering, file, self._report, is_raw=self.plan.raw)
@@ -169,7 +174,7 @@ class Gathering:
 
     def _own_prompts(self, file: Path, number: int) -> list[TrainingPrompt]:
         if not file.exists():
-            wanted = min(number, TRIED) if self.is_trial else number
+            wanted = min(number, self._most_tried) if self.is_trial else number
             self.say(f"the target asks itself {wanted} prompts")
             start = time.perf_counter()
             made = list(asked_by_itself(self.llm, wanted, self.plan.seed))

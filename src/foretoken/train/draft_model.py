@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.train.features import Streams
 from foretoken.train.losses import Part, distilled
-from foretoken.train.recipe import Place, Recipe, TargetParts
+from foretoken.train.recipe import Recipe, TargetParts
 from foretoken.train.small import EMBEDDING, SmallModel
+from foretoken.train.texts import Texts
 
 
 class DraftModelRecipe(Recipe):
@@ -34,16 +35,14 @@ class DraftModelRecipe(Recipe):
         super().__init__(model, target, vocabulary, (1.0,))
         self._model, self._vocabulary, self._variation = model, vocabulary, total_variation
 
-    def _parts(self, place: Place, streams: Streams) -> list[Part]:
-        states = self._model.states(self._embedded(place.token_ids))[place.first + 1 : -1]
-        law = self._laws.along(place, streams[self._target.num_layers])
-        (count,) = place.counts(1)
-        rows = place.rows([count])
-        weights = self._laws.weights(place, rows)
-        return distilled(states, self._output, law, rows, weights, [count], self._variation)
+    def _parts(self, texts: Texts, streams: Streams) -> list[Part]:
+        states = texts.after(self._model.states(self._embedded(texts.token_ids)), 1)[texts.places[0]]
+        law = self._laws.along(texts, streams[self._target.num_layers])
+        rows, weights = texts.laws[0], self._laws.weights(texts)
+        return distilled(states, self._output, law, rows, weights, texts.counts, self._variation)
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
-        """(T,) -> (T, H), of the drafter."""
+        """(B, T) -> (B, T, H), of the drafter."""
         if self._model.embedding is not None:
             return nn.functional.embedding(token_ids, self._model.embedding)
         return self._target.embedded(token_ids, self._model.body.norm.weight.dtype)

@@ -15,14 +15,15 @@ from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.execution.attention import seen_by
 from foretoken.train.features import Streams
 from foretoken.train.losses import Part, distilled, feature_regression
-from foretoken.train.recipe import Place, Recipe, TargetParts
+from foretoken.train.recipe import Recipe, TargetParts
+from foretoken.train.texts import Texts
 
 
 class _EagleRecipe(Recipe):
     def __init__(
-        self, head: EagleHead, target: TargetParts, vocabulary: DraftVocabulary, weights: tuple[float, ...]
+        self, head: EagleHead, target: TargetParts, vocabulary: DraftVocabulary, weights: tuple[float, ...], depths: int
     ) -> None:
-        super().__init__(head, target, vocabulary, weights, head.shape.streams)
+        super().__init__(head, target, vocabulary, weights, head.shape.streams, depths)
         self.head = head
 
     @property
@@ -53,18 +54,16 @@ class Eagle3Recipe(_EagleRecipe):
 
     def __init__(self, head: EagleHead, target: TargetParts, num_steps: int = 4, decay: float = 0.8) -> None:
         vocabulary = head.vocabulary or DraftVocabulary.full(target.vocab_size)
-        super().__init__(head, target, vocabulary, tuple(decay**step for step in range(num_steps)))
-        self._num_steps = num_steps
+        super().__init__(head, target, vocabulary, tuple(decay**step for step in range(num_steps)), num_steps)
 
-    def _parts(self, place: Place, streams: Streams) -> list[Part]:
+    def _parts(self, texts: Texts, streams: Streams) -> list[Part]:
         fused = self.head.features(self._streams(streams))
-        embedded = self._target.embedded(place.token_ids, self.head.dtype)
-        steps = list(unrolled(self.head, fused, embedded, place.first, self._num_steps))
-        counts = [len(rows) for rows, _ in steps]
-        rows = place.rows(counts)
-        states = self.head.before_output(torch.cat([outputs for _, outputs in steps]))
-        law = self._laws.along(place, streams[self._target.num_layers])
-        return distilled(states, self._output, law, rows, self._laws.weights(place, rows), counts)
+        embedded = self._target.embedded(texts.token_ids, self.head.dtype)
+        steps = unrolled(self.head, fused, embedded, texts.entries, len(self.weights))
+        outputs = torch.cat([found[places] for found, places in zip(steps, texts.places, strict=True)])
+        law = self._laws.along(texts, streams[self._target.num_layers])
+        rows, weights = torch.cat(texts.laws), self._laws.weights(texts)
+        return distilled(self.head.before_output(outputs), self._output, law, rows, weights, texts.counts)
 
 
 class EagleRecipe(_EagleRecipe):
@@ -83,114 +82,93 @@ class EagleRecipe(_EagleRecipe):
     def __init__(
         self, head: EagleHead, target: TargetParts, vocabulary: DraftVocabulary, noise: float = 0.1, weight: float = 0.1
     ) -> None:
-        super().__init__(head, target, vocabulary, (1.0, weight))
+        super().__init__(head, target, vocabulary, (1.0, weight), 1)
         self._noise = noise
 
-    def _parts(self, place: Place, streams: Streams) -> list[Part]:
+    def _parts(self, texts: Texts, streams: Streams) -> list[Part]:
         given = self._streams(streams)
-        noise = (2 * torch.rand_like(given) - 1) * self._noise * 512 / len(given)
-        embedded = self._target.embedded(place.token_ids, self.head.dtype)
-        ((rows, outputs),) = unrolled(self.head, given + noise, embedded, place.first, 1)
-        wanted = given[rows.start + 1 : rows.stop + 1]
-        where = place.rows([len(rows)])
-        states = self.head.before_output(outputs)
-        law = self._laws.along(place, streams[self._target.num_layers])
-        weights = self._laws.weights(place, where)
-        (said,) = distilled(states, self._output, law, where, weights, [len(rows)])
+        widest = (self._noise * 512 / texts.lengths)[:, None, None].to(given.dtype)
+        noise = (2 * torch.rand_like(given) - 1) * widest
+        embedded = self._target.embedded(texts.token_ids, self.head.dtype)
+        (outputs,) = unrolled(self.head, given + noise, embedded, texts.entries, 1)
+        outputs, wanted = outputs[texts.places[0]], texts.after(given, 1)[texts.places[0]]
+        law = self._laws.along(texts, streams[self._target.num_layers])
+        states, rows, weights = self.head.before_output(outputs), texts.laws[0], self._laws.weights(texts)
+        (said,) = distilled(states, self._output, law, rows, weights, [len(rows)])
         return [Part(feature_regression(outputs, wanted), len(rows), said.num_right), said]
 
 
-# -- drafts along a text, with gradients -------------------------------------------------------------------------------
+# -- drafts along texts, with gradients -------------------------------------------------------------------------------
 
 
-class UnrolledStates:
-    """Keys and values of the steps so far, one block of columns after the other, with their gradients."""
+class UnrolledAttention:
+    """Attention of texts and of drafts that go on with them: keys and values of all steps, with their gradients.
+
+    The entries of a text see those that the mask of the first step has; a draft sees these and its own tokens, one of
+    every later step. As products and a softmax: on a CPU, in bfloat16 and with a mask, the gradient of the fused kernel
+    is slow, a seventh of a step of training.
+    """
 
     def __init__(self) -> None:
-        self._states: dict[int, tuple[Tensor, Tensor]] = {}
+        self._steps: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        if layer_idx in self._states:
-            above = self._states[layer_idx]
-            keys, values = torch.cat([above[0], keys], dim=2), torch.cat([above[1], values], dim=2)
-        self._states[layer_idx] = keys, values
+        self._steps.setdefault(layer_idx, []).append((keys, values))
         return keys, values
 
-
-def seen_by_step(num_entries: int, rows: range, counts: list[int], device: torch.device | None = None) -> Tensor:
-    """What the rows of the last step look at: bool (1, 1, len(rows), columns).
-
-    Args:
-      num_entries: of the first step, made of features of the target; row t sees those up to t.
-      rows: of the first step whose drafts this step goes on with.
-      counts: rows of every later step, this one last; a row sees its own entry of each.
-
-    Example: 3 entries, rows 1..2 in a second step: 110 10 / 111 01.
-    """
-    places = torch.arange(rows.start, rows.stop, device=device)
-    blocks = [torch.arange(num_entries, device=device)[None] <= places[:, None]]
-    columns = torch.arange(len(rows), device=device)[:, None]
-    blocks += [torch.arange(count, device=device)[None] == columns for count in counts]
-    return torch.cat(blocks, dim=1)[None, None]
-
-
-def plain_attention(
-    _module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
-) -> Tensor:
-    """Attention as products and a softmax, (B, N, heads, D).
-
-    The gradient of the fused kernel is slow on a CPU, in bfloat16 and with a mask: a seventh of a step of training.
-    """
-    assert mask is not None
-    rows, heads, num_nodes, size = query.shape
-    groups = heads // key.shape[1]
-    folded = query.reshape(rows, key.shape[1], groups * num_nodes, size)
-    scores = (folded @ key.transpose(-1, -2)).view(rows, key.shape[1], groups, num_nodes, -1) * size**-0.5
-    scores = scores.masked_fill(~mask[:, :, None], -torch.inf)
-    mixed: Tensor = scores.softmax(-1).flatten(2, 3).to(value.dtype) @ value
-    return mixed.reshape(rows, heads, num_nodes, -1).transpose(1, 2)
+    def __call__(
+        self, module: Any, query: Tensor, _key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    ) -> Tensor:
+        """(B, heads, N, D) -> (B, N, heads, D), behind a mask (B, 1, N, entries)."""
+        assert mask is not None
+        (keys, values), *drafted = self._steps[module.index]
+        rows, heads, num_nodes, size = query.shape
+        grouped = query.view(rows, keys.shape[1], -1, num_nodes, size)
+        scores = (grouped.flatten(2, 3) @ keys.transpose(-1, -2)).view(*grouped.shape[:4], -1)
+        scores = scores.masked_fill(~mask[:, :, None], -torch.inf)
+        own = [(grouped * of_step[:, :, None]).sum(-1, keepdim=True) for of_step, _ in drafted]
+        shares = (torch.cat([scores, *own], dim=-1) * size**-0.5).softmax(-1).to(value.dtype)
+        on_text, *on_own = shares.split([scores.shape[-1], *([1] * len(drafted))], dim=-1)
+        mixed = (on_text.flatten(2, 3) @ values).view(grouped.shape)
+        for share, (_, of_step) in zip(on_own, drafted, strict=True):
+            mixed = mixed + share * of_step[:, :, None]
+        seen: Tensor = mixed.reshape(rows, heads, num_nodes, size).transpose(1, 2)
+        return seen
 
 
-def unrolled(
-    head: EagleHead, features: Tensor, embedded: Tensor, first: int, num_steps: int
-) -> Iterator[tuple[range, Tensor]]:
-    """Run a head along a text as it would draft there, several tokens deep.
+def unrolled(head: EagleHead, features: Tensor, embedded: Tensor, entries: Tensor, num_steps: int) -> Iterator[Tensor]:
+    """Run a head along texts as it would draft there, several tokens deep.
 
-    Row t of the first step is made of the target's feature after token t and of token t + 1. Step j feeds it token
-    t + 1 + j with what step j - 1 has put out, at position t + j; it sees the entries of the first step up to t and its
-    own of the later steps, which is what a draft sees that begins after token t + 1.
+    Entry t of the first step is made of the target's feature after token t and of token t + 1. Step j feeds a draft
+    token t + 1 + j with what step j - 1 has put out, at position t + j; it sees the entries of the first step up to t
+    and its own of the later steps, which is what a draft sees that begins after token t + 1.
 
-    Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840), training-time test. Deviation: rows outside of the answer make
-    entries, and no drafts.
+    Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840), training-time test. Deviation: entries outside of the answer are
+    made, and no drafts from them.
 
     Args:
-      features: (S, H), of `EagleHead.features`.
-      embedded: (S, H), of the tokens 0 to S - 1.
-      first: row from which on outputs are wanted.
+      features: (B, S, H), of `EagleHead.features`.
+      embedded: (B, S, H), of the tokens 0 to S - 1.
+      entries: int64 (B, A), from which drafts begin, at most S - 3.
       num_steps: 1 or more.
 
-    Yields: by step j the rows, ``first`` to S - 3 - j, of which each has a token that its output should say (token
-      t + 2 + j); and the outputs (rows, H). Ends early where no row is left.
+    Yields: by step (B x A, H), whose token in the text is t + 2 + j; of a draft whose text has ended before, anything.
     Exactness: equals what `foretoken.drafters.parts.eagle_rows` computes for a draft along the text, up to rounding.
     """
-    size = len(embedded)
-    states = UnrolledStates()
-    counts: list[int] = []
-    outputs = features[None, : size - 2]
-    for step in range(num_steps):
-        rows = range(first, size - 2 - step)
-        if not rows:
-            return
-        entries = range(size - 2) if step == 0 else rows
-        if step > 0:
-            counts.append(len(rows))
-        mask = seen_by_step(size - 2, entries, counts, features.device)
-        positions = torch.arange(entries.start + step, entries.stop + step, device=features.device)[None]
-        placed = Placed(*head.place(positions), mask, states)
-        fed = embedded[None, entries.start + 1 + step : entries.stop + 1 + step]
-        with seen_by(plain_attention):
-            outputs = head(fed, outputs, placed)
-        if step == 0:
-            outputs = outputs[:, first:]
-        yield rows, outputs[0]
-        outputs = outputs[:, : len(rows) - 1]
+    rows, size = embedded.shape[0], embedded.shape[1] - 2
+    every = torch.arange(rows, device=features.device)[:, None]
+    columns = torch.arange(size, device=features.device)
+    attention = UnrolledAttention()
+
+    def after(fed: Tensor, given: Tensor, at: Tensor, step: int) -> Tensor:
+        placed = Placed(*head.place(at + step), (columns <= at[..., None])[:, None], attention)
+        with seen_by(attention):
+            found: Tensor = head(fed, given, placed)
+        return found
+
+    outputs = after(embedded[:, 1 : size + 1], features[:, :size], columns.expand(rows, -1), 0)[every, entries]
+    yield outputs.flatten(0, 1)
+    for step in range(1, num_steps):
+        fed = embedded[every, (entries + 1 + step).clamp(max=size + 1)]
+        outputs = after(fed, outputs, entries, step)
+        yield outputs.flatten(0, 1)

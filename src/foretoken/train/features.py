@@ -33,7 +33,7 @@ after the final norm."""
 class FeatureSource(Protocol):
     """Where features come from."""
 
-    def of(self, example: Example) -> Streams: ...
+    def of(self, examples: Seq[Example]) -> list[Streams]: ...
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,20 @@ class TargetFeatures:
     target: CausalLM
     layers: tuple[int, ...]
 
-    def of(self, example: Example) -> Streams:
+    def of(self, examples: Seq[Example]) -> list[Streams]:
+        """All of them in one forward."""
         last = self.target.num_layers
         wanted = Wanted(last in self.layers, tuple(sorted(set(self.layers) - {last})))
-        nodes = Nodes.from_chains([example.token_ids])
-        cache = self.target.new_cache(1, len(example.token_ids))
-        output = self.target.forward_with(wanted, nodes, cache, keep=slice(0, 0))
-        found = {layer: states[0] for layer, states in output.layer_inputs.items()}
+        chains = [example.token_ids for example in examples]
+        cache = self.target.new_cache(len(chains), max(map(len, chains)))
+        output = self.target.forward_with(wanted, Nodes.from_chains(chains), cache, keep=slice(0, 0))
+        found = dict(output.layer_inputs)
         if output.last_hidden is not None:
-            found[last] = output.last_hidden[0]
-        return {layer: found[layer].clone() for layer in self.layers}
+            found[last] = output.last_hidden
+        return [
+            {layer: found[layer][row, : len(chain)].clone() for layer in self.layers}
+            for row, chain in enumerate(chains)
+        ]
 
 
 @dataclass
@@ -89,15 +93,15 @@ class FeatureCache:
     def __contains__(self, example: Example) -> bool:
         return example.key in self._places
 
-    def of(self, example: Example) -> Streams:
-        if example.key not in self._places:
+    def of(self, examples: Seq[Example]) -> list[Streams]:
+        if any(example.key not in self._places for example in examples):
             self._read_index()
-        if example.key in self._places:
-            return self._read(example)
-        found = self._source.of(example)
+        missing = [example for example in examples if example.key not in self._places]
+        made = dict(zip((example.key for example in missing), self._source.of(missing) if missing else (), strict=True))
         if not self._is_full:
-            self._add(example, found)
-        return found
+            for example in missing:
+                self._add(example, made[example.key])
+        return [made[example.key] if example.key in made else self._read(example) for example in examples]
 
     def close(self) -> None:
         """Write what is still open."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ from foretoken.heads.medusa_hydra_layouts import write_hydra, write_medusa
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.train.features import Streams
 from foretoken.train.losses import Part, distilled, hard
-from foretoken.train.recipe import Place, Recipe, TargetParts
+from foretoken.train.recipe import Recipe, TargetParts
+from foretoken.train.texts import Texts
 
 
 class MedusaRecipe(Recipe):
@@ -31,14 +31,12 @@ class MedusaRecipe(Recipe):
         super().__init__(heads, target, vocabulary, tuple(decay**head for head in range(heads.num_heads)))
         self._heads = heads
 
-    def _parts(self, place: Place, streams: Streams) -> list[Part]:
-        hidden = streams[self._target.num_layers].to(self._heads.dtype)
+    def _parts(self, texts: Texts, streams: Streams) -> list[Part]:
+        hidden = texts.after(streams[self._target.num_layers].to(self._heads.dtype))
         found = []
-        for head, count in enumerate(place.counts(self._heads.num_heads)):
-            state = self._heads.state(head, hidden[place.first : place.first + count])
-            rows = torch.arange(head, head + count, device=hidden.device)
+        for head, (places, tokens) in enumerate(zip(texts.places, texts.tokens, strict=True)):
             output = self._heads.lm_heads[head] if self._heads.lm_heads else self._said
-            found.append(hard(output(state), self._laws.labels(place, rows)))
+            found.append(hard(output(self._heads.state(head, hidden[places])), self._laws.labels(tokens)))
         return found
 
     def _said(self, states: Tensor) -> Tensor:
@@ -67,28 +65,27 @@ class HydraRecipe(Recipe):
         super().__init__(heads, target, vocabulary, (1.0,) * heads.num_heads)
         self._heads, self._noise = heads, noise
 
-    def _parts(self, place: Place, streams: Streams) -> list[Part]:
+    def _parts(self, texts: Texts, streams: Streams) -> list[Part]:
         last = streams[self._target.num_layers]
-        contexts = self._heads.contexts(last.to(self._heads.dtype))[place.first :]
-        embedded = self._target.embedded(place.token_ids[place.first :], self._heads.dtype)
+        contexts = self._heads.contexts(last.to(self._heads.dtype))
+        embedded = self._target.embedded(texts.token_ids, self._heads.dtype)
         if self._noise:
-            noise = neft_noise(embedded, len(last), self._noise)
+            noise = neft_noise(embedded, texts.lengths, self._noise)
             embedded = embedded + noise
             contexts = contexts if self._heads.shape.prefix is not None else contexts + noise
-        counts = place.counts(self._heads.num_heads)
-        states = [
-            self._heads.state(head, self._heads.inputs_along(head, contexts, embedded)[:count])
-            for head, count in enumerate(counts)
-        ]
-        rows = place.rows(counts)
-        law = self._laws.along(place, last)
-        weights = self._laws.weights(place, rows)
-        return distilled(torch.cat(states), self._laws.kept, law, rows, weights, counts)
+        read, states = [texts.after(contexts)], []
+        for head, places in enumerate(texts.places):
+            read.append(texts.after(embedded, 1 + head))
+            states.append(self._heads.state(head, torch.cat([one[places] for one in read], dim=-1)))
+        law = self._laws.along(texts, last)
+        rows, weights = torch.cat(texts.laws), self._laws.weights(texts)
+        return distilled(torch.cat(states), self._laws.kept, law, rows, weights, texts.counts)
 
     def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return write_hydra(self._heads, self._target.name)
 
 
-def neft_noise(like: Tensor, length: int, strength: float) -> Tensor:
-    """Uniform between -a and a, with a = strength / sqrt(T H), of the shape of some of a text's T rows, (N, H)."""
-    return (2 * torch.rand_like(like) - 1) * strength / math.sqrt(length * like.shape[-1])
+def neft_noise(like: Tensor, lengths: Tensor, strength: float) -> Tensor:
+    """Uniform between -a and a, with a = strength / sqrt(T H) of a text of T tokens, (B, longest, H)."""
+    widest = strength / (lengths * like.shape[-1]).sqrt()[:, None, None]
+    return (2 * torch.rand_like(like) - 1) * widest.to(like.dtype)

@@ -15,6 +15,9 @@ from foretoken.train.start import WITH_LAYER
 POSITIVE = ("epochs", "batch_tokens", "learning_rate", "draft_vocabulary", "num_heads", "num_steps", "evaluate_tokens")
 """Numbers that have to be above 0."""
 
+FORWARD_TOKENS = 32_768
+"""Tokens of a forward where nothing is said, on an accelerator: every call takes longer than few tokens do there."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -26,6 +29,8 @@ class Plan:
       prompts: file or folder; None for prompts of the target's own alone.
       own_prompts: how many prompts the target asks itself.
       epochs: how often the examples are gone through; a fraction takes a part of them.
+      forward_tokens: of texts side by side in one forward, padding included; None for one text after the other on a
+        CPU, and `FORWARD_TOKENS` elsewhere.
       draft_vocabulary: how many tokens can be drafted.
       one_in: of how many prompts one is held out.
       evaluate_tokens: answer tokens between two measurements.
@@ -45,6 +50,7 @@ class Plan:
     own_prompts: int = 0
     epochs: float = 1.0
     batch_tokens: int = 1024
+    forward_tokens: int | None = None
     learning_rate: float = 8e-4
     draft_vocabulary: int = 8192
     num_heads: int = 4
@@ -71,8 +77,8 @@ class Plan:
         for name in POSITIVE:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0, and finite")
-        for name in ("own_prompts", "patience"):
-            if getattr(self, name) < 0:
+        for name in ("own_prompts", "patience", "forward_tokens"):
+            if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         if self.one_in < 2:
             raise ConfigError(f"one prompt in {self.one_in} cannot be held out; want 2 or more")
@@ -89,6 +95,12 @@ class Plan:
             )
         self._check_layers()
         self.small.check()
+
+    def tokens_of_forward(self, device: str) -> int:
+        """Of texts side by side on a type of device; 0 for one text after the other."""
+        if self.forward_tokens is not None:
+            return self.forward_tokens
+        return 0 if device == "cpu" else FORWARD_TOKENS
 
     def _check_layers(self) -> None:
         number = self.num_layers

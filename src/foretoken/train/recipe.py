@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from foretoken.heads.checkpoint import write_checkpoint
 from foretoken.heads.layers import LayerShape
@@ -17,6 +18,7 @@ from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.train.examples import Example
 from foretoken.train.features import Streams
 from foretoken.train.losses import Part
+from foretoken.train.texts import Texts
 
 NUM_LAYERS = {"medusa": 1, "hydra": 1, "hydra++": 4, "draft_model": 4}
 """Layers of a drafter by method, where nothing is said: of the MLP of every head, as published, or of a draft model."""
@@ -62,42 +64,8 @@ class TargetParts:
         return len(self.output)
 
     def embedded(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """(T,) -> (T, H)."""
+        """(...) -> (..., H)."""
         return nn.functional.embedding(token_ids, self.embedding).to(dtype)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where drafts of an example begin, and what the target says there.
-
-    Entry t knows what the target has computed after token t; a draft from it follows token t + 1, and its token at
-    depth k, counted from 0, is token t + 2 + k of the text.
-
-    Args:
-      token_ids: int64 (T,).
-      first: entry from which drafts are wanted: that of the last token but one of the prompt.
-    """
-
-    token_ids: Tensor
-    first: int
-
-    @classmethod
-    def of(cls, example: Example, device: torch.device) -> Place | None:
-        """None where there is no token to draft."""
-        first = max(0, example.prompt_length - 2)
-        if len(example.token_ids) - 2 <= first:
-            return None
-        return cls(torch.tensor(example.token_ids, device=device), first)
-
-    def counts(self, depths: int) -> list[int]:
-        """How many entries have a text to draft at each depth; 0 at none of them: 5 entries give 5, 4, 3."""
-        longest = len(self.token_ids) - 2 - self.first
-        return [longest - depth for depth in range(depths) if depth < longest]
-
-    def rows(self, counts: Seq[int]) -> Tensor:
-        """For every depth the laws of its entries, one after the other: 3 and 2 entries give 0 1 2 1 2."""
-        rows = [torch.arange(depth, depth + count) for depth, count in enumerate(counts)]
-        return torch.cat(rows).to(self.token_ids.device)
 
 
 class Laws:
@@ -114,21 +82,21 @@ class Laws:
         self._t2d = vocabulary.t2d.to(output.device)
 
     @torch.no_grad()
-    def along(self, place: Place, last_hidden: Tensor) -> Tensor:
-        """Logits (N, V_d) after token ``first`` + 1 and all that follow but the last.
+    def along(self, texts: Texts, last_hidden: Tensor) -> Tensor:
+        """Logits (M_0, V_d) after the pending tokens of drafts, which `Texts.laws` counts.
 
         Args:
-          last_hidden: (T, H), after the final norm.
+          last_hidden: (B, T, H), after the final norm.
         """
-        return last_hidden[place.first + 1 : -1].to(self.kept.dtype) @ self.kept.T
+        return texts.after(last_hidden, 1)[texts.places[0]].to(self.kept.dtype) @ self.kept.T
 
-    def weights(self, place: Place, rows: Tensor) -> Tensor:
-        """1 where the token that is to be drafted can be, 0 elsewhere: (M,)."""
-        return self._t2d[place.token_ids[place.first + 2 + rows]].float()
+    def weights(self, texts: Texts) -> Tensor:
+        """1 where the token that is to be drafted can be, 0 elsewhere, one depth after the other: (M,)."""
+        return self._t2d[torch.cat(texts.tokens)].float()
 
-    def labels(self, place: Place, rows: Tensor) -> Tensor:
-        """Rows of the tokens that are to be drafted, -1 for those that cannot: (M,)."""
-        return self.vocabulary.rows_of(place.token_ids[place.first + 2 + rows])
+    def labels(self, tokens: Tensor) -> Tensor:
+        """Rows of tokens that are to be drafted, -1 for those that cannot be."""
+        return self.vocabulary.rows_of(tokens)
 
 
 class Recipe(ABC):
@@ -140,6 +108,7 @@ class Recipe(ABC):
       vocabulary: tokens that can be drafted, over which laws are compared.
       weights: of its parts, by step or head.
       streams: layers of the target whose inputs it reads, beside the last hidden state.
+      depths: of the drafts that it learns; one for every part where nothing is said.
 
     Attributes:
       layers: of the target, whose inputs it reads; the number of layers for the last hidden state.
@@ -152,20 +121,30 @@ class Recipe(ABC):
         vocabulary: DraftVocabulary,
         weights: tuple[float, ...],
         streams: Seq[int] = (),
+        depths: int = 0,
     ) -> None:
         self.module, self.weights = module, weights
         self.layers: tuple[int, ...] = tuple(sorted({*streams, target.num_layers}))
         self._target = target
         self._laws = Laws(target.output, vocabulary)
+        self._depths = depths or len(weights)
 
-    def parts(self, example: Example, streams: Streams) -> list[Part]:
-        """Losses along one example, by step or head; none where the answer is too short."""
-        place = Place.of(example, self._target.output.device)
-        return [] if place is None else self._parts(place, streams)
+    def parts(self, examples: Seq[Example], streams: Seq[Streams]) -> list[Part]:
+        """Losses along texts side by side, by step or head; none where every answer is too short.
+
+        Args:
+          streams: of each example.
+        """
+        device = self._target.output.device
+        texts = Texts.of(examples, self._depths, device)
+        if texts is None:
+            return []
+        padded = {layer: pad_sequence([one[layer] for one in streams], True).to(device) for layer in self.layers}
+        return self._parts(texts, padded)
 
     @abstractmethod
-    def _parts(self, place: Place, streams: Streams) -> list[Part]:
-        """Losses along an example with something to draft."""
+    def _parts(self, texts: Texts, streams: Streams) -> list[Part]:
+        """Losses along texts with something to draft, whose streams are (B, T, H)."""
 
     @abstractmethod
     def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -118,7 +118,10 @@ class Training:
         schedule = Schedule(num_tokens, plan.batch_tokens, plan.learning_rate, seed=plan.seed)
         narrow = llm.target.dtype if llm.target.dtype in (torch.bfloat16, torch.float16) else None
         self._source = self._features()
-        self.trainer = Trainer(self._recipe, self._source, self.examples, schedule, plan.out, narrow)
+        forward_tokens = plan.tokens_of_forward(device.type)
+        self.trainer = Trainer(
+            self._recipe, self._source, self.examples, schedule, plan.out, narrow, forward_tokens=forward_tokens
+        )
         self._best: tuple[float, int] = (0.0, 0)
         self._since_best = 0
 

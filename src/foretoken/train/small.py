@@ -66,8 +66,8 @@ class SmallModel(nn.Module):
         self.body.embed_tokens = nn.Identity()  # never called: texts enter as embeddings
 
     def states(self, embedded: Tensor) -> Tensor:
-        """After the final norm, one text: (T, H) -> (T, H)."""
-        found: Tensor = self.body(inputs_embeds=embedded[None], use_cache=False).last_hidden_state[0]
+        """After the final norm, (B, T, H) -> (B, T, H); tokens see those before them."""
+        found: Tensor = self.body(inputs_embeds=embedded, use_cache=False).last_hidden_state
         return found
 
 

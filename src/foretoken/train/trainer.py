@@ -19,6 +19,7 @@ from foretoken.errors import CheckpointError, NumericsError
 from foretoken.folders import replacing
 from foretoken.train.examples import Example
 from foretoken.train.features import FeatureSource
+from foretoken.train.losses import Part
 from foretoken.train.recipe import Recipe
 
 CHECKPOINT = "checkpoint.pt"
@@ -94,6 +95,7 @@ class Trainer:
     Args:
       recipe, features, examples, schedule: see there.
       folder: of checkpoints.
+      forward_tokens: of texts side by side in one forward, padding included; 0 for one text after the other.
       autocast: dtype of products; None for that of the weights.
 
     Randomness: ``schedule.seed`` decides the order of the examples and all noise.
@@ -107,9 +109,11 @@ class Trainer:
         schedule: Schedule,
         folder: Path,
         autocast: torch.dtype | None = None,
+        forward_tokens: int = 0,
     ) -> None:
         self.recipe, self._features, self._examples = recipe, features, list(examples)
         self.schedule, self._folder, self._autocast = schedule, folder, autocast
+        self._forward_tokens = forward_tokens
         self.progress = Progress()
         parameters = [p for p in recipe.module.parameters() if p.requires_grad]
         self._parameters = parameters
@@ -183,21 +187,10 @@ class Trainer:
         """One step over about ``batch_tokens`` answer tokens."""
         batch = self._next_batch()
         num_tokens = sum(example.num_answer_tokens for example in batch)
-        device = self._parameters[0].device
         sums = [[0.0, 0, 0] for _ in self.recipe.weights]
         torch.manual_seed(hash_of(self.schedule.seed, self.progress.step))
-        for example in batch:
-            streams = {layer: states.to(device) for layer, states in self._features.of(example).items()}
-            with self._casting():
-                parts = self.recipe.parts(example, streams)
-                losses = [weight * part.loss for weight, part in zip(self.recipe.weights, parts, strict=False)]
-            if not losses:
-                continue
-            loss = torch.stack(losses).sum() / num_tokens
-            if not bool(loss.isfinite()):
-                self._refuse(f"the loss of example {example.key} is {float(loss.detach())}", batch)
-            torch.autograd.backward(loss)
-            for total, part in zip(sums, parts, strict=False):
+        for texts in side_by_side(batch, self._forward_tokens):
+            for total, part in zip(sums, self._learn(texts, num_tokens, batch), strict=False):
                 total[0] += float(part.loss.detach())
                 total[1] += part.num_places
                 total[2] += part.num_right
@@ -224,6 +217,20 @@ class Trainer:
             seconds=self.progress.seconds + time.monotonic() - self._started,
         )
 
+    def _learn(self, texts: Seq[Example], num_tokens: int, batch: Seq[Example]) -> list[Part]:
+        """Add the gradients of texts side by side, by answer token of their batch."""
+        with self._casting():
+            parts = self.recipe.parts(texts, self._features.of(texts))
+            losses = [weight * part.loss for weight, part in zip(self.recipe.weights, parts, strict=False)]
+        if not losses:
+            return []
+        loss = torch.stack(losses).sum() / num_tokens
+        if not bool(loss.isfinite()):
+            names = ", ".join(example.key for example in texts)
+            self._refuse(f"the loss of {names} is {float(loss.detach())}", batch)
+        torch.autograd.backward(loss)
+        return parts
+
     def _next_batch(self) -> list[Example]:
         batch: list[Example] = []
         size = 0
@@ -245,6 +252,23 @@ class Trainer:
             f"{what} at step {self.progress.step + 1} (examples {keys}); the checkpoint before it is whole: lower "
             "learning_rate, or take the example out"
         )
+
+
+def side_by_side(examples: Seq[Example], forward_tokens: int) -> list[list[Example]]:
+    """Examples in groups that share a forward: the longer ones first, as many as the longest leaves room for.
+
+    Args:
+      forward_tokens: of a group, padding included; 0 for groups of one, in the order of the examples.
+    """
+    if not forward_tokens:
+        return [[example] for example in examples]
+    groups: list[list[Example]] = []
+    for example in sorted(examples, key=lambda one: len(one.token_ids), reverse=True):
+        if groups and len(groups[-1][0].token_ids) * (len(groups[-1]) + 1) <= forward_tokens:
+            groups[-1].append(example)
+        else:
+            groups.append([example])
+    return groups
 
 
 _ORDERS: dict[tuple[int, int, int], list[int]] = {}
