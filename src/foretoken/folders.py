@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from threading import get_ident
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -103,6 +104,20 @@ def check_new_folder(folder: str | os.PathLike[str]) -> Path:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{path} is there already and holds something; name a new folder")
     return path
+
+
+def parsed_json(text: str | bytes, **options: Any) -> Any:
+    """A text as JSON, which may be anybody's.
+
+    Args:
+      options: of `json.loads`.
+
+    Raises: ValueError for one that is none, is nested more deeply than Python reads, or has longer numbers.
+    """
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def keep_json(file: Path, content: object) -> None:

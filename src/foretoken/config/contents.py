@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import zipfile
@@ -10,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from foretoken.folders import parsed_json
 
 _NAMES = re.compile(rb"[A-Za-z_][\w.]*\.(?:weight|bias)|d2t|t2d")
 _MAX_HEADER_BYTES = 1 << 26
@@ -69,20 +70,20 @@ def _names_in(file: Path) -> set[str]:
         if file.suffix == ".safetensors":
             with file.open("rb") as stream:
                 size = int.from_bytes(stream.read(8), "little")
-                header = json.loads(stream.read(size)) if size <= _MAX_HEADER_BYTES else {}
+                header = parsed_json(stream.read(size)) if size <= _MAX_HEADER_BYTES else {}
             return set(header) - {"__metadata__"}
         if file.suffix in (".bin", ".pt") and zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive:
                 pickled = [name for name in archive.namelist() if name.endswith("data.pkl")]
                 text = b"".join(archive.read(name) for name in pickled)
             return {name.decode() for name in _NAMES.findall(text)}  # read as text, never unpickled
-    except (OSError, ValueError, zipfile.BadZipFile):
+    except (OSError, ValueError, TypeError, zipfile.BadZipFile):
         return set()
     return set()
 
 
 def _json(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return parsed_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from foretoken.errors import ConfigError
+from foretoken.folders import parsed_json
 
 PROFILE_KEY = "speculative_config"
 """Under which a file of ``foretoken tune`` names the way of drafting that was chosen."""
@@ -33,8 +33,8 @@ def read_text(text: str) -> Any:
         _check_is_no_path(text)
         return {"method": text}
     try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
+        found = parsed_json(text)
+    except ValueError as error:
         raise ConfigError(f'{source} is not valid JSON: {error}; write for instance {{"method": "ngram"}}') from None
     is_profile = isinstance(found, dict) and PROFILE_KEY in found and "facts" in found
     return found[PROFILE_KEY] if is_profile else found
@@ -48,7 +48,7 @@ def by_comma(text: str) -> list[str]:
 def tuned(profile_file: str) -> dict[str, Any] | None:
     """The way of drafting that a profile names; None for one that names none, as those of ``tune profile``."""
     try:
-        chosen = json.loads(Path(profile_file).expanduser().read_text(encoding="utf-8"))[PROFILE_KEY]
+        chosen = parsed_json(Path(profile_file).expanduser().read_text(encoding="utf-8"))[PROFILE_KEY]
     except (OSError, ValueError, KeyError, TypeError):
         return None  # what is wrong with it is said where it is loaded
     return chosen if isinstance(chosen, dict) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from foretoken.config.keywords import integer, real
 from foretoken.engine.cost_model import FEW, MEMORY, CostCurve, read_seconds
 from foretoken.errors import ConfigError
+from foretoken.folders import parsed_json
 
 if TYPE_CHECKING:
     from foretoken.engine.governor import Governor
@@ -88,7 +88,7 @@ class Profile:
         """
         path = Path(file).expanduser()
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = parsed_json(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"profile {path} cannot be read: {error.strerror}; make it with foretoken tune") from None
         except ValueError as error:

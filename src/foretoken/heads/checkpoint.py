@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from foretoken.errors import CheckpointError
-from foretoken.folders import keep_text, replacing
+from foretoken.folders import keep_text, parsed_json, replacing
 
 CONFIG = "config.json"
 WEIGHTS = (
@@ -146,8 +146,8 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises: CheckpointError for one that is none.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
+        value = parsed_json(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); download or copy it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {type(value).__name__}, not a JSON object; download or copy it again")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import CheckpointError, ConfigError
+from foretoken.folders import parsed_json
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +56,12 @@ class DraftVocabulary:
     @classmethod
     def of(cls, target_ids: Iterable[int], target_size: int) -> DraftVocabulary:
         """These tokens, in any order."""
-        return cls(torch.tensor(sorted(set(target_ids)), dtype=torch.int64), target_size)
+        ids = sorted(set(target_ids))
+        if ids and max(abs(ids[0]), abs(ids[-1])) >= 2**63:  # more than a tensor holds
+            raise CheckpointError(
+                f"a draft vocabulary reaches from token {ids[0]} to {ids[-1]}; it holds other numbers"
+            )
+        return cls(torch.tensor(ids, dtype=torch.int64), target_size)
 
     @classmethod
     def most_frequent(
@@ -86,7 +92,7 @@ class DraftVocabulary:
         Raises: CheckpointError for a file that is none, or is of another target.
         """
         try:
-            ids = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+            ids = parsed_json(Path(file).expanduser().read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"the draft vocabulary {os.fspath(file)} cannot be read ({error})") from None
         if not isinstance(ids, list) or not ids or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.errors import ConfigError
+from foretoken.folders import parsed_json
 from foretoken.report.charts import Section
 from foretoken.report.sections import SECTIONS, plain_table, trace
 from foretoken.views.page import page
@@ -68,10 +69,7 @@ def _lines(file: Path, text: str) -> Iterator[Any]:
 
 def _parsed(text: str) -> Any:
     """Raises: ValueError."""
-    try:
-        return json.loads(text, parse_constant=lambda _: None, parse_float=_finite)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    return parsed_json(text, parse_constant=lambda _: None, parse_float=_finite)
 
 
 def _finite(number: str) -> float | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import json
 import lzma
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 from foretoken.errors import CorpusError
+from foretoken.folders import parsed_json
 
 PIECE_CHARACTERS = 1 << 19
 """Longest text that is tokenised at once: what bounds the memory of reading."""
@@ -134,8 +134,8 @@ class CorpusFile:
 
     def _json_text(self, line: str, number: int) -> str:
         try:
-            record = json.loads(line, strict=False)
-        except json.JSONDecodeError as error:
+            record = parsed_json(line, strict=False)
+        except ValueError as error:
             raise CorpusError(
                 f"{self.path}, line {number} is not JSON: {error}; repair it, or name the file .txt"
             ) from None

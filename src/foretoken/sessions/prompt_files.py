@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import lzma
 import os
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 from foretoken.config.keywords import whole_number
 from foretoken.errors import PromptError
+from foretoken.folders import parsed_json
 
 STDIN = "-"
 
@@ -72,8 +72,8 @@ def read_prompts_file(file: str | os.PathLike[str]) -> list[PromptLine]:
 
 def _from_json(line: str, place: str, number: int) -> PromptLine:
     try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
+        entry = parsed_json(line)
+    except ValueError as error:
         raise PromptError(f"{place} is not JSON: {error}; write one object per line, or name the file .txt") from None
     if isinstance(entry, str):
         entry = {"text": entry}

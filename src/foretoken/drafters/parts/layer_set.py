@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.errors import ConfigError
-from foretoken.folders import keep_json
+from foretoken.folders import keep_json, parsed_json
 from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
@@ -59,10 +58,10 @@ class LayerSet:
         """
         path = Path(path).expanduser()
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = parsed_json(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"layer set {path} cannot be read: {error.strerror}; check the path") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except ValueError as error:
             raise ConfigError(f"layer set {path} is not JSON: {error}; make one by foretoken tune layer-skip") from None
         try:
             if content["format"] != FORMAT:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from ast import literal_eval
@@ -19,7 +18,7 @@ from typing import Any
 from foretoken.drafters.parts.published_trees import PUBLISHED_TREES
 from foretoken.engine.budget import Budget
 from foretoken.errors import CheckpointError, ConfigError
-from foretoken.folders import keep_json
+from foretoken.folders import keep_json, parsed_json
 
 Ranks = tuple[int, ...]
 """The ranks on the way from the pending token to a node, 0 for the likeliest successor; () is the pending token."""
@@ -201,7 +200,7 @@ class RankTree:
         """
         path = Path(file).expanduser()
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = parsed_json(path.read_text(encoding="utf-8"))
         except OSError as error:
             known = ", ".join(PUBLISHED_TREES)
             raise CheckpointError(
