@@ -159,3 +159,33 @@ def test_what_a_proxy_says_is_told_and_names_come_once_there_are_some(browser: A
     page.wait_for_selector("#name option", state="attached")
     assert faults == []
     page.close()
+
+
+BURST = """() => {
+  window.asked = 0;
+  const height = Object.getOwnPropertyDescriptor(Element.prototype, "scrollHeight").get;
+  Object.defineProperty(document.body, "scrollHeight", { get() { window.asked += 1; return height.call(this); } });
+  const choice = (text) => ({ delta: { content: text }, draft: { sources: ["target"], rejected: [] } });
+  const told = (text) => `data: ${JSON.stringify({ choices: [choice(text)] })}\\n\\n`;
+  const real = window.fetch;
+  window.fetch = (url, options) => url.includes("chat") ? Promise.resolve(new Response(
+    told("<img src=x onerror=alert(1)>\\n").repeat(2000) + "data: [DONE]\\n\\n")) : real(url, options);
+}"""
+"""An answer of two thousand tokens at once, which are markup; and how often the page is asked for its height."""
+
+
+@pytest.mark.slow
+def test_a_long_answer_is_not_laid_out_for_every_token(browser: Any, running_server: Running) -> None:
+    """Six thousand tokens held the page for more than half a minute."""
+    page = browser.new_page()
+    page.goto(running_server.server.address)
+    page.wait_for_selector("#name option", state="attached")
+    page.evaluate(BURST)
+    ask(page, "Talk on and on")
+    page.wait_for_selector(".told:has-text('2000 tokens')")
+    page.wait_for_selector("#send:text('Send')")
+    assert page.evaluate("window.asked") < 200
+    page.wait_for_timeout(200)
+    assert page.evaluate("innerHeight + scrollY >= document.documentElement.scrollHeight - 80"), "the end is shown"
+    assert page.locator("main img").count() == 0
+    page.close()
