@@ -295,11 +295,17 @@ def test_kept_and_computed_features_of_texts_side_by_side_are_those_of_each(tmp_
 
 
 def run_of(
-    made: Any, folder: Path, num_tokens: int = 160, rate: float = 1e-2, batch_tokens: int = 20, forward_tokens: int = 0
+    made: Any,
+    folder: Path,
+    num_tokens: int = 160,
+    rate: float = 1e-2,
+    batch_tokens: int = 20,
+    forward_tokens: int = 0,
+    autocast: torch.dtype | None = None,
 ) -> Trainer:
     source = TargetFeatures(eagle_heads.target(), made.layers)
     schedule = Schedule(num_tokens, batch_tokens, rate)
-    return Trainer(made, source, examples(), schedule, folder, forward_tokens=forward_tokens)
+    return Trainer(made, source, examples(), schedule, folder, autocast, forward_tokens)
 
 
 def trainer(method: str, folder: Path, seed: int = 3, num_layers: int | None = None, **schedule: Any) -> Trainer:
@@ -329,6 +335,13 @@ def goes_on_exactly(new: Callable[[Path, int], Trainer], folder: Path) -> bool:
 def test_every_recipe_learns(method: str, tmp_path: Path) -> None:
     steps = list(trainer(method, tmp_path, num_tokens=800).steps())
     assert sum(step.loss for step in steps[-3:]) < 0.9 * sum(step.loss for step in steps[:3])
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
+def test_products_may_be_cast_and_the_target_is_not(method: str, tmp_path: Path) -> None:
+    """It was cast, and refused it: no head could be trained in bfloat16 unless features of its texts were kept."""
+    steps = list(trainer(method, tmp_path, num_tokens=60, autocast=torch.bfloat16, forward_tokens=100).steps())
+    assert all(step.loss > 0 for step in steps)
 
 
 @pytest.mark.parametrize("method", ["hydra++", "eagle"])

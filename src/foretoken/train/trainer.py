@@ -219,8 +219,9 @@ class Trainer:
 
     def _learn(self, texts: Seq[Example], num_tokens: int, batch: Seq[Example]) -> list[Part]:
         """Add the gradients of texts side by side, by answer token of their batch."""
+        streams = self._features.of(texts)  # by the target, which refuses to be cast
         with self._casting():
-            parts = self.recipe.parts(texts, self._features.of(texts))
+            parts = self.recipe.parts(texts, streams)
             losses = [weight * part.loss for weight, part in zip(self.recipe.weights, parts, strict=False)]
         if not losses:
             return []
