@@ -98,11 +98,15 @@ def check_place(file: str | os.PathLike[str]) -> Path:
 def check_new_folder(folder: str | os.PathLike[str]) -> Path:
     """The path of a folder that is to be made, or is empty.
 
-    Raises: ConfigError for one that holds something, and for a file.
+    Raises: ConfigError for one that holds something, for a file, and where none can be made.
     """
     path = Path(folder).expanduser()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{path} is there already and holds something; name a new folder")
+    place = next(one for one in (path, *path.absolute().parents) if one.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        why = "is not yours to write to" if place.is_dir() else "is a file"
+        raise ConfigError(f"{path} cannot be written: {place} {why}; choose another place")
     return path
 
 

@@ -59,6 +59,7 @@ def _nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (["generate", "a", "--chat", "--raw", *TINY], "leave one out"),
         (["quantize", "zoo:tiny", "FOLDER"], "FOLDER is there already and holds something; name a new folder"),
+        (["quantize", "zoo:tiny", "FILE/new"], "FILE/new cannot be written: FILE is a file; choose another place"),
         (["trajectory", "", *TINY], "prompt 0 is empty"),
         (["trajectory", "a", "--html", "/no/file.html", *TINY], "/no/file.html cannot be written"),
         (["trajectory", "a", "--jsonl", "FOLDER", *TINY], "FOLDER cannot be written"),
