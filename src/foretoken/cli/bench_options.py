@@ -157,7 +157,7 @@ class BenchOptions(TargetOptions):
         ),
     ] = "1e5"
     quick: Annotated[
-        bool, typer.Option("--quick", help="Everything once and small, in seconds; no figures to quote.")
+        bool, typer.Option("--quick", help="Everything once and small, in minutes; no figures to quote.")
     ] = False
     output: Annotated[Path | None, typer.Option(help="Write all results, with their conditions, to this file.")] = None
     as_json: Annotated[bool, typer.Option("--json", help="The same on standard output instead of tables.")] = False
