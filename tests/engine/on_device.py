@@ -365,7 +365,7 @@ def test_a_head_is_trained_and_drafts(method: str, tmp_path: Path) -> None:
     prompts.write_text(
         "\n".join(f"Once there was a {one} who {other}" for one in ("dog", "girl", "king") for other in ("ran", "sang"))
     )
-    small = ("--max-new-tokens", "12", "--batch-tokens", "24", "--draft-vocabulary-size", "256", "--held-out", "8")
+    small = ("--max-new-tokens", "12", "--batch-tokens", "48", "--draft-vocabulary-size", "256", "--held-out", "8")
     on = ("--target", "zoo:tiny", "--device", DEVICE, "--dtype", "float32", "--evaluate-tokens", "60", "--json")
     told = foretoken_does("train", method, "--prompts", str(prompts), "--raw", "--out", str(head), *small, *on)
     assert json.loads(told.splitlines()[-1])["tau"] >= 1.0
@@ -387,4 +387,4 @@ def test_a_training_goes_on_with_the_weights_of_one_that_was_not_stopped(
         return made
 
     monkeypatch.setattr(test_train, "recipe", moved)
-    test_train.test_an_interrupted_run_that_goes_on_has_the_weights_of_one_that_was_not(method, tmp_path)
+    test_train.test_an_interrupted_run_that_goes_on_has_the_weights_of_one_that_was_not(method, 100, tmp_path)
