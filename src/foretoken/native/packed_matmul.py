@@ -96,7 +96,8 @@ class PackedMatrix:
 
         Raises: IndexError for rows that there are not, TypeError for floats in a dtype that they do not have.
         """
-        if self.fields.kind in FLOATS and dtype != self.packed.dtype:
+        wider = torch.float32 if self.fields.kind != abi.PAIRS else self.packed.dtype
+        if self.fields.kind in FLOATS and dtype not in (self.packed.dtype, wider):
             raise TypeError(f"rows of a matrix in {self.packed.dtype} were asked for in {dtype}")
         outputs = outputs.long().contiguous()
         if outputs.numel() and not 0 <= int(outputs.min()) <= int(outputs.max()) < self._size[0]:
@@ -111,7 +112,8 @@ class NativeMatrix(PackedMatrix):
 
     Args:
       parts: weights (out, in) one after another, of one dtype. Multiplied in bfloat16 where the CPU does that, and with
-        float32 sums of float32 products otherwise; half precision is kept as it is in memory either way.
+        float32 sums of float32 products otherwise. Half precision is kept as it is in memory either way; float32 is kept
+        in the half precision that holds all its numbers, as those of a checkpoint in float16 or bfloat16.
       bias: (out,), or None.
 
     Exactness: equals ``F.linear`` within the rounding of the dtype.
@@ -127,10 +129,11 @@ class NativeMatrix(PackedMatrix):
         parts = [parts] if isinstance(parts, torch.Tensor) else parts
         dtype, inputs = parts[0].dtype, parts[0].shape[1]
         outputs = sum(map(len, parts))
-        kind = abi.PAIRS if dtype == torch.bfloat16 and kernels.has_pairs else KINDS[dtype]
+        kept = kept_dtype(parts)
+        kind = abi.PAIRS if dtype == torch.bfloat16 and kernels.has_pairs else KINDS[kept]
         block = PAIRS_BLOCK if kind == abi.PAIRS else kernels.block
         shape = float_shape(kind, outputs, inputs, kernels.block)
-        packed, threads = memory.empty(shape, dtype), torch.get_num_threads()
+        packed, threads = memory.empty(shape, kept), torch.get_num_threads()
         if any(len(part) % block for part in parts[:-1]):  # blocks reach over from one part into the next
             joined = torch.cat([part.detach() for part in parts])
             if seen is not None:
@@ -139,7 +142,7 @@ class NativeMatrix(PackedMatrix):
             parts, seen = [joined], None
         for number, (part, begin) in enumerate(zip(parts, _begins_of(parts), strict=True)):
             for first, last in pieces(part.shape):
-                piece = part.detach()[first:last].contiguous()
+                piece = part.detach()[first:last].to(kept).contiguous()
                 to = packed[(begin + first) // block :]
                 kernels.pack(piece.data_ptr(), last - first, inputs, kind, kernels.block, to.data_ptr(), threads)
                 if seen is not None:
@@ -147,7 +150,7 @@ class NativeMatrix(PackedMatrix):
         super().__init__(kernels, (outputs, inputs), kind, packed, bias)
 
     def dense(self) -> torch.Tensor:
-        """The weight (out, in), as it was given."""
+        """The weight (out, in), in the dtype that it is kept in."""
         outputs, inputs = self._size
         if self.fields.kind == abi.PAIRS:
             blocks = self.packed.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
@@ -278,6 +281,18 @@ def float_shape(kind: int, outputs: int, inputs: int, block: int) -> tuple[int, 
     if kind == abi.PAIRS:
         return -(-outputs // PAIRS_BLOCK), -(-inputs // PAIRS_BLOCK), 2, 16, 16, 2
     return -(-outputs // block), inputs, block
+
+
+def kept_dtype(parts: Sequence[torch.Tensor]) -> torch.dtype:
+    """The smallest dtype that holds all numbers of weights of one dtype: their own, or of float32 a half."""
+    given = parts[0].dtype
+    if given != torch.float32:
+        return given
+    every = [part.detach()[first:last] for part in parts for first, last in pieces(part.shape)]
+    for half in (torch.bfloat16, torch.float16):
+        if all(torch.equal(piece.to(half).to(given), piece) for piece in every):
+            return half
+    return given
 
 
 def codes_shapes(bits: int, group: int, outputs: int, inputs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

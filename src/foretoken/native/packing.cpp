@@ -55,11 +55,24 @@ extern "C" void foretoken_pack(const void* weight, int64_t outputs, int64_t inpu
 }
 
 // One row of a matrix that `pack_blocks` or `pack_pairs` laid out.
-template <typename Number>
-static void unpack_block(const Matrix& matrix, int64_t output, Number* out) {
+template <typename Number, typename Out>
+static void unpack_block(const Matrix& matrix, int64_t output, Out* out) {
   const int64_t block = 2 * LANES;  // as foretoken_num_outputs tells
   const Number* from = (const Number*)matrix.weight + output / block * block * matrix.inputs + output % block;
-  for (int64_t input = 0; input < matrix.inputs; ++input) out[input] = from[input * block];
+  for (int64_t input = 0; input < matrix.inputs; ++input)
+    if constexpr (sizeof(Number) == sizeof(Out))
+      memcpy(out + input, from + input * block, sizeof *out);
+    else
+      out[input] = value_of(from[input * block]);
+}
+
+// A row in the half precision that it is kept in, or as float32.
+template <typename Number>
+static void unpack_halves(const Matrix& matrix, int64_t output, int64_t kind, void* out) {
+  if (kind == FLOAT32)
+    unpack_block<Number>(matrix, output, (float*)out);
+  else
+    unpack_block<Number>(matrix, output, (Number*)out);
 }
 
 static void unpack_pairs(const Matrix& matrix, int64_t output, uint16_t* out) {
@@ -71,16 +84,16 @@ static void unpack_pairs(const Matrix& matrix, int64_t output, uint16_t* out) {
   }
 }
 
-// Rows of a matrix; of floats in the kind that they have, of codes in any.
+// Rows of a matrix; of floats in the kind that they have or in float32, of codes in any.
 extern "C" void foretoken_rows(const Matrix* matrix, const int64_t* outputs, int64_t count, int64_t kind, void* out) {
   const int64_t bytes = matrix->inputs * (kind == FLOAT32 ? 4 : 2);
   for (int64_t i = 0; i < count; ++i) {
     void* to = (char*)out + i * bytes;
     switch (matrix->kind) {
       case PAIRS: unpack_pairs(*matrix, outputs[i], (uint16_t*)to); break;
-      case FLOAT32: unpack_block(*matrix, outputs[i], (uint32_t*)to); break;
-      case BFLOAT16:
-      case FLOAT16: unpack_block(*matrix, outputs[i], (uint16_t*)to); break;
+      case FLOAT32: unpack_block<float>(*matrix, outputs[i], (float*)to); break;
+      case BFLOAT16: unpack_halves<Bfloat16>(*matrix, outputs[i], kind, to); break;
+      case FLOAT16: unpack_halves<Float16>(*matrix, outputs[i], kind, to); break;
       default: unpack_codes(matrix, outputs[i], kind, to);
     }
   }

@@ -261,7 +261,8 @@ class PackedProduct:
 
     def dense(self, index: int = 0) -> torch.Tensor:
         """The weight (out, in) of one layer as it was packed, also where the original was released."""
-        return torch.split(self.matrix.dense(), self.sizes)[index]
+        weight = torch.split(self.matrix.dense(), self.sizes)[index]
+        return weight.to(self._weight_dtype) if isinstance(self.matrix, NativeMatrix) else weight
 
     def codes(self, index: int) -> Codes | None:
         """The weight of one layer in whole numbers; None where it is not multiplied in these."""
