@@ -74,6 +74,39 @@ class TestNativeMatrix:
             assert torch.equal(packed(x[:count]), whole[:count]), count
             assert torch.equal(packed(x[-count:]), whole[-count:]), count
 
+    @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("shape", [(101, 37), (96, 64)], ids=str)
+    def test_float32_from_a_checkpoint_in_halves_is_kept_in_these_and_has_its_bits(
+        self, kernels: native.Library, half: torch.dtype, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Numbers of both signs and of every size, below the normal ones of float16 too."""
+        generator = torch.Generator().manual_seed(1)
+        sizes = torch.exp2(torch.randint(-24, 15, shape, generator=generator).float())
+        weight = (torch.randn(shape, generator=generator) * sizes).clamp(-6e4, 6e4).to(half).float()
+        weight[0, 0] = -0.0
+        packed = NativeMatrix([weight[:32], weight[32:]], None, kernels)
+        assert packed.packed.dtype == half
+        assert torch.equal(packed.dense().float(), weight)
+        every = torch.arange(len(weight))
+        assert torch.equal(packed.rows(every, torch.float32).view(torch.int32), weight.view(torch.int32))
+        monkeypatch.setattr("foretoken.native.packed_matmul.kept_dtype", lambda parts: torch.float32)
+        wide = NativeMatrix(weight, None, kernels)
+        assert wide.packed.dtype == torch.float32
+        assert 2 * packed.num_bytes == wide.num_bytes
+        for count in (1, 5, 20, 131):
+            x = torch.randn(count, shape[1], generator=generator)
+            assert torch.equal(packed(x), wide(x))
+
+    def test_one_number_that_no_half_holds_keeps_float32(self, kernels: native.Library) -> None:
+        weight = torch.ones(40, 64)
+        weight[39, 63] = 1 + 2.0**-12
+        packed = NativeMatrix(weight, None, kernels)
+        assert packed.packed.dtype == torch.float32
+        assert torch.equal(packed.dense(), weight)
+        for other in (torch.nan, torch.inf):
+            weight[39, 63] = other
+            torch.testing.assert_close(NativeMatrix(weight, None, kernels).dense().float(), weight, equal_nan=True)
+
     @pytest.mark.parametrize("num_rows", [1, 20, 131])
     @pytest.mark.parametrize("inputs", [64, 37])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

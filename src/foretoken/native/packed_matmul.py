@@ -16,12 +16,9 @@ import torch
 
 from foretoken.native import abi, memory
 from foretoken.native.codes import Codes, StoredCodes, Unrounded, pieces, shift_of, times_halves
+from foretoken.native.layouts import CODES_BLOCK, CODES_SPAN, PAIRS_BLOCK, codes_shapes, float_shape, kept_dtype
 from foretoken.native.library import KINDS, Library
 
-PAIRS_BLOCK = 32
-"""Inputs and outputs of a block of pairs."""
-CODES_BLOCK, CODES_SPAN = 32, 64
-"""Outputs of a block of codes, and inputs whose activations are rounded together."""
 SCALES = {torch.float32: abi.FLOAT32, torch.float16: abi.FLOAT16, torch.uint8: abi.BYTES, torch.int8: abi.MULTIPLES}
 """How scales and zeros may lie in memory."""
 KEPT = ("bias", "scales", "zeros", "scale_halves", "zero_halves")
@@ -112,8 +109,8 @@ class NativeMatrix(PackedMatrix):
 
     Args:
       parts: weights (out, in) one after another, of one dtype. Multiplied in bfloat16 where the CPU does that, and with
-        float32 sums of float32 products otherwise. Half precision is kept as it is in memory either way; float32 is kept
-        in the half precision that holds all its numbers, as those of a checkpoint in float16 or bfloat16.
+        float32 sums of float32 products otherwise. Half precision is kept as it is in memory either way; so is float32
+        whose numbers are all of a half, as those of a checkpoint in float16 or bfloat16 are.
       bias: (out,), or None.
 
     Exactness: equals ``F.linear`` within the rounding of the dtype.
@@ -274,32 +271,6 @@ class CodesMatrix(PackedMatrix):
     def dense(self) -> torch.Tensor:
         """float32 (out, in): the weight that the codes stand for."""
         return self.codes.dense()
-
-
-def float_shape(kind: int, outputs: int, inputs: int, block: int) -> tuple[int, ...]:
-    """Of a packed weight in floats; of pairs two tiles of 16 outputs per 32 inputs, pairs of inputs side by side."""
-    if kind == abi.PAIRS:
-        return -(-outputs // PAIRS_BLOCK), -(-inputs // PAIRS_BLOCK), 2, 16, 16, 2
-    return -(-outputs // block), inputs, block
-
-
-def kept_dtype(parts: Sequence[torch.Tensor]) -> torch.dtype:
-    """The smallest dtype that holds all numbers of weights of one dtype: their own, or of float32 a half."""
-    given = parts[0].dtype
-    if given != torch.float32:
-        return given
-    every = [part.detach()[first:last] for part in parts for first, last in pieces(part.shape)]
-    for half in (torch.bfloat16, torch.float16):
-        if all(torch.equal(piece.to(half).to(given), piece) for piece in every):
-            return half
-    return given
-
-
-def codes_shapes(bits: int, group: int, outputs: int, inputs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of packed codes, and of their scales and zeros."""
-    span, blocks = group or CODES_SPAN, -(-outputs // CODES_BLOCK)
-    whole = -(-inputs // span) * span
-    return (blocks, whole * bits // 32, CODES_BLOCK, 4), (blocks, whole // group if group else 1, CODES_BLOCK)
 
 
 def _begins_of(parts: Sequence[torch.Tensor | Unrounded | StoredCodes]) -> list[int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from foretoken.native import abi
+from foretoken.native.layouts import codes_shapes, float_shape
 from foretoken.native.library import KINDS, Library
 from foretoken.native.packed_matmul import (
     FLOATS,
@@ -15,8 +16,6 @@ from foretoken.native.packed_matmul import (
     CodesMatrix,
     NativeMatrix,
     PackedMatrix,
-    codes_shapes,
-    float_shape,
 )
 
 _DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
