@@ -21,7 +21,12 @@ from foretoken.train.texts import Texts
 
 class _EagleRecipe(Recipe):
     def __init__(
-        self, head: EagleHead, target: TargetParts, vocabulary: DraftVocabulary, weights: tuple[float, ...], depths: int
+        self,
+        head: EagleHead,
+        target: TargetParts,
+        vocabulary: DraftVocabulary,
+        weights: tuple[float, ...],
+        depths: int = 0,
     ) -> None:
         super().__init__(head, target, vocabulary, weights, head.shape.streams, depths)
         self.head = head
@@ -54,7 +59,7 @@ class Eagle3Recipe(_EagleRecipe):
 
     def __init__(self, head: EagleHead, target: TargetParts, num_steps: int = 4, decay: float = 0.8) -> None:
         vocabulary = head.vocabulary or DraftVocabulary.full(target.vocab_size)
-        super().__init__(head, target, vocabulary, tuple(decay**step for step in range(num_steps)), num_steps)
+        super().__init__(head, target, vocabulary, tuple(decay**step for step in range(num_steps)))
 
     def _parts(self, texts: Texts, streams: Streams) -> list[Part]:
         fused = self.head.features(self._streams(streams))
@@ -87,8 +92,7 @@ class EagleRecipe(_EagleRecipe):
 
     def _parts(self, texts: Texts, streams: Streams) -> list[Part]:
         given = self._streams(streams)
-        widest = (self._noise * 512 / texts.lengths)[:, None, None].to(given.dtype)
-        noise = (2 * torch.rand_like(given) - 1) * widest
+        noise = texts.noise(given, self._noise * 512 / texts.lengths)
         embedded = self._target.embedded(texts.token_ids, self.head.dtype)
         (outputs,) = unrolled(self.head, given + noise, embedded, texts.entries, 1)
         outputs, wanted = outputs[texts.places[0]], texts.after(given, 1)[texts.places[0]]

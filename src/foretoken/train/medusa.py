@@ -36,7 +36,8 @@ class MedusaRecipe(Recipe):
         found = []
         for head, (places, tokens) in enumerate(zip(texts.places, texts.tokens, strict=True)):
             output = self._heads.lm_heads[head] if self._heads.lm_heads else self._said
-            found.append(hard(output(self._heads.state(head, hidden[places])), self._laws.labels(tokens)))
+            labels = self._laws.vocabulary.rows_of(tokens)
+            found.append(hard(output(self._heads.state(head, hidden[places])), labels))
         return found
 
     def _said(self, states: Tensor) -> Tensor:
@@ -70,7 +71,7 @@ class HydraRecipe(Recipe):
         contexts = self._heads.contexts(last.to(self._heads.dtype))
         embedded = self._target.embedded(texts.token_ids, self._heads.dtype)
         if self._noise:
-            noise = neft_noise(embedded, texts.lengths, self._noise)
+            noise = texts.noise(embedded, self._noise / (texts.lengths * embedded.shape[-1]).sqrt())
             embedded = embedded + noise
             contexts = contexts if self._heads.shape.prefix is not None else contexts + noise
         read, states = [texts.after(contexts)], []
@@ -83,9 +84,3 @@ class HydraRecipe(Recipe):
 
     def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return write_hydra(self._heads, self._target.name)
-
-
-def neft_noise(like: Tensor, lengths: Tensor, strength: float) -> Tensor:
-    """Uniform between -a and a, with a = strength / sqrt(T H) of a text of T tokens, (B, longest, H)."""
-    widest = strength / (lengths * like.shape[-1]).sqrt()[:, None, None]
-    return (2 * torch.rand_like(like) - 1) * widest.to(like.dtype)

@@ -94,10 +94,6 @@ class Laws:
         """1 where the token that is to be drafted can be, 0 elsewhere, one depth after the other: (M,)."""
         return self._t2d[torch.cat(texts.tokens)].float()
 
-    def labels(self, tokens: Tensor) -> Tensor:
-        """Rows of tokens that are to be drafted, -1 for those that cannot be."""
-        return self.vocabulary.rows_of(tokens)
-
 
 class Recipe(ABC):
     """How one kind of drafter is trained over a target.

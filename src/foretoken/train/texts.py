@@ -65,6 +65,10 @@ class Texts:
         """How many drafts have a token at each depth."""
         return [len(places) for places in self.places]
 
+    def noise(self, like: Tensor, widest: Tensor) -> Tensor:
+        """Uniform noise in the shape of states (B, T, H), between plus and minus a number of each text, (B,)."""
+        return (2 * torch.rand_like(like) - 1) * widest[:, None, None].to(like.dtype)
+
     def after(self, states: Tensor, distance: int = 0) -> Tensor:
         """(B, T, H) -> (B x A, H): of every draft the state so many tokens behind its entry; where a text has none
         there, any."""
