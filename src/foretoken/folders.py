@@ -110,7 +110,7 @@ def check_new_folder(folder: str | os.PathLike[str]) -> Path:
     return path
 
 
-def parsed_json(text: str | bytes, **options: Any) -> Any:
+def parsed_json(text: str | bytes | bytearray, **options: Any) -> Any:
     """A text as JSON, which may be anybody's.
 
     Args:

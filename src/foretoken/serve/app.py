@@ -19,6 +19,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from foretoken import __version__
 from foretoken.errors import ForetokenError
+from foretoken.folders import parsed_json
 from foretoken.serve.answering import CLIENT_LEFT, answer
 from foretoken.serve.asking import Asking
 from foretoken.serve.chat import conversation, read_chat
@@ -193,8 +194,8 @@ class Application:
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} seconds") from None
         try:
-            body = json.loads(data, parse_constant=_no_constant, parse_float=_finite)
-        except (ValueError, RecursionError) as error:
+            body = parsed_json(data, parse_constant=_no_constant, parse_float=_finite)
+        except ValueError as error:
             raise ApiError(400, f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
         if not isinstance(body, dict):
             raise ApiError(400, f"the body is {type(body).__name__}; send a JSON object", code="invalid_json")

@@ -8,6 +8,8 @@ import secrets
 from collections.abc import Iterable
 from typing import Any
 
+from foretoken.folders import parsed_json
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 HEAD, BETWEEN, TAIL = f'{OPEN}\n{{"name": ', ', "arguments": ', f"}}\n{CLOSE}"
@@ -67,8 +69,8 @@ class CallReader:
 
 def _calls(text: str) -> list[dict[str, Any]]:
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = parsed_json(text)
+    except ValueError:
         return []
     found = found if isinstance(found, list) else [found]
     return found if all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in found) else []

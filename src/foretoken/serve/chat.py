@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from foretoken.config.keywords import Foreign, check_unicode
 from foretoken.errors import ConfigError, GrammarError, PromptError
+from foretoken.folders import parsed_json
 from foretoken.serve.asking import Asking, read_asking, read_form, with_prompts
 from foretoken.serve.calls import joined
 from foretoken.serve.errors import ApiError
@@ -62,8 +62,8 @@ def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) ->
     given, (prompt,), text = Fields(body, body, {}), asking.prompts, None
     if given.flag("return_prompt_text"):
         text = prompt["prompt"] if "prompt" in prompt else str(served.tokenizer.decode(prompt["prompt_token_ids"]))
-    last = read_messages(given.get("messages"))[-1]
-    echo = last["content"] if given.flag("echo") and last["role"] == "assistant" else ""
+    last = read_messages(given.get("messages"))[-1] if given.flag("echo") else {}
+    echo = last["content"] if last.get("role") == "assistant" else ""
     return asking, ChatForm(asking, served, tools, has_functions, text, echo)
 
 
@@ -178,8 +178,8 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     for call in calls:
         arguments = call["function"].get("arguments", {})
         if isinstance(arguments, str):
-            with suppress(ValueError, RecursionError):  # as where an answer was cut off within them
-                arguments = json.loads(arguments or "{}")
+            with suppress(ValueError):  # as where an answer was cut off within them
+                arguments = parsed_json(arguments or "{}")
         read.append({**call, "function": {**call["function"], "arguments": arguments}})
     return read
 
