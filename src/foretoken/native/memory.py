@@ -95,36 +95,39 @@ class Leaving:
     it was mapped: what was written would be gone.
 
     Args:
-      tensors: that are left, whole or a part at a time, while they are held.
+      tensors: that are left, whole or a part at a time. Files stay mapped for as long as this lives. One for all
+        weights of a model: to find files among the mappings takes longer than to pack a small layer.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        spans = [span for span in map(_pages_of, tensors) if span is not None]
+        given = list(tensors)
+        self._addresses = {tensor.data_ptr() for tensor in given}
+        spans = [(span, tensor) for tensor in given if (span := _pages_of(tensor)) is not None]
         mapped = _mapped_from_files() if _LIBC is not None and spans else []
-        self._spans = [each for each in spans if any(first <= each[0] and each[1] <= last for first, last in mapped)]
+        found = [each for each in spans if _is_within(each[0], mapped)]
+        self._spans = [span for span, _ in found]
+        self._held = [tensor.detach() for _, tensor in found]  # the addresses stay theirs
 
-    def __call__(self, part: torch.Tensor) -> None:
-        """Leave the whole pages of a part."""
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return tensor.data_ptr() in self._addresses
+
+    def __call__(self, part: torch.Tensor) -> bool:
+        """Leave the whole pages of a part; False where it is not of a file."""
         span = _pages_of(part) if self._spans else None
-        if span is not None and any(first <= span[0] and span[1] <= last for first, last in self._spans):
-            _leave(*span)
+        if span is None or not _is_within(span, self._spans):
+            return False
+        assert _LIBC is not None
+        _LIBC.madvise(ctypes.c_void_p(span[0]), ctypes.c_size_t(span[1] - span[0]), mmap.MADV_DONTNEED)
+        return True
 
-    def all(self) -> None:
-        """Leave what is left of them, and give back what packing has freed."""
-        for span in self._spans:
-            _leave(*span)
-        if self._spans:
+    def whole(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave tensors to the end, and give back what packing them has freed."""
+        if sum(map(self, tensors)):
             return_free_memory()
 
 
-def leave(tensors: Iterable[torch.Tensor]) -> None:
-    """Leave tensors as `Leaving` does, all at once."""
-    Leaving(tensors).all()
-
-
-def _leave(begin: int, end: int) -> None:
-    assert _LIBC is not None
-    _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+def _is_within(span: tuple[int, int], spans: Iterable[tuple[int, int]]) -> bool:
+    return any(first <= span[0] and span[1] <= last for first, last in spans)
 
 
 def _pages_of(tensor: torch.Tensor) -> tuple[int, int] | None:

@@ -302,9 +302,9 @@ class Execution:
         tied = tied_embedding(self.model) if release_originals and self.kernels is not None else None
         if tied is not None and [self.model.get_output_embeddings()] not in found:  # the table is read as it is
             tied = None
-        shared = make_ready(self.model, chain(*found), tied) if release_originals else None
+        leaving = make_ready(self.model, chain(*found), tied) if release_originals else None
         for group in found:
-            self._products.append(PackedProduct(group, known.get(id(group[0].weight)), shared=shared).put_in())
+            self._products.append(PackedProduct(group, known.get(id(group[0].weight)), leaving=leaving).put_in())
         if tied is not None:
             read_rows(self.model, tied)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import platform
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -140,8 +140,7 @@ class PackedProduct:
       earlier: of layers with the same tensors; what it packed is taken over where they still hold the same values.
       codes: gives the weight of a layer in whole numbers, where it is rounded; otherwise it is packed as it is.
       dtype: that it takes and gives; by default that of the weights.
-      shared: addresses of weights that stay, where the others are freed (`release`): pages of a file a piece of a
-        weight at a time. None for all.
+      leaving: weights that are freed once they are packed (`release`): pages of a file a piece of a weight at a time.
 
     Exactness: equals ``F.linear`` within the rounding of the dtype; by the library's own kernels a row has the same
     bits among any number of rows.
@@ -161,7 +160,7 @@ class PackedProduct:
         earlier: PackedProduct | None = None,
         codes: Callable[[nn.Module], Codes | Unrounded | StoredCodes] | None = None,
         dtype: torch.dtype | None = None,
-        shared: Container[int] | None = None,
+        leaving: memory.Leaving | None = None,
     ) -> None:
         self.layers = tuple(layers)
         self._codes = codes
@@ -170,13 +169,13 @@ class PackedProduct:
         self._is_released = False
         self._shared: tuple[torch.Tensor, tuple[torch.Tensor, ...], set[int]] | None = None
         if earlier is None or not earlier._holds(self._tensors()):
-            self._pack(shared)
+            self._pack(leaving)
         else:
             self._versions = tuple(map(version_of, self._tensors()))
             self.matrix, self.sizes = earlier.matrix, earlier.sizes
             self._sums, self._weight_dtype = earlier._sums, earlier._weight_dtype
-        if shared is not None:
-            self.release(shared)
+        if leaving is not None:
+            self.release(leaving)
 
     @classmethod
     def taken(
@@ -242,17 +241,17 @@ class PackedProduct:
             replace_forward(layer, PackedLinear(self, index))
         return self
 
-    def release(self, shared: Container[int] = ()) -> None:
+    def release(self, leaving: memory.Leaving | None = None) -> None:
         """Free the weights that were packed, for every module that shares the parameters.
 
         A NaN of the same shape stays, so that code which reads the weight past the layer is noticed.
 
         Args:
-          shared: addresses of weights that stay.
+          leaving: weights that may be freed; None for all.
         """
-        freed = [weight for weight in self._weights() if weight.data_ptr() not in shared]
+        freed = [weight for weight in self._weights() if leaving is None or weight in leaving]
         if freed:
-            release(freed, self._dtype)
+            release(freed, self._dtype, leaving)
             self._is_released = True
 
     def settle(self) -> None:
@@ -328,14 +327,13 @@ class PackedProduct:
         biases: list[torch.Tensor] = [layer.bias for layer in self.layers if layer.bias is not None]  # type: ignore[misc]
         return [*self._weights(), *biases]
 
-    def _pack(self, shared: Container[int] | None = None) -> None:
+    def _pack(self, leaving: memory.Leaving | None = None) -> None:
         tensors = self._tensors()
         self._versions = tuple(map(version_of, tensors))
         self._weight_dtype = tensors[0].dtype
         biases = [tensor.detach() for tensor in tensors[len(self.layers) :]]
         bias = torch.cat(biases) if biases else None
-        going = [] if shared is None else [each for each in self._weights() if each.data_ptr() not in shared]
-        leave, found = memory.Leaving(going), [list[torch.Tensor]() for _ in self.layers]
+        found = [list[torch.Tensor]() for _ in self.layers]
 
         def see(number: int, piece: torch.Tensor | Codes) -> None:
             """Sum up what is packed while it is at hand, and let go of it."""
@@ -343,7 +341,8 @@ class PackedProduct:
                 found[number].append(row_sums(piece.dense().to(self._weight_dtype)))
             elif type(self.layers[number]) is not Conv1D:
                 found[number].append(row_sums(piece))
-                leave(piece)
+                if leaving is not None:
+                    leaving(piece)
 
         if self._codes is None:
             weights = [dense_weight(layer) for layer in self.layers]
@@ -446,13 +445,13 @@ def embedding_rows(embedding: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return forward(ids) if isinstance(forward, PackedRows) else F.embedding(ids, embedding.weight)  # type: ignore[arg-type]
 
 
-def release(weights: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
-    """Free the memory of weights: a NaN of its shape stays of each."""
+def release(weights: Iterable[torch.Tensor], dtype: torch.dtype, leaving: memory.Leaving | None = None) -> None:
+    """Free the memory of weights, which may be among those that are leaving: a NaN of its shape stays of each."""
     given = []
     for weight in weights:
         given.append(weight.data)
         weight.data = torch.full((), torch.nan, dtype=dtype).expand(weight.shape)
-    memory.leave(given)
+    (leaving or memory.Leaving(given)).whole(given)
 
 
 def packed_products(model: nn.Module) -> list[PackedProduct]:

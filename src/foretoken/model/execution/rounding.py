@@ -107,11 +107,11 @@ def quantize_weights(
         raise ConfigError(f"quantization is {name!r}, and {type(model).__name__} has no plain linear layer to round")
     known = {id(product.layers[0].weight): product for product in ([] if earlier is None else earlier.products)}
     tied = tied_embedding(model)
-    shared = make_ready(model, layers, tied) if release_originals else None
+    leaving = make_ready(model, layers, tied) if release_originals else None
     made = []
     for group in groups(model, layers) if layers else []:
         rounding = rounding_of(model, group[0], name)
-        made.append(PackedProduct(group, known.get(id(group[0].weight)), rounding, dtype, shared).put_in())
+        made.append(PackedProduct(group, known.get(id(group[0].weight)), rounding, dtype, leaving).put_in())
     if tied is not None:
         read_rows(model, tied)
     if dtype is not None:
@@ -133,13 +133,13 @@ def take_codes(model: PreTrainedModel, stored: Mapping[nn.Module, StoredCodes], 
     tied = tied_embedding(model)
     if tied is not None and model.get_output_embeddings() not in stored:
         tied = None
-    shared = make_ready(model, stored, tied)
+    leaving = make_ready(model, stored, tied)
     made = []
     for group in groups(model, list(stored)):
         alike: dict[Kind, list[nn.Module]] = {}
         for layer in group:
             alike.setdefault(stored[layer].form.kind, []).append(layer)
-        made += [PackedProduct(each, None, stored.__getitem__, dtype, shared).put_in() for each in alike.values()]
+        made += [PackedProduct(each, None, stored.__getitem__, dtype, leaving).put_in() for each in alike.values()]
     _convert(model, dtype)
     if tied is None and _has_rows_of_output(model):
         tied = model.get_input_embeddings()

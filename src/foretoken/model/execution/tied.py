@@ -11,6 +11,7 @@ from torch import nn
 from foretoken.model.execution.forwards import replace_forward, replacement
 from foretoken.model.execution.packing import PackedLinear, PackedRows
 from foretoken.model.execution.sharing import move_out, shared_storages
+from foretoken.native import memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,19 +31,20 @@ def gives_rows(embedding: Any) -> bool:
     return type(embedding) is nn.Embedding and embedding.max_norm is None and replacement(embedding) is None
 
 
-def make_ready(model: PreTrainedModel, layers: Iterable[nn.Module], tied: Any) -> set[int]:
+def make_ready(model: PreTrainedModel, layers: Iterable[nn.Module], tied: Any) -> memory.Leaving:
     """Move what stays when the weights of layers go out of the file that it is mapped from.
 
     Args:
       tied: the embedding that goes with the output embedding; None for one that stays.
 
-    Returns: addresses of weights of these layers that stay.
+    Returns: the weights of these layers that go: those that no other module reads.
     """
     given = set() if tied is None else {tied.weight.data_ptr()}
     shared = shared_storages(model) - given
     weights: list[torch.Tensor] = [layer.weight for layer in layers]  # type: ignore[misc]
     move_out(model, [weight for weight in weights if weight.data_ptr() not in shared])
-    return shared_storages(model) - given
+    shared = shared_storages(model) - given
+    return memory.Leaving(weight for weight in weights if weight.data_ptr() not in shared)
 
 
 def read_rows(model: PreTrainedModel, embedding: nn.Module) -> None:
