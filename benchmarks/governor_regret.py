@@ -23,7 +23,7 @@ import lzma
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,10 @@ from foretoken.engine.cost_model import CostModel
 from foretoken.engine.costs import cost_curve
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.governor import Governor
+from foretoken.engine.outputs import RowOutput
 from foretoken.engine.stats import Steps
 from foretoken.model.lm import CausalLM
+from foretoken.tree import DraftTree
 from foretoken.tune.counting import num_nodes
 from foretoken.tune.walk import RecordedText, Walk
 
@@ -94,6 +96,7 @@ class Costed:
     num_steps: int = 0
     spent: float = 0.0
     plain: float = 0.0
+    followed: list[tuple[Sequence[DraftTree], Sequence[RowOutput]]] = field(default_factory=list)
 
     def speed(self, *, governor: Governor | None = None, length: int = 0, max_nodes: int | None = None) -> float:
         """Speed by plain decoding, governed or at a fixed setting."""
@@ -122,16 +125,17 @@ class Costed:
         if governor is None:
             budgets = [Budget(min(budget, length)) for budget in budgets]
         elif is_deciding:
+            self._hand_over(governor)
             budgets = governor.budgets(rows, budgets, num_nodes, is_closed=self.is_closed)
         else:
             budgets = governor.habit.budgets(budgets)
-        trees = walk.propose(budgets)
+        trees = drafts = walk.propose(budgets)
         if governor is not None and not is_deciding:
-            trees = governor.cut(rows, trees, num_nodes)
+            trees = governor.cut(rows, drafts, num_nodes)
         elif governor is not None:
-            trees = governor.trimmed(rows, trees, num_nodes)
+            trees = governor.trimmed(rows, drafts, num_nodes)
         elif max_nodes is not None:
-            trees = [tree.restricted(range(min(len(tree), max_nodes))) for tree in trees]
+            trees = [tree.restricted(range(min(len(tree), max_nodes))) for tree in drafts]
         drafting = DRAFTING_SECONDS[self.workload.drafter] * len(rows) * bool(max(budgets))
         verifying = self.curve.curve(sum(map(len, trees)))
         self.spent += drafting + verifying
@@ -146,10 +150,17 @@ class Costed:
             seconds = {"drafting_seconds": drafting * factor, "other_seconds": verifying * factor}
             governor.learn(trees, outputs, num_nodes, **seconds)
             return
-        governor.follow(outputs)
+        self.followed.append((drafts, outputs))
         steps = Steps()
         steps.add(len(rows), sum(map(len, trees)) - len(rows), num_tokens, drafting * factor, verifying * factor)
         governor.follow_steps(steps)
+        if any(output.row.is_finished for output in outputs):
+            self._hand_over(governor)
+
+    def _hand_over(self, governor: Governor) -> None:
+        for drafts, outputs in self.followed:
+            governor.follow(outputs, drafts)
+        self.followed.clear()
 
 
 def read(file: Path, tokenizer: Any, options: argparse.Namespace) -> dict[str, list[RecordedText]]:

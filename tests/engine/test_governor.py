@@ -26,8 +26,8 @@ STEEP = {1: 20.0, 2: 28.0, 4: 38.0, 8: 60.0, 16: 110.0, 32: 210.0, 64: 400.0}
 LENGTH = 220
 
 
-def num_nodes(sizes: Any, are_chains: bool) -> int:
-    return sum(sizes)
+def num_nodes(count: int) -> int:
+    return count
 
 
 @dataclass
@@ -284,7 +284,7 @@ def test_a_first_draft_that_is_slow_does_not_keep_a_batch_from_drafting() -> Non
         ]
         for row, output in zip(rows, outputs, strict=True):
             row.stats.record(len(output.token_ids) - 1, len(output.token_ids) - 1, len(output.token_ids))
-        seconds = world.verify(4, num_nodes([len(tree) for tree in trees], True))
+        seconds = world.verify(4, num_nodes(sum(map(len, trees))))
         drafting = 0.007 * asked + (0.2 if number == 0 else 0.0)
         one.learn(trees, outputs, num_nodes, drafting_seconds=drafting, other_seconds=seconds)
     assert sum(depth == 3 for depth in drafted[6:]) > 45
@@ -320,19 +320,19 @@ def test_the_best_nodes_are_those_of_exhaustive_search() -> None:
         ]
         price = rng.random() * 0.5
 
-        def worth(sizes: Any, are_chains: bool, price: float = price) -> float:
-            return price * (sum(sizes) - 3) ** 0.8
+        def worth(size: int, are_chains: bool, price: float = price) -> float:
+            return price * (size - 3) ** 0.8
 
         counts, stated = best_counts(found, worth)
         value = sum(chance for nodes, n in zip(found, counts, strict=True) for chance, _ in nodes[:n])
-        value -= worth([1 + n for n in counts], False)
+        value -= worth(3 + sum(counts), False)
         assert stated == pytest.approx(value)
         for first in range(len(found[0]) + 1):
             for second in range(len(found[1]) + 1):
                 for third in range(len(found[2]) + 1):
                     some = (first, second, third)
                     other = sum(chance for nodes, n in zip(found, some, strict=True) for chance, _ in nodes[:n])
-                    assert value >= other - worth([1 + n for n in some], False) - 1e-9
+                    assert value >= other - worth(3 + sum(some), False) - 1e-9
 
 
 def test_a_batch_ends_with_its_last_row() -> None:
@@ -410,8 +410,8 @@ def test_chains_of_several_rows_are_cut_to_their_mean() -> None:
 def test_what_is_worth_drafting_is_half_of_what_one_more_node_costs() -> None:
     """Of the nodes that were kept last; drafts without scores say nothing of that."""
 
-    def worth(sizes: Sequence[int], are_chains: bool) -> float:
-        return 0.04 * sum(sizes) ** 2
+    def worth(size: int, are_chains: bool) -> float:
+        return 0.04 * size**2
 
     habit = Habit()
     adopt(habit, [WIDE], [WIDE], worth)
@@ -476,7 +476,7 @@ class Sure:
             if is_deciding:
                 (part,) = one.trimmed([row], [tree], num_nodes)
             else:
-                (part,) = one.cut([row], [tree], num_nodes, learns=self.learns)
+                (part,) = one.cut([row], [tree], num_nodes)
             self.verified.setdefault(score, []).append(len(part) > 1)
             tokens = (2, 9) if is_right and len(part) > 1 else (2,) if is_right else (9,)
             output: Any = SimpleNamespace(row=row, token_ids=tokens)
@@ -486,8 +486,7 @@ class Sure:
             if is_deciding:
                 one.learn([part], [output], num_nodes, drafting_seconds=drafting, other_seconds=other)
                 continue
-            if one.has_open_drafts:
-                one.follow([output])
+            one.follow([output], [tree] if self.learns else ())
             steps = Steps()
             steps.add(1, len(part) - 1, len(tokens), drafting, other)
             one.follow_steps(steps)
@@ -507,7 +506,7 @@ def test_drafts_with_scores_are_cut_by_what_such_scores_were_worth() -> None:
     assert world.share(0.7) < 0.1
 
 
-def test_what_is_learned_between_decisions_is_used_at_once() -> None:
+def test_what_is_learned_between_decisions_is_used() -> None:
     """Decisions are so rare here that they alone learn next to nothing."""
     shares = {}
     for learns in (False, True):
@@ -533,6 +532,7 @@ def test_rows_share_what_a_step_is_worth() -> None:
     trees = [scored(0.95, 0.1), scored(0.1), DraftTree.root(7)]
     for _ in range(40):
         one.cut(rows, trees, num_nodes)
-        for row, text in zip(rows, ((2,), (9,), (9,)), strict=True):
-            one.follow([SimpleNamespace(row=SimpleNamespace(id=row.id, is_finished=False), token_ids=text)])
+        for row, tree, text in zip(rows, trees, ((2,), (9,), (9,)), strict=True):
+            came = SimpleNamespace(row=SimpleNamespace(id=row.id, is_finished=False), token_ids=text)
+            one.follow([came], [tree])
     assert [tree.tokens for tree in one.cut(rows, trees, num_nodes)] == [(1, 2), (1,), (7,)]

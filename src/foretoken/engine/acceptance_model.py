@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from foretoken.engine.cost_model import MEMORY, RATE
 from foretoken.tree import DraftTree
@@ -157,11 +157,6 @@ class AcceptanceModel:
                 draft.is_newest = False
             row.drafts.append(_Open(tree))
 
-    @property
-    def has_open_drafts(self) -> bool:
-        """Whether the text has followed some draft so far."""
-        return any(row.drafts for row in self._rows.values())
-
     def came(self, row_id: int, tokens: Seq[int]) -> None:
         """These tokens have followed in the text of a row."""
         row = self._rows.get(row_id)
@@ -177,11 +172,12 @@ class AcceptanceModel:
         depth = tree.depths[parent] + 1
         hit = tree.child(parent, token)
         expected, stated = 0.0, 0.0
-        for node, rate in self._rates(tree, parent, depth):
+        for rank, node in enumerate(tree.children[parent]):
+            rate = self._rate(tree, node, depth, rank)
             expected += rate.value
             rate.add(node == hit, self._now)
             if tree.scores is not None:
-                stated += _stated(tree, node)
+                stated += _stated(tree.scores, parent, node)
         if tree.scores is not None:
             self._trust.trials += stated - 1.0
             self._trust.add(hit is not None, self._now)
@@ -262,45 +258,46 @@ class AcceptanceModel:
         """How often a draft that was right so far is right at this depth, too; over all rows."""
         return self._depth_rate(depth).value
 
-    def best_nodes(self, row_id: int, tree: DraftTree, least: float = LITTLE) -> Iterator[tuple[float, int]]:
+    def best_nodes(self, row_id: int, tree: DraftTree, least: float = LITTLE) -> list[tuple[float, int]]:
         """Nodes of a draft and their chances, the likeliest first and each after its parent, down to a chance."""
-        factor = self.factor(row_id)
-        heap: list[tuple[float, int]] = []
-        found, chance = 0, 1.0
-        while True:
-            depth = tree.depths[found] + 1
-            if depth == 2 and tree.scores is not None:  # these say by themselves how sure one can be further on
-                factor = 1.0
-            for node, rate in self._rates(tree, found, depth):
-                certain = rate.hits / rate.trials * factor
-                below = chance * (certain if certain < MOST_CERTAIN else MOST_CERTAIN)
-                if below > least:
-                    heapq.heappush(heap, (-below, node))
-            if not heap:
-                return
-            negative, found = heapq.heappop(heap)
-            chance = -negative
-            yield chance, found
+        parents, scores, of_row = tree.parents, tree.scores, self.factor(row_id)
+        chances, depths, ranks = [1.0], [0], [0] * len(parents)
+        found = []
+        for node in range(1, len(parents)):
+            parent = parents[node]
+            above, depth, chance = chances[parent], depths[parent] + 1, 0.0
+            if above > least:
+                rate = self._rate(tree, node, depth, ranks[parent])
+                certain = rate.hits / rate.trials
+                if scores is None or depth == 1:  # deeper ones say by themselves how sure one can be
+                    certain *= of_row
+                chance = above * (certain if certain < MOST_CERTAIN else MOST_CERTAIN)
+                if chance > least:
+                    found.append((chance, node))
+            ranks[parent] += 1
+            chances.append(chance)
+            depths.append(depth)
+        found.sort(key=itemgetter(0), reverse=True)
+        return found
 
     # -- rates -----------------------------------------------------------------------------------------------------
 
-    def _rates(self, tree: DraftTree, parent: int, depth: int) -> Iterator[tuple[int, Rate]]:
-        """The children of a node, each with the rate of its kind."""
-        level = min(depth, KINDS)
-        has_scores = tree.scores is not None
-        for rank, node in enumerate(tree.children[parent]):
-            likeness = _eighth(tree, node) if has_scores else min(rank, KINDS)
-            kind = (tree.source_of(node), level, likeness)
-            rate = self._known.get(kind)
-            if rate is None:
-                above = self._known.get((kind[0], level - 1, likeness))
-                rate = self._known[kind] = Rate(self._prior(tree, node, likeness) if above is None else above.value)
-            yield node, rate
+    def _rate(self, tree: DraftTree, node: int, depth: int, rank: int) -> Rate:
+        """The rate of nodes like one, which has so many siblings before it."""
+        level = depth if depth < KINDS else KINDS
+        likeness = min(rank, KINDS) if tree.scores is None else _eighth(tree.scores, tree.parents[node], node)
+        source = tree.source if tree.sources is None else tree.sources[node]
+        rate = self._known.get((source, level, likeness))
+        if rate is None:
+            above = self._known.get((source, level - 1, likeness))
+            rate = Rate(self._prior(tree, node, likeness) if above is None else above.value)
+            self._known[source, level, likeness] = rate
+        return rate
 
     def _prior(self, tree: DraftTree, node: int, likeness: int) -> float:
         """What is expected of a node like which none was seen: what its drafter states, as far as that was right."""
         if tree.scores is not None:
-            return max(self.trust * _stated(tree, node), LATER_RATE)
+            return max(self.trust * _stated(tree.scores, tree.parents[node], node), LATER_RATE)
         return FIRST_RATE if likeness == 0 else LATER_RATE
 
     def _depth_rate(self, depth: int) -> Rate:
@@ -312,13 +309,15 @@ class AcceptanceModel:
         return rate
 
 
-def _eighth(tree: DraftTree, node: int) -> int:
+def _eighth(scores: Seq[float], parent: int, node: int) -> int:
     """The drafter's own estimate in eighths, as a negative number."""
-    return -1 - min(int(_stated(tree, node) * KINDS), KINDS - 1)
+    eighth = int(_stated(scores, parent, node) * KINDS)
+    return -1 - (eighth if eighth < KINDS else KINDS - 1)
 
 
-def _stated(tree: DraftTree, node: int) -> float:
+def _stated(scores: Seq[float], parent: int, node: int) -> float:
     """The drafter's own estimate for a node, given its parent."""
-    assert tree.scores is not None
-    above = tree.scores[tree.parents[node]]
-    return min(1.0, max(0.0, tree.scores[node] / above)) if above > 0.0 else 0.0
+    above, own = scores[parent], scores[node]
+    if own >= above:
+        return 1.0 if above > 0.0 else 0.0
+    return own / above if own > 0.0 else 0.0

@@ -14,11 +14,11 @@ from foretoken.tree import DraftTree
 if TYPE_CHECKING:
     from foretoken.engine.budget import Budget
 
-NumNodes: TypeAlias = Callable[[Seq[int], bool], int]
-"""The number of nodes that a forward runs, padding included, by the sizes of its drafts and whether all are chains."""
+NumNodes: TypeAlias = Callable[[int], int]
+"""The number of nodes that a forward runs, padding included, by that of its drafts."""
 
-Worth: TypeAlias = Callable[[Seq[int], bool], float]
-"""The tokens that the time of verifying drafts of these sizes would make otherwise, by the same arguments."""
+Worth: TypeAlias = Callable[[int, bool], float]
+"""The tokens that the time of verifying drafts of so many nodes would make otherwise; whether all are chains."""
 
 Chances: TypeAlias = list[tuple[float, int]]
 """Nodes of a draft with their chances to be accepted, the likeliest first."""
@@ -50,20 +50,20 @@ def weights_of(num_left: Seq[float], share: float) -> list[float]:
 
 def best_counts(found: Seq[Chances], worth: Worth, *, are_chains: bool = False) -> tuple[list[int], float]:
     """How many of the likeliest nodes of every row pay, the root not counted; and the tokens that they gain."""
-    if len(found) == 1:
-        ranked = [(chance, 0) for chance, _ in found[0]]
-    else:
+    ranked = found[0]
+    if len(found) > 1:
         ranked = [(chance, row) for row, nodes in enumerate(found) for chance, _ in nodes]
         ranked.sort(key=itemgetter(0), reverse=True)
     best_value, best, gained, most = 0.0, 0, 0.0, sum([chance for chance, _ in ranked])
-    others = [1] * (len(found) - 1)
-    for count, (chance, _) in enumerate(ranked, 1):
+    for size, (chance, _) in enumerate(ranked, len(found) + 1):
         gained += chance
-        price = worth([count + 1, *others], are_chains)
+        price = worth(size, are_chains)
         if gained - price > best_value:
-            best_value, best = gained - price, count
+            best_value, best = gained - price, size - len(found)
         if most - price <= best_value:  # what all others could gain is less than what this many cost
             break
+    if len(found) == 1:
+        return [best], best_value
     counts = [0] * len(found)
     for _, row in ranked[:best]:
         counts[row] += 1
@@ -95,8 +95,8 @@ class Habit:
           worth: by which that was decided.
         """
         if any(tree.scores is not None or tree.is_whole for tree in trees):
-            sizes, are_chains = [len(part) for part in kept], all(tree.is_chain for tree in trees)
-            one_more = worth([sizes[0] + 1, *sizes[1:]], are_chains) - worth(sizes, are_chains)
+            size, are_chains = sum(map(len, kept)), all(tree.is_chain for tree in trees)
+            one_more = worth(size + 1, are_chains) - worth(size, are_chains)
             self.least = max(one_more, 0.0) / 2
         lengths, is_cut = [], False  # of chains
         for tree, part in zip(trees, kept, strict=True):

@@ -119,9 +119,9 @@ class Forwards:
             view_length=self._view_length,
         )
 
-    def num_nodes(self, sizes: Seq[int], are_chains: bool) -> int:
-        """Number of nodes that a forward over drafts of these sizes runs, padding included."""
-        return self._config.max_num_seqs * self._config.strict_width if self.has_one_shape else sum(sizes)
+    def num_nodes(self, count: int) -> int:
+        """Number of nodes that a forward over drafts of so many runs, padding included."""
+        return self._config.max_num_seqs * self._config.strict_width if self.has_one_shape else count
 
     def verify(self, trees: Seq[DraftTree], *, shows: bool = True) -> Output:
         """Run drafts, one for each of the first rows; logits of every node, and what the drafter wants if `shows`."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
 from time import perf_counter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from foretoken.engine.acceptance_model import KINDS
 from foretoken.engine.cost_model import FEW, MEMORY, SHARE, Average, CostModel
@@ -39,9 +40,9 @@ AnyGovernor: TypeAlias = Governor | MethodBandit
 USUAL_TRIALS = 8.0
 """Outcomes that the usual acceptance of a drafter is worth: it takes more than a few misses to doubt it."""
 
-MOST_DECIDING = 12 * SHARE
-"""Of a step, for a decision: where it takes more, so does learning of drafts in the steps between, which takes a sixth
-of that and brings 2 to 7 % of the speed of drafts with scores (dev/measurements/governor.md)."""
+MOST_FOLLOWING = 2 * SHARE
+"""Of a step, for following what was decided: where it takes more, nothing is learned of drafts between two decisions,
+which brings 2 to 7 % of the speed of drafts with scores (dev/measurements/governor.md)."""
 
 LONGEST = MEMORY // 2
 """Steps between two decisions, at most: half of an answer."""
@@ -64,7 +65,10 @@ class Governing:
         self._forwards = forwards
         self._attention = Attention()
         self._allowed: list[Budget] = []
-        self._followed = Steps()  # since the last decision
+        self._drafts: Seq[DraftTree] = ()  # of the step that runs, whole
+        self._followed: list[_Followed] = []  # since the last decision
+        self._following_seconds = 0.0  # of a step in which nothing is decided, as far as is known
+        self._is_learning = False  # of drafts of such steps
         self._own_seconds = 0.0  # of the step that runs, before it verifies
 
     @property
@@ -128,46 +132,71 @@ class Governing:
         if self._attention.is_deciding:
             trees = self._governor.trimmed(rows, trees, self._forwards.num_nodes)
         else:
-            trees = self._governor.cut(rows, trees, self._forwards.num_nodes, learns=self._attention.is_learning)
+            self._drafts, trees = trees, self._governor.cut(rows, trees, self._forwards.num_nodes)
         self._own_seconds += perf_counter() - start
         return trees
 
     def learn(self, trees: Seq[DraftTree], outputs: Seq[RowOutput], clock: Clock) -> None:
-        """Take in what a step has brought, and what it has cost."""
+        """Take in what a step has brought, and what it has cost; between two decisions that waits for the next one.
+
+        A forward leaves nothing of Python in the caches of a processor: of several steps at once, this takes less.
+        """
         if self._governor is None:
             return
         start = perf_counter()
-        upkeep = max(clock.laps["propose_seconds"] - self._own_seconds, 0.0) + clock.laps["observe_seconds"]
-        rest = sum(clock.laps.values()) - clock.laps["propose_seconds"] - clock.laps["observe_seconds"]
-        drafting = upkeep + self._attention.following_seconds
-        drafts = any(len(tree) > 1 for tree in trees)
         if self._attention.is_deciding:
+            drafting, rest = self._times(clock.laps, self._own_seconds)
             num_nodes = self._forwards.num_nodes
-            self._governor.learn(trees, outputs, num_nodes, drafting_seconds=drafting, other_seconds=rest)
-        else:
-            self._follow(trees, outputs, drafting, rest)
-        own = self._own_seconds + perf_counter() - start
-        self._attention.end(own, upkeep + rest)
-        value = self._governor.value_of(outputs)
-        self._governor.patience.attended(len(outputs), value, own + upkeep, rest, drafts=drafts)
-
-    def _follow(self, trees: Seq[DraftTree], outputs: Seq[RowOutput], drafting: float, other: float) -> None:
-        """Count a step in which nothing was decided."""
-        assert self._governor is not None
-        num_rows = len(outputs)
-        num_tokens = sum([len(output.token_ids) for output in outputs])
-        self._followed.add(num_rows, sum(map(len, trees)) - num_rows, num_tokens, drafting, other)
-        has_ended = any(output.row.is_finished for output in outputs)
-        if has_ended or self._governor.has_open_drafts:
-            self._governor.follow(outputs)
-        if has_ended:
+            following = self._following_seconds
+            self._governor.learn(trees, outputs, num_nodes, drafting_seconds=drafting + following, other_seconds=rest)
+            own = self._own_seconds + perf_counter() - start
+            self._attention.end(own, drafting + rest)
+            self._following_seconds, self._is_learning = self._attention.following_seconds, self._attention.is_learning
+            self._attend(trees, outputs, own + drafting, rest)
+            return
+        self._followed.append(_Followed(self._drafts, trees, outputs, clock.laps, self._own_seconds))
+        if any(output.row.is_finished for output in outputs):
             self._hand_over()
+        self._attention.follow(self._own_seconds + perf_counter() - start)
+
+    def _times(self, laps: Mapping[str, float], own_seconds: float) -> tuple[float, float]:
+        """Seconds of a step that its drafter took, and of all the rest, governing left out."""
+        drafting = max(laps["propose_seconds"] - own_seconds, 0.0) + laps["observe_seconds"]
+        return drafting, sum(laps.values()) - laps["propose_seconds"] - laps["observe_seconds"]
+
+    def _attend(self, trees: Seq[DraftTree], outputs: Seq[RowOutput], taken: float, rest: float) -> None:
+        """Enter a step into the account of what attending to the drafter loses."""
+        assert self._governor is not None
+        drafts = any(len(tree) > 1 for tree in trees)
+        self._governor.patience.attended(len(outputs), self._governor.value_of(outputs), taken, rest, drafts=drafts)
 
     def _hand_over(self) -> None:
         """Tell the governor of the steps since its last decision."""
-        if self._governor is not None and self._followed.num_steps:
-            self._governor.follow_steps(self._followed)
-            self._followed = Steps()
+        if self._governor is None or not self._followed:
+            return
+        steps, following = Steps(), self._following_seconds
+        for drafts, trees, outputs, laps, own_seconds in self._followed:
+            self._governor.follow(outputs, drafts if self._is_learning else ())
+            drafting, rest = self._times(laps, own_seconds)
+            num_rows, num_tokens = len(outputs), sum([len(output.token_ids) for output in outputs])
+            steps.add(num_rows, sum(map(len, trees)) - num_rows, num_tokens, drafting + following, rest)
+            self._attend(trees, outputs, drafting + following, rest)
+        self._governor.follow_steps(steps)
+        self._followed.clear()
+
+
+class _Followed(NamedTuple):
+    """A step in which nothing was decided: its drafts, whole and as verified, what it brought, and its times.
+
+    Args:
+      own_seconds: of governing before it verified.
+    """
+
+    drafts: Seq[DraftTree]
+    trees: Seq[DraftTree]
+    outputs: Seq[RowOutput]
+    laps: Mapping[str, float]
+    own_seconds: float
 
 
 @dataclass
@@ -185,7 +214,7 @@ class _Meter:
     @property
     def interval(self) -> int:
         """Steps from one decision to the next."""
-        most = min(1 + self.deciding.count // FEW, LONGEST)
+        most = min(1 + max(self.deciding.count - FEW, 0), LONGEST)
         deciding, following = math.exp(self.deciding.value), self.following_seconds
         allowed = SHARE * math.exp(self.step.value) - following
         if most == 1 or allowed <= 0.0:
@@ -204,6 +233,7 @@ class Attention:
         self._meters: dict[int, _Meter] = {}
         self._class = 0
         self._left = 0  # steps to the next decision
+        self._followed: list[float] = []  # seconds of steps since the last one
         self.is_deciding = True
 
     def begin(self, num_rows: int) -> bool:
@@ -215,9 +245,9 @@ class Attention:
 
     @property
     def is_learning(self) -> bool:
-        """Whether steps are long beside what it takes to hold their drafts against the text between two decisions."""
+        """Whether steps are long enough for what is decided in some to be learned of all."""
         meter = self._meters.get(self._class)
-        return meter is not None and meter.deciding.value <= meter.step.value + math.log(MOST_DECIDING)
+        return meter is not None and meter.following_seconds <= MOST_FOLLOWING * math.exp(meter.step.value)
 
     @property
     def following_seconds(self) -> float:
@@ -225,17 +255,20 @@ class Attention:
         meter = self._meters.get(self._class)
         return 0.0 if meter is None else meter.following_seconds
 
+    def follow(self, own_seconds: float) -> None:
+        """In a step in which nothing was decided, governing has taken so long."""
+        self._followed.append(own_seconds)
+        self._left -= 1
+        if self._left <= 0:
+            self._meters[self._class].following.add(math.log(fmean(self._followed)))
+
     def end(self, own_seconds: float, step_seconds: float) -> None:
-        """A step has taken so long; governing alone, and all the rest."""
-        if not self.is_deciding:
-            self._left -= 1
-            if self._left <= 0:
-                self._meters[self._class].following.add(math.log(own_seconds))
-            return
+        """A step that was decided in has taken so long; governing alone, and all the rest."""
         meter = self._meters.setdefault(self._class, _Meter())
         meter.deciding.add(math.log(own_seconds))
         meter.step.add(math.log(step_seconds))
         self._left = meter.interval - 1
+        self._followed.clear()
 
 
 def new_governor(target: CausalLM, drafter: Drafter, profile: Profile | None = None) -> AnyGovernor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence as Seq
+from functools import cache
 from typing import TYPE_CHECKING
 
 from foretoken.engine.acceptance_model import LITTLE, ROW_MEMORY, AcceptanceModel, Rate
@@ -126,7 +127,7 @@ class Governor:
         drafting = (self.costs.draft(num_rows, depth) or 0.0) / plain
         verifying = 0.0
         if not self.costs.knows_drafts(num_rows):
-            verifying = self.costs.verify(num_rows, num_nodes([depth + 1] * num_rows, True)) / plain - 1.0
+            verifying = self.costs.verify(num_rows, num_nodes((depth + 1) * num_rows)) / plain - 1.0
         return (drafting if self.costs.knows_drafting else min(drafting, 1.0)) + min(verifying, 1.0)
 
     def _best_depth(
@@ -146,7 +147,7 @@ class Governor:
         for level, chance in enumerate(chances, 1):
             gained += chance * self._coverage.get(level, 1.0)
             width += self._widths.get(level, 1.0)
-            size = num_nodes([round(width)] * num_rows, not self._widths)
+            size = num_nodes(round(width) * num_rows)
             kept = max(kept, gained - price * (self.costs.verify(num_rows, size) - plain))
             value = kept - price * (self.costs.draft(num_rows, level) or 0.0)
             if value > best_value:
@@ -159,7 +160,7 @@ class Governor:
 
     def _is_plain_due(self, num_rows: int, num_nodes: NumNodes) -> bool:
         """Whether a step should go without a draft, so that its cost stays known; sooner where it is not yet."""
-        seen = self.costs.times_seen(num_rows, num_nodes([1] * num_rows, True))
+        seen = self.costs.times_seen(num_rows, num_nodes(num_rows))
         return self._since_plain >= (MEMORY if seen >= FEW else MEMORY // (2 * FEW))
 
     def _affords(self, cost: float) -> bool:
@@ -191,21 +192,13 @@ class Governor:
         self.habit.adopt(trees, kept, worth)
         return self._probed(trees, kept, num_nodes) if all(len(tree) == 1 for tree in kept) else kept
 
-    def cut(
-        self, rows: Seq[Sequence], trees: Seq[DraftTree], num_nodes: NumNodes, *, learns: bool = True
-    ) -> list[DraftTree]:
-        """The parts of drafts that are verified in a step between two decisions.
-
-        Args:
-          learns: whether the drafts are held against their texts.
-        """
-        if learns:
-            self._hold(rows, trees)
+    def cut(self, rows: Seq[Sequence], trees: Seq[DraftTree], num_nodes: NumNodes) -> list[DraftTree]:
+        """The parts of drafts that are verified in a step between two decisions."""
         if not any(tree.scores is not None and len(tree) > 1 and not tree.is_whole for tree in trees):
             return self.habit.cut(trees)
         worth = self._worths.get(len(rows))
         if worth is None:
-            worth = self._worths[len(rows)] = _remembered(self._worth(len(rows), num_nodes))
+            worth = self._worths[len(rows)] = self._worth(len(rows), num_nodes)
         return _parts(trees, self._best(rows, trees, worth))
 
     def _hold(self, rows: Seq[Sequence], trees: Seq[DraftTree]) -> None:
@@ -217,27 +210,28 @@ class Governor:
             self.acceptance.proposed(row.id, tree)
 
     def _worth(self, num_rows: int, num_nodes: NumNodes) -> Worth:
-        """How many tokens must be gained by verifying drafts of some sizes."""
+        """How many tokens must be gained by verifying drafts of so many nodes."""
         price, plain, verify = self._price(num_rows, num_nodes), self._plain(num_rows, num_nodes), self.costs.verify
 
-        def worth(sizes: Seq[int], are_chains: bool) -> float:
-            return price * (verify(num_rows, num_nodes(sizes, are_chains), are_chains=are_chains) - plain)
+        @cache
+        def worth(size: int, are_chains: bool) -> float:
+            return price * (verify(num_rows, num_nodes(size), are_chains=are_chains) - plain)
 
         return worth
 
     def _whole_or_none(self, rows: Seq[Sequence], trees: Seq[DraftTree], worth: Worth) -> list[DraftTree]:
         """All drafts as they are where that pays, else none."""
         gained = sum(sum(self.acceptance.by_depth(row.id, tree.depth)) for row, tree in zip(rows, trees, strict=True))
-        if gained > worth([len(tree) for tree in trees], False):
+        if gained > worth(sum(map(len, trees)), False):
             return list(trees)
         return [DraftTree.root(tree.tokens[0], tree.source) for tree in trees]
 
     def _best(self, rows: Seq[Sequence], trees: Seq[DraftTree], worth: Worth) -> list[Chances]:
         """The nodes of every draft that pay."""
-        found = [
-            [(weight * chance, node) for chance, node in self.acceptance.best_nodes(row.id, tree)]
-            for row, tree, weight in zip(rows, trees, self._weights_for(len(rows)), strict=True)
-        ]
+        found = [self.acceptance.best_nodes(row.id, tree) for row, tree in zip(rows, trees, strict=True)]
+        if len(rows) > 1:
+            weights = self._weights_for(len(rows))
+            found = [[(w * chance, node) for chance, node in nodes] for w, nodes in zip(weights, found, strict=True)]
         counts, value = best_counts(found, worth, are_chains=all(tree.is_chain for tree in trees))
         if any(tree.scores is not None for tree in trees):
             self._value.add(value / len(rows), 0)
@@ -275,7 +269,7 @@ class Governor:
         place = max(range(num_rows), key=lambda place: len(trees[place]))
         draft = trees[place].main_chain().cut(2 * PROBE_DEPTH) if not trees[place].is_whole else trees[place]
         probed = [*kept[:place], draft, *kept[place + 1 :]]
-        seconds = self.costs.verify(num_rows, num_nodes([len(tree) for tree in probed], draft.is_chain))
+        seconds = self.costs.verify(num_rows, num_nodes(sum(map(len, probed))))
         more = seconds / self._plain(num_rows, num_nodes) - 1.0
         return probed if self._is_probing or self._affords(min(more, 1.0)) else kept
 
@@ -295,7 +289,7 @@ class Governor:
         self._last = num_rows, num_nodes
         self._plain_seconds = self._plain(num_rows, num_nodes)
         are_chains = all(tree.is_chain for tree in trees)
-        size = num_nodes([len(tree) for tree in trees], are_chains)
+        size = num_nodes(sum(map(len, trees)))
         self.costs.verified(num_rows, size, other_seconds, are_chains=are_chains)
         if self._asked_depth:
             rows = {output.row.id for output in outputs}
@@ -319,8 +313,14 @@ class Governor:
         self._credit += SHARE * steps.num_steps
         self.pace.add(steps, self._plain_seconds)
 
-    def follow(self, outputs: Seq[RowOutput]) -> None:
-        """Hold drafts against the tokens that have come, whoever drafted them."""
+    def follow(self, outputs: Seq[RowOutput], drafts: Seq[DraftTree] = ()) -> None:
+        """Hold drafts against the tokens that have come, whoever drafted them.
+
+        Args:
+          drafts: of the same step, whole, that are not held yet.
+        """
+        if drafts:
+            self._hold([output.row for output in outputs], drafts)
         for output in outputs:
             row = output.row
             self.acceptance.came(row.id, output.token_ids)
@@ -340,11 +340,6 @@ class Governor:
             self.acceptance.forget(row.id)
             self._begun.discard(row.id)
 
-    @property
-    def has_open_drafts(self) -> bool:
-        """Whether the fate of a draft is not known yet."""
-        return self.acceptance.has_open_drafts
-
     # -- what it knows ---------------------------------------------------------------------------------------------
 
     @property
@@ -362,7 +357,7 @@ class Governor:
         plain = self._plain(num_rows, num_nodes)
         drafts = self.pace.share >= LITTLE
         length = max(1, round(self.pace.length)) if drafts else 2 * PROBE_DEPTH
-        size, least = num_nodes([length + 1] * num_rows, True), num_nodes([1] * num_rows, True)
+        size, least = num_nodes((length + 1) * num_rows), num_nodes(num_rows)
         reasons = [f"verify({size})/verify({least}) = {self.costs.verify(num_rows, size) / plain:.2f}"]
         draft = self.costs.draft(num_rows, length)
         if draft is not None and draft * self._price(num_rows, num_nodes) > LITTLE * num_rows:
@@ -377,7 +372,7 @@ class Governor:
 
     def _plain(self, num_rows: int, num_nodes: NumNodes) -> float:
         """Seconds of a step without a draft."""
-        return self.costs.verify(num_rows, num_nodes([1] * num_rows, True))
+        return self.costs.verify(num_rows, num_nodes(num_rows))
 
     def _price(self, num_rows: int, num_nodes: NumNodes) -> float:
         """Tokens that a second brings otherwise: at the speed of late, or plainly, which is always at hand."""
@@ -387,19 +382,6 @@ class Governor:
 def _steps_left(row: Sequence) -> float:
     """Steps that a row has before it, at most, at the pace that it had so far."""
     return row.num_remaining_tokens * (row.stats.num_steps + FEW) / (row.stats.num_emitted_tokens + FEW)
-
-
-def _remembered(worth: Worth) -> Worth:
-    """The same, asked once for every number of nodes."""
-    known: dict[int, float] = {}
-
-    def found(sizes: Seq[int], are_chains: bool) -> float:
-        size = sum(sizes) if are_chains else -sum(sizes)
-        if size not in known:
-            known[size] = worth(sizes, are_chains)
-        return known[size]
-
-    return found
 
 
 def _parts(trees: Seq[DraftTree], kept: Seq[Chances]) -> list[DraftTree]:

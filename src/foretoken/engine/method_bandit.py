@@ -85,11 +85,9 @@ class MethodBandit:
         """The parts of drafts that are worth verifying."""
         return self._current.trimmed(rows, trees, num_nodes)
 
-    def cut(
-        self, rows: Seq[Sequence], trees: Seq[DraftTree], num_nodes: NumNodes, *, learns: bool = True
-    ) -> list[DraftTree]:
+    def cut(self, rows: Seq[Sequence], trees: Seq[DraftTree], num_nodes: NumNodes) -> list[DraftTree]:
         """The parts of drafts that are verified in a step between two decisions, see `Governor.cut`."""
-        return self._current.cut(rows, trees, num_nodes, learns=learns)
+        return self._current.cut(rows, trees, num_nodes)
 
     def learn(
         self,
@@ -111,9 +109,10 @@ class MethodBandit:
         self._current.follow_steps(steps)
         self._count(steps.num_steps)
 
-    def follow(self, outputs: Seq[RowOutput]) -> None:
+    def follow(self, outputs: Seq[RowOutput], drafts: Seq[DraftTree] = ()) -> None:
         """Hold drafts against the tokens that have come, see `Governor.follow`."""
-        for governor in self._arms:
+        self._current.follow(outputs, drafts)
+        for governor in self._others:
             governor.follow(outputs)
 
     def value_of(self, outputs: Seq[RowOutput]) -> float:
@@ -124,11 +123,6 @@ class MethodBandit:
         """Drop what is known of rows alone, see `Governor.leave`."""
         for governor in self._arms:
             governor.leave(rows)
-
-    @property
-    def has_open_drafts(self) -> bool:
-        """Whether the fate of a draft is not known yet."""
-        return any(governor.has_open_drafts for governor in self._arms)
 
     def _count(self, num_steps: int) -> None:
         for arm in range(len(self._arms)):

@@ -181,9 +181,9 @@ class _Walked:
         return Budget(min(budget.depth, self._longest), self._setting.nodes or budget.nodes)
 
 
-def num_nodes(sizes: Seq[int], are_chains: bool) -> int:
-    """Nodes of a step over drafts of these sizes."""
-    return sum(sizes)
+def num_nodes(count: int) -> int:
+    """Nodes of a step over drafts of so many: there is no padding."""
+    return count
 
 
 # -- with the target ---------------------------------------------------------------------------------------------------
