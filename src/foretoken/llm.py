@@ -39,6 +39,7 @@ from foretoken.loading.stored import save_compressed
 from foretoken.machine import collector_paused
 from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.default_device import makes_on_cpu
+from foretoken.model.dtypes import check_kv_cache_dtype
 from foretoken.model.execution.kinds import check_kind
 from foretoken.model.execution.rounding import check_quantization, check_weights
 from foretoken.model.promise import Promise
@@ -79,6 +80,8 @@ class LLM:
         rounded model is then the one whose text is wanted, with or without drafts; see docs/weights.md.
       weights: "stored" multiplies by the quantised weights of a GGUF file as they lie in it; the model that they stand
         for, unrounded, is then the one whose text is wanted. Also for zoo:smollm2.
+      kv_cache_dtype: "bfloat16" or "int8" rounds keys and values when they are written. The model with that cache is
+        then the one whose text is wanted, with or without drafts. "auto" leaves them in the dtype of the model.
       cache_packed: keep packed weights in the cache folder, and read them there the next time; see docs/weights.md.
       seed: makes requests without a seed repeatable: request number i then draws with ``mix(seed, i)``.
       num_cached_prefixes: how many requests that have ended leave their keys and values to prompts that begin like
@@ -114,6 +117,7 @@ class LLM:
         gguf_file: str | None = None,
         quantization: str | None = None,
         weights: str | None = None,
+        kv_cache_dtype: str = "auto",
         cache_packed: bool = False,
         seed: int | None = None,
         num_cached_prefixes: int = 0,
@@ -140,6 +144,7 @@ class LLM:
         check_kind(execution)
         check_quantization(quantization)
         check_weights(weights, quantization)
+        check_kv_cache_dtype(kv_cache_dtype)
         check_cache_packed(cache_packed, execution)
         profile = None if profile_file is None else Profile.load(profile_file)
         check_parts(config)
@@ -157,7 +162,7 @@ class LLM:
             cache_packed=cache_packed,
         )
         self.tokenizer = chosen if chosen is not None else loaded.tokenizer
-        self.target = adapter_of(loaded, execution)
+        self.target = adapter_of(loaded, execution, kv_cache_dtype)
         self.target.promise(exactness)  # refuses what cannot be kept before anything else is loaded
         self.model_info = describe(loaded, self.target)
         self._pairing = Pairing(

@@ -26,6 +26,8 @@ from foretoken.tree import DraftTree
 from harness import random_ids
 
 DTYPES = [torch.bfloat16, torch.float32]
+ROUNDED = [(torch.float32, "bfloat16"), (torch.float32, "int8"), (torch.bfloat16, "int8"), (torch.float16, "int8")]
+"""Models, and caches that round."""
 MODELS = ("llama", "gemma3", "qwen3", "gpt2", "zoo:tiny")
 """Grouped heads, windows that fill, norms of queries and keys, learned positions and biases; and a trained one."""
 
@@ -155,6 +157,20 @@ def test_every_node_of_a_ragged_batch_is_plain_decoding(name: str, dtype: torch.
     lm = CausalLM(model(name, dtype))
     check_drafts(lm)
     assert kernels in lm.execution.describe()
+
+
+@pytest.mark.parametrize(("dtype", "kept"), ROUNDED, ids=str)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("llama", "gpt2") else pytest.mark.slow) for name in MODELS]
+)
+def test_every_node_is_plain_decoding_over_rounded_keys_and_values(
+    name: str, dtype: torch.dtype, kept: str, kernels: str
+) -> None:
+    lm = CausalLM(model(name, dtype), kv_cache_dtype=kept)
+    assert lm.execution.program is not None
+    check_drafts(lm)
+    assert lm.execution.program.num_runs
+    assert lm.new_cache().dtype == getattr(torch, kept)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

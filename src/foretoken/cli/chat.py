@@ -40,7 +40,9 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Budget of every answer.")] = ANSWER_TOKENS,
     sampling: Annotated[SamplingOptions, "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"],
     max_model_len: Annotated[int | None, typer.Option(help="Limit of the conversation in tokens.")] = None,
-    loading: Annotated[LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "cache_packed"],
+    loading: Annotated[
+        LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "kv_cache_dtype", "cache_packed"
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Talk to a model. Answers appear as they come; between turns the cache stays, and only new text is fed.

@@ -45,7 +45,9 @@ def info(
     *,
     model: ModelChoice,
     drafting: DraftingOptions,
-    loading: Annotated[LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "cache_packed"],
+    loading: Annotated[
+        LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "kv_cache_dtype", "cache_packed"
+    ],
     context: Annotated[int, typer.Option(help="Tokens before the measured step.", min=1)] = CONTEXT,
     repeats: Annotated[int, typer.Option(help="Measurements per width.", min=1)] = REPEATS,
     keys: Annotated[

@@ -132,6 +132,9 @@ class LoadingOptions(TargetOptions):
     """How the model is loaded and run, under the names that `LLM` takes."""
 
     device: Annotated[str, typer.Option(help="auto is the GPU where there is one.")] = "auto"
+    kv_cache_dtype: Annotated[
+        str, typer.Option(metavar="auto|bfloat16|int8", help="Round keys and values; auto is the dtype of the model.")
+    ] = "auto"
     cache_packed: Annotated[
         bool,
         typer.Option("--cache-packed", help="Keep packed weights in the cache folder, and read them there next time."),

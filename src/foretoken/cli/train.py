@@ -23,7 +23,9 @@ def train(
     method: Annotated[
         str, typer.Argument(metavar="METHOD", help="medusa, hydra, hydra++, eagle, eagle2, eagle3 or draft_model.")
     ],
-    loading: Annotated[LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "cache_packed"],
+    loading: Annotated[
+        LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "kv_cache_dtype", "cache_packed"
+    ],
     rows: Annotated[EngineOptions, "max_num_seqs", "max_kv_bytes"],
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of the drafter and all that is kept.")

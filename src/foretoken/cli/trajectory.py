@@ -29,7 +29,9 @@ def trajectory(
     raw: Raw = False,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page to look at.")] = None,
     jsonl: Annotated[str | None, typer.Option(metavar="FILE", help="Write one line per block, to train on.")] = None,
-    loading: Annotated[LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "cache_packed"],
+    loading: Annotated[
+        LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "kv_cache_dtype", "cache_packed"
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Show how Jacobi decoding arrives at a text: every iterate of every block until its fixed point.

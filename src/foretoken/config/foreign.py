@@ -41,7 +41,6 @@ LLM_ARGUMENTS = {
     ),
     "cpu_offload_gb": Foreign("weights stay on one device; choose it with device='cpu' or device='cuda'", (None, 0)),
     "block_size": Foreign("the cache is not paged; leave it out"),
-    "kv_cache_dtype": Foreign("keys and values have the dtype of the model; choose that with dtype", (None, "auto")),
     "quantization_config": Foreign(_OWN_WEIGHTS),
     "load_in_8bit": Foreign("use quantization='int8'", (None, False)),
     "load_in_4bit": Foreign("use quantization='int4'", (None, False)),

@@ -72,6 +72,7 @@ class ModelInfo:
       weight_types: of stored weights.
       bits_per_weight: of linear layers, scales included; None where they do not run by packed weights.
       step_bytes: of packed weights, which every step reads.
+      kv_cache_dtype: of keys and values.
       supports_trees: verdict of the probe; chains always pass, or the model is refused.
       packed_copy, packed_copy_bytes: where its packed weights are kept, and in how many bytes, if they are.
     """
@@ -87,6 +88,7 @@ class ModelInfo:
     weight_types: str | None
     bits_per_weight: float | None
     step_bytes: int
+    kv_cache_dtype: str
     supports_trees: bool
     vocab_size: int
     context_length: int | None
@@ -110,6 +112,7 @@ def describe(loaded: Loaded, lm: CausalLM) -> ModelInfo:
         weight_types=loaded.types,
         bits_per_weight=lm.execution.bits_per_weight,
         step_bytes=lm.execution.packed_bytes,
+        kv_cache_dtype=str(lm.kv_dtype or lm.dtype).removeprefix("torch."),
         supports_trees=lm.supports_trees,
         vocab_size=lm.vocab_size,
         context_length=lm.context_length,
@@ -144,6 +147,7 @@ def load_line(
     note = dtype_note(dtype, name_of(stored_dtype), info.device, is_chosen=is_dtype_chosen)
     parts = [f"{count(info.num_parameters)} parameters", f"{dtype} ({note})" if note else dtype]
     parts += [weights] if (weights := weights_note(info)) else []
+    parts += [] if info.kv_cache_dtype == dtype else [f"keys and values in {info.kv_cache_dtype}"]
     parts.append(info.execution)
     if info.device != "cpu":
         parts.append(f"on {info.device}")

@@ -158,10 +158,14 @@ class PackedCopy:
         return True
 
 
-def adapter_of(loaded: Loaded, execution: str) -> CausalLM:
+def adapter_of(loaded: Loaded, execution: str, kv_cache_dtype: str = "auto") -> CausalLM:
     """The adapter of a model that was loaded; its packed weights are kept where that was asked for."""
     lm = CausalLM(
-        loaded.model, execution=execution, release_originals=loaded.is_owned, quantization=loaded.quantization
+        loaded.model,
+        execution=execution,
+        release_originals=loaded.is_owned,
+        quantization=loaded.quantization,
+        kv_cache_dtype=kv_cache_dtype,
     )
     copy = loaded.packed_copy
     if copy is not None and not loaded.is_from_copy:

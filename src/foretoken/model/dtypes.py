@@ -30,7 +30,39 @@ DTYPES = {
     "float64": torch.float64,
     "double": torch.float64,
 }
+KV_DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "int8": torch.int8}
+"""Of keys and values; None is that of the model."""
 _SAFETENSORS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def check_kv_cache_dtype(name: str) -> None:
+    """Raises: ConfigError for an unknown one."""
+    if name not in KV_DTYPES:
+        of_floats = "no kernel here reads floats of 8 bits; 'int8' takes as many bytes. " if "fp8" in str(name) else ""
+        raise ConfigError(
+            f"kv_cache_dtype is {name!r}; {of_floats}Known are auto, the dtype of the model, bfloat16 and int8"
+        )
+
+
+def kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype | None:
+    """What keys and values of a model are rounded to; None where they stay as they are.
+
+    Args:
+      name: a key of `KV_DTYPES`.
+      dtype: of the model.
+
+    Raises: ConfigError for an unknown name, and for one that saves nothing beside this model.
+    """
+    check_kv_cache_dtype(name)
+    chosen = KV_DTYPES[name]
+    if chosen == dtype:
+        return None
+    if chosen is not None and chosen.itemsize >= dtype.itemsize:
+        raise ConfigError(
+            f"kv_cache_dtype is {name!r}, and the model runs in {str(dtype).removeprefix('torch.')}, which takes "
+            "as many bytes for more digits; leave it out, or use 'int8'"
+        )
+    return chosen
 
 
 def choose_dtype(

@@ -16,6 +16,7 @@ from foretoken.errors import UnsupportedModelError
 from foretoken.machine import return_free_memory
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.capture import Output, Recorder, Wanted
+from foretoken.model.dtypes import kv_dtype
 from foretoken.model.execution.attention import NotPassedOnError
 from foretoken.model.execution.compiled_layers import detach
 from foretoken.model.execution.execution import Execution, apply_execution
@@ -64,11 +65,12 @@ class CausalLM:
       probe: compare a tree and ragged chains with plain forwards before anything else runs.
       earlier: of another adapter of the same model; see `apply_execution`.
       quantization: "int8" or "int4": decode the model with its linear layers rounded to so many bits.
+      kv_cache_dtype: "auto", "bfloat16" or "int8": decode it with keys and values rounded when they are written.
 
     Attributes:
       layer_types: kind of attention of every layer.
       window: width of the sliding windows, if there are any.
-      quantization: how linear layers were rounded, if they were.
+      quantization, kv_dtype: how linear layers, and keys and values, are rounded, if they are.
 
     Raises:
       UnsupportedModelError, UnsupportedStateError: the model cannot be decoded exactly; the message says why.
@@ -84,10 +86,16 @@ class CausalLM:
         probe: bool = True,
         earlier: Execution | None = None,
         quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         model = check_unwrapped(model)
         check_supported(model)
-        self._wanted_execution, self.quantization = execution, quantization
+        self._asked: dict[str, Any] = {
+            "execution": execution,
+            "quantization": quantization,
+            "kv_cache_dtype": kv_cache_dtype,
+        }
+        self.quantization = quantization
         # weights that are released cannot be read again, and nobody else holds the model
         self._owner = _nobody if release_originals else weakref.ref(model)
         self._state = ModelState.of(model)
@@ -100,6 +108,7 @@ class CausalLM:
         self.context_length: int | None = exact_context_length(self.config)
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.dtype: torch.dtype = compute_dtype(model)
+        self.kv_dtype = kv_dtype(kv_cache_dtype, self.dtype)
         self.num_forwards = 0
         check_autocast(self.device)
         self.layer_types = layer_types(self.config)
@@ -176,13 +185,8 @@ class CausalLM:
     def _follow(self, model: PreTrainedModel, state: ModelState) -> None:
         """Become the adapter of the model as it is now, for all who hold this one."""
         known = self._probes.get(state.structure)
-        fresh = CausalLM(
-            model,
-            execution=self._wanted_execution,
-            quantization=self.quantization,
-            probe=bool(self._probes) and known is None,
-            earlier=self.execution,
-        )
+        probe = bool(self._probes) and known is None
+        fresh = CausalLM(model, probe=probe, earlier=self.execution, **self._asked)
         if known is not None:
             fresh._judge(known)
         while len(self._probes) >= MAX_PROBES:
@@ -191,9 +195,10 @@ class CausalLM:
         fresh.num_forwards, fresh.num_changes = self.num_forwards, self.num_changes
         vars(self).update(vars(fresh))
 
-    def new_cache(self, num_rows: int = 0, capacity: int = 256) -> KVCache:
-        """An empty cache that this model can write into."""
-        return KVCache(self.num_layers, num_rows=num_rows, capacity=capacity, device=self.device)
+    def new_cache(self, num_rows: int = 0, capacity: int = 256, *, rounds: bool = True) -> KVCache:
+        """An empty cache that this model can write into; it rounds to `kv_dtype`, or, where told so, not at all."""
+        dtype = self.kv_dtype if rounds else None
+        return KVCache(self.num_layers, num_rows=num_rows, capacity=capacity, device=self.device, dtype=dtype)
 
     @torch.inference_mode()
     def variant(self, name: str, edit: Callable[[CausalLM, PreTrainedModel], None]) -> CausalLM:

@@ -278,7 +278,7 @@ class Prober:
 
     def _run(self, rehearsal: Rehearsal, lm: CausalLM) -> dict[str, torch.Tensor]:
         try:
-            results = rehearsal.run(lm.forward, lm.new_cache(len(rehearsal.prefixes), capacity=64))
+            results = rehearsal.run(lm.forward, lm.new_cache(len(rehearsal.prefixes), capacity=64, rounds=False))
         except Exception as error:
             if self._dtype is None or lm is self._lm:
                 raise ProbeError(

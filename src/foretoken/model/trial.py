@@ -23,7 +23,7 @@ def trial(lm: CausalLM, num_nodes: int) -> torch.Tensor:
     """Logits (1, N, V) of a chain of so many nodes. The forward is not counted."""
     count, tokens = lm.num_forwards, [number % lm.vocab_size for number in range(num_nodes)]
     try:
-        return lm.forward(Nodes.from_chains([tokens]), lm.new_cache(1))
+        return lm.forward(Nodes.from_chains([tokens]), lm.new_cache(1, rounds=False))
     finally:
         lm.num_forwards = count
 
@@ -34,7 +34,7 @@ def runs_own_attention(lm: CausalLM) -> str:
 
     Structure decides, not values: which kernel takes a call follows from dtype, layout and kind of attention.
     """
-    count, cache = lm.num_forwards, lm.new_cache(2)
+    count, cache = lm.num_forwards, lm.new_cache(2, rounds=False)
     with unmultiplied(packed_layers([lm.shadow])):
         lm.forward(Nodes.from_chains([[0], [0, 0]]), cache)
     lm.num_forwards = count

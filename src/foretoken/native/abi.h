@@ -22,14 +22,17 @@ struct Matrix {
   const void *scale_halves, *zero_halves;  // these, by block of outputs, groups that share one, and output
 };
 
-// MULTIPLES: bytes with a sign, of a number in half precision that several of them share.
-enum { PAIRS = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3, NIBBLES = 4, BYTES = 5, MULTIPLES = 6 };
+// MULTIPLES: bytes with a sign, of a number in half precision that several of them share. SCALED: of a cache, bytes with a
+// sign, and behind those of a head the number in float32 that they are multiples of.
+enum { PAIRS = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3, NIBBLES = 4, BYTES = 5, MULTIPLES = 6, SCALED = 7 };
 enum { CODES_BLOCK = 32, CODES_SPAN = 64 };  // of codes: outputs of a block, and inputs that are rounded together at most
+
+enum { SCALE_BYTES = 4 };
 
 struct Attention {  // of lists of nodes over rows of a cache
   int64_t rows, heads, group;  // heads of keys, and heads of queries that share one
   int64_t size, value_size;
-  int64_t kind;                // of everything in memory
+  int64_t kind, cache_kind;    // of everything in memory; of keys and values
   int64_t query_node, query_head, key_row, key_head, value_row, value_head, mask_row, mask_node;  // strides
   const int64_t* counts;       // nodes of every row
   const int64_t* firsts;       // where they begin in the list
@@ -122,7 +125,7 @@ struct Model {
 
 struct Store {  // of a cache
   void *const *keys, *const *values;  // of every layer of it: (rows, heads, columns, size)
-  int64_t columns;
+  int64_t columns, kind;
 };
 
 struct Results {

@@ -11,8 +11,10 @@ Float, Double, Threads = ctypes.c_float, ctypes.c_double, ctypes.c_int
 MOST_NODES = 64
 """Nodes of a row, its root included, up to which kernels keep the bits of a node of any tree."""
 
-PAIRS, FLOAT32, BFLOAT16, FLOAT16, NIBBLES, BYTES, MULTIPLES = range(7)
-"""How the numbers of a matrix lie in memory."""
+PAIRS, FLOAT32, BFLOAT16, FLOAT16, NIBBLES, BYTES, MULTIPLES, SCALED = range(8)
+"""How the numbers of a matrix or a cache lie in memory."""
+SCALE_BYTES = 4
+"""Of what whole numbers of a cache are multiples of, behind those of a head."""
 SCRATCH, MEMORY, INPUT, GIVEN, OUTPUT = range(5)
 """Which memory an operand of a program lies in."""
 OPERATIONS, PRODUCT, ATTENTION = range(3)
@@ -61,7 +63,7 @@ class Attention(ctypes.Structure):
     """Attention of lists of nodes over rows of a cache."""
 
     _fields_ = (
-        *_of(Integer, "rows heads group size value_size kind"),
+        *_of(Integer, "rows heads group size value_size kind cache_kind"),
         *_of(Integer, "query_node query_head key_row key_head value_row value_head mask_row mask_node"),
         *_of(Address, "counts firsts columns"),
         ("scale", Float),
@@ -147,7 +149,7 @@ class Model(ctypes.Structure):
 class Store(ctypes.Structure):
     """Where a cache keeps keys and values."""
 
-    _fields_ = (*_of(Address, "keys values"), ("columns", Integer))
+    _fields_ = (*_of(Address, "keys values"), *_of(Integer, "columns kind"))
 
 
 class Results(ctypes.Structure):

@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 
 from foretoken.native import abi
-from foretoken.native.library import KINDS, Library
+from foretoken.native.library import CACHE_KINDS, KINDS, Library
 from foretoken.native.memory import scratch_address
 
 
@@ -166,6 +166,7 @@ def _call_of(
         size,
         value_size,
         KINDS[query.dtype],
+        CACHE_KINDS[key.dtype],
         query.stride(2),
         query.stride(1),
         *key.stride()[:2],

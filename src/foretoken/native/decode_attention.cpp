@@ -109,8 +109,10 @@ static void attend(const Attention* call, const void* query, const void* keys, c
   }
 }
 
-// Query (S, H_q, D) by strides, keys and values (R, H_kv, T, D) by strides, mask (R or 1, N, T) of the same kind,
-// 0 where a column is seen, or null; out (S, H_q, D_v), contiguous.
+enum { MOST_KINDS = 8 };
+
+// Query (S, H_q, D) by strides, keys and values (R, H_kv, T, D) by strides, in the kind of their cache, mask (R or 1, N, T)
+// of that of the query, 0 where a column is seen, or null; out (S, H_q, D_v), contiguous.
 extern "C" void foretoken_decode_attention(const Attention* call, const void* query, const void* keys, const void* values,
                                     const void* mask, void* out, float* scratch, int threads) {
   if (threads < 1) threads = 1;
@@ -119,9 +121,16 @@ extern "C" void foretoken_decode_attention(const Attention* call, const void* qu
 #elif defined(FORETOKEN_AVX512_BF16)
   if (Halves::fits(call)) return attend<Halves>(call, query, keys, values, mask, out, scratch, threads);
 #endif
-  switch (call->kind) {
-    case 1: return attend<Pair<float>>(call, query, keys, values, mask, out, scratch, threads);
-    case 2: return attend<Pair<Bfloat16>>(call, query, keys, values, mask, out, scratch, threads);
-    case 3: return attend<Pair<Float16>>(call, query, keys, values, mask, out, scratch, threads);
+  switch (call->kind * MOST_KINDS + call->cache_kind) {
+#define CASE(KIND, T, CACHE, C) \
+  case KIND * MOST_KINDS + CACHE: return attend<Pair<T, C>>(call, query, keys, values, mask, out, scratch, threads)
+    CASE(FLOAT32, float, FLOAT32, float);
+    CASE(BFLOAT16, Bfloat16, BFLOAT16, Bfloat16);
+    CASE(FLOAT16, Float16, FLOAT16, Float16);
+    CASE(FLOAT32, float, BFLOAT16, Bfloat16);
+    CASE(FLOAT32, float, SCALED, Scaled);
+    CASE(BFLOAT16, Bfloat16, SCALED, Scaled);
+    CASE(FLOAT16, Float16, SCALED, Scaled);
+#undef CASE
   }
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "abi.h"
+#include "cells.h"
 #include "functions.h"
 
 enum { STEP = 2 * LANES, MOST_SCORED = 6, MOST_HALVES = 12, MOST_SUMMED = 6, TILE = 128, CHUNK = 512 };
@@ -62,10 +63,12 @@ static inline Vector seen_only(Vector scores, const T* mask, int64_t count) {
   return where_zero(read(is_hidden), scores, unseen);
 }
 
-template <typename T>
+// T: of queries, masks and results; C: of keys and values.
+template <typename T, typename C = T>
 struct Pair {
   const Attention* call;
-  const T *query, *keys, *values;
+  const T* query;
+  const C *keys, *values;
   const T* mask;
   T* out;
   int64_t count, columns, stride;  // queries: group x nodes; columns, also up to a whole step
@@ -77,8 +80,8 @@ struct Pair {
       : call(call), width(rounded_up(call->size, LANES)), value_width(rounded_up(call->value_size, LANES)) {
     const int64_t row = index / call->heads, head = index % call->heads, first = call->firsts[row] + node;
     this->query = (const T*)query + first * call->query_node + head * call->group * call->query_head;
-    this->keys = (const T*)keys + row * call->key_row + head * call->key_head;
-    this->values = (const T*)values + row * call->value_row + head * call->value_head;
+    this->keys = (const C*)keys + row * call->key_row + head * call->key_head;
+    this->values = (const C*)values + row * call->value_row + head * call->value_head;
     this->mask = mask ? (const T*)mask + row * call->mask_row + node * call->mask_node : nullptr;
     this->out = (T*)out + (first * call->heads * call->group + head * call->group) * call->value_size;
     count = node < call->counts[row] ? call->group * least(most, call->counts[row] - node) : 0;
@@ -102,7 +105,7 @@ struct Pair {
       Vector block[LANES];
 #pragma GCC unroll 16
       for (int i = 0; i < LANES; ++i)
-        block[i] = column + i < columns ? read_first(keys + (column + i) * size + at, size - at) : zero();
+        block[i] = column + i < columns ? Cell<C>(keys, column + i, size).first(at) : zero();
       transpose(block);
 #pragma GCC unroll 16
       for (int i = 0; i < LANES; ++i) write(keys_by_input + (at + i) * LANES, block[i]);
@@ -150,12 +153,12 @@ struct Pair {
   template <int MOST, typename Work>
   static void score_by(const Work& work, int64_t from, int64_t to, const float* queries, float* by_input,
                        float* scores) {
-    const int64_t bytes = STEP * work.call->size * (int64_t)sizeof(T);
+    const int64_t row = Cell<C>::numbers(work.call->size), bytes = STEP * row * (int64_t)sizeof(C);
     float *left = by_input, *right = by_input + LANES * work.width;
     for (int64_t column = from; column < to; column += STEP) {
       if (column + STEP < work.columns)
         for (int64_t byte = 0; byte < bytes; byte += 64)
-          _mm_prefetch((const char*)(work.keys + (column + STEP) * work.call->size) + byte, _MM_HINT_T0);
+          _mm_prefetch((const char*)(work.keys + (column + STEP) * row) + byte, _MM_HINT_T0);
       work.read_keys(column, left);
       work.read_keys(column + LANES, right);
       for (int64_t first = 0; first < work.count; first += MOST)
@@ -190,7 +193,8 @@ struct Pair {
       for (int j = 0; j < VECTORS; ++j) sum[i][j] = read(sums + (first + i) * value_width + at + j * LANES);
     for (int64_t column = from; column < to; ++column) {
       Vector value[VECTORS];
-      for (int j = 0; j < VECTORS; ++j) value[j] = read(values + column * call->value_size + at + j * LANES);
+      const Cell<C> cell(values, column, call->value_size);
+      for (int j = 0; j < VECTORS; ++j) value[j] = cell.whole(at + j * LANES);
 #pragma GCC unroll 6
       for (int i = 0; i < COUNT; ++i) {
         const Vector weight = all(weights[(first + i) * stride + column]);
@@ -232,7 +236,7 @@ struct Pair {
     Vector sum = read(sums + index * value_width + at);
     for (int64_t column = from; column < columns; ++column)
       if (const float weight = weights[index * stride + column]; weight != 0)
-        sum = add_product(all(weight), read_first(values + column * call->value_size + at, call->value_size - at), sum);
+        sum = add_product(all(weight), Cell<C>(values, column, call->value_size).first(at), sum);
     write(sums + index * value_width + at, sum);
   }
 
@@ -277,7 +281,9 @@ struct Pair {
 struct Halves : Pair<Bfloat16> {
   using Pair::Pair;
 
-  static bool fits(const Attention* call) { return call->kind == BFLOAT16 && call->size % STEP == 0; }
+  static bool fits(const Attention* call) {
+    return call->kind == BFLOAT16 && call->cache_kind == BFLOAT16 && call->size % STEP == 0;
+  }
 
   void read_queries(float* queries) const {
     const int64_t size = call->size;

@@ -18,7 +18,8 @@ struct Tiled : Pair<Bfloat16> {
   using Pair::Pair;
 
   static bool fits(const Attention* call) {
-    return call->kind == BFLOAT16 && call->size % BLOCK_COLUMNS == 0 && call->value_size % BLOCK_COLUMNS == 0;
+    const bool is_half = call->kind == BFLOAT16 && call->cache_kind == BFLOAT16;
+    return is_half && call->size % BLOCK_COLUMNS == 0 && call->value_size % BLOCK_COLUMNS == 0;
   }
 
   static void configure(int64_t rows) {

@@ -72,7 +72,7 @@ static void attend(const Head& head, const Level& level, Room& room, int threads
   const bool has_mask = !all_see_all(nodes, listed, 0);
   room.mask.resize(has_mask ? nodes.rows * listed.most * listed.longest : 0);
   if (has_mask) write_mask(nodes, listed, 0, sizeof(uint16_t), (char*)room.mask.data());
-  const Attention call = {nodes.rows, head.kv_heads, head.heads / head.kv_heads, size, size, BFLOAT16, width, size,
+  const Attention call = {nodes.rows, head.kv_heads, head.heads / head.kv_heads, size, size, BFLOAT16, BFLOAT16, width, size,
                           level.row, level.head, level.row, level.head, listed.most * listed.longest, listed.longest,
                           nodes.counts, listed.firsts.data(), listed.views.data(), 1.0f / sqrtf((float)size)};
   room.scratch.resize(foretoken_decode_attention_scratch(&call, threads) + 16);

@@ -14,16 +14,18 @@ from typing import Literal
 
 import torch
 
-from foretoken.native.abi import BFLOAT16, FLOAT16, FLOAT32, FUNCTIONS
+from foretoken.native.abi import BFLOAT16, FLOAT16, FLOAT32, FUNCTIONS, SCALED
 from foretoken.native.build import compiled, instruction_set, precompiled
 from foretoken.native.compiler import HEADERS, OPTIONS, SOURCES, digest_of, first_line
 from foretoken.native.threads import Helpers
 
-__all__ = ["KINDS", "OPTIONS", "SOURCES", "Library", "instruction_set", "library", "source_digest"]
+__all__ = ["CACHE_KINDS", "KINDS", "OPTIONS", "SOURCES", "Library", "instruction_set", "library", "source_digest"]
 
 logger = logging.getLogger("foretoken")
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+CACHE_KINDS = {**KINDS, torch.int8: SCALED}
+"""Of keys and values."""
 Origin = Literal["wheel", "compiler"]
 
 

@@ -3,6 +3,7 @@
 // Between products and attention, operations go node by node over memory that stays in the first cache. What a node gets
 // does not depend on others, see glue.h; what attention and products do, see there.
 
+#include "cells.h"
 #include "glue.h"
 #include "nodes.h"
 #include "threads.h"
@@ -106,19 +107,28 @@ void operate(const Program& program, const Step& step, char* const* bases, int64
 
 // ---- layers ---------------------------------------------------------------------------------------------------------
 
-void keep(const Listed& nodes, const Attention& call, const char* from, char* to, int64_t row, int64_t head, int64_t size,
-          int64_t item) {
+void keep(const Listed& nodes, const Attention& call, const char* from, char* to, int64_t row, int64_t head, int64_t size) {
+  const int64_t item = item_bytes(call.kind), kind = call.cache_kind;
   for (size_t node = 0; node < nodes.rows.size(); ++node)
-    for (int64_t i = 0; i < call.heads; ++i, from += size * item)
-      memcpy(to + (nodes.rows[node] * row + i * head + nodes.columns[node] * size) * item, from, size * item);
+    for (int64_t i = 0; i < call.heads; ++i, from += size * item) {
+      const int64_t place = nodes.rows[node] * row + i * head + nodes.columns[node] * cell_numbers(kind, size);
+      char* cell = to + place * item_bytes(kind);
+      if (call.kind == kind)
+        memcpy(cell, from, size * item);
+      else if (call.kind == FLOAT32)
+        write_cell((const float*)from, size, kind, cell);
+      else if (call.kind == BFLOAT16)
+        write_cell((const Bfloat16*)from, size, kind, cell);
+      else
+        write_cell((const Float16*)from, size, kind, cell);
+    }
 }
 
 void attend(const Work& work, const Form& form, int64_t number, const Step& step, char* const* bases, char* keys,
             char* values, char* scratch, int threads) {
   const Attention& call = work.calls[number];
-  const int64_t item = form.kind == FLOAT32 ? 4 : 2;
-  keep(work.nodes, call, bases[step.key], keys, call.key_row, call.key_head, form.size, item);
-  keep(work.nodes, call, bases[step.value], values, call.value_row, call.value_head, form.value_size, item);
+  keep(work.nodes, call, bases[step.key], keys, call.key_row, call.key_head, form.size);
+  keep(work.nodes, call, bases[step.value], values, call.value_row, call.value_head, form.value_size);
   foretoken_decode_attention(&call, bases[step.query], keys, values, work.mask_of[number], bases[step.attended],
                              (float*)scratch, threads);
 }
@@ -160,7 +170,7 @@ void run(const Model& model, const Layer& layer, const Around& around, int64_t n
       case ATTENTION: {
         const Form& form = model.forms[layer.form];
         const Attention& call = work.calls[layer.form];
-        const int64_t item = form.kind == FLOAT32 ? 4 : 2;
+        const int64_t item = item_bytes(call.cache_kind);
         const Store& store = *around.store;
         attend(work, form, layer.form, *step, bases,
                (char*)store.keys[layer.cache] + around.first_row * call.key_row * item,
@@ -208,8 +218,9 @@ void prepare(const Model& model, const Store& store, const Nodes& fed, Work& wor
   if ((int64_t)work.masks.size() < model.num_forms) work.masks.resize(model.num_forms);
   for (int64_t i = 0; i < model.num_forms; ++i) {
     const Form& form = model.forms[i];
-    const int64_t key_head = store.columns * form.size, value_head = store.columns * form.value_size;
-    work.calls[i] = {fed.rows, form.heads, form.group, form.size, form.value_size, form.kind,
+    const int64_t key_head = store.columns * cell_numbers(store.kind, form.size);
+    const int64_t value_head = store.columns * cell_numbers(store.kind, form.value_size);
+    work.calls[i] = {fed.rows, form.heads, form.group, form.size, form.value_size, form.kind, store.kind,
                      form.heads * form.group * form.size, form.size, form.heads * key_head, key_head,
                      form.heads * value_head, value_head, nodes.most * nodes.longest, nodes.longest,
                      fed.counts, nodes.firsts.data(), nodes.views.data(), form.scale};

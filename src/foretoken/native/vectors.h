@@ -14,6 +14,9 @@ struct Bfloat16 {
 struct Float16 {
   uint16_t bits;
 };
+struct Scaled {  // a number of a cache, of those in its cell whose scale lies behind them
+  int8_t code;
+};
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -33,6 +36,9 @@ static inline Vector read(const Float16* from) { return _mm256_cvtph_ps(_mm_load
 static inline Vector read(const uint8_t* from) {
   return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)));
 }
+static inline Vector read(const Scaled* from) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+}
 #else
 typedef __m512 Vector;
 enum { LANES = 16 };
@@ -48,6 +54,9 @@ static inline Vector read(const Bfloat16* from) {
 static inline Vector read(const Float16* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
 static inline Vector read(const uint8_t* from) {
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)));
+}
+static inline Vector read(const Scaled* from) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
 }
 #endif
 

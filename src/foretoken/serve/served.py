@@ -153,7 +153,7 @@ class Served:
     def weights(self) -> str:
         """Changes with the weights, their shapes, dtypes and rounding: what one began, another must not continue."""
         target = self.llm.target
-        digest = hashlib.sha256(f"{target.quantization}".encode())
+        digest = hashlib.sha256(f"{target.quantization}{target.kv_dtype or ''}".encode())
         for name, weight in target.shadow.named_parameters():
             digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode())
         for name, sums in weight_sums(target.shadow):

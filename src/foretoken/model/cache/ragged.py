@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from foretoken.errors import ShapeError
-from foretoken.model.cache.storage import Moves, RaggedLayer, Window, grown, held
+from foretoken.model.cache.storage import Device, Moves, RaggedLayer, Rounded, Window, grown, held
 
 if TYPE_CHECKING:
     from foretoken.model.nodes import FlatNodes
@@ -33,6 +33,7 @@ class KVCache(Cache):  # type: ignore[misc]
       num_rows: rows to start with, of length 0.
       capacity: columns to start with.
       device: of the model, for index tensors.
+      dtype: that keys and values are rounded to when they are written: also its own are so for a forward.
 
     Attributes:
       max_cells: rows times columns that are to be allocated at most, unless more are asked for at once. Near the limit
@@ -41,10 +42,11 @@ class KVCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(
-        self, num_layers: int, *, num_rows: int = 0, capacity: int = 256, device: torch.device | str = "cpu"
+        self, num_layers: int, *, num_rows: int = 0, capacity: int = 256, device: Device = "cpu", dtype: Rounded = None
     ) -> None:
         super().__init__(layers=[RaggedLayer(self) for _ in range(num_layers)])
         self.device = torch.device(device)
+        self.dtype = dtype
         self.lengths: list[int] = [0] * num_rows
         self.capacity = capacity
         self.num_slots = max(num_rows, 1)
@@ -60,8 +62,7 @@ class KVCache(Cache):  # type: ignore[misc]
     @property
     def num_bytes(self) -> int:
         """Memory that the buffers hold."""
-        layers = [layer for layer in self.layers if layer.is_initialized]
-        return sum(buffer.numel() * buffer.element_size() for layer in layers for buffer in (layer.keys, layer.values))
+        return sum(buffer.nbytes for buffer in self._buffers())
 
     # -- one forward -------------------------------------------------------------------------------------------
 
@@ -197,7 +198,7 @@ class KVCache(Cache):  # type: ignore[misc]
                 continue
             keys, values = pair
             if not layer.is_initialized:
-                layer.lazy_initialization(keys[None], values[None])
+                layer.begin(keys[None], values[None])
             layer.keys[row, :, :length] = keys[:, :length]
             layer.values[row, :, :length] = values[:, :length]
         self.lengths[row] = length

@@ -3,28 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from foretoken.native.abi import SCALE_BYTES
+
 if TYPE_CHECKING:
     from foretoken.model.nodes import FlatNodes
 
 
+Device: TypeAlias = torch.device | str
+Rounded: TypeAlias = torch.dtype | None
+"""What a cache rounds keys and values to; None for nothing."""
+
+
 class Owner(Protocol):
-    """What layers ask of their cache: its size, where the running forward writes, and to be told of new memory."""
+    """What layers ask of their cache: size, dtype, where the running forward writes; and they tell of new memory."""
 
     num_slots: int
     capacity: int
+    dtype: Rounded
     window: Window
     memory: object
+
+
+def stored(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """States (..., D) as a cache of this dtype holds them; of int8 (..., D + 4).
+
+    A head of a token in int8 is D whole numbers up to 127 and, behind them, the bytes of what they are multiples of, in
+    float32. With 2.54 as the largest number, 1.0 becomes 50, of 0.02. Every head depends on its own numbers alone.
+    """
+    if dtype is not torch.int8:
+        return states.to(dtype)
+    wide = states.float()
+    scales = wide.abs().amax(-1, keepdim=True) / 127
+    codes = (wide / scales).nan_to_num(0.0).round().clamp(-127, 127).to(torch.int8)
+    return torch.cat([codes, scales.contiguous().view(torch.int8)], -1)
+
+
+def restored(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """States (..., D) in this dtype that a cache holds as `stored`."""
+    if rows.dtype is not torch.int8:
+        return rows.to(dtype)
+    scales = rows[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return (rows[..., :-SCALE_BYTES] * scales).to(dtype)
 
 
 class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer: two buffers (rows, heads, capacity, head_dim), zero where never written.
 
+    Where the cache has a dtype of its own, they hold states as `stored`, and a forward is given them `restored`.
     Garbage in a masked column must stay finite, since 0 * NaN is NaN: hence zeros, not empty memory.
     """
 
@@ -36,9 +67,13 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate both buffers in the shape, dtype and device of the first states (B, heads, N, head_dim)."""
-        self.keys = self._allocate(key_states, self._cache.num_slots, self._cache.capacity)
-        self.values = self._allocate(value_states, self._cache.num_slots, self._cache.capacity)
+        """Allocate both buffers for states like the first ones (B, heads, N, head_dim)."""
+        self.begin(*(self._stored(states[:1, :, :1]) for states in (key_states, value_states)))
+
+    def begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Allocate both buffers for what lies in a cache of this dtype, in the shape, dtype and device of these."""
+        self.keys = self._allocate(keys, self._cache.num_slots, self._cache.capacity)
+        self.values = self._allocate(values, self._cache.num_slots, self._cache.capacity)
         self.is_initialized = True
         self._cache.memory = object()
 
@@ -49,13 +84,16 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write (B, heads, N, head_dim) at the offsets of the rows in work; return views up to the last column."""
+        """Write (B, heads, N, head_dim) at the offsets of the rows in work; return all up to the last column."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return self._write(self.keys, key_states), self._write(self.values, value_states)
 
-    def _write(self, buffer: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        window = self._cache.window
+    def _stored(self, states: torch.Tensor) -> torch.Tensor:
+        return states if self._cache.dtype is None else stored(states, self._cache.dtype)
+
+    def _write(self, buffer: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        window, states = self._cache.window, self._stored(given)
         rows = buffer[window.first_row : window.first_row + window.num_rows]
         if (
             window.flat is not None and window.columns is not None
@@ -70,7 +108,8 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
         else:
             # not scatter_, which takes a thousand times longer in half precision and grows with the whole buffer
             rows.transpose(1, 2)[window.row_index, window.columns] = states.transpose(1, 2)  # (B, N, heads, head_dim)
-        return rows[:, :, : window.view_length]
+        seen = rows[:, :, : window.view_length]
+        return seen if self._cache.dtype is None else restored(seen, given.dtype)
 
     @torch.inference_mode()
     def resize(self, num_slots: int, capacity: int) -> None:

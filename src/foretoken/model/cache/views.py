@@ -10,7 +10,7 @@ import torch
 
 from foretoken.errors import ShapeError
 from foretoken.model.cache.ragged import KVCache
-from foretoken.model.cache.storage import RaggedLayer
+from foretoken.model.cache.storage import Device, RaggedLayer, Rounded
 
 Columns: TypeAlias = torch.Tensor | tuple[range, ...]
 """Columns of one layer that are kept: int64 (heads, kept), ascending for every head, or ranges for all heads."""
@@ -37,7 +37,7 @@ class ViewCache(KVCache):
 
     A forward over it attends to these columns and to what it writes behind them, and gives its nodes the positions
     that follow the whole row: positions are apart from columns. What it writes stays here. Keys are copied as they
-    are, turned by the positions that they were written at.
+    are, turned by the positions that they were written at. Both caches have one dtype.
 
     Sliding layers count their window in columns, so what they keep must be the last columns of the row, without gaps.
 
@@ -46,9 +46,9 @@ class ViewCache(KVCache):
     """
 
     def __init__(
-        self, num_layers: int, *, num_rows: int = 0, capacity: int = 256, device: torch.device | str = "cpu"
+        self, num_layers: int, *, num_rows: int = 0, capacity: int = 256, device: Device = "cpu", dtype: Rounded = None
     ) -> None:
-        super().__init__(num_layers, num_rows=num_rows, capacity=capacity, device=device)
+        super().__init__(num_layers, num_rows=num_rows, capacity=capacity, device=device, dtype=dtype)
         self.offsets: list[int] = [0] * num_rows
 
     def row_offsets(self, first_row: int, num_rows: int) -> list[int]:
@@ -133,7 +133,7 @@ class ViewCache(KVCache):
     @staticmethod
     def _begin(own: RaggedLayer, other: RaggedLayer) -> None:
         if not own.is_initialized:
-            own.lazy_initialization(other.keys[:1], other.values[:1])
+            own.begin(other.keys[:1], other.values[:1])
 
     # -- rows --------------------------------------------------------------------------------------------------
 

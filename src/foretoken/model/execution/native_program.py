@@ -33,7 +33,7 @@ from foretoken.model.execution.tracing import LayerProgram
 from foretoken.model.nodes import FlatNodes, NodeLogits, Nodes
 from foretoken.model.state import version_of
 from foretoken.native import abi
-from foretoken.native.library import KINDS, Library
+from foretoken.native.library import CACHE_KINDS, KINDS, Library
 from foretoken.native.packed_matmul import PackedMatrix
 
 if TYPE_CHECKING:
@@ -223,10 +223,11 @@ class _Store:
             for part in (0, 1)
         ]
         found = [buffer for pair in buffers for buffer in pair if buffer is not None]
-        columns = {buffer.shape[2] for buffer in found}
+        columns, dtypes = {buffer.shape[2] for buffer in found}, {buffer.dtype for buffer in found}
         self.ready = {index for index, ready in enumerate(has) if ready}
-        self.is_even = len(columns) <= 1 and all(buffer.is_contiguous() for buffer in found)
-        self._fields = abi.Store(*map(ctypes.addressof, self._arrays), next(iter(columns), 0))
+        self.is_even = len(columns) <= 1 and len(dtypes) <= 1 and all(buffer.is_contiguous() for buffer in found)
+        kind = CACHE_KINDS[next(iter(dtypes))] if dtypes else abi.FLOAT32
+        self._fields = abi.Store(*map(ctypes.addressof, self._arrays), next(iter(columns), 0), kind)
         self.address = ctypes.addressof(self._fields)
 
 
