@@ -52,6 +52,17 @@ def plain() -> LLM:
 # -- generate --------------------------------------------------------------------------------------------------------
 
 
+def test_keys_and_values_are_rounded_where_that_is_asked_for() -> None:
+    result = run("generate", STORY, *SHORT, "--kv-cache-dtype", "int8")
+    params = SamplingParams(temperature=0, max_tokens=12)
+    expected = LLM("zoo:tiny", dtype="float32", kv_cache_dtype="int8").generate([STORY], params)[0].outputs[0].text
+    assert (result.exit_code, result.stdout) == (0, expected + "\n")
+    assert "keys and values in int8" in result.stderr
+    refused = run("generate", STORY, *SHORT, "--kv-cache-dtype", "fp8")
+    assert refused.exit_code == 2
+    assert "kv_cache_dtype is 'fp8'" in refused.stderr
+
+
 def test_piped_output_is_the_text_and_nothing_else(plain: LLM) -> None:
     result = run("generate", STORY, "A lion", *SHORT)
     params = SamplingParams(temperature=0, max_tokens=12)

@@ -89,3 +89,4 @@ def test_every_verb_that_loads_a_target_can_be_told_in_what_weights() -> None:
     }
     for name in loading:
         assert verbs[name] >= {"dtype", "execution", "quantization", "weights"}, name
+        assert ("kv_cache_dtype" in verbs[name]) == (name.split()[0] not in ("bench", "tune")), name
