@@ -176,7 +176,7 @@ def test_what_cannot_be_stored_is_refused_by_name() -> None:
         LLM("zoo:tiny", kv_cache_dtype="fp8_e4m3")
     with pytest.raises(ConfigError, match=r"'float32'; Known are auto.*, bfloat16 and int8"):
         LLM("zoo:tiny", kv_cache_dtype="float32")
-    with pytest.raises(ConfigError, match="runs in float16.*use 'int8'"):
+    with pytest.raises(ConfigError, match=r"runs in float16.*use 'int8'"):
         CausalLM(build("llama", torch.float16), kv_cache_dtype="bfloat16")
 
 
