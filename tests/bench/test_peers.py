@@ -29,6 +29,7 @@ from foretoken.bench.peers.race import Race, RaceSettings
 from foretoken.bench.peers.workers.foretoken_worker import Own
 from foretoken.bench.workload import BenchPrompt
 from foretoken.errors import ConfigError
+from foretoken.folders import cache_folder
 
 FAKE = """
 import json, os
@@ -490,6 +491,7 @@ def test_the_verb_races_beside_an_engine_in_an_environment_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This library and transformers are real here; the third engine is made up and says something else."""
+    shutil.copytree(cache_folder("native"), tmp_path / "cache" / "native")  # they are not compiled again
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
     track = Track(tmp_path)
     plan = {"name": "made up", "entries": [entry("plain", departs_at=0)], "calls": str(track.calls)}
