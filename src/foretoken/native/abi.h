@@ -190,6 +190,8 @@ struct Growing {
   float power;
 };
 
+void fetch_matrix(const Matrix& matrix);
+
 extern "C" {
 void foretoken_rows(const Matrix* matrix, const int64_t* outputs, int64_t count, int64_t kind, void* out);
 void unpack_codes(const Matrix* matrix, int64_t output, int64_t kind, void* out);

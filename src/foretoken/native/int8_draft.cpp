@@ -181,8 +181,7 @@ static bool can_gain(const std::vector<Child>& pool, const std::vector<int64_t>&
   return best > scores[kept - 1];
 }
 
-// Returns: the number of nodes of the draft, the pending token included.
-extern "C" int64_t foretoken_head_grow(const Head* head, const Growing* growing, int threads) {
+static int64_t grow(const Head* head, const Growing* growing, int threads) {
   const int64_t size = head->size, vocab = head->output.outputs, beam = growing->beam;
   std::vector<Child> pool = {{-1, growing->pending, 0.0}}, children;
   std::vector<int64_t> place_of = {0}, frontier = {0}, tokens, depths;  // place_of: where behind the trunk a node lies
@@ -237,3 +236,9 @@ extern "C" int64_t foretoken_head_grow(const Head* head, const Growing* growing,
   return keep_best(pool, *growing);
 }
 
+// Returns: the number of nodes of the draft, the pending token included.
+extern "C" int64_t foretoken_head_grow(const Head* head, const Growing* growing, int threads) {
+  int64_t count = 0;
+  with_crew(threads, [&] { count = grow(head, growing, threads); });
+  return count;
+}

@@ -276,6 +276,15 @@ extern "C" void foretoken_product(const Matrix* matrix, const void* x, int64_t n
             pieces);
 }
 
+// Says that a matrix is multiplied with next.
+void fetch_matrix(const Matrix& matrix) {
+  const bool is_codes = matrix.kind == NIBBLES || matrix.kind == BYTES;
+  const int64_t span = is_codes ? (matrix.group ? matrix.group : CODES_SPAN) : matrix.kind == PAIRS ? 32 : 1;
+  const int64_t size = is_codes ? CODES_BLOCK : matrix.kind == PAIRS ? 32 : BLOCK;
+  const int64_t bits = matrix.kind == NIBBLES ? 4 : matrix.kind == BYTES ? 8 : matrix.kind == FLOAT32 ? 32 : 16;
+  fetch_next(matrix.weight, size * rounded_up(matrix.inputs, span) * bits / 8, (matrix.outputs + size - 1) / size);
+}
+
 // Outputs per block of a matrix in float32; those of pairs have 32.
 extern "C" int foretoken_num_outputs() { return BLOCK; }
 

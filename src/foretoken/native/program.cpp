@@ -133,12 +133,21 @@ void attend(const Work& work, const Form& form, int64_t number, const Step& step
                              (float*)scratch, threads);
 }
 
+const Matrix* first_matrix(const Layer& layer, const Step* from) {
+  for (const Step* end = layer.program->steps + layer.program->num_steps; from < end; ++from)
+    if (from->kind == PRODUCT) return (const Matrix*)layer.given[from->matrix];
+  return nullptr;
+}
+
+bool is_shared(const Model& model, const Matrix& matrix) { return matrix.inputs * matrix.outputs >= model.least_shared; }
+
 struct Around {  // what the steps of a layer are given beside its weights
   char* states;          // hidden states, of nodes
   char* const* inputs;   // of the model
   char* const* outputs;  // of the layer
   const Store* store;
   int64_t first_row;
+  const Layer* next;     // that runs after it, or null
 };
 
 void run(const Model& model, const Layer& layer, const Around& around, int64_t nodes, Work& work, int threads) {
@@ -163,8 +172,10 @@ void run(const Model& model, const Layer& layer, const Around& around, int64_t n
       case OPERATIONS: operate(program, *step, bases, nodes, of_threads, most); break;
       case PRODUCT: {
         const Matrix* matrix = (const Matrix*)layer.given[step->matrix];
-        const bool is_small = matrix->inputs * matrix->outputs < model.least_shared;
-        foretoken_product(matrix, bases[step->input], nodes, bases[step->output], is_small ? 1 : threads);
+        const Matrix* after = first_matrix(layer, step + 1);
+        if (!after && around.next) after = first_matrix(*around.next, around.next->program->steps);
+        if (after) fetch_matrix(*after);
+        foretoken_product(matrix, bases[step->input], nodes, bases[step->output], is_shared(model, *matrix) ? threads : 1);
         break;
       }
       case ATTENTION: {
@@ -231,6 +242,14 @@ void prepare(const Model& model, const Store& store, const Nodes& fed, Work& wor
   work.scratch.of(scratch * sizeof(float));
 }
 
+// Threads that are worth keeping together for a forward: those of models whose layers share products.
+int crew_of(const Model& model, int threads) {
+  const Layer& layer = model.layers[0];
+  for (const Step* step = layer.program->steps; step < layer.program->steps + layer.program->num_steps; ++step)
+    if (step->kind == PRODUCT && is_shared(model, *(const Matrix*)layer.given[step->matrix])) return threads;
+  return 1;
+}
+
 enum { DONE = 0, OUT_OF_RANGE = -1 };
 
 int64_t forward(const Model& model, const Table* tables, const Store& store, const Nodes& fed, const Results& results,
@@ -247,18 +266,20 @@ int64_t forward(const Model& model, const Table* tables, const Store& store, con
     work.inputs[i] = room, room += whole_lines(nodes * tables[i].bytes);
     if (i < model.num_tables && !look_up(fed, tables[i], work.inputs[i])) return OUT_OF_RANGE;
   }
-  Around around = {work.inputs[0], work.inputs.data(), work.inputs.data() + model.num_tables, &store, fed.first_row};
+  Around around = {work.inputs[0], work.inputs.data(), work.inputs.data() + model.num_tables, &store, fed.first_row,
+                   nullptr};
   if (model.before) run(model, *model.before, around, nodes, work, threads);
   char *states = results.states, *next = states;
   memcpy(states, work.inputs[model.first], nodes * model.state_bytes);
   around.outputs = &next;
   for (int64_t i = 0; i < model.num_layers; ++i) {
     around.states = states, next = states + nodes * model.state_bytes;
+    around.next = i + 1 < model.num_layers ? &model.layers[i + 1] : model.head;
     run(model, model.layers[i], around, nodes, work, threads);
     states = next;
   }
   char* read = results.read;
-  around.states = states, around.outputs = &read;
+  around.states = states, around.outputs = &read, around.next = nullptr;
   run(model, *model.behind, around, nodes, work, threads);
   if (!results.num_kept) return DONE;
   around.states = read;
@@ -278,13 +299,14 @@ int64_t forward(const Model& model, const Table* tables, const Store& store, con
 // Runs nodes behind what a cache holds, and writes their keys and values there.
 extern "C" int64_t foretoken_forward(const Model* model, const Table* tables, const Store* store, const Nodes* fed,
                                      const Results* results, int threads) {
-  return forward(*model, tables, *store, *fed, *results, threads < 1 ? 1 : threads);
+  int64_t done = DONE;
+  if (threads < 1) threads = 1;
+  with_crew(crew_of(*model, threads), [&] { done = forward(*model, tables, *store, *fed, *results, threads); });
+  return done;
 }
 
-// Runs chains, and behind the last node of every row its likeliest tokens, one after another; of those that are found the
-// last one is not run. Returns: how many forwards that took, or OUT_OF_RANGE.
-extern "C" int64_t foretoken_chains(const Model* model, const Table* tables, const Store* store, const Nodes* fed,
-                                    const Drafts* drafts, int threads) {
+static int64_t chains(const Model* model, const Table* tables, const Store* store, const Nodes* fed, const Drafts* drafts,
+                      int threads) {
   const int64_t rows = fed->rows;
   std::vector<int64_t> counts(fed->counts, fed->counts + rows), lengths(fed->lengths, fed->lengths + rows), kept;
   std::vector<int64_t> tokens(rows), depths(rows), growing, still;
@@ -298,7 +320,7 @@ extern "C" int64_t foretoken_chains(const Model* model, const Table* tables, con
     states.resize((model->num_layers + 1) * next.count * model->state_bytes), read.resize(next.count * model->read_bytes);
     logits.resize(kept.size() * model->logit_bytes);
     const Results results = {states.data(), read.data(), kept.data(), (int64_t)kept.size(), logits.data()};
-    if (forward(*model, tables, *store, next, results, threads < 1 ? 1 : threads) != DONE) return OUT_OF_RANGE;
+    if (forward(*model, tables, *store, next, results, threads) != DONE) return OUT_OF_RANGE;
     for (int64_t row = 0; row < rows; ++row) lengths[row] += counts[row], counts[row] = 0;
     still.clear(), kept.clear();
     for (size_t i = 0; i < growing.size(); ++i) {
@@ -316,4 +338,14 @@ extern "C" int64_t foretoken_chains(const Model* model, const Table* tables, con
     next = {rows, 1, (int64_t)growing.size(), 0, tokens.data(), depths.data(), counts.data(), lengths.data(), fed->offsets,
             nullptr, fed->first_row};
   }
+}
+
+// Runs chains, and behind the last node of every row its likeliest tokens, one after another; of those that are found the
+// last one is not run. Returns: how many forwards that took, or OUT_OF_RANGE.
+extern "C" int64_t foretoken_chains(const Model* model, const Table* tables, const Store* store, const Nodes* fed,
+                                    const Drafts* drafts, int threads) {
+  int64_t done = DONE;
+  if (threads < 1) threads = 1;
+  with_crew(crew_of(*model, threads), [&] { done = chains(model, tables, store, fed, drafts, threads); });
+  return done;
 }

@@ -29,3 +29,16 @@ static inline void share_each(int64_t count, int threads, const Work& work) {
     for (int64_t index = first; index < last; ++index) work(index, thread);
   });
 }
+
+void gather_crew(int threads, void (*work)(void*), void* given);
+
+// Calls work(), and has up to `threads` threads together meanwhile: what it shares out begins at once, nothing waits for
+// a thread that has not come, and threads without work fetch what `fetch_next` names.
+template <typename Work>
+static inline void with_crew(int threads, Work work) {
+  if (threads < 2) return work();
+  gather_crew(threads, [](void* given) { (*(Work*)given)(); }, &work);
+}
+
+// Says what will be shared out after the work that is shared out next: `count` units of `bytes` that lie together.
+void fetch_next(const void* memory, int64_t bytes, int64_t count);

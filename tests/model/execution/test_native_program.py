@@ -19,7 +19,7 @@ from foretoken.drafters.parts.layer_set import LayerSet, skipping
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.cache.views import ViewCache
 from foretoken.model.capture import Wanted
-from foretoken.model.execution import ends, tracing
+from foretoken.model.execution import ends, native_program, tracing
 from foretoken.model.execution.native_program import NativeProgram
 from foretoken.model.lm import CausalLM
 from foretoken.model.nodes import Nodes
@@ -330,7 +330,10 @@ def test_rows_further_down_in_a_cache() -> None:
         assert torch.equal(found[row, : len(chain)], alone[0])
 
 
-def test_threads_share_a_model_on_any_number_of_threads() -> None:
+@pytest.mark.parametrize("least_shared", [0, native_program.LEAST_SHARED])
+def test_threads_share_a_model_on_any_number_of_threads(least_shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a forward keeps threads together for its products, more than there are processors to run them."""
+    monkeypatch.setattr(native_program, "LEAST_SHARED", least_shared)
     lm = recorded(llama())
     forests = [Nodes.from_trees(trees) for trees in TREES]
 
