@@ -173,6 +173,8 @@ def show(report: dict[str, Any]) -> None:
     facts.add_row("model", f"{model['name']} ({model['architecture']})")
     facts.add_row("parameters", f"{model['num_parameters'] / 1e6:.2f} M, {model['weight_bytes'] / 1e6:.1f} MB")
     facts.add_row("runs", f"{model['dtype']} on {model['device']}, {model['execution']}")
+    if model["kv_cache_dtype"] != model["dtype"]:
+        facts.add_row("", f"keys and values in {model['kv_cache_dtype']}")
     if model["quantization"] is not None:
         bits, size = model["bits_per_weight"], model["step_bytes"] / 1e6
         name = f"{model['quantization']} ({model['weight_types']})" if model["weight_types"] else model["quantization"]

@@ -76,6 +76,21 @@ def test_the_native_program_stores_what_torch_stores(dtype: torch.dtype, kind: s
         assert torch.equal(stored(given, getattr(torch, kind)), kept)
 
 
+@needs_kernels
+@pytest.mark.parametrize("other", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_a_cache_in_a_dtype_that_no_kernel_reads_is_left_to_modules(other: torch.dtype) -> None:
+    lm = CausalLM(build("llama", torch.bfloat16))
+    assert lm.execution.program is not None
+    heads, size = lm.config.num_key_value_heads, lm.config.hidden_size // lm.config.num_attention_heads
+    cache = lm.new_cache(1)
+    for layer in cache.layers:
+        layer.begin(*(torch.zeros(1, heads, 1, size, dtype=other) for _ in range(2)))
+    count, tokens = lm.execution.program.num_runs, Nodes.from_chains([[1, 2]])
+    recorder = lm._recorder
+    assert lm.execution.program.forward(tokens, cache, 0, range(2), recorder, False) is None
+    assert lm.execution.program.num_runs == count
+
+
 # -- what is computed --------------------------------------------------------------------------------------------------
 
 

@@ -49,6 +49,8 @@ LARGE = 2**25
 LEAST_SHARED = 2**19
 """Weights of a product, or numbers that are attended to, from which on threads share them where a model lies in caches:
 less takes no longer than calling the threads together."""
+READ_BESIDE = torch.float32, torch.bfloat16
+"""A dtype of models, and another one of keys and values that kernels read beside it."""
 TABLE_BLOCK = 64
 """Positions of which angles are computed together: whole vectors, and too few to be shared out among threads, so that a
 position has the same angles in every table."""
@@ -226,7 +228,8 @@ class _Store:
         columns, dtypes = {buffer.shape[2] for buffer in found}, {buffer.dtype for buffer in found}
         self.ready = {index for index, ready in enumerate(has) if ready}
         self.is_even = len(columns) <= 1 and len(dtypes) <= 1 and all(buffer.is_contiguous() for buffer in found)
-        kind = CACHE_KINDS[next(iter(dtypes))] if dtypes else abi.FLOAT32
+        self.dtype = next(iter(dtypes), torch.float32)
+        kind = CACHE_KINDS.get(self.dtype, abi.FLOAT32)
         self._fields = abi.Store(*map(ctypes.addressof, self._arrays), next(iter(columns), 0), kind)
         self.address = ctypes.addressof(self._fields)
 
@@ -475,7 +478,8 @@ class NativeProgram:
         store = self._known.store
         if store is None or store.memory is not cache.memory or not store.ready >= layout.kv_sizes.keys():
             store = self._known.store = _Store(cache)
-        return store if store.is_even else None
+        is_read = store.dtype in (self._dtype, torch.int8) or (self._dtype, store.dtype) == READ_BESIDE
+        return store if store.is_even and is_read else None
 
     def _tables_for(self, end: int) -> _Tables:
         """Those with rows for positions before this one, as far as the model has any."""
