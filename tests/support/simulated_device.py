@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch.utils._device import _device_constructors
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 _setup_privateuseone_for_python_backend("sim")
@@ -116,12 +116,23 @@ def raw(value: Any) -> Any:
     return value.raw if isinstance(value, Simulated) else value
 
 
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """`tree_map` of torch, in a fraction of its time for what operators take and give."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([mapped(change, each) for each in value])
+    if kind is dict:
+        return {key: mapped(change, each) for key, each in value.items()}
+    return tree_map(change, value) if isinstance(value, (tuple, list, dict)) else change(value)
+
+
 def run(function: Any, *args: Any, **kwargs: Any) -> Any:
     """An operation of torch with arguments on the device, or one that is to give its result there."""
     name = function.overloadpacket.__name__
     if name == "_has_compatible_shallow_copy_type":  # asked by `Module.to`
         return type(args[0]) is type(args[1])
-    given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    given: list[torch.Tensor] = []
+    mapped(lambda value: given.append(value) if isinstance(value, torch.Tensor) else None, (args, kwargs))
     _check_devices(name, args, given)
     if kwargs.get("generator") is not None:
         raise RuntimeError("Expected a 'sim' device type for generator but found 'cpu'")
@@ -135,7 +146,7 @@ def run(function: Any, *args: Any, **kwargs: Any) -> Any:
     device = kwargs.get("device", DEVICE)
     if "device" in kwargs:
         kwargs = {**kwargs, "device": "cpu"}
-    found = FORMS.get(name, _as_it_is)(function, *tree_map(raw, (args, kwargs)))
+    found = FORMS.get(name, _as_it_is)(function, *mapped(raw, (args, kwargs)))
     owners = {id(value.raw): value for value in given if isinstance(value, Simulated)}
 
     def on_device(value: Any) -> Any:
@@ -146,7 +157,7 @@ def run(function: Any, *args: Any, **kwargs: Any) -> Any:
             raise NotImplementedError(f"{function} gives a tensor of the device another shape in place")
         return owner if owner is not None else Simulated(value)
 
-    return tree_map(on_device, found) if is_simulated(device) else found
+    return mapped(on_device, found) if is_simulated(device) else found
 
 
 def _check_devices(name: str, args: Any, given: list[torch.Tensor]) -> None:
