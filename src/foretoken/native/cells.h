@@ -10,28 +10,35 @@
 // How cells of so many numbers are read, in vectors of float32.
 template <typename C>
 struct Cell {
+  enum { PARTS = sizeof(C) == 2 ? 2 : 1 };  // in the place of a float
   const C* from;
   int64_t size;
   Cell(const C* cells, int64_t place, int64_t size) : from(cells + place * size), size(size) {}
   static int64_t numbers(int64_t size) { return size; }  // from one to the next
+  static Vector times(Vector numbers, Vector) { return numbers; }
+  float factor() const { return 1; }
   Vector whole(int64_t at) const { return read(from + at); }
   Vector first(int64_t at) const { return read_first(from + at, size - at); }
 };
 
 template <>
 struct Cell<Scaled> {
+  enum { PARTS = 4 };
   const Scaled* from;
   int64_t size;
   Vector scale;
   Cell(const Scaled* cells, int64_t place, int64_t size) : from(cells + place * numbers(size)), size(size) {
+    scale = all(factor());
+  }
+  float factor() const {
     float one;
     memcpy(&one, from + size, SCALE_BYTES);
-    scale = all(one);
+    return one;
   }
   static int64_t numbers(int64_t size) { return size + SCALE_BYTES; }
-  Vector times(Vector codes) const { return add_product(codes, scale, zero()); }
-  Vector whole(int64_t at) const { return times(read(from + at)); }
-  Vector first(int64_t at) const { return times(read_first(from + at, size - at)); }
+  static Vector times(Vector codes, Vector factors) { return add_product(codes, factors, zero()); }
+  Vector whole(int64_t at) const { return times(read(from + at), scale); }
+  Vector first(int64_t at) const { return times(read_first(from + at, size - at), scale); }
 };
 
 static inline int64_t item_bytes(int64_t kind) { return kind == FLOAT32 ? 4 : kind == SCALED ? 1 : 2; }

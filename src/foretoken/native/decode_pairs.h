@@ -6,6 +6,8 @@
 #include "cells.h"
 #include "functions.h"
 
+#include <type_traits>
+
 enum { STEP = 2 * LANES, MOST_SCORED = 6, MOST_HALVES = 12, MOST_SUMMED = 6, TILE = 128, CHUNK = 512 };
 enum { WIDTH = LANES == 8 ? 2 : 4 };  // vectors of values that are summed at once, as registers allow
 
@@ -101,6 +103,8 @@ struct Pair {
   // Keys of `LANES` columns, laid out input by input; zeros behind the last column.
   void read_keys(int64_t column, float* keys_by_input) const {
     const int64_t size = call->size;
+    if constexpr (std::is_same<C, Scaled>() || std::is_same<C, Bfloat16>())
+      if (size % (LANES * Cell<C>::PARTS) == 0) return read_parts(column, keys_by_input);
     for (int64_t at = 0; at < size; at += LANES) {
       Vector block[LANES];
 #pragma GCC unroll 16
@@ -109,6 +113,25 @@ struct Pair {
       transpose(block);
 #pragma GCC unroll 16
       for (int i = 0; i < LANES; ++i) write(keys_by_input + (at + i) * LANES, block[i]);
+    }
+  }
+
+  // The same, with what lies in the place of a float turned together.
+  void read_parts(int64_t column, float* keys_by_input) const {
+    enum { PARTS = Cell<C>::PARTS };
+    float factors[LANES] = {};
+    for (int64_t i = 0; i < LANES && column + i < columns; ++i) factors[i] = Cell<C>(keys, column + i, call->size).factor();
+    const Vector factor = read(factors);
+    for (int64_t at = 0; at < call->size; at += PARTS * LANES) {
+      Vector block[LANES];
+#pragma GCC unroll 16
+      for (int i = 0; i < LANES; ++i)
+        block[i] = column + i < columns ? read((const float*)(Cell<C>(keys, column + i, call->size).from + at)) : zero();
+      transpose(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < LANES; ++i)
+        for (int part = 0; part < PARTS; ++part)
+          write(keys_by_input + (at + i * PARTS + part) * LANES, Cell<C>::times(part_of(keys, block[i], part), factor));
     }
   }
 

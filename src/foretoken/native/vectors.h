@@ -60,6 +60,25 @@ static inline Vector read(const Scaled* from) {
 }
 #endif
 
+// One of the narrower numbers that lie in the place of each float.
+#if defined(FORETOKEN_AVX2)
+static inline Vector part_of(const Bfloat16*, Vector places, int part) {
+  const __m256i bits = _mm256_castps_si256(places);
+  return _mm256_castsi256_ps(part ? _mm256_and_si256(bits, _mm256_set1_epi32(0xffff0000)) : _mm256_slli_epi32(bits, 16));
+}
+static inline Vector part_of(const Scaled*, Vector places, int part) {
+  return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(_mm256_castps_si256(places), 24 - 8 * part), 24));
+}
+#else
+static inline Vector part_of(const Bfloat16*, Vector places, int part) {
+  const __m512i bits = _mm512_castps_si512(places);
+  return _mm512_castsi512_ps(part ? _mm512_and_si512(bits, _mm512_set1_epi32(0xffff0000)) : _mm512_slli_epi32(bits, 16));
+}
+static inline Vector part_of(const Scaled*, Vector places, int part) {
+  return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(_mm512_castps_si512(places), 24 - 8 * part), 24));
+}
+#endif
+
 // The first numbers of a vector, and zeros behind them: 0 < count.
 static inline Vector read_first(const float* from, int64_t count) {
   if (count >= LANES) return read(from);

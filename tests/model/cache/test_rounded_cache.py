@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from compiled_models import build
 from foretoken import LLM, SamplingParams
@@ -108,6 +109,32 @@ def test_the_native_program_computes_what_modules_compute(
     modules = [read(lm, chain, rounds=rounds)[0].double() for rounds in (True, False)]
     error, usual = ((mine - theirs).norm() for mine, theirs in zip(program, modules, strict=True))
     assert error < 2 * usual + 0.5 * (modules[0] - modules[1]).norm()
+
+
+@needs_kernels
+@pytest.mark.parametrize(("dtype", "kind"), PAIRS, ids=str)
+@pytest.mark.parametrize("instruction", list(native.OPTIONS))
+def test_heads_of_64_are_read_alike_by_every_instruction_set(
+    instruction: str, dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns that fill vectors, and some behind them; float32 differs by the order of its sums alone."""
+    widest = native.instruction_set()
+    if widest is None or list(native.OPTIONS).index(instruction) < list(native.OPTIONS).index(widest):
+        pytest.skip("this machine does not run it")
+    monkeypatch.setattr(native, "instruction_set", lambda: instruction)
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=160, hidden_size=192, intermediate_size=96, num_hidden_layers=1, num_attention_heads=3,
+        num_key_value_heads=1, head_dim=64, max_position_embeddings=256, initializer_range=0.1,
+    )  # fmt: skip
+    lm = CausalLM(LlamaForCausalLM(config).to(dtype).eval(), kv_cache_dtype=kind)
+    assert instruction in lm.execution.describe()
+    chain = random_ids(53, 1)
+    program = read(lm, chain)[0].double()
+    monkeypatch.setattr(NativeProgram, "is_possible", False)
+    modules = read(lm, chain)[0].double()
+    bound = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.015}[dtype]
+    assert (program - modules).norm() < bound * modules.norm()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
