@@ -188,6 +188,16 @@ def test_inputs_that_every_row_rounds_for_itself_are_accepted() -> None:
     assert_decoded_as_it_is(replaced(dense_model(torch.bfloat16), RoundedByRow))
 
 
+@pytest.mark.parametrize("new", [RoundedByRow, Quantised])
+def test_who_rounds_inputs_is_held_to_that_rounding_and_says_so(new: type[Quantised]) -> None:
+    """Held to that of float32, it depended on the machine whether some input was moved by a step."""
+    lm = CausalLM(replaced(dense_model(), new))
+    rounds = new is RoundedByRow
+    assert lm.probe is not None
+    assert all((check.noise > 1e-3) == rounds for check in lm.probe.checks)
+    assert ("RoundedByRow rounds its inputs" in lm.promise("default").reason) == rounds
+
+
 def test_a_quantised_model_drafts_for_itself_with_what_it_has() -> None:
     """`quantized_self` makes 4-bit copies of floats; where there are none, it says so."""
     model = replaced(dense_model(), Quantised)

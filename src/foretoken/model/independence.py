@@ -21,17 +21,25 @@ FEW = (1, 5)
 LOUD = 50.0
 SHARED_LIMIT = 2e-3
 """Of one shape, other rows must change nothing; kernels that do not repeat their sums move a row by less than this."""
+SMALL = 2.0**-12
+"""Of the largest number of a row: a change far below a step of 8 bits, and far above the rounding of float32."""
+UNLIKE = 0.1
+"""A layer over floats answers to such a change and to one that is `LARGE` times as large alike, within a hundredth; one
+that rounds its inputs to 8 bits answers to the small one by whole steps or not at all, so that they differ by all."""
+LARGE = 64.0
 SHAPE_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}
 HALF_SHAPE_LIMIT = 0.02
 
 
 @torch.inference_mode()
-def check_rows_independent(model: nn.Module, name: str, dtype: torch.dtype, device: torch.device) -> None:
+def check_rows_independent(model: nn.Module, name: str, dtype: torch.dtype, device: torch.device) -> str:
     """Run every quantised linear of a shadow over a few random rows, beside quiet and loud ones, in forwards of several
     sizes; about as much work as four forwards of the model.
 
+    Returns: the class of a layer that rounds its inputs coarser than its dtype does; empty where none does.
     Raises: UnsupportedModelError when a row depends on others, naming the layer.
     """
+    rounding = ""
     for path, layer in quantised_layers(model):
         errors = _errors(layer, dtype, device)
         if errors is None:
@@ -52,6 +60,9 @@ def check_rows_independent(model: nn.Module, name: str, dtype: torch.dtype, devi
                 f"forwards of {', '.join(map(str, FEW))} and {NUM_ROWS} rows (allowed {limit:.2g}). Its text depends "
                 f"on how much is drafted, so drafts cannot be verified exactly. {remedy}"
             )
+        if _rounds_inputs(layer, dtype, device):
+            rounding = type(layer).__name__
+    return rounding
 
 
 def quantised_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -138,6 +149,19 @@ def _errors(layer: nn.Module, dtype: torch.dtype, device: torch.device) -> tuple
     except Exception:
         return None
     return shared, shape
+
+
+def _rounds_inputs(layer: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a layer rounds what it is given, told by what it makes of small changes; never of half precision, which
+    is as coarse."""
+    if torch.finfo(dtype).eps > SMALL / LARGE:
+        return False
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(2, _num_inputs(layer), generator=generator)  # type: ignore[arg-type]
+    change = torch.randn(rows.shape, generator=generator) * rows.abs().amax(-1, keepdim=True) * SMALL
+    results = [layer((rows + factor * change).to(device, dtype)).double() for factor in (0.0, 1.0, LARGE)]
+    small, large = results[1] - results[0], (results[2] - results[0]) / LARGE
+    return _distance(small, large) > UNLIKE
 
 
 def _distance(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -118,15 +118,20 @@ class CausalLM:
         self._shadow = shadow(model).eval()
         quantize_weights(self._shadow, quantization, release_originals=release_originals, earlier=earlier)
         self._recorder = Recorder(self._shadow, self.num_layers)
+        self.rounds_inputs = ""
         if probe:
             with nullcontext() if release_originals else unchanged_attributes(self._shadow, self.name):
-                check_rows_independent(self._shadow, self.name, self.dtype, self.device)
+                self.rounds_inputs = check_rows_independent(self._shadow, self.name, self.dtype, self.device)
         is_packed = choose_execution(execution, self.device, self.dtype) != "eager"
         prober = Prober(self, is_packed=is_packed) if probe else None
         if prober is not None:
             prober.before()
         self.run_by(apply_execution(self._shadow, execution, release_originals=release_originals, earlier=earlier))
         self._not_native = self.execution.why_not_native() or runs_own_attention(self)
+        if self.rounds_inputs:
+            self._not_native = (
+                f"{self.rounds_inputs} rounds its inputs, so that log-probabilities some hundredths apart are near-ties"
+            )
         self._experts = other_products(self._shadow) if self._not_native else ""
         self._record()
         self._judge(None if prober is None else prober.after())

@@ -123,7 +123,7 @@ class Prober:
         layers = [small.layers[index] for index in self._layers]
         reference = self._plain(small.shadow, layers, rehearsal, small.dtype, once_more=True)
         self._refuse_looking_ahead(reference)
-        noise = max(noise, *reference.rounding, *reference.shape, _epsilon(small.dtype) / 2)
+        noise = max(noise, *reference.rounding, *reference.shape, self._epsilon(small.dtype) / 2)
         self._refuse_coarse(reference, small.dtype)
         if self._is_packed:
             group_attention(small)
@@ -152,8 +152,8 @@ class Prober:
 
     def _refuse_coarse(self, reference: Reference, dtype: torch.dtype) -> None:
         """Raises: ProbeError when a text has other states alone than in a batch, by more than a rounding."""
-        alone, rounding = max(reference.shape), max(*reference.rounding, _epsilon(dtype) / 2)
-        if not alone * _epsilon(dtype) <= COARSEST * rounding:
+        alone, rounding = max(reference.shape), max(*reference.rounding, self._epsilon(dtype) / 2)
+        if not alone * self._epsilon(dtype) <= COARSEST * rounding:
             raise ProbeError(
                 f"{self._lm.name} gives a text different logits alone than in a batch (relative error {alone:.2g}, "
                 f"where rounding gives {rounding:.2g}): its arithmetic depends on what else runs, as where activations "
@@ -204,7 +204,9 @@ class Prober:
         path, worst = max(errors.items(), key=lambda item: (math.isnan(item[1]), item[1]))
         if math.isnan(worst):  # torch's attention hides it from plain logits
             raise ProbeError(f"layer {path} of {self._lm.name} gives NaN for plain text; its weights are damaged.")
-        check = Check.of("linears", worst, _epsilon(self._lm.dtype) / 2, 1.0)  # another layer's output is off by all
+        check = Check.of(
+            "linears", worst, self._epsilon(self._lm.dtype) / 2, 1.0
+        )  # another layer's output is off by all
         if check.verdict == "wrong":
             raise ProbeError(
                 f"layer {path} of {self._lm.name} does not compute in {self._lm.execution.kind} execution what it "
@@ -254,8 +256,15 @@ class Prober:
                 )
         errors, controls = (reference.errors(texts, results[each.name]) for each in (step, faulty))
         # medians, since in half precision some tokens go to other experts
-        noise = max(median(reference.rounding), _epsilon(lm.dtype) / 2)
+        noise = max(median(reference.rounding), self._epsilon(lm.dtype) / 2)
         return Check.of("execution", median(error for row in errors for error in row), noise, median(controls[control]))
+
+    def _epsilon(self, dtype: torch.dtype) -> float:
+        """What a number is rounded by, relatively: at least as in float32, in which models take norms and angles even
+        where the rest is float64. Where layers round their inputs to 8 bits, about that of bfloat16: the last bit of an
+        input can move it by a whole step."""
+        least = torch.finfo(torch.bfloat16 if self._lm.rounds_inputs else torch.float32).eps
+        return max(torch.finfo(dtype).eps if dtype.is_floating_point else 0.0, least)
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
@@ -268,7 +277,7 @@ class Prober:
         *,
         once_more: bool,
     ) -> Reference:
-        reference = plain_forwards(model, layers, rehearsal, _epsilon(dtype), self._lm.device, once_more=once_more)
+        reference = plain_forwards(model, layers, rehearsal, self._epsilon(dtype), self._lm.device, once_more=once_more)
         self._num_forwards += 1 + once_more
         self._num_tokens += reference.num_tokens
         if any(logits.isnan().any() for logits in reference.logits.values()):
@@ -289,11 +298,6 @@ class Prober:
         self._num_forwards += rehearsal.num_forwards
         self._num_tokens += rehearsal.num_tokens
         return {name: sampled(logits) for name, logits in results.items()}
-
-
-def _epsilon(dtype: torch.dtype) -> float:
-    """Epsilon of a dtype, at least float32's, in which models take norms and angles even where the rest is float64."""
-    return max(torch.finfo(dtype).eps if dtype.is_floating_point else 0.0, torch.finfo(torch.float32).eps)
 
 
 def _name(dtype: torch.dtype) -> str:
