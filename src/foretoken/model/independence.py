@@ -36,7 +36,7 @@ def check_rows_independent(model: nn.Module, name: str, dtype: torch.dtype, devi
     """Run every quantised linear of a shadow over a few random rows, beside quiet and loud ones, in forwards of several
     sizes; about as much work as four forwards of the model.
 
-    Returns: the class of a layer that rounds its inputs coarser than its dtype does; empty where none does.
+    Returns: that a layer rounds its inputs, coarser than its dtype does; empty where none does.
     Raises: UnsupportedModelError when a row depends on others, naming the layer.
     """
     rounding = ""
@@ -61,7 +61,7 @@ def check_rows_independent(model: nn.Module, name: str, dtype: torch.dtype, devi
                 f"on how much is drafted, so drafts cannot be verified exactly. {remedy}"
             )
         if _rounds_inputs(layer, dtype, device):
-            rounding = type(layer).__name__
+            rounding = f"{_kind(layer)} rounds its inputs, so that log-probabilities hundredths apart are near-ties"
     return rounding
 
 

@@ -127,11 +127,7 @@ class CausalLM:
         if prober is not None:
             prober.before()
         self.run_by(apply_execution(self._shadow, execution, release_originals=release_originals, earlier=earlier))
-        self._not_native = self.execution.why_not_native() or runs_own_attention(self)
-        if self.rounds_inputs:
-            self._not_native = (
-                f"{self.rounds_inputs} rounds its inputs, so that log-probabilities some hundredths apart are near-ties"
-            )
+        self._not_native = self.rounds_inputs or self.execution.why_not_native() or runs_own_attention(self)
         self._experts = other_products(self._shadow) if self._not_native else ""
         self._record()
         self._judge(None if prober is None else prober.after())
