@@ -90,11 +90,8 @@ class CausalLM:
     ) -> None:
         model = check_unwrapped(model)
         check_supported(model)
-        self._asked: dict[str, Any] = {
-            "execution": execution,
-            "quantization": quantization,
-            "kv_cache_dtype": kv_cache_dtype,
-        }
+        asked = {"execution": execution, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+        self._asked: dict[str, Any] = asked
         self.quantization = quantization
         # weights that are released cannot be read again, and nobody else holds the model
         self._owner = _nobody if release_originals else weakref.ref(model)
