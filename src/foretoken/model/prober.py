@@ -21,7 +21,7 @@ from foretoken.errors import ProbeError
 from foretoken.law.faults import described, is_fatal
 from foretoken.model.probe import MARGIN, Check, Probe
 from foretoken.model.reduced import converted_bytes, representatives
-from foretoken.model.reference import NUM_ROWS, LinearSamples, Reference, plain_forwards, sampled
+from foretoken.model.reference import NUM_ROWS, LinearSamples, Reference, epsilon, plain_forwards, sampled
 from foretoken.model.rehearsal import FAULTS, WINDOW, Rehearsal, shift_positions, show_everything
 from foretoken.model.trial import group_attention, representative
 
@@ -123,7 +123,7 @@ class Prober:
         layers = [small.layers[index] for index in self._layers]
         reference = self._plain(small.shadow, layers, rehearsal, small.dtype, once_more=True)
         self._refuse_looking_ahead(reference)
-        noise = max(noise, *reference.rounding, *reference.shape, self._epsilon(small.dtype) / 2)
+        noise = max(noise, *reference.rounding, *reference.shape, epsilon(small.dtype, lm.rounds_inputs) / 2)
         self._refuse_coarse(reference, small.dtype)
         if self._is_packed:
             group_attention(small)
@@ -152,8 +152,8 @@ class Prober:
 
     def _refuse_coarse(self, reference: Reference, dtype: torch.dtype) -> None:
         """Raises: ProbeError when a text has other states alone than in a batch, by more than a rounding."""
-        alone, rounding = max(reference.shape), max(*reference.rounding, self._epsilon(dtype) / 2)
-        if not alone * self._epsilon(dtype) <= COARSEST * rounding:
+        alone, rounding = max(reference.shape), max(*reference.rounding, epsilon(dtype, self._lm.rounds_inputs) / 2)
+        if not alone * epsilon(dtype, self._lm.rounds_inputs) <= COARSEST * rounding:
             raise ProbeError(
                 f"{self._lm.name} gives a text different logits alone than in a batch (relative error {alone:.2g}, "
                 f"where rounding gives {rounding:.2g}): its arithmetic depends on what else runs, as where activations "
@@ -205,7 +205,7 @@ class Prober:
         if math.isnan(worst):  # torch's attention hides it from plain logits
             raise ProbeError(f"layer {path} of {self._lm.name} gives NaN for plain text; its weights are damaged.")
         check = Check.of(
-            "linears", worst, self._epsilon(self._lm.dtype) / 2, 1.0
+            "linears", worst, epsilon(self._lm.dtype, self._lm.rounds_inputs) / 2, 1.0
         )  # another layer's output is off by all
         if check.verdict == "wrong":
             raise ProbeError(
@@ -256,15 +256,8 @@ class Prober:
                 )
         errors, controls = (reference.errors(texts, results[each.name]) for each in (step, faulty))
         # medians, since in half precision some tokens go to other experts
-        noise = max(median(reference.rounding), self._epsilon(lm.dtype) / 2)
+        noise = max(median(reference.rounding), epsilon(lm.dtype, lm.rounds_inputs) / 2)
         return Check.of("execution", median(error for row in errors for error in row), noise, median(controls[control]))
-
-    def _epsilon(self, dtype: torch.dtype) -> float:
-        """What a number is rounded by, relatively: at least as in float32, in which models take norms and angles even
-        where the rest is float64. Where layers round their inputs to 8 bits, about that of bfloat16: the last bit of an
-        input can move it by a whole step."""
-        least = torch.finfo(torch.bfloat16 if self._lm.rounds_inputs else torch.float32).eps
-        return max(torch.finfo(dtype).eps if dtype.is_floating_point else 0.0, least)
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
@@ -277,7 +270,9 @@ class Prober:
         *,
         once_more: bool,
     ) -> Reference:
-        reference = plain_forwards(model, layers, rehearsal, self._epsilon(dtype), self._lm.device, once_more=once_more)
+        reference = plain_forwards(
+            model, layers, rehearsal, epsilon(dtype, self._lm.rounds_inputs), self._lm.device, once_more=once_more
+        )
         self._num_forwards += 1 + once_more
         self._num_tokens += reference.num_tokens
         if any(logits.isnan().any() for logits in reference.logits.values()):
