@@ -154,8 +154,8 @@ def epsilon(dtype: torch.dtype, rounds_inputs: str) -> float:
     """What a number is rounded by, relatively: at least as in float32, in which models take norms and angles anyway.
 
     Args:
-      rounds_inputs: that layers round their inputs to 8 bits, if they do, which is about as coarse as bfloat16: the last
-        bit of an input can move it by a whole step.
+      rounds_inputs: that layers round their inputs to 8 bits, if they do, which is about as coarse as bfloat16: the
+        last bit of an input can move it by a whole step.
     """
     least = torch.finfo(torch.bfloat16 if rounds_inputs else torch.float32).eps
     return max(torch.finfo(dtype).eps if dtype.is_floating_point else 0.0, least)
