@@ -94,7 +94,7 @@ def test_results_of_other_weights_or_settings_are_not_gone_on_with(prompts: Path
     out = tmp_path / "out.jsonl"
     assert run(prompts, out).exit_code == 0
     data = out.read_bytes()
-    for more in (["--dtype", "float64"], ["--seed", "6"], ["--max-new-tokens", "7"]):
+    for more in (["--dtype", "float64"], ["--kv-cache-dtype", "int8"], ["--seed", "6"], ["--max-new-tokens", "7"]):
         assert run(prompts, out, *more).exit_code == 2
     assert run(prompts, out, "--method", "ngram").exit_code == 0, "drafting changes no result"
     assert out.read_bytes() == data

@@ -177,18 +177,20 @@ def test_prepared_beforehand_a_call_has_only_to_decode(monkeypatch: pytest.Monke
     assert len(made) == 2
 
 
-def test_rounded_weights_are_decoded_beside_the_models_own() -> None:
+@pytest.mark.parametrize("rounding", [{"quantization": "int4"}, {"kv_cache_dtype": "int8"}])
+def test_what_is_rounded_is_decoded_beside_the_model_itself(rounding: dict[str, Any]) -> None:
     """The tokens of an `LLM` in as many bits; a call without them still has the model's own."""
     ids = torch.tensor([[5, 6, 7] * 8])
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "use_cache": True}
     model, before = target(), plain_ids(target(), ids, **options)
-    found = model.generate(ids, custom_generate=speculate("ngram", quantization="int4"), **options)
-    llm = foretoken.LLM(target(), "ngram", quantization="int4")
+    found = model.generate(ids, custom_generate=speculate("ngram", **rounding), **options)
+    llm = foretoken.LLM(target(), "ngram", **rounding)
     params = foretoken.SamplingParams(temperature=0.0, max_tokens=12)
     (wanted,) = llm.generate([{"prompt_token_ids": ids[0].tolist()}], params, use_tqdm=False)
     assert found[0, ids.shape[1] :].tolist() == list(wanted.outputs[0].token_ids)
     assert torch.equal(model.generate(ids, custom_generate=speculate("ngram"), **options), before)
-    for option, message in ({"quantization": "int3"}, "int4"), ({"weights": "stored"}, "when it is loaded"):
+    wrong = [({"quantization": "int3"}, "int4"), ({"kv_cache_dtype": "int4"}, "int8")]
+    for option, message in *wrong, ({"weights": "stored"}, "when it is loaded"):
         with pytest.raises(ConfigError, match=message):
             speculate("ngram", **option)
 

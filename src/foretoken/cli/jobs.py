@@ -27,7 +27,7 @@ BATCH = 32
 """Prompts that are lost, and generated anew, where a machine fails or the command is broken off."""
 RETRIES = 3
 """Machines that one batch may lose."""
-WEIGHTS = ("dtype", "quantization", "weights", "gguf_file")
+ROUNDING = ("dtype", "quantization", "weights", "gguf_file", "kv_cache_dtype")
 """Options of `LLM` that change what a model says; drafting does not."""
 WITHOUT = ("metrics", "timings")
 """Of a result: what differs from run to run."""
@@ -53,8 +53,8 @@ class Job:
     @property
     def digest(self) -> str:
         """Changes with whatever results follow from."""
-        weights = {name: self.options.get(name) for name in WEIGHTS}
-        facts = [self.model, weights, repr(self.params), list(self.prompts), self.chat, self.raw]
+        rounding = {name: self.options.get(name) for name in ROUNDING}
+        facts = [self.model, rounding, repr(self.params), list(self.prompts), self.chat, self.raw]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def batches(self, start: int) -> list[list[Any]]:

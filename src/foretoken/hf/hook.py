@@ -35,6 +35,7 @@ from foretoken.loading.adapters import ADAPTERS, Adapter
 from foretoken.loading.models import load_tokenizer
 from foretoken.loading.pairing import Drafting
 from foretoken.model.default_device import makes_on_cpu
+from foretoken.model.dtypes import check_kv_cache_dtype
 from foretoken.model.execution.rounding import check_quantization
 from foretoken.model.lm import CausalLM
 from foretoken.model.wrappers import check_unwrapped
@@ -48,6 +49,7 @@ def speculate(
     stop_strings: str | Iterable[str] | None = None,
     execution: str = "auto",
     quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
     **speculative_config: Any,
 ) -> Speculation:
     """A callable for ``model.generate(..., custom_generate=speculate(...))``.
@@ -63,15 +65,17 @@ def speculate(
       execution: "auto", "eager", "packed" or "compiled".
       quantization: "int8" or "int4": decode with the linear layers rounded to so many bits. The model itself keeps its
         weights.
+      kv_cache_dtype: "bfloat16" or "int8": decode with keys and values rounded when they are written.
 
     Raises: ConfigError for an unknown key, a value out of range, or stop strings without a tokenizer.
 
     Exactness: without sampling, the sequences of plain ``generate``; with sampling, its law. Under the default
-      ``rejection_sample_method="match"`` every method gives the tokens of ``speculate("none")``. With ``quantization``,
-      the model with rounded layers is the one that all of this holds of.
+      ``rejection_sample_method="match"`` every method gives the tokens of ``speculate("none")``. With ``quantization``
+      or ``kv_cache_dtype``, the rounded model is the one that all of this holds of.
     Randomness: one draw from torch's global generator per sampled call; ``torch.manual_seed`` repeats a call.
     """
     check_quantization(quantization)
+    check_kv_cache_dtype(kv_cache_dtype)
     config = SpeculativeConfig(method=method, **speculative_config)
     return Speculation(
         config,
@@ -80,6 +84,7 @@ def speculate(
         stop_strings=stop_strings,
         execution=execution,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
     )
 
 
@@ -100,12 +105,13 @@ class Speculation:
         stop_strings: str | Iterable[str] | None = None,
         execution: str = "auto",
         quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self.config = config
         self.stats = SequenceStats()
         self._streamer = streamer
         self._tokenizer = tokenizer
-        self._execution, self._quantization = execution, quantization
+        self._runs_by = execution, quantization, kv_cache_dtype
         self._lock = forking.lock()
         self._stop_criterion = _stop_criterion(stop_strings, tokenizer)
 
@@ -240,7 +246,7 @@ class Speculation:
         return StoppingCriteriaList([*criteria, self._stop_criterion])
 
     def _prepared(self, model: PreTrainedModel) -> tuple[Adapter, Drafting]:
-        adapter = ADAPTERS.of(model, self._execution, self._quantization)
+        adapter = ADAPTERS.of(model, *self._runs_by)
         with adapter.lock:
             return adapter, adapter.drafting(model, self.config, self._tokenizer)
 

@@ -70,7 +70,7 @@ class Adapters:
 
     def __init__(self) -> None:
         self._lock = forking.lock()
-        self._of: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None], Adapter]] = (
+        self._of: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None, str], Adapter]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -79,16 +79,22 @@ class Adapters:
         return len(self._of)
 
     @makes_on_cpu
-    def of(self, model: PreTrainedModel, execution: str = "auto", quantization: str | None = None) -> Adapter:
-        """The adapter of a model as it is now, with its linear layers rounded where that is asked for.
+    def of(
+        self,
+        model: PreTrainedModel,
+        execution: str = "auto",
+        quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
+    ) -> Adapter:
+        """The adapter of a model as it is now, with its linear layers, or keys and values, rounded where that is asked.
 
         Raises: UnsupportedModelError, UnsupportedStateError, ProbeError: the model cannot be decoded exactly.
         """
         with self._lock:
             adapters = self._of.setdefault(model, {})
-            key = execution, quantization
+            key = execution, quantization, kv_cache_dtype
             if key not in adapters:
-                target = CausalLM(model, execution=execution, quantization=quantization)
+                target = CausalLM(model, execution=execution, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
                 adapters[key] = Adapter(target, execution)
             adapter = adapters[key]
         with adapter.lock:
