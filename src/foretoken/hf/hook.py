@@ -76,15 +76,12 @@ def speculate(
     """
     check_quantization(quantization)
     check_kv_cache_dtype(kv_cache_dtype)
-    config = SpeculativeConfig(method=method, **speculative_config)
     return Speculation(
-        config,
+        SpeculativeConfig(method=method, **speculative_config),
         streamer=streamer,
         tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
         stop_strings=stop_strings,
-        execution=execution,
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
+        runs_by=(execution, quantization, kv_cache_dtype),
     )
 
 
@@ -103,15 +100,12 @@ class Speculation:
         streamer: Any = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         stop_strings: str | Iterable[str] | None = None,
-        execution: str = "auto",
-        quantization: str | None = None,
-        kv_cache_dtype: str = "auto",
+        runs_by: tuple[str, str | None, str] = ("auto", None, "auto"),
     ) -> None:
         self.config = config
         self.stats = SequenceStats()
-        self._streamer = streamer
-        self._tokenizer = tokenizer
-        self._runs_by = execution, quantization, kv_cache_dtype
+        self._streamer, self._tokenizer = streamer, tokenizer
+        self._runs_by = runs_by
         self._lock = forking.lock()
         self._stop_criterion = _stop_criterion(stop_strings, tokenizer)
 
