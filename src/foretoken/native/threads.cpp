@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <sched.h>
+#include <time.h>
 #include <utility>
 
 extern "C" void GOMP_parallel(void (*work)(void*), void* data, unsigned threads, unsigned flags);
@@ -69,13 +70,15 @@ struct Fetching {
   }
 };
 
-enum { SPINS = 4096 };  // some 50 us, many times what lies between two products
+// Some 50 us, many times what lies between two products; then others are let by, and then there is no hurry.
+enum { SPINS = 4096, YIELDS = 64, NAP = 50 * 1000 };
 
 void rest(int& spins) {
-  if (++spins < SPINS)
-    __builtin_ia32_pause();
-  else
-    sched_yield();
+  ++spins;
+  if (spins < SPINS) return __builtin_ia32_pause();
+  if (spins < SPINS + YIELDS) return (void)sched_yield();
+  const timespec nap = {0, NAP};
+  nanosleep(&nap, nullptr);
 }
 
 // Threads that wait for work. `state` counts the works so far, says whether one can be joined, and how many have; who
