@@ -364,7 +364,7 @@ def kept(habit: Habit, tree: DraftTree) -> DraftTree:
 
 
 def adopt(
-    habit: Habit, trees: list[DraftTree], kept: list[DraftTree], worth: Any = lambda sizes, are_chains: 0.0
+    habit: Habit, trees: list[DraftTree], kept: list[DraftTree], worth: Any = lambda size, are_chains: 0.0
 ) -> None:
     habit.adopt(trees, kept, worth)
 

@@ -157,7 +157,7 @@ def _rounds_inputs(layer: nn.Module, dtype: torch.dtype, device: torch.device) -
     if torch.finfo(dtype).eps > SMALL / LARGE:
         return False
     generator = torch.Generator().manual_seed(1)
-    rows = torch.randn(2, _num_inputs(layer), generator=generator)  # type: ignore[arg-type]
+    rows = torch.randn(FEW[-1], _num_inputs(layer), generator=generator)  # type: ignore[arg-type]
     change = torch.randn(rows.shape, generator=generator) * rows.abs().amax(-1, keepdim=True) * SMALL
     results = [layer((rows + factor * change).to(device, dtype)).double() for factor in (0.0, 1.0, LARGE)]
     small, large = results[1] - results[0], (results[2] - results[0]) / LARGE

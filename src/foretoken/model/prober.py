@@ -204,9 +204,8 @@ class Prober:
         path, worst = max(errors.items(), key=lambda item: (math.isnan(item[1]), item[1]))
         if math.isnan(worst):  # torch's attention hides it from plain logits
             raise ProbeError(f"layer {path} of {self._lm.name} gives NaN for plain text; its weights are damaged.")
-        check = Check.of(
-            "linears", worst, epsilon(self._lm.dtype, self._lm.rounds_inputs) / 2, 1.0
-        )  # another layer's output is off by all
+        noise = epsilon(self._lm.dtype, self._lm.rounds_inputs) / 2
+        check = Check.of("linears", worst, noise, 1.0)  # another layer's output is off by all
         if check.verdict == "wrong":
             raise ProbeError(
                 f"layer {path} of {self._lm.name} does not compute in {self._lm.execution.kind} execution what it "

@@ -4,6 +4,7 @@
 
 #include "abi.h"
 #include "functions.h"
+#include "whole_numbers.h"
 
 #include <math.h>
 
@@ -48,18 +49,31 @@ static inline int64_t cell_numbers(int64_t kind, int64_t size) {
   return kind == SCALED ? Cell<Scaled>::numbers(size) : size;
 }
 
-// Numbers of one kind to a cell of another.
+// The largest of these, without their signs; NaN where there is one.
 template <typename T>
-static void write_scaled(const T* from, int64_t size, Scaled* to) {
+static float peak_of(const T* from, int64_t size) {
   float most = 0;
   for (int64_t i = 0; i < size; ++i) {
     const float number = fabsf(value_of(from[i]));
     most = number > most || number != number ? number : most;
   }
-  const float scale = most / 127;
-  for (int64_t i = 0; i < size; ++i) {
-    const float code = nearbyintf(value_of(from[i]) / scale);
-    to[i].code = code > 127 ? 127 : code < -127 ? -127 : code == code ? (int8_t)code : 0;
+  return most;
+}
+
+// Numbers of one kind to a cell of another.
+template <typename T>
+static void write_scaled(const T* from, int64_t size, Scaled* to) {
+  Vector most = zero(), check = zero();
+  for (int64_t at = 0; at < size; at += LANES) {
+    const Vector numbers = read_first(from + at, size - at);
+    most = larger(most, size_of(numbers)), check = add_product(numbers, zero(), check);
+  }
+  const bool is_finite = !differ(check, zero());
+  const float scale = (is_finite ? largest(most) : peak_of(from, size)) / 127;
+  for (int64_t at = 0; at < size; at += LANES) {
+    int32_t codes[LANES] = {};
+    if (is_finite && scale > 0) write_whole(codes, nearest(read_first(from + at, size - at) / all(scale)));
+    for (int64_t i = 0; i < LANES && at + i < size; ++i) to[at + i].code = (int8_t)codes[i];
   }
   memcpy(to + size, &scale, SCALE_BYTES);
 }

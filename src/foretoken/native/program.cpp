@@ -244,9 +244,9 @@ void prepare(const Model& model, const Store& store, const Nodes& fed, Work& wor
 
 // Threads that are worth keeping together for a forward: those of models whose layers share products.
 int crew_of(const Model& model, int threads) {
-  const Layer& layer = model.layers[0];
-  for (const Step* step = layer.program->steps; step < layer.program->steps + layer.program->num_steps; ++step)
-    if (step->kind == PRODUCT && is_shared(model, *(const Matrix*)layer.given[step->matrix])) return threads;
+  for (const Layer* layer = model.layers; layer < model.layers + model.num_layers; ++layer)
+    for (const Step* step = layer->program->steps; step < layer->program->steps + layer->program->num_steps; ++step)
+      if (step->kind == PRODUCT && is_shared(model, *(const Matrix*)layer->given[step->matrix])) return threads;
   return 1;
 }
 

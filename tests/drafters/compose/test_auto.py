@@ -70,9 +70,9 @@ def run(governor: MethodBandit, one: AutoDrafter, arm_of_text: list[int], costs:
     row = SimpleNamespace(id=0, token_ids=[9], is_finished=False)
     arms = []
     for wanted in arm_of_text:
-        budgets = governor.budgets([row], [Budget(1)], lambda sizes, _: sum(sizes))
+        budgets = governor.budgets([row], [Budget(1)], lambda count: count)
         trees = one.propose([row], budgets)
-        trees = governor.trimmed([row], trees, lambda sizes, _: sum(sizes))
+        trees = governor.trimmed([row], trees, lambda count: count)
         arms.append(one._arm)
         token = one.parts[wanted].tokens[0]
         hit = trees[0].child(0, token) is not None
@@ -82,7 +82,7 @@ def run(governor: MethodBandit, one: AutoDrafter, arm_of_text: list[int], costs:
         governor.learn(
             trees,
             [output],
-            lambda sizes, _: sum(sizes),
+            lambda count: count,
             drafting_seconds=drafting,
             other_seconds=0.02 + 0.001 * (len(trees[0]) - 1),
         )
@@ -132,7 +132,7 @@ def test_a_part_that_adds_nothing_is_asked_in_every_fourth_step() -> None:
         before = one.parts[1].num_asked
         row = SimpleNamespace(id=0, token_ids=[9], is_finished=False, pending=9)
         for _ in range(num_steps):
-            budgets = governor.budgets([row], [Budget(1)], lambda sizes, _: sum(sizes))
+            budgets = governor.budgets([row], [Budget(1)], lambda count: count)
             (tree,) = one.propose([row], budgets)
             hit = tree.child(0, wanted)
             path = (0,) if hit is None else (0, hit)
