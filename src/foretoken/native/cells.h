@@ -8,6 +8,22 @@
 
 #include <math.h>
 
+struct Scaled {  // a number of a cache, of those in its cell whose scale lies behind them
+  int8_t code;
+};
+
+static inline Vector read(const Scaled* from) { return as_floats(widened((const int8_t*)from)); }
+
+// One of the narrower numbers that lie in the place of each float.
+typedef int32_t Places __attribute__((vector_size(sizeof(Vector))));
+static inline Vector part_of(const Bfloat16*, Vector floats, int part) {
+  const Places places = (Places)floats;
+  return (Vector)(part ? places & (int32_t)0xffff0000 : places << 16);
+}
+static inline Vector part_of(const Scaled*, Vector floats, int part) {
+  return as_floats((Whole)((Places)floats << (24 - 8 * part) >> 24));
+}
+
 // How cells of so many numbers are read, in vectors of float32.
 template <typename C>
 struct Cell {

@@ -14,9 +14,6 @@ struct Bfloat16 {
 struct Float16 {
   uint16_t bits;
 };
-struct Scaled {  // a number of a cache, of those in its cell whose scale lies behind them
-  int8_t code;
-};
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -36,9 +33,6 @@ static inline Vector read(const Float16* from) { return _mm256_cvtph_ps(_mm_load
 static inline Vector read(const uint8_t* from) {
   return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)));
 }
-static inline Vector read(const Scaled* from) {
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
-}
 #else
 typedef __m512 Vector;
 enum { LANES = 16 };
@@ -54,28 +48,6 @@ static inline Vector read(const Bfloat16* from) {
 static inline Vector read(const Float16* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
 static inline Vector read(const uint8_t* from) {
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)));
-}
-static inline Vector read(const Scaled* from) {
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
-}
-#endif
-
-// One of the narrower numbers that lie in the place of each float.
-#if defined(FORETOKEN_AVX2)
-static inline Vector part_of(const Bfloat16*, Vector places, int part) {
-  const __m256i bits = _mm256_castps_si256(places);
-  return _mm256_castsi256_ps(part ? _mm256_and_si256(bits, _mm256_set1_epi32(0xffff0000)) : _mm256_slli_epi32(bits, 16));
-}
-static inline Vector part_of(const Scaled*, Vector places, int part) {
-  return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(_mm256_castps_si256(places), 24 - 8 * part), 24));
-}
-#else
-static inline Vector part_of(const Bfloat16*, Vector places, int part) {
-  const __m512i bits = _mm512_castps_si512(places);
-  return _mm512_castsi512_ps(part ? _mm512_and_si512(bits, _mm512_set1_epi32(0xffff0000)) : _mm512_slli_epi32(bits, 16));
-}
-static inline Vector part_of(const Scaled*, Vector places, int part) {
-  return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(_mm512_castps_si512(places), 24 - 8 * part), 24));
 }
 #endif
 
