@@ -67,8 +67,6 @@ class Governing:
         self._allowed: list[Budget] = []
         self._drafts: Seq[DraftTree] = ()  # of the step that runs, whole
         self._followed: list[_Followed] = []  # since the last decision
-        self._following_seconds = 0.0  # of a step in which nothing is decided, as far as is known
-        self._is_learning = False  # of drafts of such steps
         self._own_seconds = 0.0  # of the step that runs, before it verifies
 
     @property
@@ -145,24 +143,18 @@ class Governing:
             return
         start = perf_counter()
         if self._attention.is_deciding:
-            drafting, rest = self._times(clock.laps, self._own_seconds)
+            drafting, rest = _times(clock.laps, self._own_seconds)
             num_nodes = self._forwards.num_nodes
-            following = self._following_seconds
+            following = self._attention.following_seconds
             self._governor.learn(trees, outputs, num_nodes, drafting_seconds=drafting + following, other_seconds=rest)
             own = self._own_seconds + perf_counter() - start
             self._attention.end(own, drafting + rest)
-            self._following_seconds, self._is_learning = self._attention.following_seconds, self._attention.is_learning
             self._attend(trees, outputs, own + drafting, rest)
             return
         self._followed.append(_Followed(self._drafts, trees, outputs, clock.laps, self._own_seconds))
         if any(output.row.is_finished for output in outputs):
             self._hand_over()
         self._attention.follow(self._own_seconds + perf_counter() - start)
-
-    def _times(self, laps: Mapping[str, float], own_seconds: float) -> tuple[float, float]:
-        """Seconds of a step that its drafter took, and of all the rest, governing left out."""
-        drafting = max(laps["propose_seconds"] - own_seconds, 0.0) + laps["observe_seconds"]
-        return drafting, sum(laps.values()) - laps["propose_seconds"] - laps["observe_seconds"]
 
     def _attend(self, trees: Seq[DraftTree], outputs: Seq[RowOutput], taken: float, rest: float) -> None:
         """Enter a step into the account of what attending to the drafter loses."""
@@ -174,15 +166,21 @@ class Governing:
         """Tell the governor of the steps since its last decision."""
         if self._governor is None or not self._followed:
             return
-        steps, following = Steps(), self._following_seconds
+        steps, following = Steps(), self._attention.following_seconds
         for drafts, trees, outputs, laps, own_seconds in self._followed:
-            self._governor.follow(outputs, drafts if self._is_learning else ())
-            drafting, rest = self._times(laps, own_seconds)
+            self._governor.follow(outputs, drafts if self._attention.is_learning else ())
+            drafting, rest = _times(laps, own_seconds)
             num_rows, num_tokens = len(outputs), sum([len(output.token_ids) for output in outputs])
             steps.add(num_rows, sum(map(len, trees)) - num_rows, num_tokens, drafting + following, rest)
             self._attend(trees, outputs, drafting + following, rest)
         self._governor.follow_steps(steps)
         self._followed.clear()
+
+
+def _times(laps: Mapping[str, float], own_seconds: float) -> tuple[float, float]:
+    """Seconds of a step that its drafter took, and of all the rest, governing left out."""
+    drafting = max(laps["propose_seconds"] - own_seconds, 0.0) + laps["observe_seconds"]
+    return drafting, sum(laps.values()) - laps["propose_seconds"] - laps["observe_seconds"]
 
 
 class _Followed(NamedTuple):
@@ -227,6 +225,11 @@ class Attention:
 
     Decisions are close together at first, when most is learned by them, and made anew where the number of rows has
     doubled or halved.
+
+    Attributes:
+      is_deciding: whether the step that runs is decided in.
+      following_seconds: what governing takes of a step like those since the last decision; 0 until that is known.
+      is_learning: whether these steps are long enough for what is decided in some to be learned of all.
     """
 
     def __init__(self) -> None:
@@ -235,6 +238,8 @@ class Attention:
         self._left = 0  # steps to the next decision
         self._followed: list[float] = []  # seconds of steps since the last one
         self.is_deciding = True
+        self.following_seconds = 0.0
+        self.is_learning = False
 
     def begin(self, num_rows: int) -> bool:
         """Whether the step that begins is one to decide in."""
@@ -242,18 +247,6 @@ class Attention:
         self.is_deciding = self._left <= 0 or size != self._class
         self._class = size
         return self.is_deciding
-
-    @property
-    def is_learning(self) -> bool:
-        """Whether steps are long enough for what is decided in some to be learned of all."""
-        meter = self._meters.get(self._class)
-        return meter is not None and meter.following_seconds <= MOST_FOLLOWING * math.exp(meter.step.value)
-
-    @property
-    def following_seconds(self) -> float:
-        """What governing takes of a step like the one that runs, in which nothing is decided; 0 until that is known."""
-        meter = self._meters.get(self._class)
-        return 0.0 if meter is None else meter.following_seconds
 
     def follow(self, own_seconds: float) -> None:
         """In a step in which nothing was decided, governing has taken so long."""
@@ -269,6 +262,8 @@ class Attention:
         meter.step.add(math.log(step_seconds))
         self._left = meter.interval - 1
         self._followed.clear()
+        self.following_seconds = meter.following_seconds
+        self.is_learning = self.following_seconds <= MOST_FOLLOWING * math.exp(meter.step.value)
 
 
 def new_governor(target: CausalLM, drafter: Drafter, profile: Profile | None = None) -> AnyGovernor:
