@@ -9,7 +9,7 @@ import typer
 
 from foretoken.beginnings import shared_length
 from foretoken.cli.chat_screen import JsonScreen, Screen
-from foretoken.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelChoice, SamplingOptions, takes_groups
+from foretoken.cli.options import AsJson, DraftingOptions, Loading, ModelChoice, SamplingOptions, takes_groups
 from foretoken.cli.running import EXIT_DIFFERS, EXIT_REFUSED, exit_codes, load_llm
 from foretoken.config.keywords import did_you_mean
 from foretoken.errors import ConfigError, ForetokenError
@@ -40,9 +40,7 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Budget of every answer.")] = ANSWER_TOKENS,
     sampling: Annotated[SamplingOptions, "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"],
     max_model_len: Annotated[int | None, typer.Option(help="Limit of the conversation in tokens.")] = None,
-    loading: Annotated[
-        LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "kv_cache_dtype", "cache_packed"
-    ],
+    loading: Loading,
     as_json: AsJson = False,
 ) -> None:
     """Talk to a model. Answers appear as they come; between turns the cache stays, and only new text is fed.

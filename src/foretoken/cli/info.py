@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from foretoken.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelChoice, takes_groups
+from foretoken.cli.options import AsJson, DraftingOptions, Loading, LoadingOptions, ModelChoice, takes_groups
 from foretoken.cli.running import exit_codes, load_llm, put_json
 from foretoken.config.method import methods
 from foretoken.config.reference import key_entries
@@ -45,9 +45,7 @@ def info(
     *,
     model: ModelChoice,
     drafting: DraftingOptions,
-    loading: Annotated[
-        LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "kv_cache_dtype", "cache_packed"
-    ],
+    loading: Loading,
     context: Annotated[int, typer.Option(help="Tokens before the measured step.", min=1)] = CONTEXT,
     repeats: Annotated[int, typer.Option(help="Measurements per width.", min=1)] = REPEATS,
     keys: Annotated[

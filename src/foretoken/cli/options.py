@@ -148,6 +148,12 @@ class LoadingOptions(TargetOptions):
     ] = None
 
 
+Loading = Annotated[
+    LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "kv_cache_dtype", "cache_packed"
+]
+"""What verbs take that load a model and say themselves how it is run."""
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """How many requests run together, and in how much memory: fields of `EngineConfig`."""

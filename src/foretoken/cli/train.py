@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from foretoken.cli.options import AsJson, EngineOptions, LoadingOptions, numbers, takes_groups
+from foretoken.cli.options import AsJson, EngineOptions, Loading, numbers, takes_groups
 from foretoken.cli.running import choose_model, exit_codes, load_llm, put_json, writing
 from foretoken.folders import only_writer
 
@@ -23,9 +23,7 @@ def train(
     method: Annotated[
         str, typer.Argument(metavar="METHOD", help="medusa, hydra, hydra++, eagle, eagle2, eagle3 or draft_model.")
     ],
-    loading: Annotated[
-        LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "kv_cache_dtype", "cache_packed"
-    ],
+    loading: Loading,
     rows: Annotated[EngineOptions, "max_num_seqs", "max_kv_bytes"],
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of the drafter and all that is kept.")

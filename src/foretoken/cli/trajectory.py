@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from foretoken.cli.options import AsJson, LoadingOptions, ModelChoice, SamplingOptions, takes_groups
+from foretoken.cli.options import AsJson, Loading, ModelChoice, SamplingOptions, takes_groups
 from foretoken.cli.prompts import Chat, Raw, ask, check_template, read_prompts
 from foretoken.cli.running import exit_codes, load_llm, put_json
 from foretoken.folders import check_place
@@ -29,9 +29,7 @@ def trajectory(
     raw: Raw = False,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page to look at.")] = None,
     jsonl: Annotated[str | None, typer.Option(metavar="FILE", help="Write one line per block, to train on.")] = None,
-    loading: Annotated[
-        LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "kv_cache_dtype", "cache_packed"
-    ],
+    loading: Loading,
     as_json: AsJson = False,
 ) -> None:
     """Show how Jacobi decoding arrives at a text: every iterate of every block until its fixed point.
