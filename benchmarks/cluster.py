@@ -9,6 +9,7 @@
     python benchmarks/cluster.py scale --model zoo:tiny --streams 40 --seconds 60
     python benchmarks/cluster.py job --model zoo:tiny --prompts 1000
     python benchmarks/cluster.py chats --model zoo:smollm2 --method none --prompts 24 --streams 6 --max-tokens 24
+    python benchmarks/cluster.py router
 
 "nodes" kills raylets of a cluster of three and a head, "absent" all of them; "overload" has one client ask for far more
 than can be done, beside one that sends single requests; "job" kills two workers of `foretoken generate --out
@@ -16,12 +17,16 @@ than can be done, beside one that sends single requests; "job" kills two workers
 proxy: while clients ask without a break, another drafter is deployed, replicas come and go, or another model comes, and
 nobody may see an error. "scale" deploys the shipped file and lets load come and go. Every
 text is compared with the one that `foretoken.LLM` gives for the same request in this process.
+
+"router" simulates replicas, up to 1,000, around the real router: chats come at random, each turn repeats the
+conversation before it, at `LOAD` times the rate at which replicas would be busy if nothing had been read before.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import heapq
 import itertools
 import json
 import lzma
@@ -37,7 +42,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -51,6 +56,7 @@ from serve import Address, Answered, Turn, load, prompts_of
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.llm import LLM
+from foretoken.serve.ray.affinity import Affinity
 
 START_SECONDS = 240.0
 MOST_STOPPED = 0.5
@@ -656,7 +662,7 @@ def job(options: argparse.Namespace) -> int:
     return 0 if is_equal and len(killed) == 2 and code == 0 else 1
 
 
-WAYS = ("beginnings", "fewest requests", "random")
+WAYS = ("beginnings", "fewest requests")
 
 
 @dataclass
@@ -681,19 +687,17 @@ def _talks(path: str, count: int, turns: int) -> list[Talk]:
 
 
 def chats(options: argparse.Namespace) -> int:
-    """Chats of the shared data, turn after turn, by three ways of routing in turn: what replicas need not read again.
+    """Chats of the shared data, turn after turn, by two ways of routing in turn: what replicas need not read again.
 
     Users say what they say in the data; answers are the model's own, so that all ways see the same chats. Each way has
     replicas of its own, which keep the beginnings of as many texts as there would be for each if chats were shared out
     evenly, and half as many more.
     """
     import ray
-    from random_router import RandomRouter
     from ray import serve
 
     from foretoken.serve.ray import deployment
     from foretoken.serve.ray.launch import start_ray
-    from foretoken.serve.ray.router import PrefixRouter
 
     talks = _talks(options.data, options.prompts, options.turns)
     llm = {
@@ -709,7 +713,6 @@ def chats(options: argparse.Namespace) -> int:
     pulse, draw = Pulse(), random.Random(options.seed)
     try:
         for place, way in enumerate(WAYS):
-            deployment.PrefixRouter = RandomRouter if way == "random" else PrefixRouter
             config = {
                 "model": options.model, "served_model_name": [way], "speculative_config": options.method, "llm": llm,
                 "num_replicas": options.replicas, "routing": {"max_blocks": 0} if way == "fewest requests" else {},
@@ -755,21 +758,100 @@ def chats(options: argparse.Namespace) -> int:
         for way in WAYS:
             told = rf'^foretoken:request_queue_time_seconds_count\{{.*model_name="{way}".*\}} (\S+)$'
             counts = [float(each) for each in re.findall(told, page, re.M)]
-            ratios = [one / other for one, other in zip(firsts[way], firsts["random"], strict=True)]
+            ratios = [one / other for one, other in zip(firsts[way], firsts[WAYS[-1]], strict=True)]
             print(
                 f"{way}: {cached[way] / read[way]:.2f} of {read[way]} prompt tokens kept; first token p50 "
                 f"{1e3 * quantile(firsts[way], 0.5):.0f} ms, p95 {1e3 * quantile(firsts[way], 0.95):.0f} ms, mean "
-                f"{1e3 * statistics.mean(firsts[way]):.0f} ms, median by random's for the same request "
+                f"{1e3 * statistics.mean(firsts[way]):.0f} ms, median by that of fewest requests "
                 f"{statistics.median(ratios):.2f}; requests by replica {counts}, most by mean "
                 f"{max(counts) / statistics.mean(counts):.2f}", flush=True,
             )  # fmt: skip
     finally:
-        deployment.PrefixRouter = PrefixRouter
         serve.shutdown()
         ray.shutdown()
-    num_wrong = sum(talk.said[way] != talk.said["random"] for talk in talks for way in WAYS)
+    num_wrong = sum(talk.said[way] != talk.said[WAYS[-1]] for talk in talks for way in WAYS)
     print(f"{options.model}: {len(talks)} chats of {options.turns} turns, {num_wrong} whose texts hang on the routing")
     return 1 if num_wrong else 0
+
+
+BLOCK, KEPT, ROWS, LOAD = 64, 8, 16, 0.6
+"""Of a simulated replica: tokens of a block, texts whose beginnings it keeps, requests at once, and how busy it is."""
+PROMPT_SECONDS, TOKEN_SECONDS = 1.5e-3, 25e-3
+"""For a token of a prompt that is not kept, and for one of an answer: measured on `foretoken serve`."""
+FIRST_TURN, ANSWER, NUM_REQUESTS = 400, 100, 20_000
+"""Tokens, and requests of all chats."""
+
+
+@dataclass
+class Machine:
+    """A replica that is simulated: what it keeps, its requests, and how many it has served."""
+
+    kept: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    load: int = 0
+    served: int = 0
+
+    def read(self, chat: int, length: int) -> int:
+        """Tokens of a prompt that are not there yet."""
+        known = min(self.kept.pop(chat, 0), length) // BLOCK * BLOCK
+        self.kept[chat] = length
+        while len(self.kept) > KEPT:
+            self.kept.popitem(last=False)
+        return length - known
+
+
+def simulated(num: int, way: str, seed: int) -> str:
+    """A line of the table, of so many replicas."""
+    draw, affinity = random.Random(seed), Affinity(block=BLOCK)
+    machines = {str(place): Machine() for place in range(num)}
+    rate = LOAD * num * ROWS / (FIRST_TURN * PROMPT_SECONDS + ANSWER * TOKEN_SECONDS)
+    chats: list[tuple[int, int]] = []
+    ends: list[tuple[float, str]] = []
+    now, spent, read, asked, num_open = 0.0, 0.0, 0, 0, max(4 * num, 8)
+    excess: list[float] = []
+    firsts: list[float] = []
+    for number in range(NUM_REQUESTS):
+        now += draw.expovariate(rate)
+        while ends and ends[0][0] <= now:
+            machines[heapq.heappop(ends)[1]].load -= 1
+        if len(chats) < num_open or draw.random() < 0.2:
+            chats.append((number, int(draw.expovariate(1 / FIRST_TURN)) + BLOCK))
+        place = draw.randrange(max(0, len(chats) - num_open), len(chats))
+        chat, length = chats[place]
+        chats[place] = chat, length + ANSWER + 32
+        loads = {name: machine.load for name, machine in machines.items()}
+        ids = [(chat * 2654435761 + place) % 49152 for place in range(length)]
+        began = time.process_time()
+        if way == "prefix":
+            name = affinity.choose(ids, "", loads)
+        else:
+            several = draw.sample(list(loads), min(2 if way == "two choices" else 1, num))
+            name = min(several, key=loads.__getitem__)
+        spent += time.process_time() - began
+        machine = machines[name]
+        new = machine.read(chat, length)
+        machine.load, machine.served = machine.load + 1, machine.served + 1
+        slow = max(1.0, machine.load / ROWS)
+        firsts.append(new * PROMPT_SECONDS * slow)
+        heapq.heappush(ends, (now + firsts[-1] + ANSWER * TOKEN_SECONDS * slow, name))
+        read, asked = read + new, asked + length
+        if number > NUM_REQUESTS // 5:
+            mean = sum(loads.values()) / num
+            excess.append(max(loads.values()) / mean if mean >= 4 else 1.0)
+    counts = [machine.served for machine in machines.values()]
+    return (
+        f"| {num} | {way} | {1 - read / asked:.2f} | {1e3 * quantile(firsts, 0.5):.0f} / "
+        f"{1e3 * quantile(firsts, 0.95):.0f} | {max(counts) / statistics.mean(counts):.2f} | "
+        f"{statistics.mean(excess):.2f} | {1e6 * spent / NUM_REQUESTS:.0f} |"
+    )
+
+
+def router(options: argparse.Namespace) -> int:
+    """What routing by beginnings is worth: a simulation in which only the router is real."""
+    print("| replicas | way | share of prompt tokens kept | first token p50 / p95, ms | served, max / mean | "
+          "load, max / mean | router, us |\n" + "|---" * 7 + "|")  # fmt: skip
+    for num, way in itertools.product((2, 10, 100, 1000), ("prefix", "two choices", "random")):
+        print(simulated(num, way, options.seed), flush=True)
+    return 0
 
 
 SHIPPED = Path(__file__).parents[1] / "examples" / "serve" / "cluster.yaml"
@@ -1129,6 +1211,7 @@ WHAT = {
     "absent": absent,
     "job": job,
     "chats": chats,
+    "router": router,
     "overhead": overhead,
     "update": update,
     "raylets": raylets,

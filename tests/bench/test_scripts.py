@@ -1,4 +1,4 @@
-"""What scripts in `benchmarks/` reckon with: figures of the house, the way of a prompt, speeds by kind."""
+"""What scripts in `benchmarks/` and `dev/` reckon with: figures of the house, the way of a prompt, speeds by kind."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How large the house is, and how much of it a prompt walks through: files, lines, classes, functions, words.
 
-    python benchmarks/house.py                                     # of this checkout, without running anything
-    python benchmarks/house.py --way ngram eagle3 [--model zoo:smollm2] [--files] [--json]
+    python dev/house.py                                     # of this checkout, without running anything
+    python dev/house.py --way ngram eagle3 [--model zoo:smollm2] [--files] [--json]
 
 A way is that of a second ``LLM.generate`` of one prompt, when all is loaded, compiled and seen: the Python files of
 foretoken in which a function is called, in any thread, with their whole lengths, and the calls. It takes no times: any
