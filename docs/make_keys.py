@@ -1,4 +1,4 @@
-"""Write methods and keys into the pages, from the options of the methods.
+"""Write keys, and other names of methods, into the pages, from the options of the methods.
 
 python docs/make_keys.py            # after a change of a method's options
 
@@ -19,7 +19,7 @@ DOCS = Path(__file__).parent
 SHARED = DOCS / "speculative_config.md"
 BEGIN, END = "<!-- made by docs/make_keys.py", "<!-- end -->"
 PART = re.compile(rf"({BEGIN}(?:, keys of ([^>]*))? -->\n).*?({END}\n)", re.DOTALL)
-"""What is made of a page: all methods and shared keys, or the keys of the methods that are named."""
+"""What is made of a page: other names of methods and shared keys, or the keys of the methods that are named."""
 WIDTH = 120
 
 
@@ -44,8 +44,8 @@ def _place(entry: KeyEntry, owners: dict[Path, set[str]]) -> Path:
 def _shared(entries: Iterable[KeyEntry]) -> str:
     lines = []
     for method in methods().values():
-        others = f" Also {_quoted(method.aliases)}." if method.aliases else ""
-        lines += _wrapped(f"- `{method.name}` drafts {method.summary}.{others}")
+        if method.aliases:
+            lines += _wrapped(f"- `{method.name}`: {_quoted(method.aliases)}")
     groups: dict[tuple[str, ...], list[KeyEntry]] = {}
     for entry in entries:
         groups.setdefault(tuple(entry.defaults), []).append(entry)
