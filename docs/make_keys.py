@@ -12,8 +12,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from foretoken.config.method import methods
-from foretoken.config.reference import KeyEntry, key_entries
+from foretoken.config.method import KeyEntry, key_entries, methods
 
 DOCS = Path(__file__).parent
 SHARED = DOCS / "speculative_config.md"

@@ -28,12 +28,10 @@ from foretoken.engine.memory import MemoryUse
 from foretoken.engine.profiles import Profile
 from foretoken.engine.stats import StepProfile, Totals
 from foretoken.errors import CopyError
-from foretoken.loading.announcing import announce, announce_notes
-from foretoken.loading.applicability import applicable
-from foretoken.loading.info import describe, eos_token_ids
+from foretoken.loading.info import announce, announce_notes, describe, eos_token_ids
 from foretoken.loading.models import is_zoo, load_model, load_tokenizer
 from foretoken.loading.packed_copy import adapter_of, check_cache_packed
-from foretoken.loading.pairing import Pairing
+from foretoken.loading.pairing import Pairing, applicable
 from foretoken.loading.sources import check_parts
 from foretoken.loading.stored import save_compressed
 from foretoken.machine import collector_paused

@@ -106,7 +106,7 @@ def test_the_example_keeps_the_contract(monkeypatch: pytest.MonkeyPatch) -> None
 def test_reading_configs_costs_no_torch(tmp_path: Path) -> None:
     """Options, ranges and help of every method are there before anything large is imported."""
     code = (
-        "import sys; from foretoken import SpeculativeConfig; from foretoken.config.reference import key_entries; "
+        "import sys; from foretoken import SpeculativeConfig; from foretoken.config.method import key_entries; "
         "SpeculativeConfig.parse('suffix+draft_model'); assert key_entries(); "
         "assert not {'torch', 'transformers'} & sys.modules.keys()"
     )

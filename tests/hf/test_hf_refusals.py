@@ -28,8 +28,7 @@ from foretoken.errors import (
     UnsupportedModelError,
     UnsupportedStateError,
 )
-from foretoken.hf.caller import GenerateArguments
-from foretoken.hf.refusals import check_inputs
+from foretoken.hf.refusals import GenerateArguments, check_inputs
 from foretoken.model.support import cache_argument
 from foretoken.testing import toy_model
 

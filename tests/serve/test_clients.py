@@ -13,8 +13,8 @@ import pytest
 from foretoken.config.sampling import SamplingParams
 from foretoken.llm import LLM
 from foretoken.serve.chat import read_chat
-from foretoken.serve.protocol import HEAD_SECONDS
 from foretoken.serve.served import Served
+from foretoken.serve.server import HEAD_SECONDS
 from foretoken.serve.settings import ServerSettings
 from serving import Running, running, with_template
 

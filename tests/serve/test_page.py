@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.views.page import page as assembled
+from foretoken.views.token_view import page as assembled
 from serving import Running
 
 SHOTS = Path(__file__).parents[2] / ".cache" / "page"

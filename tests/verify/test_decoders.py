@@ -20,14 +20,13 @@ from foretoken.verify import (
     Sample,
     Subject,
     Verdict,
-    continuations,
-    second_draw,
+    draws,
     verify,
     verifying,
 )
 from foretoken.verify import laws as verify_laws
-from foretoken.verify.continuations import DEPTH, FEWEST, draw
 from foretoken.verify.differences import logprob_finding
+from foretoken.verify.draws import DEPTH, FEWEST, draw
 from foretoken.verify.laws import SHIFT, Law, ReferenceLaw, _shifted, enumerate_law, judge_samples
 from foretoken.verify.verdict import Finding, holm
 
@@ -430,12 +429,12 @@ def simulated_verdicts(num_runs: int, shift: float, rate: float = 0.01) -> dict[
             for law, subject in zip(laws, subjects, strict=True):
                 samples = subject.samples(num_samples)
                 test = judge_samples(law, samples, rate / 3, run)
-                tests.append(second_draw.Tested(0, law, [1], SamplingParams(max_tokens=DEPTH), samples, test))
+                tests.append(draws.Tested(0, law, [1], SamplingParams(max_tokens=DEPTH), samples, test))
             rejected = holm([tested.test.p_value for tested in tests], rate)
             statuses = []
             for tested, subject, is_rejected in zip(tests, subjects, rejected, strict=True):
                 if is_rejected:
-                    second = second_draw.draw_again(tested, subject, run, until=float("inf"))
+                    second = draws.draw_again(tested, subject, run, until=float("inf"))
                     statuses.append(second.judged(Finding("", "law", "holds", ""), rate, rate / 3).status)
             told["failed"] += any(rejected)
             told["broken"] += "broken" in statuses
@@ -509,7 +508,7 @@ def test_a_law_test_that_fails_is_drawn_once_more(
         return replace(judge_samples(law, drawn[-1], level, seed), p_value=forged)
 
     monkeypatch.setattr(verifying, "judge_samples", judge)
-    monkeypatch.setattr(second_draw, "judge_samples", judge)
+    monkeypatch.setattr(draws, "judge_samples", judge)
     monkeypatch.setattr(verifying, "SHARE_OF_LAWS", 0.0)
     found = verify(llm, PROMPTS, max_tokens=8, budget_seconds=1e6)
     (law,) = (one for one in found.findings if one.check == "law" and "p_value" in one.numbers)
@@ -549,7 +548,7 @@ def test_a_second_draw_ends_with_the_budget(llm: LLM, monkeypatch: pytest.Monkey
     monkeypatch.setattr(LLMSubject, "generate", counted)
     monkeypatch.setattr(verifying, "judge_samples", judge)
     monkeypatch.setattr(verify_laws, "NUM_SIMULATED", 200)
-    for module in (verifying, continuations):
+    for module in (verifying, draws):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(verifying, "SHARE_OF_LAWS", 0.8)
     found = verify(llm, PROMPTS, max_tokens=4, budget_seconds=60.0)
@@ -566,9 +565,9 @@ def test_a_second_draw_without_time_asks_for_nothing_and_acquits_nobody(p_value:
     law = enumerate_law(law_after, depth=2)
     samples: list[Any] = drawn(np.random.default_rng(0), 64, law_after)
     test = replace(judge_samples(law, samples, 0.01), p_value=p_value)
-    tested = second_draw.Tested(0, law, [1], SamplingParams(max_tokens=2), samples, test)
+    tested = draws.Tested(0, law, [1], SamplingParams(max_tokens=2), samples, test)
     never = FunctionSubject(lambda *_: pytest.fail("it was asked"))
-    second = second_draw.draw_again(tested, never, 0, until=float("-inf"))
+    second = draws.draw_again(tested, never, 0, until=float("-inf"))
     found = second.judged(Finding("sampled", "law", "holds", "p"), 0.01, 0.01 / 3)
     assert (second.num_samples, found.status) == (0, status)
     assert "not drawn once more (no time was left" in found.found
@@ -583,8 +582,8 @@ def test_a_decoder_that_fails_while_it_is_drawn_from_again_is_named() -> None:
     law = enumerate_law(law_after, depth=2)
     samples: list[Any] = drawn(np.random.default_rng(0), 64, law_after)
     test = replace(judge_samples(law, samples, 0.01), p_value=1e-3)
-    tested = second_draw.Tested(0, law, [1], SamplingParams(max_tokens=2), samples, test)
-    second = second_draw.draw_again(tested, FunctionSubject(gone, "far"), 0, until=float("inf"))
+    tested = draws.Tested(0, law, [1], SamplingParams(max_tokens=2), samples, test)
+    second = draws.draw_again(tested, FunctionSubject(gone, "far"), 0, until=float("inf"))
     found = second.judged(Finding("sampled", "law", "holds", "p"), 0.01, 0.01 / 3)
     assert found.status == "undecided"
     assert "not drawn once more (far fails" in found.found

@@ -20,7 +20,7 @@ from foretoken.cli import app
 from foretoken.errors import ConfigError
 from foretoken.serve.offer import Offer
 from foretoken.verify import LLMSubject, ServerSubject, TransformersSubject, verify, verifying
-from foretoken.verify.continuations import FEWEST, draw
+from foretoken.verify.draws import FEWEST, draw
 from foretoken.verify.laws import ReferenceLaw
 from serving import running
 

@@ -15,8 +15,7 @@ from rich.text import Text
 
 from foretoken.cli.options import AsJson, DraftingOptions, Loading, LoadingOptions, ModelChoice, takes_groups
 from foretoken.cli.running import exit_codes, load_llm, put_json
-from foretoken.config.method import methods
-from foretoken.config.reference import key_entries
+from foretoken.config.method import key_entries, methods
 from foretoken.config.speculative import method_named
 
 if TYPE_CHECKING:

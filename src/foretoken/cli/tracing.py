@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.info import peak_memory
 from foretoken.cli.writers import as_record
-from foretoken.views.drafts import Drafts
+from foretoken.views.token_view import Drafts
 from foretoken.views.trajectory import write_text
 
 if TYPE_CHECKING:

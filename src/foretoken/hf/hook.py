@@ -28,9 +28,9 @@ from foretoken.engine.stats import SequenceStats
 from foretoken.errors import ConfigError, CopyError, PromptError
 from foretoken.hf import refusals
 from foretoken.hf.call import Call, Wishes
-from foretoken.hf.caller import GenerateArguments
 from foretoken.hf.columns import Columns, Endings
 from foretoken.hf.prompts import check_positions, read_rows
+from foretoken.hf.refusals import GenerateArguments
 from foretoken.loading.adapters import ADAPTERS, Adapter
 from foretoken.loading.models import load_tokenizer
 from foretoken.loading.pairing import Drafting

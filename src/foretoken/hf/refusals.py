@@ -1,11 +1,16 @@
-"""Options of ``generate`` that this decoding does not support: refused by name, with what to do instead."""
+"""Options of ``generate``: those that it does not pass on, read from the frame that calls, and those that this decoding
+does not support, refused by name with what to do instead."""
 
 from __future__ import annotations
 
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import distributed as dist
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, QuantizedCache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import (
@@ -16,11 +21,11 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from foretoken.errors import ConfigError, UnsupportedModelError
-from foretoken.hf.caller import GenerateArguments, given_cache
 from foretoken.model.support import CACHE_ARGUMENTS
 
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+_MAX_FRAMES = 16  # wrappers that may stand between ``generate`` and the callable
 _WITHOUT = "or call generate without custom_generate"
-
 _MODES = {
     GenerationMode.BEAM_SEARCH: f"beam search (num_beams) is not speculative decoding; set num_beams=1, {_WITHOUT}",
     GenerationMode.BEAM_SAMPLE: f"beam sampling (num_beams) is not speculative decoding; set num_beams=1, {_WITHOUT}",
@@ -38,12 +43,10 @@ _MODES = {
         "speculate(method='draft_model', model=assistant) or speculate(method='ngram')"
     ),
 }
-
 _STATEFUL = {
     UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale (classifier-free guidance)",
     SynthIDTextWatermarkLogitsProcessor: "SynthID watermarking",
 }
-
 _KNOWN_KWARGS = frozenset(
     {
         "attention_mask",
@@ -57,19 +60,55 @@ _KNOWN_KWARGS = frozenset(
         "output_hidden_states",
     }
 )
-
 _REMEDIES = {
     "inputs_embeds": "give input_ids: drafts are tokens, and their embeddings are the model's",
     "token_type_ids": "leave them out (tokenizer(..., return_token_type_ids=False))",
 }
-
-
 _BY_PLACE = {
     "adapter_names": "gives every row of the batch an adapter of its own",
     "alora_offsets": "switches activated adapters on at a place in the text",
     "task_ids": "gives every row of the batch a task of its own",
 }
 """Arguments that PEFT passes to its layers through hooks for the duration of a call, by name."""
+
+
+@dataclass(frozen=True)
+class GenerateArguments:
+    """Arguments of the surrounding ``generate``; all of them empty where there is none.
+
+    Args:
+      streamer: it has the prompt already.
+      assistant_model, synced_gpus: as given by the user.
+      cache: as given by the user, by any of its names.
+    """
+
+    streamer: Any = None
+    assistant_model: Any = None
+    synced_gpus: bool | None = None
+    cache: Any = None
+
+    @classmethod
+    def find(cls) -> GenerateArguments:
+        """The ``generate`` that called whoever calls this."""
+        frame = sys._getframe(1)
+        for _ in range(_MAX_FRAMES):
+            if frame.f_code is _GENERATE:
+                known = frame.f_locals
+                return cls(
+                    known.get("streamer"),
+                    known.get("assistant_model"),
+                    known.get("synced_gpus"),
+                    given_cache(known.get("kwargs", {})),
+                )
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+        return cls()
+
+
+def given_cache(arguments: Mapping[str, Any]) -> Any:
+    """The key-value cache among keyword arguments, None without one; `transformers` 5.24 renamed it."""
+    return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
 
 
 def check_model(model: PreTrainedModel) -> None:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from foretoken.law import noise
 from foretoken.law.gumbel_topk import GumbelTopK, healthy_rows, ranked
-from foretoken.law.nucleus import candidates
-from foretoken.law.support import Warper
+from foretoken.law.support import Warper, candidates
 from foretoken.native import sample_kernels
 
 NOISE_NUMBERS = 1 << 23

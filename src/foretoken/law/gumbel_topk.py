@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from foretoken.law import noise
-from foretoken.law.nucleus import threshold
-from foretoken.law.support import Support, Warper
+from foretoken.law.support import Support, Warper, threshold
 
 FEW = 1024
 """Supports up to this size get their noise directly; larger ones are searched for the tokens that can win."""

@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.config.sampling import SamplingParams
+from foretoken.config.sampling import SamplingParams, check_named_tokens
 from foretoken.errors import ConfigError, ShapeError
 from foretoken.law import noise
 from foretoken.law.faults import is_fatal
 from foretoken.law.history import BadWords, NgramIndex, TokenArray, TokenCounts
-from foretoken.law.named_tokens import check_named_tokens
 from foretoken.law.support import Warper
 
 if TYPE_CHECKING:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from foretoken import zoo
 from foretoken.config.keywords import whole_number
 from foretoken.errors import ConfigError
+from foretoken.loading.threads import threads_note
 from foretoken.model.lm import CausalLM
 
 if TYPE_CHECKING:
     from foretoken.loading.packed_copy import PackedCopy
+    from foretoken.loading.pairing import Drafting
+    from foretoken.model.promise import Promise
 
 LARGEST_BITS = 12
 """Of a weight, scales included, that is multiplied as it was rounded."""
+logger = logging.getLogger("foretoken")
 
 
 @dataclass(frozen=True)
@@ -220,3 +227,36 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
             f"generation_config.eos_token_id of {model_name(model)} is {eos!r}; token ids are whole numbers, so set "
             "it to the id of a token, to a list of them, or to None"
         ) from None
+
+
+def announce(
+    info: ModelInfo,
+    title: str | None,
+    loaded: Loaded,
+    drafting: Drafting,
+    promise: Promise | None,
+    *,
+    is_dtype_chosen: bool,
+) -> None:
+    """Log in one line what was loaded and how it decodes; see `load_line`.
+
+    Args:
+      promise: of texts with drafts; None where there are none, or the rule of acceptance keeps no tokens.
+    """
+    line = load_line(
+        info,
+        title,
+        stored_dtype=loaded.stored_dtype,
+        is_dtype_chosen=is_dtype_chosen,
+        drafter=drafting.info,
+        heads=drafting.heads,
+        promise="" if promise is None else promise.describe(),
+        threads=threads_note(),
+    )
+    logger.info("%s", line)
+
+
+def announce_notes(name: str, methods: Seq[str]) -> None:
+    """Log what people should know of a model of the zoo and these methods."""
+    for note in zoo.manifest(name).notes_about(methods):
+        logger.info("%s: %s", name, note)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from foretoken import zoo
-from foretoken.config.method import recognized
+from foretoken.config.method import Method, methods, recognized
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.compose.auto import FREE
 from foretoken.drafters.context import DrafterContext, DrafterFactory, drafter_factory
@@ -18,7 +19,7 @@ from foretoken.engine import governing
 from foretoken.engine.costs import facts_of
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.profiles import Profile
-from foretoken.errors import ConfigError, TokenizerMismatchError
+from foretoken.errors import ConfigError, ForetokenError, TokenizerMismatchError
 from foretoken.loading.info import Loaded, ModelInfo, describe
 from foretoken.loading.models import load_model, tokenizer_beside
 from foretoken.loading.packed_copy import adapter_of
@@ -246,3 +247,22 @@ def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 
 def _quoted(token: str | None) -> str:
     return "missing" if token is None else repr(token)
+
+
+def applicable(attempt: Callable[[SpeculativeConfig], object]) -> list[tuple[str, str | None]]:
+    """Every method with None, or with the reason why the model cannot draft with it at present.
+
+    A method applies when its drafter can be made with its defaults.
+
+    Args:
+      attempt: makes the drafter of a config, such as ``partial(drafter_factory, context=...)``.
+    """
+    return [(name, _refusal(method, attempt)) for name, method in methods().items() if name != "none"]
+
+
+def _refusal(method: Method, attempt: Callable[[SpeculativeConfig], object]) -> str | None:
+    try:
+        attempt(SpeculativeConfig(method.name, **method.sample))
+    except ForetokenError as error:
+        return str(error)
+    return None

@@ -22,7 +22,6 @@ from foretoken.model.execution.compiled_layers import detach
 from foretoken.model.execution.execution import Execution, apply_execution
 from foretoken.model.execution.kinds import choose_execution, compute_dtype
 from foretoken.model.execution.rounding import quantize_weights
-from foretoken.model.execution.shadows import shadow
 from foretoken.model.independence import check_rows_independent, other_products, unchanged_attributes
 from foretoken.model.layouts import Layouts
 from foretoken.model.masks import SLIDING, Masks
@@ -30,6 +29,7 @@ from foretoken.model.nodes import Logits, Nodes
 from foretoken.model.probe import Probe
 from foretoken.model.prober import Prober
 from foretoken.model.promise import Promise
+from foretoken.model.reduced import shadow
 from foretoken.model.state import ModelState
 from foretoken.model.support import check_autocast, check_supported, exact_context_length, fit_vocabulary, layer_types
 from foretoken.model.trial import runs_own_attention, trial

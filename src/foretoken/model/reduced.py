@@ -1,4 +1,5 @@
-"""A model reduced to what decides how it uses masks, positions and caches: a few of its layers, in single precision.
+"""Copies of a model over the same tensors: its modules, which are never changed themselves, as a private shadow, and
+reduced to what decides how it uses masks, positions and caches: a few of its layers, in single precision.
 
 That use is a property of a model's code, not of its depth, its vocabulary or its dtype. The reduced model runs that
 very code, and shares every tensor with the model it is made of.
@@ -6,21 +7,50 @@ very code, and shares every tensor with the model it is made of.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from foretoken.model.execution.forwards import replace_forward, replacement
-from foretoken.model.execution.shadows import shadow
+from foretoken.errors import UnsupportedModelError
+from foretoken.model.execution.forwards import StandIn, replace_forward, replacement
+from foretoken.model.execution.packing import PackedLinear
+from foretoken.model.wrappers import take_out_compilation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MAX_LAYERS = 6
+Model = TypeVar("Model", bound=nn.Module)
 
+SHARED = (PackedLinear, StandIn)
+"""Forwards that copies of a module share."""
+MAX_LAYERS = 6
 Tensors = dict[str, torch.Tensor | None]
+
+
+def shadow(model: Model) -> Model:
+    """A copy of the module tree, hooks and configs of ``model`` that shares every parameter, buffer and packed weight.
+
+    Raises: UnsupportedModelError when the module tree cannot be copied.
+    """
+    forwards = [replacement(module) for module in model.modules()]
+    shared = [
+        *model.parameters(),
+        *model.buffers(),
+        *(forward for forward in forwards if isinstance(forward, SHARED)),
+    ]
+    memo: dict[int, Any] = {id(item): item for item in shared}
+    try:
+        copied = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError, copy.Error) as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} holds something that cannot be copied ({error}), and foretoken only changes "
+            "copies. Remove the attribute, hook or wrapper that holds it, or load the model from its path."
+        ) from error
+    take_out_compilation(copied)
+    return copied
 
 
 def representatives(layers: Sequence[nn.Module], kinds: Sequence[str], limit: int = MAX_LAYERS) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from foretoken.errors import ConfigError
 from foretoken.folders import parsed_json
 from foretoken.report.charts import Section
 from foretoken.report.sections import SECTIONS, plain_table, trace
-from foretoken.views.page import page
+from foretoken.views.token_view import page
 
 logger = logging.getLogger("foretoken")
 

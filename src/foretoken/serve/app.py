@@ -30,7 +30,7 @@ from foretoken.serve.form import Form
 from foretoken.serve.guards import REQUEST_ID, Drain, Keys, Targets
 from foretoken.serve.responses import read_response
 from foretoken.serve.tokens import encode, token_ids
-from foretoken.views.page import page
+from foretoken.views.token_view import page
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

@@ -14,9 +14,8 @@ from foretoken.serve.calls import joined
 from foretoken.serve.errors import ApiError
 from foretoken.serve.fields import REFUSED, SHARED, Fields, shown, text_of, wrong_field
 from foretoken.serve.form import ChoicesForm
-from foretoken.serve.functions import called, with_tools
 from foretoken.serve.tokens import chat_logprobs, prompt_tables
-from foretoken.serve.tools import Tools, read_tools
+from foretoken.serve.tools import Tools, called, read_tools, with_tools
 from foretoken.sessions.prompts import chat_text
 
 if TYPE_CHECKING:

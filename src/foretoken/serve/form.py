@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from foretoken.serve.tokens import TokenNames
-from foretoken.views.drafts import Drafts
+from foretoken.views.token_view import Drafts
 
 if TYPE_CHECKING:
     from foretoken.serve.asking import Asking
     from foretoken.serve.errors import ApiError
     from foretoken.serve.served import Served
     from foretoken.sessions.outputs import RequestOutput, StreamOutput
-
 
 DONE = b"data: [DONE]\n\n"
 

@@ -1,4 +1,4 @@
-"""A server from its start to its end: sockets, loading, signals, draining."""
+"""A server from its start to its end: sockets, the time that requests have to begin, loading, signals, draining."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from foretoken.errors import ConfigError
 from foretoken.serve.app import Application
@@ -23,7 +24,6 @@ from foretoken.serve.bridge import Bridge
 from foretoken.serve.errors import stopping
 from foretoken.serve.guards import Numbered
 from foretoken.serve.metrics import Metrics
-from foretoken.serve.protocol import HEAD_SECONDS, TimedHeads
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -44,6 +44,8 @@ QUIET_SECONDS = 60.0
 
 FORCED_SECONDS = 1.0
 """For the step that runs when a second signal has come."""
+HEAD_SECONDS = 20.0
+"""From the begin of a connection, or the end of an answer, until the head of the next request is there."""
 
 
 def one_engine(load: Callable[[], Sequence[LLM]], name: str) -> tuple[Backend, Figures]:
@@ -202,3 +204,40 @@ def _bound(host: str, port: int) -> socket.socket:
 def _address(host: str, port: int) -> str:
     shown = "127.0.0.1" if host in ("0.0.0.0", "") else "[::1]" if host == "::" else host
     return f"http://[{shown}]:{port}" if ":" in shown and "[" not in shown else f"http://{shown}:{port}"
+
+
+class TimedHeads(H11Protocol):
+    """Ends connections on which no request comes, or one byte by byte: uvicorn keeps them for ever.
+
+    The bodies of requests have their own limit, and answers that of their request.
+    """
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """Limit the time until a request comes, where none runs."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop()
+        elif self._timer is None and not self.transport.is_closing():
+            self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -22,13 +22,11 @@ from foretoken.testing.conformance import (
     compare,
     cut_after,
 )
-from foretoken.testing.decoding import Trace, check_cache_lengths, decode, require
+from foretoken.testing.decoding import Trace, check_cache_lengths, decode, governed, require, ungoverned
 from foretoken.testing.divergence import Divergence, divergences, token_gap
-from foretoken.testing.drafters import PerfectDrafter, WrongDrafter
-from foretoken.testing.governing import governed, ungoverned
 from foretoken.testing.hostile import hostile_kernels
 from foretoken.testing.inflation import inflate
-from foretoken.testing.toys import perturbed, reference_node_logits, strengthen, toy_model
+from foretoken.testing.toys import PerfectDrafter, WrongDrafter, perturbed, reference_node_logits, strengthen, toy_model
 
 __all__ = [
     "GREEDY",

@@ -1,12 +1,17 @@
-"""Runs of an engine whose invariants are checked after every step."""
+"""Runs of an engine whose invariants are checked after every step, with drafts that are governed or not."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
 
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
+from foretoken.engine import governing
 from foretoken.engine.drafter import Budget, Drafter, PromptChunk, StepResult, WrappingDrafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
@@ -161,3 +166,27 @@ def check_cache_lengths(engine: Engine) -> None:
         engine.cache.num_rows == engine.num_running,
         f"the cache has {engine.cache.num_rows} rows, {engine.num_running} are running",
     )
+
+
+@contextmanager
+def ungoverned() -> Iterator[None]:
+    """Let engines that are made meanwhile draft and verify as much as their configs allow.
+
+    For tests, which want drafts whatever the machine; users force drafts of one length by ``length_policy="fixed"``.
+    """
+    with patch.object(governing, "new_governor", _no_governor):
+        yield
+
+
+@contextmanager
+def governed() -> Iterator[None]:
+    """The opposite, within `ungoverned`: engines that are made meanwhile are governed, as they are for users."""
+    with patch.object(governing, "new_governor", _NEW_GOVERNOR):
+        yield
+
+
+def _no_governor(*args: Any) -> None:
+    """Instead of `foretoken.engine.governing.new_governor`."""
+
+
+_NEW_GOVERNOR = governing.new_governor

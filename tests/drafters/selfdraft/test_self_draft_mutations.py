@@ -24,8 +24,8 @@ from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.drafters.parts.self_draft import SelfDrafter
 from foretoken.engine.engine import Engine
 from foretoken.errors import ForetokenError
+from foretoken.model import reduced
 from foretoken.model.cache.ragged import KVCache
-from foretoken.model.execution import shadows
 from foretoken.model.lm import CausalLM
 from foretoken.testing import Trace, compare, decode
 from harness import adapter
@@ -131,7 +131,7 @@ TOUCHING = {
     "leaves-its-columns": skipped(KVCache, "rollback"),
     "commits-its-first-column": rolls_back_elsewhere(1),
     "drops-a-column-of-the-target": rolls_back_elsewhere(-1),
-    "edits-the-target-itself": replaced(shadows, "shadow", lambda model: model),
+    "edits-the-target-itself": replaced(reduced, "shadow", lambda model: model),
 }
 
 

@@ -27,8 +27,8 @@ from foretoken.model.execution.attention import GROUPED_SDPA, grouped_sdpa
 from foretoken.model.execution.execution import apply_execution
 from foretoken.model.execution.kinds import choose_execution
 from foretoken.model.execution.packing import PackedLinear, cpu_has_bfloat16, embedding_weight, packed_dtype
-from foretoken.model.execution.shadows import shadow
 from foretoken.model.lm import CausalLM, Nodes
+from foretoken.model.reduced import shadow
 from foretoken.native.library import library
 
 can_pack = pytest.mark.skipif(packed_dtype(torch.float32) is None, reason="oneDNN packs nothing here")

@@ -18,7 +18,7 @@ from foretoken.model.execution import packing
 from foretoken.model.execution.execution import apply_execution
 from foretoken.model.execution.kinds import choose_execution
 from foretoken.model.execution.packing import can_pack, cpu_has_bfloat16, packable, packed_dtype
-from foretoken.model.execution.shadows import shadow
+from foretoken.model.reduced import shadow
 from foretoken.testing import toy_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

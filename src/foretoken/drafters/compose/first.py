@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from foretoken.config.composite import CompositeOptions
 from foretoken.config.method import Method
 from foretoken.config.options import number, option
 from foretoken.drafters.context import make_drafter
-from foretoken.drafters.parts.composite import CompositeDrafter
+from foretoken.drafters.parts.composite import CompositeDrafter, CompositeOptions
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:

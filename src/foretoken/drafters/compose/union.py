@@ -6,11 +6,10 @@ import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from foretoken.config.composite import CompositeOptions
 from foretoken.config.drafting import node_limit
 from foretoken.config.method import Method
 from foretoken.drafters.context import make_drafter
-from foretoken.drafters.parts.composite import CompositeDrafter
+from foretoken.drafters.parts.composite import CompositeDrafter, CompositeOptions
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree
 

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from foretoken.serve.backend import check_tokens
 from foretoken.serve.errors import ApiError, ModelChanged
 from foretoken.serve.fair import PROMPT_COST, FairQueue
-from foretoken.serve.ray.course import Course
-from foretoken.serve.ray.journal import Journal
-from foretoken.serve.ray.limits import FailoverSettings
+from foretoken.serve.ray.config import FailoverSettings
+from foretoken.serve.ray.journal import Course, Journal
 from foretoken.serve.ray.messages import Begun, Ended, Fleet, Lost, Message, News, Other, Refused, Sent, Taken, Work
 from foretoken.sessions.prompts import seeded
 
@@ -158,9 +157,9 @@ class ClusterBridge:
         params = tuple(seeded(one, None, 0) for one in ticket.params)
         ticket.params = list(params)
         journal = Journal(params)
-        ticket.stream = cast(Any, journal)
+        ticket.stream = cast("Any", journal)
         request_id, session, client = CALLER.get()
-        name = next((name for name, llm in facts.llms.items() if llm is cast(Any, ticket.llm)), None)
+        name = next((name for name, llm in facts.llms.items() if llm is cast("Any", ticket.llm)), None)
         if name is None:
             raise ModelChanged
         work = Work(

@@ -1,7 +1,8 @@
-"""What was drafted: who has proposed a token, and what was rejected beside it. For people who watch."""
+"""The token view: who has proposed a token, what was rejected beside it, and the pages that show this to people."""
 
 from __future__ import annotations
 
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from foretoken.sessions.textstream import TARGET
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 MAX_BRANCHES = 8
 """Rejected branches that are told of a step, the likeliest by the drafter's order first."""
+TOKENS = {"/* tokens.css */": "tokens.css", "// tokens.js": "tokens.js"}
+"""Where a page says that it takes them, and the files of this room."""
 
 
 class Drafts:
@@ -60,3 +63,11 @@ def _path(tree: DraftTree, tokens: tuple[int, ...]) -> list[int]:
             break
         path.append(child)
     return path
+
+
+def page(room: str, name: str) -> str:
+    """A page of the package's ``room``, the token view inside it wherever it asks for it."""
+    text = files(room).joinpath(name).read_text(encoding="utf-8")
+    for place, part in TOKENS.items():
+        text = text.replace(place, files("foretoken.views").joinpath(part).read_text(encoding="utf-8"))
+    return text
