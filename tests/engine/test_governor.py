@@ -156,6 +156,14 @@ def test_a_drafter_that_turns_good_is_found_again() -> None:
     assert speed > 0.8 * World(Guesser(lambda place: 0.9), FLAT, 4.4).run(None, 4)  # what it takes to notice included
 
 
+@pytest.mark.parametrize(("num_rows", "num_plain"), [(1, 1), (8, 3)])
+def test_what_a_plain_step_of_several_rows_takes_is_seen_soon(num_rows: int, num_plain: int) -> None:
+    """The curve was measured with one row; where 8 nodes fill a tile, 9 of 8 rows take far more than it says."""
+    world = World(Guesser(lambda place: 0.9), FLAT, 2.2, num_rows)
+    world.run(governor(FLAT))
+    assert world.sizes[:24].count(num_rows) == num_plain
+
+
 def test_decisions_repeat_where_the_clock_does() -> None:
     sizes = []
     for _ in range(2):

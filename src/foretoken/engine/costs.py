@@ -30,7 +30,7 @@ from foretoken.model.lm import CausalLM, Nodes
 
 logger = logging.getLogger("foretoken")
 
-NUM_NODES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 17, 24, 32, 48, 64)
+NUM_NODES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 48, 64)
 """Numbers of nodes that are timed: close together where drafts are, and on both sides of where tiles are full."""
 
 CONTEXT = 256

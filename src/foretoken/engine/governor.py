@@ -159,9 +159,14 @@ class Governor:
         return min(cap, best_depth + 1) if best_depth == most else best_depth  # it ends by itself, or has come to go on
 
     def _is_plain_due(self, num_rows: int, num_nodes: NumNodes) -> bool:
-        """Whether a step should go without a draft, so that its cost stays known; sooner where it is not yet."""
-        seen = self.costs.times_seen(num_rows, num_nodes(num_rows))
-        return self._since_plain >= (MEMORY if seen >= FEW else MEMORY // (2 * FEW))
+        """Whether a step should go without a draft, so that its cost stays known.
+
+        Sooner where it is not yet, and soon for several rows: the curve was measured with one, and what it says of
+        theirs decides, where tiles are full, whether one node more is nearly free or dear.
+        """
+        if self.costs.times_seen(num_rows, num_nodes(num_rows)) >= FEW:
+            return self._since_plain >= MEMORY
+        return self._since_plain >= (MEMORY // (2 * FEW) if num_rows == 1 else 2 * FEW)
 
     def _affords(self, cost: float) -> bool:
         """Spend so many plain steps on a draft that is not expected to pay, as often as `SHARE` of the time allows."""
