@@ -52,11 +52,11 @@ from typing import Any
 
 import httpx
 import yaml
-from foretoken.serve.ray.affinity import Affinity
 from serve import Address, Answered, Turn, load, prompts_of
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.llm import LLM
+from foretoken.serve.ray.affinity import Affinity
 
 START_SECONDS = 240.0
 MOST_STOPPED = 0.5

@@ -10,7 +10,7 @@ import pytest
 from foretoken.config.sampling import SamplingParams
 from foretoken.errors import PromptError
 from foretoken.llm import LLM
-from foretoken.serve.ray.router import Affinity
+from foretoken.serve.ray.affinity import Affinity
 from foretoken.serve.served import Served
 from serving import MODEL, Running, running
 
