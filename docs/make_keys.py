@@ -63,7 +63,8 @@ def _items(entries: Iterable[KeyEntry], num_methods: int = 1) -> list[str]:
     for entry in entries:
         of = f"{_quoted(entry.defaults)}; " if len(entry.defaults) < num_methods else ""
         default = f"; default {entry.default}" if entry.default else ""
-        lines += _wrapped(f"- `{entry.name}`: {entry.help} ({of}{entry.values}{default})")
+        notes = f"{of}{default[2:]}" if entry.values == "true or false" else f"{of}{entry.values}{default}"
+        lines += _wrapped(f"- `{entry.name}`: {entry.help} ({notes})")
     return lines
 
 
