@@ -54,7 +54,7 @@ def _shared(entries: Iterable[KeyEntry]) -> str:
 
 
 def _own(names: set[str], entries: Iterable[KeyEntry]) -> str:
-    first = "Keys, besides [those of several methods](../speculative_config.md):"
+    first = "Own keys ([shared ones](../speculative_config.md)):"
     return "\n".join([first, "", *_items(entries, len(names))]) + "\n"
 
 
