@@ -22,6 +22,8 @@ from foretoken.cli.options import respell
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "dev").rglob("*.md"))]
+MOST_WORDS = 30_000
+"""Of README and docs, split at white space, tables and code included."""
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -82,6 +84,30 @@ def test_links_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} -> {target}"
+
+
+def test_pages_for_users_are_short_and_their_lines_too() -> None:
+    """A page grows by a sentence at a time. What belongs to developers has its place in dev/."""
+    pages = [page for page in PAGES if ROOT / "dev" not in page.parents]
+    texts = {page: page.read_text(encoding="utf-8") for page in pages}
+    long = [
+        f"{page.name}:{n}"
+        for page, text in texts.items()
+        for n, line in enumerate(text.split("\n"), 1)
+        if len(line) > 120
+    ]
+    assert long == []
+    assert sum(len(text.split()) for text in texts.values()) <= MOST_WORDS
+
+
+def test_anchors_are_headings() -> None:
+    """Of pages for users; a site that is built strictly does not look at those of files beside it."""
+    for page in [page for page in PAGES if ROOT / "dev" not in page.parents]:
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+            linked = page.parent / target if target else page
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
+            known = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in known, f"{page.name} -> {target}#{anchor}"
 
 
 @pytest.mark.slow
