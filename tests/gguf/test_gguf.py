@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.cli import app
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError, UnsupportedModelError
-from foretoken.gguf import packages
+from foretoken.gguf import NEEDED
 from foretoken.gguf.header import read_header
 from foretoken.gguf.model import check_readable, end_token_ids, llama3_factors, stored_dtype
 from foretoken.gguf.tokenizer import merges_by_score, read_tokenizer
@@ -464,10 +464,10 @@ def test_an_architecture_that_is_not_known(file: Path) -> None:
         LLM(file)
 
 
-@pytest.mark.parametrize("package", packages.NEEDED)
+@pytest.mark.parametrize("package", NEEDED)
 def test_a_missing_package_is_named_with_the_command(
     package: str, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packages, "find_spec", lambda name: None if name == package else object())
+    monkeypatch.setattr("foretoken.gguf.find_spec", lambda name: None if name == package else object())
     with pytest.raises(ConfigError, match=rf"needs {package}, .*: python -m pip install \"foretoken\[gguf\]\""):
         LLM(plain)

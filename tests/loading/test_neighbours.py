@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from foretoken import machine
-from foretoken.loading import threads
-from foretoken.loading.threads import keep_to_quota, threads_note
 from foretoken.machine import cpu_quota
 from foretoken.native import library as native
+from foretoken.native import threads
 from foretoken.native.packed_matmul import NativeMatrix
-from foretoken.native.threads import FEW_STEPS, MOST_STEPS, WINDOW, Helpers
+from foretoken.native.threads import FEW_STEPS, MOST_STEPS, WINDOW, Helpers, keep_to_quota, threads_note
 
 # ---- the cgroup's quota ---------------------------------------------------------------------------------------------
 

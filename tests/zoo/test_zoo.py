@@ -291,7 +291,7 @@ def test_a_model_that_is_not_installed_names_the_command(built: Site, tmp_path: 
 
 
 def test_a_missing_package_is_named(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.gguf.packages.find_spec", lambda name: None)
+    monkeypatch.setattr("foretoken.gguf.find_spec", lambda name: None)
     reason = conversion.why_missing(site.manifest)
     assert reason.endswith('which needs gguf and accelerate; install with: python -m pip install "foretoken[gguf]"')
 

@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
+from foretoken.gguf import INSTALL, missing_packages
 from foretoken.gguf.header import Header, TensorInfo, aligned
-from foretoken.gguf.packages import INSTALL, missing_packages
 
 _ROPE_FREQS = "rope_freqs.weight"
 _BLOCK = re.compile(r"blk\.(\d+)\.")

@@ -202,12 +202,6 @@ class MultiHeads(nn.Module):
         )
         return mixed.view(hidden.shape)
 
-    def inputs_along(self, head: int, contexts: Tensor, embedded: Tensor) -> Tensor:
-        """What a head reads along a text that is known, (T - 1 - head, n H); see `along`."""
-        count = len(contexts) - 1 - head
-        path = [embedded[1 + i : 1 + i + count] for i in range(head + 1)] if self.sees_path else []
-        return torch.cat([contexts[:count], *path], dim=-1)
-
     def along(self, head: int, contexts: Tensor, embedded: Tensor, output: OutputLayer | None = None) -> Tensor:
         """What a head says along a text that is known.
 
@@ -218,7 +212,9 @@ class MultiHeads(nn.Module):
 
         Returns: (T - 1 - head, V): row t guesses token t + 2 + head.
         """
-        return self.logits(head, self.inputs_along(head, contexts, embedded), output)
+        count = len(contexts) - 1 - head
+        path = [embedded[1 + i : 1 + i + count] for i in range(head + 1)] if self.sees_path else []
+        return self.logits(head, torch.cat([contexts[:count], *path], dim=-1), output)
 
 
 def _needed(output: OutputLayer | None) -> OutputLayer:

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from foretoken import zoo
 from foretoken.config.keywords import whole_number
 from foretoken.errors import ConfigError
-from foretoken.loading.threads import threads_note
 from foretoken.model.lm import CausalLM
+from foretoken.native.threads import threads_note
 
 if TYPE_CHECKING:
     from foretoken.loading.packed_copy import PackedCopy

@@ -27,10 +27,10 @@ from foretoken.loading.shards import check_shards
 from foretoken.loading.sources import TOKENIZER_FILES, ZOO, Source, has_tokenizer, resolve
 from foretoken.loading.stored import load_codes
 from foretoken.loading.structure import Structure
-from foretoken.loading.threads import keep_to_quota
 from foretoken.model.dtypes import choose_dtype, stored_dtype
 from foretoken.model.execution.rounding import STORED, check_quantization, check_weights, quantize_weights
 from foretoken.model.wrappers import check_unwrapped
+from foretoken.native.threads import keep_to_quota
 from foretoken.progress import no_progress_bars
 
 _SINGLE_AND_HALF = (torch.float32, torch.bfloat16, torch.float16)

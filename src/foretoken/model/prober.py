@@ -123,8 +123,8 @@ class Prober:
         layers = [small.layers[index] for index in self._layers]
         reference = self._plain(small.shadow, layers, rehearsal, small.dtype, once_more=True)
         self._refuse_looking_ahead(reference)
-        noise = max(noise, *reference.rounding, *reference.shape, epsilon(small.dtype, lm.rounds_inputs) / 2)
-        self._refuse_coarse(reference, small.dtype)
+        noise = max(noise, *reference.rounding, *reference.shape, reference.epsilon / 2)
+        self._refuse_coarse(reference)
         if self._is_packed:
             group_attention(small)
         results = self._run(rehearsal, small)
@@ -150,10 +150,10 @@ class Prober:
                 "language model and has no drafts to verify. BERT's kind needs is_decoder=True in its config."
             )
 
-    def _refuse_coarse(self, reference: Reference, dtype: torch.dtype) -> None:
+    def _refuse_coarse(self, reference: Reference) -> None:
         """Raises: ProbeError when a text has other states alone than in a batch, by more than a rounding."""
-        alone, rounding = max(reference.shape), max(*reference.rounding, epsilon(dtype, self._lm.rounds_inputs) / 2)
-        if not alone * epsilon(dtype, self._lm.rounds_inputs) <= COARSEST * rounding:
+        alone, rounding = max(reference.shape), max(*reference.rounding, reference.epsilon / 2)
+        if not alone * reference.epsilon <= COARSEST * rounding:
             raise ProbeError(
                 f"{self._lm.name} gives a text different logits alone than in a batch (relative error {alone:.2g}, "
                 f"where rounding gives {rounding:.2g}): its arithmetic depends on what else runs, as where activations "
@@ -255,7 +255,7 @@ class Prober:
                 )
         errors, controls = (reference.errors(texts, results[each.name]) for each in (step, faulty))
         # medians, since in half precision some tokens go to other experts
-        noise = max(median(reference.rounding), epsilon(lm.dtype, lm.rounds_inputs) / 2)
+        noise = max(median(reference.rounding), reference.epsilon / 2)
         return Check.of("execution", median(error for row in errors for error in row), noise, median(controls[control]))
 
     # -- forwards ----------------------------------------------------------------------------------------------------

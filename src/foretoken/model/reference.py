@@ -33,6 +33,7 @@ class Reference:
       logits: after the last token of every text.
       rounding: errors of a few of the texts when every layer is given an input that is off by one rounding.
       shape: errors of one text alone, in a forward of another shape; empty when it was not asked for.
+      epsilon: what a number is rounded by, relatively, in the dtype that they ran in.
       ahead: largest error of a text that another one goes on from, in whose row other tokens follow it.
       num_tokens: rows times width of these forwards.
     """
@@ -40,6 +41,7 @@ class Reference:
     logits: dict[Text, torch.Tensor]
     rounding: list[float]
     shape: list[float]
+    epsilon: float
     ahead: float
     num_tokens: int
 
@@ -96,7 +98,7 @@ def plain_forwards(
 
     shape = errors(whole[:1], run(rows[:1])) if once_more else []
     rounding = errors(rounded, results[len(whole) :])
-    return Reference(logits, rounding, shape, ahead, (len(rows) + once_more) * width)
+    return Reference(logits, rounding, shape, epsilon, ahead, (len(rows) + once_more) * width)
 
 
 def _goes_on(text: Text, texts: set[Text]) -> bool:

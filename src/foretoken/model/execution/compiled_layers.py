@@ -204,7 +204,6 @@ class CompiledLayers:
         self.layers: list[CompiledLayer | None] = []
         self.reason = ""
         self.compile_seconds = 0.0
-        self.num_graphs = 0
         self._progress = progress
 
     @property
@@ -269,7 +268,6 @@ class CompiledLayers:
                     self._announce(f"compiling {type(layer).__name__} for this machine; some ten seconds, this once")
                 graph = _graphs[key] = LayerGraph.of(tracer, folder, torch.get_num_threads())
                 mark.touch()
-            self.num_graphs += 1
         return CompiledLayer(layer, call.emptied(), attention, recording.cache_index[index], tracer, graph)
 
     def fall_back(self, name: str, error: Exception) -> None:

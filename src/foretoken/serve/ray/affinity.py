@@ -26,7 +26,7 @@ class Affinity:
     """
 
     def __init__(self, block: int = 64, balance: float = 1.3, max_blocks: int = 1 << 18) -> None:
-        self.num_hits = self.num_chosen = 0
+        self.num_hits = 0
         self._block, self._balance, self._max_blocks = block, max(balance, MIN_BALANCE), max_blocks
         self._reader_of: OrderedDict[Hashable, str] = OrderedDict()
         self._turn = 0
@@ -44,7 +44,6 @@ class Affinity:
         most = max(floor(share), min(ceil(share), FEW))
         is_hit = reader is not None and loads[reader] < most
         chosen = reader if reader is not None and is_hit else self._idlest(loads)
-        self.num_chosen += 1
         self.num_hits += is_hit
         self._remember(keys, chosen)
         return chosen
