@@ -28,8 +28,8 @@ mostly show what the first step of a drafter costs."""
 class MethodBandit:
     """Chooses among the arms of a drafter, each of which has a governor of its own.
 
-    The arm whose tokens took the least time of late runs; the others get a turn as often as `SHARE` of the time allows
-    for what they are expected to lose, so that one which has become better is noticed.
+    The arm whose tokens took the least time of late runs; the others get a turn as often as `SHARE` of the time, for
+    all of them together, allows for what they are expected to lose, so that one which has become better is noticed.
 
     Args:
       drafter: has two or more ``arms``.
@@ -127,7 +127,7 @@ class MethodBandit:
     def _count(self, num_steps: int) -> None:
         for arm in range(len(self._arms)):
             if arm != self._active:
-                self._credits[arm] += num_steps * SHARE
+                self._credits[arm] += num_steps * SHARE / (len(self._arms) - 1)
         self._steps[self._active] += num_steps
         self._left -= num_steps
 
