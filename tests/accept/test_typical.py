@@ -12,6 +12,7 @@ import torch
 from foretoken.accept.rules import match, rejection
 from foretoken.accept.typical import threshold, typical
 from foretoken.config.acceptance import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, RULES, TypicalLimits
+from foretoken.errors import ShapeError
 from foretoken.tree import DraftTree
 
 LIMITS = TypicalLimits()
@@ -138,3 +139,8 @@ def test_its_bias_is_as_large_as_what_it_makes_certain() -> None:
 
 def test_only_this_rule_is_lossy() -> None:
     assert [name for name, rule in RULES.items() if not rule.is_lossless] == ["typical"]
+
+
+def test_laws_of_another_tree_are_refused() -> None:
+    with pytest.raises(ShapeError, match="2 nodes"):
+        typical(DraftTree.chain(9, [0]), torch.ones(3, 2) / 2)

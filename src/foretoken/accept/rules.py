@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -116,7 +117,7 @@ def rejection(tree: DraftTree, target_probs: TargetProbs, noise: VerifyNoise) ->
     Exactness: lossless in distribution; ``match`` is the rule that also keeps the tokens.
     Randomness: one uniform per tested sibling, one draw per call.
     """
-    law_at = _Laws(tree, target_probs)
+    law_at = laws_of(tree, target_probs)
     if tree.probs is None:
         return match(tree, lambda node: noise.draw(tree.depths[node], law_at(node)))
     path = [0]
@@ -146,7 +147,7 @@ def block(tree: DraftTree, target_probs: TargetProbs, noise: VerifyNoise) -> Ver
         raise TreeError(f"block verification takes chains, not parents {tree.parents}; use match or rejection")
     if tree.probs is None:
         return rejection(tree, target_probs, noise)
-    laws = _Laws(tree, target_probs)
+    laws = laws_of(tree, target_probs)
     weights, thresholds = block_thresholds(tree, laws)
     last = len(thresholds) - 1
     while last > 0 and not noise.uniform(last - 1, 0) < thresholds[last]:
@@ -245,20 +246,14 @@ def _surplus(target_probs: Tensor, draft_probs: Tensor, weight: float) -> Tensor
     return (weighted - draft_probs.double()).relu_()
 
 
-class _Laws:
-    """The target's laws, each fetched once, when its node is visited."""
+def laws_of(tree: DraftTree, target_probs: TargetProbs) -> Callable[[int], Tensor]:
+    """The target's laws by node, each fetched once, when its node is visited.
 
-    def __init__(self, tree: DraftTree, target_probs: TargetProbs) -> None:
-        if isinstance(target_probs, Tensor):
-            if target_probs.ndim != 2 or target_probs.shape[0] != len(tree):
-                shape = tuple(target_probs.shape)
-                raise ShapeError(f"target laws of shape {shape} for a tree of {len(tree)} nodes; want (N, V)")
-            target_probs = target_probs.__getitem__
-        self._fetch = target_probs
-        self._law_of: dict[int, Tensor] = {}
-
-    def __call__(self, node: int) -> Tensor:
-        law = self._law_of.get(node)
-        if law is None:
-            law = self._law_of[node] = self._fetch(node)
-        return law
+    Raises: ShapeError for a table of another number of nodes.
+    """
+    if not isinstance(target_probs, Tensor):
+        return cache(target_probs)
+    if target_probs.ndim != 2 or target_probs.shape[0] != len(tree):
+        shape = tuple(target_probs.shape)
+        raise ShapeError(f"target laws of shape {shape} for a tree of {len(tree)} nodes; want (N, V)")
+    return target_probs.__getitem__

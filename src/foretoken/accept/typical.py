@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from foretoken.accept.rules import TargetProbs, Verdict
+from foretoken.accept.rules import TargetProbs, Verdict, laws_of
 from foretoken.config.acceptance import TypicalLimits
 from foretoken.tree import DraftTree
 
@@ -31,16 +31,13 @@ def typical(tree: DraftTree, target_probs: TargetProbs, limits: TypicalLimits | 
     Randomness: none. The same prompt always gives the same text.
     """
     limits = limits or TypicalLimits()
-    law_at = target_probs.__getitem__ if isinstance(target_probs, Tensor) else target_probs
-    laws = {0: law_at(0)}
+    law_at = laws_of(tree, target_probs)
     reached: dict[int, tuple[int, float]] = {0: (0, 0.0)}  # by accepted node, its depth and the sum of log p
     best = 0
     for node, children in enumerate(tree.children):
         if node not in reached or not children:
             continue
-        if node not in laws:
-            laws[node] = law_at(node)
-        law = laws[node]
+        law = law_at(node)
         bound = threshold(law, limits)
         depth, score = reached[node]
         for child in children:
@@ -48,8 +45,7 @@ def typical(tree: DraftTree, target_probs: TargetProbs, limits: TypicalLimits | 
             if probability > bound:
                 reached[child] = (depth + 1, score + math.log(probability))
                 best = max(best, child, key=lambda one: (*reached[one], -one))
-    law = laws[best] if best in laws else law_at(best)
-    return Verdict(tree.path(best), _argmax(law))
+    return Verdict(tree.path(best), _argmax(law_at(best)))
 
 
 def threshold(law: Tensor, limits: TypicalLimits) -> float:
