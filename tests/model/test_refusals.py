@@ -18,7 +18,7 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.errors import ForetokenError, ProbeError, UnsupportedModelError, UnsupportedStateError
 from foretoken.model.lm import CausalLM
-from foretoken.model.wrappers import unwrapped
+from foretoken.model.support import unwrapped
 from foretoken.testing import PerfectDrafter, compare, decode, strengthen, toy_model
 from harness import first_attention
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from foretoken.classic.modules import Model, PlainModule, plain_module
 from foretoken.errors import UnsupportedModelError, UnsupportedStateError
 from foretoken.loading.adapters import ADAPTERS, Adapter
-from foretoken.model.wrappers import check_unwrapped, unwrapped
+from foretoken.model.support import check_unwrapped, unwrapped
 
 _IN_LAYERS = ("LoraModel", "AdaLoraModel", "IA3Model", "LoHaModel", "LoKrModel", "OFTModel")
 """Tuners of peft that change layers and nothing else."""

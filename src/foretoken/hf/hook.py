@@ -38,7 +38,7 @@ from foretoken.model.default_device import makes_on_cpu
 from foretoken.model.dtypes import check_kv_cache_dtype
 from foretoken.model.execution.rounding import check_quantization
 from foretoken.model.lm import CausalLM
-from foretoken.model.wrappers import check_unwrapped
+from foretoken.model.support import check_unwrapped
 
 
 def speculate(

@@ -29,7 +29,7 @@ from foretoken.loading.stored import load_codes
 from foretoken.loading.structure import Structure
 from foretoken.model.dtypes import choose_dtype, stored_dtype
 from foretoken.model.execution.rounding import STORED, check_quantization, check_weights, quantize_weights
-from foretoken.model.wrappers import check_unwrapped
+from foretoken.model.support import check_unwrapped
 from foretoken.native.threads import keep_to_quota
 from foretoken.progress import no_progress_bars
 

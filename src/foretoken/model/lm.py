@@ -33,7 +33,6 @@ from foretoken.model.reduced import shadow
 from foretoken.model.state import ModelState
 from foretoken.model.support import check_autocast, check_supported, exact_context_length, fit_vocabulary, layer_types
 from foretoken.model.trial import runs_own_attention, trial
-from foretoken.model.wrappers import check_unwrapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -88,8 +87,7 @@ class CausalLM:
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
     ) -> None:
-        model = check_unwrapped(model)
-        check_supported(model)
+        model = check_supported(model)
         asked = {"execution": execution, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
         self._asked: dict[str, Any] = asked
         self.quantization = quantization

@@ -17,7 +17,7 @@ from torch import nn
 from foretoken.errors import UnsupportedModelError
 from foretoken.model.execution.forwards import StandIn, replace_forward, replacement
 from foretoken.model.execution.packing import PackedLinear
-from foretoken.model.wrappers import take_out_compilation
+from foretoken.model.support import take_out_compilation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,22 +1,72 @@
-"""Which models can be decoded exactly, and what their configs say about positions, layers and vocabulary."""
+"""Which models can be decoded exactly, inside of which wrappers, and what their configs say about positions, layers and
+vocabulary."""
 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+import sys
+from types import MethodType
+from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from foretoken.errors import ConfigError, UnsupportedModelError, UnsupportedStateError
+from foretoken.model.execution.forwards import replace_forward, replacement
 from foretoken.model.masks import FULL, SLIDING
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """What the forward of a model calls its key-value cache: since transformers 5.24, and before it or in remote code."""
+
+
+def unwrapped(model: Any) -> Any:
+    """The model that ``torch.compile`` was given, which computes the same; everything else as it is."""
+    while _is_compiled(model):
+        model = model._orig_mod
+    return model
+
+
+def check_unwrapped(model: nn.Module) -> PreTrainedModel:
+    """The model, where it is one of `transformers` or a compiled one.
+
+    Raises: UnsupportedModelError, which says where inside a wrapper the model is.
+    """
+    model = unwrapped(model)
+    if isinstance(model, PreTrainedModel):
+        return model
+    kind = type(model).__name__
+    for path, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            raise UnsupportedModelError(
+                f"the model is a {kind} around a {type(module).__name__}; foretoken decodes the models of transformers "
+                f"themselves, so give the one inside: model.{path}. Layers that were put into it, such as adapters, "
+                "are part of it and are followed as they are switched; what the wrapper does to its inputs, such as "
+                "the virtual tokens of prompt tuning, is not"
+            )
+    raise UnsupportedModelError(
+        f"the model is a {kind}, which holds no model of transformers; load one by AutoModelForCausalLM"
+    )
+
+
+def take_out_compilation(model: nn.Module) -> None:
+    """Let a shadow run what ``torch.compile`` was given: modules, and forwards that were replaced.
+
+    A compiled forward is bound to the module of its owner, and its graphs are recompiled for every shape.
+    """
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            parent._modules[name] = unwrapped(child)
+    for module in model.modules():
+        original = getattr(replacement(module), "_torchdynamo_orig_callable", None)
+        if isinstance(original, MethodType) and original.__func__ is type(module).forward:
+            replace_forward(module, None)
+
+
+def _is_compiled(model: Any) -> bool:
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # there once anything was compiled; slow to import
+    return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -25,8 +75,12 @@ def cache_argument(model: PreTrainedModel) -> str:
     return next(argument for argument in CACHE_ARGUMENTS if argument in parameters)
 
 
-def check_supported(model: PreTrainedModel) -> None:
-    """Refuse, by name and before anything runs, models whose state cannot be rolled back exactly."""
+def check_supported(given: nn.Module) -> PreTrainedModel:
+    """The model itself, where its state can be rolled back exactly; others are refused by name before anything runs.
+
+    Raises: UnsupportedModelError, as `check_unwrapped` does; UnsupportedStateError.
+    """
+    model = check_unwrapped(given)
     name = type(model).__name__
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
@@ -81,6 +135,7 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{name} takes no explicit position_ids (ALiBi or counted positions), so the nodes of a draft cannot be "
             "given their positions. Use a model with rotary or learned absolute positions."
         )
+    return model
 
 
 def _hides_columns(buffer: torch.Tensor) -> bool:

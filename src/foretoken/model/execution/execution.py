@@ -32,8 +32,7 @@ from foretoken.model.execution.packing import (
     worth_packing,
 )
 from foretoken.model.execution.rowwise import Rowwise
-from foretoken.model.execution.sharing import groups
-from foretoken.model.execution.tied import make_ready, read_rows, tied_embedding
+from foretoken.model.execution.sharing import groups, make_ready, read_rows, tied_embedding
 from foretoken.model.execution.tracing import layer_program
 from foretoken.model.independence import other_products, quantised_layers
 from foretoken.model.nodes import NodeLogits, logits_to_keep

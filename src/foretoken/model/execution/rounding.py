@@ -18,8 +18,15 @@ from foretoken.config.keywords import did_you_mean
 from foretoken.errors import ConfigError
 from foretoken.model.execution.forwards import replacement
 from foretoken.model.execution.packing import PackedLinear, PackedProduct, dense_weight, release
-from foretoken.model.execution.sharing import groups, shared_storages
-from foretoken.model.execution.tied import gives_rows, make_ready, packed_output, read_rows, tied_embedding
+from foretoken.model.execution.sharing import (
+    gives_rows,
+    groups,
+    make_ready,
+    packed_output,
+    read_rows,
+    shared_storages,
+    tied_embedding,
+)
 from foretoken.native.codes import Kind, StoredCodes, Unrounded
 from foretoken.native.packed_matmul import CodesMatrix
 

@@ -1,4 +1,5 @@
-"""Which linear layers are given the same tensor, such as query, key and value, or gate and up: seen in a forward."""
+"""What layers share: their input, such as query, key and value, or gate and up, seen in a forward; and weights, such as
+those of tied embeddings, whose rows are read from the output embedding once that is packed."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from foretoken.model.execution.forwards import replaced
+from foretoken.model.execution.forwards import replace_forward, replaced, replacement
+from foretoken.model.execution.packing import PackedLinear, PackedRows
+from foretoken.native import memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -119,3 +122,46 @@ def move_out(model: nn.Module, released: Iterable[torch.Tensor]) -> None:
 def _is_mapped(tensor: torch.Tensor) -> bool:
     """Whether a tensor lies in memory that torch did not allocate. Quantised weights have none of their own."""
     return type(tensor) in (nn.Parameter, torch.Tensor) and not tensor.untyped_storage().resizable()
+
+
+def tied_embedding(model: PreTrainedModel) -> Any:
+    """The input embedding, where its weight is the output embedding's and no other's, and it gives rows alone."""
+    output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if type(output) is not nn.Linear or not gives_rows(embedding) or output.weight is not embedding.weight:
+        return None
+    owners = sum(embedding.weight is each for module in model.modules() for each in module.parameters(recurse=False))
+    return embedding if owners == 2 else None
+
+
+def gives_rows(embedding: Any) -> bool:
+    """Whether an input embedding looks rows up in its weight, and does nothing else."""
+    return type(embedding) is nn.Embedding and embedding.max_norm is None and replacement(embedding) is None
+
+
+def make_ready(model: PreTrainedModel, layers: Iterable[nn.Module], tied: Any) -> memory.Leaving:
+    """Move what stays when the weights of layers go out of the file that it is mapped from.
+
+    Args:
+      tied: the embedding that goes with the output embedding; None for one that stays.
+
+    Returns: the weights of these layers that go: those that no other module reads.
+    """
+    given = set() if tied is None else {tied.weight.data_ptr()}
+    shared = shared_storages(model) - given
+    weights: list[torch.Tensor] = [layer.weight for layer in layers]  # type: ignore[misc]
+    move_out(model, [weight for weight in weights if weight.data_ptr() not in shared])
+    shared = shared_storages(model) - given
+    return memory.Leaving(weight for weight in weights if weight.data_ptr() not in shared)
+
+
+def read_rows(model: PreTrainedModel, embedding: nn.Module) -> None:
+    """Let an input embedding read the rows of the output embedding, where this has been packed."""
+    output = packed_output(model)
+    if output is not None:
+        replace_forward(embedding, PackedRows(output))
+
+
+def packed_output(model: PreTrainedModel) -> PackedLinear | None:
+    """The packed output embedding, if it has a product of its own."""
+    forward = replacement(model.get_output_embeddings())
+    return forward if isinstance(forward, PackedLinear) and len(forward.product.layers) == 1 else None
