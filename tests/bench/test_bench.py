@@ -654,8 +654,14 @@ def test_transformers_runs_the_weights_that_this_library_runs(tmp_path: Path) ->
         models.scaled(stored, "512x1408")
 
 
-@pytest.mark.parametrize("option", ["--quantization=int8", "--weights=stored"])
+@pytest.mark.parametrize("option", ["--quantization=int8", "--weights=stored", "--kv-cache-dtype=int8"])
 def test_a_race_is_of_weights_that_all_engines_have(option: str) -> None:
     result = CliRunner().invoke(app(), ["--model", "zoo:tiny", "--peers", "transformers", "--quick", option])
     assert result.exit_code == 2
     assert f"{option.partition('=')[0]} is not for --peers" in result.output
+
+
+def test_parts_beside_generate_keep_keys_and_values_as_they_are() -> None:
+    result = CliRunner().invoke(app(), ["--model", "zoo:tiny", "--parts", "speed", "--quick", "--kv-cache-dtype=int8"])
+    assert result.exit_code == 2
+    assert "--kv-cache-dtype int8 is for --methods" in result.output

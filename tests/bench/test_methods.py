@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from rich.console import Console
 from typer.testing import CliRunner
@@ -214,9 +215,9 @@ def test_methods_are_compared_with_plain_decoding(methods: Methods) -> None:
     assert data["rows"][0]["equality"]["num_identical"] == 2
 
 
-def test_methods_are_compared_on_rounded_weights() -> None:
-    found = Methods("zoo:tiny", "float32", "none", SETTINGS, quantization="int8")
-    assert found.target.quantization == "int8"
+def test_methods_are_compared_on_rounded_weights_and_caches() -> None:
+    found = Methods("zoo:tiny", "float32", "none", SETTINGS, quantization="int8", kv_cache_dtype="int8")
+    assert (found.target.quantization, found.target.kv_dtype) == ("int8", torch.int8)
     (row,) = found.run(read_candidates("ngram", None, None), lambda outcome: None).rows
     assert row.equality.num_identical == 2
 

@@ -358,9 +358,10 @@ def test_sets_are_searched_for_the_weights_that_are_asked_for(model: str, prompt
     few = options(model, prompts, out, "--trials", "1", "--finalists", "0", "--execution", "eager", "--json")
     for more in ([], ["--scale", "128x256"]):
         out.with_suffix(".trials").unlink(missing_ok=True)
-        result = run(*few, "--quantization", "int8", *more)
+        result = run(*few, "--quantization", "int8", "--kv-cache-dtype", "int8", *more)
         assert result.exit_code == 0, result.output
-        assert json.loads(result.stdout)["search"]["quantization"] == "int8"
+        search = json.loads(result.stdout)["search"]
+        assert (search["quantization"], search["kv_cache_dtype"]) == ("int8", "int8")
     result = run(*few, "--weights", "stored", "--scale", "128x256")
     assert result.exit_code == 2
     assert "leave one of the two out" in result.stderr

@@ -126,14 +126,21 @@ class OwnArms:
     Args:
       loaded: the model, which is no longer as it was afterwards.
       name: as the user gave it: a model of the zoo brings along what drafters need.
+      kv_cache_dtype: as of `LLM`.
     """
 
-    def __init__(self, loaded: Loaded, name: str, dtype: str, execution: str, exactness: str) -> None:
+    def __init__(
+        self, loaded: Loaded, name: str, dtype: str, execution: str, exactness: str, kv_cache_dtype: str = "auto"
+    ) -> None:
         self._eos = tuple(eos_token_ids(loaded.model))
         self._exactness = exactness
         self.tokenizer = loaded.tokenizer
         self.target = CausalLM(
-            loaded.model, execution=execution, release_originals=True, quantization=loaded.quantization
+            loaded.model,
+            execution=execution,
+            release_originals=True,
+            quantization=loaded.quantization,
+            kv_cache_dtype=kv_cache_dtype,
         )
         zoo_name = name if is_zoo(name) else None
         self._pairing = Pairing(loaded, self.target, loaded.tokenizer, zoo_name, execution, dtype=dtype)

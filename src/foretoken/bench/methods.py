@@ -115,12 +115,13 @@ class Methods:
         *,
         quantization: str | None = None,
         weights: str | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self.settings = settings
         self._say = say
         _, loaded = load_scaled(model, scale, dtype=dtype, quantization=quantization, weights=weights)
         self.label = describe(loaded.model)
-        self._arms = OwnArms(loaded, model, dtype, settings.execution, settings.exactness)
+        self._arms = OwnArms(loaded, model, dtype, settings.execution, settings.exactness, kv_cache_dtype)
         self.target = self._arms.target
 
     @cached_property

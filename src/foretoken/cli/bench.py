@@ -123,11 +123,17 @@ def _measure_parts(options: BenchOptions, model: str, scale: str, report: Report
     """Tables appear, and are kept, as they are ready; what is running is told on standard error of a terminal."""
     from foretoken.bench.models import load_pair
     from foretoken.bench.parts import Suite
+    from foretoken.errors import ConfigError
 
     parts = options.chosen_parts()
     status = Console(stderr=True, style="dim", highlight=False, quiet=not sys.stderr.isatty())
     loading = options.loading()
     del loading["execution"]
+    if loading.pop("kv_cache_dtype") != "auto":
+        raise ConfigError(
+            f"--kv-cache-dtype {options.kv_cache_dtype} is for --methods: the parts compare with transformers' own "
+            "generate, which rounds no keys and values"
+        )
     pair = load_pair(model, options.draft_model, **loading)
     suite = Suite(pair, scale, options.settings(), status.print)
     dtype, execution = _dtype(suite.target), suite.target.execution.describe()
@@ -204,8 +210,9 @@ def _compare_methods(options: BenchOptions, model: str, scale: str, report: Repo
 
     def compare(note: Callable[[MethodsOutcome], None]) -> MethodsOutcome:
         with stages() as watch:
-            rounding = {"quantization": options.quantization, "weights": options.weights}
-            methods = Methods(model, options.dtype, scale, settings, watch, **rounding)
+            loading = options.loading()
+            del loading["execution"]
+            methods = Methods(model, loading.pop("dtype"), scale, settings, watch, **loading)
             dtype, execution = _dtype(methods.target), methods.target.execution.describe()
             report.begin({}, settings, model=model, models=methods.label, dtype=dtype, execution=execution)
             return methods.run(candidates, note)
@@ -237,6 +244,7 @@ def _race(options: BenchOptions, model: str, scale: str, report: Report) -> int:
     from foretoken.errors import ConfigError
 
     given = [f"--{name}" for name in ("quantization", "weights") if getattr(options, name) is not None]
+    given += ["--kv-cache-dtype"] * (options.kv_cache_dtype != "auto")
     if given:
         raise ConfigError(
             f"{given[0]} is not for --peers: a race gives all engines the same weights, so that their texts can be "
@@ -317,9 +325,10 @@ def _default_model() -> str:
 
 
 def _dtype(target: CausalLM) -> str:
-    """Of the arithmetic, and of weights that are not in it."""
-    dtype = str(target.dtype).removeprefix("torch.")
-    return dtype if target.quantization is None else f"{dtype}, {target.quantization} weights"
+    """Of the arithmetic, and of weights, keys and values that are not in it."""
+    weights = [] if target.quantization is None else [f"{target.quantization} weights"]
+    cells = [] if target.kv_dtype is None else [f"{str(target.kv_dtype).removeprefix('torch.')} keys and values"]
+    return ", ".join([str(target.dtype).removeprefix("torch."), *weights, *cells])
 
 
 def _is_toy(model: str) -> bool:

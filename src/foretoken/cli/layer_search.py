@@ -96,12 +96,14 @@ class SearchJob:
         if options.objective not in OBJECTIVES:
             raise ConfigError(f"objective is {options.objective!r}; choose one of {', '.join(OBJECTIVES)}")
         loading = options.loading()
-        execution = loading.pop("execution")
+        execution, kv_cache_dtype = loading.pop("execution"), loading.pop("kv_cache_dtype")
         loaded, bigger = load_scaled(model, options.scale, **loading)
         prompts = tuple(options.read_prompts(model, loaded.tokenizer))
 
         def adapted(each: Loaded) -> CausalLM:
-            return CausalLM(each.model, execution=execution, quantization=each.quantization)
+            return CausalLM(
+                each.model, execution=execution, quantization=each.quantization, kv_cache_dtype=kv_cache_dtype
+            )
 
         target = adapted(loaded)
         timed = target if bigger is loaded else adapted(bigger)

@@ -121,6 +121,9 @@ class TargetOptions:
         str | None,
         typer.Option(metavar="stored", help="stored: multiply by the blocks of a GGUF file as they lie in it."),
     ] = None
+    kv_cache_dtype: Annotated[
+        str, typer.Option(metavar="auto|bfloat16|int8", help="Round keys and values; auto is the dtype of the model.")
+    ] = "auto"
 
     def loading(self) -> dict[str, Any]:
         """These options alone, of whatever has more."""
@@ -132,9 +135,6 @@ class LoadingOptions(TargetOptions):
     """How the model is loaded and run, under the names that `LLM` takes."""
 
     device: Annotated[str, typer.Option(help="auto is the GPU where there is one.")] = "auto"
-    kv_cache_dtype: Annotated[
-        str, typer.Option(metavar="auto|bfloat16|int8", help="Round keys and values; auto is the dtype of the model.")
-    ] = "auto"
     cache_packed: Annotated[
         bool,
         typer.Option("--cache-packed", help="Keep packed weights in the cache folder, and read them there next time."),
