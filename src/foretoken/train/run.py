@@ -124,6 +124,7 @@ class Training:
         )
         self._best: tuple[float, int] = (0.0, 0)
         self._since_best = 0
+        self._measured_at = -1  # of the stretches between measurements; the first step is measured
 
     def estimate(self) -> Estimate:
         """What the rest takes; tries two steps on copies of nothing: the run must not be gone on with afterwards."""
@@ -161,7 +162,7 @@ class Training:
         for step in self.trainer.steps():
             record: dict[str, Any] = asdict(step)
             before = step.num_tokens // self.plan.evaluate_tokens
-            is_due = self._last_measured() < before or self.trainer.is_done
+            is_due = self._measured_at < before or self.trainer.is_done
             if is_due:
                 record |= self._measure(step.num_tokens)
             if is_due or time.monotonic() - saved > self.plan.checkpoint_seconds:
@@ -214,9 +215,6 @@ class Training:
             "provenance": provenance(),
         }
         keep_json(self.plan.out / "training.json", record)
-
-    def _last_measured(self) -> int:
-        return getattr(self, "_measured_at", self.trainer.progress.num_tokens // self.plan.evaluate_tokens - 1)
 
     def _note(self, record: dict[str, Any]) -> None:
         append_lines(self.plan.out / "metrics.jsonl", json.dumps(record) + "\n")
