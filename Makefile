@@ -15,7 +15,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 FORETOKEN_TEST_SMOLLM2=$$(ca
 SAME_ON_EVERY_VERSION = $(addprefix tests/test_,real_model.py tree.py) tests/accept \
 	$(addprefix tests/bench/test_,bench.py drafting_cost.py methods.py peers.py scripts.py) \
 	$(addprefix tests/classic/test_,classic_bad_input.py classic_defects.py classic_documents.py classic_installed.py classic_law.py classic_survey.py) \
-	$(addprefix tests/cli/test_,applicability.py chat.py chat_terminal.py cli.py cli_datastore.py cli_options.py cli_refusals.py) \
+	$(addprefix tests/cli/test_,applicability.py chat.py chat_terminal.py cli.py cli_datastore.py cli_options.py cli_refusals.py endings.py) \
 	tests/config \
 	$(addprefix tests/drafters/test_,choices.py counting.py drafter_state.py drafters.py every_method.py lengths.py method_mutations.py policies_in_engine.py) \
 	$(addprefix tests/drafters/compose/test_,composition.py identity_compositions.py) \
@@ -23,14 +23,16 @@ SAME_ON_EVERY_VERSION = $(addprefix tests/test_,real_model.py tree.py) tests/acc
 	tests/drafters/iterate $(addprefix tests/drafters/lookup/test_,nasd.py ngram.py suffix.py token_recycling.py) \
 	tests/drafters/parts \
 	$(addprefix tests/drafters/selfdraft/test_,self_draft_mutations.py self_draft_state.py swift.py) \
-	$(addprefix tests/engine/test_,acceptance_model.py accelerator.py broken_steps.py budget.py cost_model.py costs.py prefixes.py random_schedules.py) \
+	$(addprefix tests/engine/test_,acceptance_model.py accelerator.py broken_steps.py budget.py cost_model.py costs.py) \
+	$(addprefix tests/engine/test_,ends.py faults.py governed.py governing.py governor.py host_work.py interrupted.py) \
+	$(addprefix tests/engine/test_,memory_plan.py patience.py prediction.py prefixes.py random_schedules.py) \
 	$(addprefix tests/heads/test_,eagle_layouts.py heads_checkpoint.py medusa_hydra_layouts.py) \
 	$(addprefix tests/law/test_,noise.py sampling.py) tests/loading/test_neighbours.py \
 	$(addprefix tests/model/test_,flat_nodes.py model_changes.py mutations.py prompt_bits.py rehearsal.py strict.py) \
 	$(addprefix tests/model/execution/test_,hostile_kernels.py hostile_kinds.py instruction_sets.py kept_kernels.py) \
-	$(addprefix tests/native/test_,build.py memory.py) $(addprefix tests/project/test_,docs.py wheel.py) tests/retrieval \
+	$(addprefix tests/native/test_,build.py memory.py native.py sample_kernels.py) $(addprefix tests/project/test_,docs.py wheel.py) tests/retrieval \
 	tests/serve \
-	$(addprefix tests/sessions/test_,bad_input.py payoff.py) \
+	$(addprefix tests/sessions/test_,bad_input.py forked.py payoff.py) \
 	$(addprefix tests/testing/test_,check_drafter.py mutants.py) tests/train/test_tiny_recipe.py \
 	$(addprefix tests/tune/test_,tune.py tune_tree.py) $(addprefix tests/unit/test_,architecture.py imports.py) \
 	tests/verify tests/views

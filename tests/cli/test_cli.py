@@ -465,7 +465,7 @@ def test_demo_refuses_before_it_loads(options: list[str], message: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [50, 80])
+@pytest.mark.parametrize("columns", [50, pytest.param(80, marks=pytest.mark.full)])
 def test_demo_in_a_terminal(columns: int) -> None:
     """From the first second on something is on the screen; at the end questions, answers and the table stay there."""
     pty = pytest.importorskip("pty")

@@ -37,7 +37,7 @@ def test_everything_runs_on_a_simulated_device(chosen: str) -> None:
             chosen,
             str(TESTS / "engine" / "on_device.py"),
         ],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""},  # of this run: its report would be overwritten
         cwd=TESTS.parent,
         capture_output=True,
         text=True,

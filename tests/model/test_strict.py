@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from architectures import ARCHITECTURES, target_model
+from covering import pairwise
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.none import EmptyDrafter
@@ -89,9 +90,14 @@ PROMPTS = [random_ids(length, 40 + length) for length in BORDERS]
 
 @needs_kernels
 @pytest.mark.slow
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "gemma3", "mistral-filled", "gpt-neox", "olmo2", "granite"])
+@pytest.mark.parametrize(
+    *pairwise(
+        name=["llama", "gpt2", "qwen3", "gemma3", "mistral-filled", "gpt-neox", "olmo2", "granite"],
+        dtype=[torch.bfloat16, torch.float32],
+        params=[pytest.param(GREEDY, id="greedy"), pytest.param(SAMPLED, id="sampled")],
+    ),
+    ids=str,
+)
 def test_logits_are_those_of_plain_decoding(name: str, dtype: torch.dtype, params: SamplingParams) -> None:
     """Over prompts whose outputs cross 256, 512 and 1,024 columns, in batches that rows leave, and alone."""
     lm = long_lm(name, dtype)

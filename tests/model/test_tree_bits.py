@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from compiled_models import build
+from covering import pairwise
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.execution.native_program import NativeProgram
@@ -30,6 +31,7 @@ ROUNDED = [(torch.float32, "bfloat16"), (torch.float32, "int8"), (torch.bfloat16
 """Models, and caches that round."""
 MODELS = ("llama", "gemma3", "qwen3", "gpt2", "zoo:tiny")
 """Grouped heads, windows that fill, norms of queries and keys, learned positions and biases; and a trained one."""
+NAMES = [name if name in ("llama", "gpt2") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 
 PROMPTS = (90, 3, 41, 11)
 """Tokens of the rows: within the windows and past them, a prompt of more tokens than a draft may have."""
@@ -47,7 +49,10 @@ def _hostile() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=instruction_sets() or [pytest.param("", marks=pytest.mark.skip("no kernels here"))])
+SETS = instruction_sets() or [pytest.param("", marks=pytest.mark.skip("no kernels here"))]
+
+
+@pytest.fixture(params=SETS)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The instruction set by which models run that are loaded in the test."""
     if native.library(request.param) is None:
@@ -149,23 +154,18 @@ def check_drafts(lm: CausalLM, num_rounds: int = 2) -> None:
             pending[row] += 40  # the bonus
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("llama", "gpt2") else pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.parametrize(*pairwise(name=NAMES, dtype=DTYPES, kernels=SETS), ids=str, indirect=["kernels"])
 def test_every_node_of_a_ragged_batch_is_plain_decoding(name: str, dtype: torch.dtype, kernels: str) -> None:
     lm = CausalLM(model(name, dtype))
     check_drafts(lm)
     assert kernels in lm.execution.describe()
 
 
-@pytest.mark.parametrize(("dtype", "kept"), ROUNDED, ids=str)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("llama", "gpt2") else pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.parametrize(*pairwise(name=NAMES, rounded=ROUNDED, kernels=SETS), ids=str, indirect=["kernels"])
 def test_every_node_is_plain_decoding_over_rounded_keys_and_values(
-    name: str, dtype: torch.dtype, kept: str, kernels: str
+    name: str, rounded: tuple[torch.dtype, str], kernels: str
 ) -> None:
+    dtype, kept = rounded
     lm = CausalLM(model(name, dtype), kv_cache_dtype=kept)
     assert lm.execution.program is not None
     check_drafts(lm)

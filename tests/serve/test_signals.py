@@ -93,18 +93,6 @@ def test_connections_beyond_the_limit_of_files_wait_and_fill_no_log() -> None:
         assert process.stderr.read() == ""
 
 
-@pytest.mark.slow
-def test_a_log_that_nobody_reads_any_more_costs_no_request() -> None:
-    """Every request was an error inside the server once the reader of its log had gone."""
-    with command("--enable-log-requests", "--method", "ngram") as (process, address):
-        assert process.stderr is not None
-        process.stderr.close()
-        for _ in range(3):
-            assert httpx.post(f"{address}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
-
-
 COMPUTES = """
 import sys, torch
 import foretoken.cli.serve as command
@@ -141,11 +129,18 @@ def test_keys_of_a_file_of_windows(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_keys_from_a_file_and_the_environment(tmp_path: Path) -> None:
+def test_keys_from_a_file_and_the_environment_and_a_log_that_nobody_reads_any_more(tmp_path: Path) -> None:
+    """Every request was an error inside the server once the reader of its log had gone."""
     (tmp_path / "keys").write_text("one\n\ntwo\n")
-    with command("--api-key-file", str(tmp_path / "keys"), FORETOKEN_API_KEY="three") as (process, address):
+    options = ("--api-key-file", str(tmp_path / "keys"), "--enable-log-requests", "--method", "ngram")
+    with command(*options, FORETOKEN_API_KEY="three") as (process, address):
+        assert process.stderr is not None
+        process.stderr.close()
         for key, status in (("one", 200), ("two", 200), ("three", 200), ("four", 401)):
-            assert httpx.get(f"{address}/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == status
+            keyed = {"Authorization": f"Bearer {key}"}
+            assert httpx.get(f"{address}/v1/models", headers=keyed).status_code == status
+            asked = httpx.post(f"{address}/v1/completions", json={"prompt": "a", "max_tokens": 2}, headers=keyed)
+            assert asked.status_code == status
         assert httpx.get(f"{address}/health").status_code == 200
         process.terminate()
         assert process.wait(20) == 0
