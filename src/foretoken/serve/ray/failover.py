@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from foretoken.serve.backend import check_tokens
 from foretoken.serve.errors import ApiError, ModelChanged
 from foretoken.serve.fair import PROMPT_COST, FairQueue
-from foretoken.serve.ray.config import FailoverSettings
 from foretoken.serve.ray.journal import Course, Journal
+from foretoken.serve.ray.limits import FailoverSettings
 from foretoken.serve.ray.messages import Begun, Ended, Fleet, Lost, Message, News, Other, Refused, Sent, Taken, Work
 from foretoken.sessions.prompts import seeded
 

@@ -18,7 +18,7 @@ from prometheus_client import Gauge
 from foretoken.serve.bridge import Bridge, Ticket
 from foretoken.serve.errors import ApiError
 from foretoken.serve.metrics import OWN, Metrics
-from foretoken.serve.ray.config import SIGN_SECONDS
+from foretoken.serve.ray.limits import SIGN_SECONDS
 from foretoken.serve.ray.messages import Begun, Ended, Facts, Message, News, Other, Refused, Taken, Work
 
 if TYPE_CHECKING:
