@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -31,7 +32,8 @@ def command(*options: str, **variables: str) -> Iterator[tuple[subprocess.Popen[
     """A server in a process of its own, once it has said where it listens."""
     arguments = [sys.executable, "-m", "foretoken", "serve", MODEL, "--port", "0", *options]
     environment = {**os.environ, **variables}
-    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    heeded = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # a suite under nohup hands on that it is ignored
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heeded) as process:
         assert process.stderr is not None
         try:
             found = next(
