@@ -25,6 +25,7 @@ from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import SequenceStats
 from foretoken.loading.info import Loaded, eos_token_ids
 from foretoken.loading.models import is_zoo
+from foretoken.loading.packed_copy import adapter_of
 from foretoken.loading.pairing import Pairing
 from foretoken.model.lm import CausalLM
 
@@ -135,13 +136,7 @@ class OwnArms:
         self._eos = tuple(eos_token_ids(loaded.model))
         self._exactness = exactness
         self.tokenizer = loaded.tokenizer
-        self.target = CausalLM(
-            loaded.model,
-            execution=execution,
-            release_originals=True,
-            quantization=loaded.quantization,
-            kv_cache_dtype=kv_cache_dtype,
-        )
+        self.target = adapter_of(loaded, execution, kv_cache_dtype)
         zoo_name = name if is_zoo(name) else None
         self._pairing = Pairing(loaded, self.target, loaded.tokenizer, zoo_name, execution, dtype=dtype)
 

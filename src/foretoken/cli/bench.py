@@ -243,8 +243,8 @@ def _race(options: BenchOptions, model: str, scale: str, report: Report) -> int:
     from foretoken.bench.report import show
     from foretoken.errors import ConfigError
 
-    given = [f"--{name}" for name in ("quantization", "weights") if getattr(options, name) is not None]
-    given += ["--kv-cache-dtype"] * (options.kv_cache_dtype != "auto")
+    rounding = ("quantization", "weights", "kv_cache_dtype")
+    given = [f"--{name.replace('_', '-')}" for name in rounding if getattr(options, name) not in (None, "auto")]
     if given:
         raise ConfigError(
             f"{given[0]} is not for --peers: a race gives all engines the same weights, so that their texts can be "

@@ -15,7 +15,6 @@ from foretoken.cli.tune_options import NumPrompts, TuneOptions
 
 if TYPE_CHECKING:
     from foretoken.drafters.parts.layer_set import LayerSet
-    from foretoken.loading.info import Loaded
     from foretoken.model.lm import CausalLM
     from foretoken.tune.layer_sets import LayerSearch, SearchResult, TriedSet
     from foretoken.tune.objective import Task
@@ -84,7 +83,7 @@ class SearchJob:
         """
         from foretoken.bench.models import load_scaled
         from foretoken.errors import ConfigError
-        from foretoken.model.lm import CausalLM
+        from foretoken.loading.packed_copy import adapter_of
         from foretoken.tune.layer_sets import require_optuna
         from foretoken.tune.objective import Task
         from foretoken.tune.space import Space
@@ -99,14 +98,8 @@ class SearchJob:
         execution, kv_cache_dtype = loading.pop("execution"), loading.pop("kv_cache_dtype")
         loaded, bigger = load_scaled(model, options.scale, **loading)
         prompts = tuple(options.read_prompts(model, loaded.tokenizer))
-
-        def adapted(each: Loaded) -> CausalLM:
-            return CausalLM(
-                each.model, execution=execution, quantization=each.quantization, kv_cache_dtype=kv_cache_dtype
-            )
-
-        target = adapted(loaded)
-        timed = target if bigger is loaded else adapted(bigger)
+        target = adapter_of(loaded, execution, kv_cache_dtype)
+        timed = target if bigger is loaded else adapter_of(bigger, execution, kv_cache_dtype)
         space = Space.of(target.num_layers, numbers("keep-layers", options.keep_layers, int))
         task, counted = (
             Task(lm, prompts, options.max_new_tokens, _drafter_of(lm, draft_keys)) for lm in (timed, target)
