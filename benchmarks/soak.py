@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 from time import perf_counter, process_time, sleep
 from typing import Any
@@ -150,6 +151,7 @@ class Soak:
     abort_rate: float = 0.01
     interrupt_rate: float = 0.002
     check_rate: float = 1.0
+    bursts: tuple[int, ...] = (1, 1, 4, 8)
     counts: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     memory: list[dict[str, float]] = field(default_factory=list)
@@ -173,11 +175,12 @@ class Soak:
     def run(self, is_enough: Callable[[int], bool], *, drain_every: int) -> None:
         """Requests until there are enough of them; all engines are emptied after every so many."""
         titles = list(self.engines)
+        turns = cycle(self.rng.sample(titles, len(titles)))
         while not is_enough(self.counts["requests"]):
             target = self.counts["requests"] + drain_every
             while self.counts["requests"] < target and not is_enough(self.counts["requests"]):
-                busy = self.rng.choice(titles)
-                for _ in range(self.rng.choice([1, 1, 4, 8])):
+                busy = next(turns)
+                for _ in range(self.rng.choice(self.bursts)):
                     self._arrive(busy)
                 for _ in range(self.rng.randint(0, 24)):
                     self._step(self.rng.choice([busy, self.rng.choice(titles)]))

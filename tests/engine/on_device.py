@@ -30,6 +30,7 @@ from foretoken.classic.sampling.base_decoding import beam_search_generate
 from foretoken.classic.utils.logits_processor import GreedyProcessor, MultinomialProcessor
 from foretoken.cli import app
 from foretoken.config.method import methods
+from foretoken.engine import costs
 from foretoken.errors import ConfigError
 from foretoken.loading import models
 from foretoken.model.lm import CausalLM
@@ -51,7 +52,7 @@ RULES: dict[str, dict[str, Any]] = {
     "view that changes": {"method": "sparse_kv", "kv_budget": 24, "kv_refresh": 4},
     "view that is voted for": {"method": "sparse_kv", "kv_selector": "snapkv", "kv_budget": 24, "kv_window": 8},
 }
-GREEDY = SamplingParams(temperature=0.0, seed=7, max_tokens=16)
+GREEDY = SamplingParams(temperature=0.0, seed=7, max_tokens=12)
 SAMPLED = replace(GREEDY, temperature=1.0, top_p=0.4)
 MODES = {"greedy": GREEDY, "sampled": SAMPLED}
 PARAMS = {
@@ -69,8 +70,7 @@ PARAMS = {
     "structured": replace(GREEDY, structured_outputs=StructuredOutputs(regex=r"(the|a) [a-z]{3,9}( and [a-z]{3,9})+")),
     "chosen": replace(SAMPLED, structured_outputs=StructuredOutputs(choice=["yes", 'no "maybe"'])),
 }  # fmt: skip
-QUICK = {"ngram", "suffix+eagle3"}
-slow, full = pytest.mark.slow, pytest.mark.full
+full = pytest.mark.full
 
 
 @cache
@@ -84,9 +84,14 @@ def said(texts: list[Any]) -> list[Any]:
 
 
 @cache
-def on_cpu(name: str) -> list[Any]:
-    """Plain decoding on the CPU, by the name of its parameters."""
-    return llm("cpu").generate(TEXTS, PARAMS[name])
+def on_cpu(*names: str) -> list[Any]:
+    """Plain decoding on the CPU, by the names of parameters, which rows have in turn."""
+    return llm("cpu").generate(TEXTS, in_turn(names))
+
+
+def in_turn(names: tuple[str, ...]) -> list[SamplingParams]:
+    """Parameters of every row; those that begin later end sooner."""
+    return [replace(PARAMS[names[row % len(names)]], max_tokens=12 if row < 4 else 4) for row in range(len(TEXTS))]
 
 
 def num_accepted(texts: list[Any]) -> int:
@@ -157,54 +162,46 @@ def test_every_method_is_tried() -> None:
         llm().with_speculative_config("quantized_self")
 
 
-def covering(name: str, number: int, mode: str) -> Any:
-    """Greedy and sampled in turn; the other way is for the full matrix."""
-    is_its_turn = mode == list(MODES)[number % 2]
-    return pytest.param(name, mode, marks=[] if name in QUICK else slow if is_its_turn else full)
-
-
 @pytest.mark.parametrize(
-    ("name", "mode"), [covering(name, number, mode) for number, name in enumerate(DECODING) for mode in MODES]
+    "modes", [("greedy", "sampled"), pytest.param(("sampled", "greedy"), marks=full)], ids=" beside ".join
 )
-def test_every_method_says_what_plain_decoding_on_the_cpu_says(name: str, mode: str) -> None:
-    """Ragged rows, more than run at a time."""
-    texts = llm().with_speculative_config(DECODING[name]).generate(TEXTS, PARAMS[mode])
-    assert said(texts) == said(on_cpu(mode))
+@pytest.mark.parametrize("name", DECODING)
+def test_every_method_says_what_plain_decoding_on_the_cpu_says(name: str, modes: tuple[str, ...]) -> None:
+    """Ragged rows, more than run at a time, greedy ones beside sampled ones."""
+    texts = llm().with_speculative_config(DECODING[name]).generate(TEXTS, in_turn(modes))
+    assert said(texts) == said(on_cpu(*modes))
     assert num_accepted(texts) > 0
 
 
-@slow
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_says_what_it_says_on_the_cpu(name: str) -> None:
     """Laws of rejection give other texts than plain decoding; noise is keyed, so they are those of the CPU."""
     params = replace(SAMPLED, top_p=1.0, n=2)
     here, there = (
-        llm(device).with_speculative_config(RULES[name]).generate(TEXTS[:3], params) for device in ("sim", "cpu")
+        llm(device).with_speculative_config(RULES[name]).generate(TEXTS[:2], params) for device in ("sim", "cpu")
     )
     assert said(here) == said(there)
     assert num_accepted(here) > 0
 
 
 @pytest.mark.parametrize("config", ["token_recycling", pytest.param("eagle3", marks=full)])
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "penalised" else pytest.param(name, marks=slow) for name in PARAMS if name not in MODES],
-)
-def test_every_parameter_means_what_it_means_on_the_cpu(name: str, config: str) -> None:
-    params = PARAMS[name]
-    if params.structured_outputs is not None:
-        pytest.importorskip("llguidance", reason="the extra [structured] is not installed")
-    texts = llm().with_speculative_config(config).generate(TEXTS, params)
-    assert said(texts) == said(on_cpu(name))
-    if params.logprobs is not None:
-        for here, there in zip(texts, on_cpu(name), strict=True):
+def test_every_parameter_means_what_it_means_on_the_cpu(config: str) -> None:
+    """Rows with each, side by side."""
+    pytest.importorskip("llguidance", reason="the extra [structured] is not installed")
+    asked = [(name, text) for name in PARAMS if name not in MODES for text in TEXTS[:1]]
+    here, there = (
+        made.generate([text for _, text in asked], [PARAMS[name] for name, _ in asked])
+        for made in (llm().with_speculative_config(config), llm("cpu"))
+    )
+    for (name, _), mine, its in zip(asked, here, there, strict=True):
+        assert said([mine]) == said([its]), name
+        if PARAMS[name].logprobs is not None:
             mine, its = (
-                [one.logprob for each in text.outputs[0].logprobs for one in each.values()] for text in (here, there)
+                [one.logprob for each in text.outputs[0].logprobs for one in each.values()] for text in (mine, its)
             )
             assert mine == pytest.approx(its, abs=1e-3)
 
 
-@slow
 @pytest.mark.parametrize("config", ["eagle3", "token_recycling"])
 def test_prefixes_are_taken_over(config: str | None) -> None:
     chosen = llm().with_speculative_config(config)
@@ -232,13 +229,12 @@ def test_a_step_waits_for_the_device_once_for_its_tokens_and_once_per_level_of_a
     assert max(size for _, size in simulated_device.transfers) < 512
 
 
-@slow
 def test_texts_are_drafted_for_in_half_precision() -> None:
     """Near-ties part from plain texts in bfloat16, so only laws and lengths are compared: what a row says is finite."""
     half = LLM("zoo:tiny", "suffix+eagle3", device=DEVICE, dtype="bfloat16")
     for params in MODES.values():
         texts = half.generate(TEXTS, replace(params, ignore_eos=True))
-        assert [len(text.outputs[0].token_ids) for text in texts] == [16] * len(TEXTS)
+        assert [len(text.outputs[0].token_ids) for text in texts] == [12] * len(TEXTS)
         assert num_accepted(texts) > 0
 
 
@@ -259,7 +255,6 @@ def test_every_architecture_decodes(name: str) -> None:
 # -- other faces ---------------------------------------------------------------------------------------------------
 
 
-@slow
 @pytest.mark.parametrize("method", ["ngram", "eagle3"])
 def test_the_hook_gives_tensors_of_the_device(method: str) -> None:
     """Sequences, scores and logits of ``model.generate``, greedy and sampled."""
@@ -277,9 +272,15 @@ def test_the_hook_gives_tensors_of_the_device(method: str) -> None:
         assert do_sample or found.sequences.tolist() == plain.tolist()
 
 
-@slow
-@pytest.mark.parametrize("uses_cache", [True, False])
-@pytest.mark.parametrize("processor", [GreedyProcessor(), MultinomialProcessor(1.0)])
+@pytest.mark.parametrize(
+    ("processor", "uses_cache"),
+    [
+        (GreedyProcessor(), True),
+        (MultinomialProcessor(1.0), False),
+        pytest.param(GreedyProcessor(), False, marks=full),
+        pytest.param(MultinomialProcessor(1.0), True, marks=full),
+    ],
+)
 def test_the_classic_functions_say_what_they_say_on_the_cpu(processor: Any, uses_cache: bool) -> None:
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4]
     options = {"max_gen_len": 12, "logits_processor": processor, "use_cache": uses_cache}
@@ -301,7 +302,6 @@ def test_the_classic_functions_say_what_they_say_on_the_cpu(processor: Any, uses
     assert everything(lambda model: model.to(DEVICE)) == everything(lambda model: model)
 
 
-@slow
 def test_the_server_answers() -> None:
     from foretoken.serve.offer import Offer
 
@@ -312,7 +312,7 @@ def test_the_server_answers() -> None:
 
 
 def ask(server: Running, model: str) -> str:
-    body = {"model": model, "prompt": TEXTS[0], "max_tokens": 16, "temperature": 0}
+    body = {"model": model, "prompt": TEXTS[0], "max_tokens": 12, "temperature": 0}
     return str(server.post("/v1/completions", **body).json()["choices"][0]["text"])
 
 
@@ -325,10 +325,11 @@ def foretoken_does(*arguments: str) -> str:
     return done.stdout
 
 
-@slow
-def test_generate_and_info_name_the_device() -> None:
+def test_generate_and_info_name_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = costs.forward_times
+    monkeypatch.setattr(costs, "forward_times", lambda forwards, _: times(forwards, 1, warm_ups=0))
     model = ("--model", "zoo:tiny", "--device", DEVICE, "--dtype", "float32", "--json")
-    found = json.loads(foretoken_does("generate", TEXTS[0], *model, "--max-new-tokens", "16", "--temperature", "0"))
+    found = json.loads(foretoken_does("generate", TEXTS[0], *model, "--max-new-tokens", "12", "--temperature", "0"))
     assert found["text"] == on_cpu("greedy")[0].outputs[0].text
     assert "sim:0" in foretoken_does("info", *model)
 
@@ -355,7 +356,7 @@ def test_bench_measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param("eagle3", marks=slow),
+        "eagle3",
         *[pytest.param(name, marks=full) for name in ("medusa", "hydra++", "draft_model")],
     ],
 )
@@ -363,17 +364,17 @@ def test_a_head_is_trained_and_drafts(method: str, tmp_path: Path) -> None:
     """Answers, features, losses, checkpoints, the measurement, and what is read back."""
     prompts, head = tmp_path / "prompts.txt", tmp_path / "head"
     prompts.write_text(
-        "\n".join(f"Once there was a {one} who {other}" for one in ("dog", "girl", "king") for other in ("ran", "sang"))
+        "\n".join(f"Once there was a {one} who {other}" for one in ("dog", "girl") for other in ("ran", "sang"))
     )
     small = ("--max-new-tokens", "12", "--batch-tokens", "48", "--draft-vocabulary-size", "256", "--held-out", "8")
-    on = ("--target", "zoo:tiny", "--device", DEVICE, "--dtype", "float32", "--evaluate-tokens", "60", "--json")
+    on = ("--target", "zoo:tiny", "--device", DEVICE, "--dtype", "float32", "--evaluate-tokens", "8", "--json")
     told = foretoken_does("train", method, "--prompts", str(prompts), "--raw", "--out", str(head), *small, *on)
     assert json.loads(told.splitlines()[-1])["tau"] >= 1.0
     trained = llm().with_speculative_config({"model": str(head)})
-    assert said(trained.generate(TEXTS, GREEDY)) == said(on_cpu("greedy"))
+    assert said(trained.generate(TEXTS, in_turn(("greedy",)))) == said(on_cpu("greedy"))
 
 
-@pytest.mark.parametrize("method", [pytest.param("hydra++", marks=slow), pytest.param("eagle3", marks=full)])
+@pytest.mark.parametrize("method", ["hydra++", pytest.param("eagle3", marks=full)])
 def test_a_training_goes_on_with_the_weights_of_one_that_was_not_stopped(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

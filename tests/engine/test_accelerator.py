@@ -18,8 +18,7 @@ has_backends = hasattr(torch.utils.backend_registration, "_setup_privateuseone_f
 @pytest.mark.parametrize(
     "chosen",
     [
-        pytest.param("not slow and not full", id="quick"),
-        pytest.param("slow and not full", id="slow", marks=pytest.mark.slow),
+        pytest.param("not full", id="covering", marks=pytest.mark.slow),
         pytest.param("full", id="full", marks=pytest.mark.full),
     ],
 )

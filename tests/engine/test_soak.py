@@ -8,17 +8,19 @@ from __future__ import annotations
 import logging
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from soak import METHODS, Soak, growth, leftovers, toy_world
 
-FEW = ("ngram", "draft_model", "eagle3", "union/self")
+DENSE = {"abort_rate": 0.03, "interrupt_rate": 0.012, "bursts": (1, 1, 2, 4)}
+"""For a run that is short: what happens seldom happens more often, and each method has a turn."""
 
 
-def soaked(num_requests: int, folder: Path, methods: tuple[str, ...], fault_rate: float, seed: int) -> Soak:
+def soaked(num_requests: int, folder: Path, fault_rate: float, seed: int, methods: Any = METHODS, **rates: Any) -> Soak:
     logging.getLogger("foretoken").setLevel(logging.ERROR)
     rng = random.Random(seed)
-    soak = Soak(toy_world(rng, folder, methods), rng, fault_rate=fault_rate)
+    soak = Soak(toy_world(rng, folder, tuple(methods)), rng, fault_rate=fault_rate, **rates)
     try:
         soak.run(lambda count: count >= num_requests, drain_every=25)
     finally:
@@ -27,28 +29,26 @@ def soaked(num_requests: int, folder: Path, methods: tuple[str, ...], fault_rate
 
 
 @pytest.mark.parametrize(
-    ("num_requests", "methods", "fault_rate", "seed"),
+    ("num_requests", "fault_rate", "seed", "rates"),
     [
-        pytest.param(12, FEW, 0.03, 5),
-        pytest.param(150, tuple(METHODS), 0.01, 1, marks=pytest.mark.slow),
-        pytest.param(100, tuple(METHODS), 0.1, 2, marks=pytest.mark.full),
-        pytest.param(800, tuple(METHODS), 0.01, 3, marks=pytest.mark.full),
+        pytest.param(44, 0.03, 3, DENSE, marks=pytest.mark.slow),
+        pytest.param(150, 0.01, 1, {}, marks=pytest.mark.full),
+        pytest.param(100, 0.1, 2, {}, marks=pytest.mark.full),
+        pytest.param(800, 0.01, 3, {}, marks=pytest.mark.full),
     ],
 )
 def test_every_text_is_that_of_its_request_alone_and_nothing_stays_behind(
-    num_requests: int, methods: tuple[str, ...], fault_rate: float, seed: int, tmp_path: Path
+    num_requests: int, fault_rate: float, seed: int, rates: dict[str, Any], tmp_path: Path
 ) -> None:
     """Arrivals, aborts, Ctrl-C, processors, tokenizers and drafters that fail, prefixes, little memory; float64."""
-    soak = soaked(num_requests, tmp_path, methods, fault_rate, seed)
+    soak = soaked(num_requests, tmp_path, fault_rate, seed, **rates)
     counts = soak.counts
     assert not soak.differing
     assert counts["compared"] == counts["texts"] >= num_requests
     assert counts["most_cache_bytes"] <= int(soak.world.config.max_kv_bytes or 0)
-    assert counts["accepted"] > 0
     assert soak.faults
-    if num_requests > 100:
-        assert all(counts[name] for name in ("aborts", "interrupts", "cached_tokens"))
-        assert {f"ended by {reason}" for reason in ("stop", "length", "abort", "error")} <= counts.keys()
+    assert all(counts[name] for name in ("accepted", "aborts", "interrupts", "cached_tokens"))
+    assert {f"ended by {reason}" for reason in ("stop", "length", "abort", "error")} <= counts.keys()
     if num_requests > 500:
         assert counts["preemptions"]
         more = growth(soak.memory)
@@ -58,7 +58,7 @@ def test_every_text_is_that_of_its_request_alone_and_nothing_stays_behind(
 
 def test_what_drafters_keep_of_rows_is_found(tmp_path: Path) -> None:
     """The check itself: a drafter that forgets nothing is told, by where its state lies."""
-    soak = soaked(1, tmp_path, ("draft_model",), 0.0, 0)
+    soak = soaked(1, tmp_path, 0.0, 0, ["draft_model"])
     engine = soak.engines["draft_model"]
     engine.drafter.forget = lambda _: None
     engine.add_request(*soak.world.request(random.Random(1)))

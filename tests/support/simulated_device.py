@@ -17,6 +17,7 @@ Importing it changes torch for the whole process, so it has one of its own: see 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -52,7 +53,8 @@ class Simulated(torch.Tensor):
 
     @staticmethod
     def __new__(cls, raw: torch.Tensor) -> Simulated:
-        with torch.inference_mode(raw.is_inference()):  # a view of a parameter is none of inference
+        is_other = raw.is_inference() != torch.is_inference_mode_enabled()  # a view of a parameter is none of inference
+        with torch.inference_mode(raw.is_inference()) if is_other else nullcontext():
             return torch.Tensor._make_wrapper_subclass(
                 cls,
                 raw.size(),
@@ -132,7 +134,7 @@ def run(function: Any, *args: Any, **kwargs: Any) -> Any:
     if name == "_has_compatible_shallow_copy_type":  # asked by `Module.to`
         return type(args[0]) is type(args[1])
     given: list[torch.Tensor] = []
-    mapped(lambda value: given.append(value) if isinstance(value, torch.Tensor) else None, (args, kwargs))
+    on_cpu = mapped(lambda value: _noted(value, given) if isinstance(value, torch.Tensor) else value, (args, kwargs))
     _check_devices(name, args, given)
     if kwargs.get("generator") is not None:
         raise RuntimeError("Expected a 'sim' device type for generator but found 'cpu'")
@@ -145,8 +147,10 @@ def run(function: Any, *args: Any, **kwargs: Any) -> Any:
         transfers.append((TO_HOST, 1))
     device = kwargs.get("device", DEVICE)
     if "device" in kwargs:
-        kwargs = {**kwargs, "device": "cpu"}
-    found = FORMS.get(name, _as_it_is)(function, *mapped(raw, (args, kwargs)))
+        on_cpu[1]["device"] = "cpu"
+    found = FORMS.get(name, _as_it_is)(function, *on_cpu)
+    if type(found) is torch.Tensor and len(given) == 1 and found is not raw(given[0]):
+        return Simulated(found) if is_simulated(device) else found
     owners = {id(value.raw): value for value in given if isinstance(value, Simulated)}
 
     def on_device(value: Any) -> Any:
@@ -158,6 +162,11 @@ def run(function: Any, *args: Any, **kwargs: Any) -> Any:
         return owner if owner is not None else Simulated(value)
 
     return mapped(on_device, found) if is_simulated(device) else found
+
+
+def _noted(value: torch.Tensor, given: list[torch.Tensor]) -> torch.Tensor:
+    given.append(value)
+    return raw(value)
 
 
 def _check_devices(name: str, args: Any, given: list[torch.Tensor]) -> None:
