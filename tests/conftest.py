@@ -16,6 +16,8 @@ import torch
 from architectures import ALWAYS, ARCHITECTURES, REFUSED
 from foretoken import zoo
 from foretoken.errors import ConfigError
+from foretoken.loading.models import is_zoo, load_model
+from foretoken.loading.packed_copy import adapter_of
 from foretoken.model.execution.packing import can_pack
 from foretoken.testing import governed, ungoverned
 from foretoken.zoo.conversion import weights_file
@@ -99,6 +101,38 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         report.outcome = "failed"
         report.longrepr = f"skipped, though the weights of zoo:smollm2 are installed: {report.longrepr}"
     return report
+
+
+_LOADED: dict[Any, Any] = {}
+_ADAPTED: dict[int, tuple[tuple[str, ...], Any]] = {}
+
+
+@pytest.fixture
+def _loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of the zoo are loaded and packed once for all that ask for this: what they do then is the claim.
+
+    An `LLM` gets its target as `LLM.with_speculative_config` hands it on.
+    """
+
+    def load(model: Any, **options: Any) -> Any:
+        key = (str(model), *sorted(options.items(), key=str))
+        if not isinstance(model, str) or not is_zoo(model) or options["cache_packed"]:
+            return load_model(model, **options)
+        if key not in _LOADED:
+            _LOADED[key] = load_model(model, **options)
+        return _LOADED[key]
+
+    def adapt(loaded: Any, *options: str) -> Any:
+        given = next((key for key, one in _LOADED.items() if one is loaded), None)
+        if given is None:
+            return adapter_of(loaded, *options)
+        held, lm = _ADAPTED.get(id(loaded), (options, None))
+        if lm is None:
+            _ADAPTED[id(loaded)] = held, lm = options, adapter_of(loaded, *options)
+        return lm if held == options else adapter_of(load_model(given[0], **dict(given[1:])), *options)
+
+    monkeypatch.setattr("foretoken.llm.load_model", load)
+    monkeypatch.setattr("foretoken.llm.adapter_of", adapt)
 
 
 @pytest.fixture(scope="module")

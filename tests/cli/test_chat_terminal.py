@@ -6,7 +6,6 @@ import os
 import select
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
+
+from programs import become
 
 CHAT = [sys.executable, "-m", "foretoken", "chat", "--model", "zoo:tiny", "--dtype", "float32", "--max-new-tokens"]
 PATIENCE = 90.0  # seconds, on a machine that does other things too
@@ -90,13 +91,12 @@ def test_a_conversation_in_tmux(tmux: Tmux) -> None:
 class Terminal:
     """A pseudo-terminal, read as a person would."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, arguments: list[str]) -> None:
         import pty
 
         self._pid, self._fd = pty.fork()
         if self._pid == 0:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
-            os.execve(command[0], command, {**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1"})
+            become(arguments, env={"TERM": "xterm"})
         self.text = ""
 
     def _read(self) -> None:
@@ -141,7 +141,7 @@ class Terminal:
 @pytest.fixture
 def terminal() -> Iterator[Terminal]:
     pytest.importorskip("pty")
-    terminal = Terminal([*CHAT, "1500", "--method", "none", "--temperature", "3", "--seed", "3"])
+    terminal = Terminal([*CHAT[3:], "1500", "--method", "none", "--temperature", "3", "--seed", "3"])
     yield terminal
     os.close(terminal._fd)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +24,7 @@ from foretoken.loading.models import load_tokenizer
 from foretoken.sessions.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from foretoken.sessions.prompts import chat_text
 from foretoken.zoo.manifest import Manifest
+from programs import ran
 
 TINY = ["--model", "zoo:tiny", "--dtype", "float32", "--max-new-tokens", "4"]
 ODD = "one\u2028two\u0085three\u2029four\x0cfive\x1csix"
@@ -66,9 +66,7 @@ def test_jsonl_on_standard_input_is_utf_8_whatever_the_terminal_is() -> None:
 
 
 def program(*arguments: str, encoding: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "foretoken", *arguments]
-    environment = {**os.environ, "PYTHONIOENCODING": encoding, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, input=stdin, env=environment, capture_output=True, check=False)
+    return ran([*arguments], input=stdin, text=False, env={"PYTHONIOENCODING": encoding})
 
 
 @pytest.mark.slow

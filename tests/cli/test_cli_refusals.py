@@ -15,6 +15,7 @@ from test_cli import run
 import foretoken.llm
 from foretoken.folders import check_place
 from foretoken.loading import models
+from programs import ran
 
 TINY = ["--model", "zoo:tiny"]
 SHORT = [*TINY, "--max-new-tokens", "4", "--dtype", "float32", "--method", "none"]
@@ -144,8 +145,9 @@ needs_full = pytest.mark.skipif(not FULL.is_char_device(), reason="there is no /
 
 
 @needs_full
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("line", ["--help", "--version", "info --keys", "info --keys --json"])
+@pytest.mark.parametrize(
+    ("line", "unbuffered"), [("--help", ""), ("--version", "1"), ("info --keys", "1"), ("info --keys --json", "")]
+)
 def test_a_standard_output_that_is_full_is_a_refusal(line: str, unbuffered: str) -> None:
     """It was a traceback, or one of the interpreter at its very end and the code 120."""
     done = shell(f"{line} > {FULL}", unbuffered)
@@ -159,7 +161,7 @@ def test_a_standard_output_that_is_full_is_a_refusal(line: str, unbuffered: str)
 @pytest.mark.parametrize("line", ["--help", "info --keys", "generate hello --model zoo:tiny", "bench --quick"])
 def test_a_standard_output_that_is_closed_is_a_refusal_at_once(line: str) -> None:
     """The code was 0, and the text was lost."""
-    done = shell(f"{line} >&-")
+    done = shell(f"{line} >&-") if line == "--help" else ran(line.split(), closed=1)
     assert done.returncode == 2
     assert done.stderr == (
         "foretoken: ConfigError: standard output is closed; give it a place, /dev/null for instance\n"
@@ -170,7 +172,8 @@ def test_a_standard_output_that_is_closed_is_a_refusal_at_once(line: str) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["", "--json"])
 def test_a_generation_whose_text_is_lost_says_so(form: str) -> None:
-    done = shell(f"generate 'Once upon a time' {' '.join(SHORT)} {form} > {FULL}")
+    with FULL.open("w") as full:
+        done = ran(["generate", "Once upon a time", *SHORT, *form.split()], stdout=full)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     *_, last = done.stderr.splitlines()
@@ -179,17 +182,19 @@ def test_a_generation_whose_text_is_lost_says_so(form: str) -> None:
 
 @needs_full
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", ["2>&-", f"2> {FULL}"])
-def test_messages_may_be_lost(lost: str) -> None:
-    done = shell(f"generate 'Once upon a time' {' '.join(SHORT)} {lost}")
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_messages_may_be_lost(is_closed: bool) -> None:
+    with FULL.open("w") as full:
+        lost: dict[str, Any] = {"closed": 2} if is_closed else {"stderr": full}
+        done = ran(["generate", "Once upon a time", *SHORT], **lost)
+        refused = ran(["generate", "a", "--temperature", "-1"], **lost)
     assert done.returncode == 0
     assert done.stdout.strip()
-    refused = shell(f"generate a --temperature -1 {lost}")
     assert (refused.returncode, refused.stdout) == (2, "")
 
 
 def test_a_closed_standard_input_has_nothing_in_it() -> None:
-    done = shell("generate - <&-")
+    done = ran(["generate", "-"], closed=0)
     assert done.returncode == 2
     assert "prompt 0 is empty" in done.stderr
 
@@ -200,8 +205,7 @@ def test_a_reader_who_has_seen_enough_is_no_error(line: str) -> None:
     assert (done.returncode, len(done.stdout), done.stderr) == (0, 1, "")
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("line", ["--help", "info --keys", "info --keys --json"])
+@pytest.mark.parametrize(("line", "unbuffered"), [("--help", ""), ("info --keys", "1"), ("info --keys --json", "")])
 def test_a_reader_who_never_began_is_no_error(line: str, unbuffered: str) -> None:
     command = f"({sys.executable} -m foretoken {line}; echo $? >&2) | true"
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}

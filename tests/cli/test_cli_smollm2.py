@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from foretoken import LLM, SamplingParams
 from foretoken.cli import app
 
-pytestmark = [pytest.mark.smollm2, pytest.mark.slow]
+pytestmark = [pytest.mark.smollm2, pytest.mark.slow, pytest.mark.usefixtures("_loaded_once")]
 
 QUESTION = "What is the capital of France?"
 SHORT = ["--max-new-tokens", "16"]
@@ -28,7 +28,7 @@ def record(*arguments: str) -> Any:
     return json.loads(run(*arguments, "--json").stdout)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def plain() -> LLM:
     return LLM("zoo:smollm2")
 

@@ -26,6 +26,7 @@ from foretoken.heads.checkpoint import write_checkpoint
 from foretoken.heads.medusa_hydra import HeadsShape, MedusaHeads
 from foretoken.heads.medusa_hydra_layouts import write_medusa
 from foretoken.tune.tuning import Tuning
+from programs import started
 from small_disk import room_for
 
 HIDDEN_SIZE = int(json.loads((zoo.path("tiny") / "config.json").read_text())["hidden_size"])
@@ -55,13 +56,7 @@ def end_at(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def ended(arguments: list[str], is_time: Callable[[], bool], *numbers: signal.Signals) -> subprocess.Popen[str]:
     """The command, to which signals are sent one after the other once it is time."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "foretoken", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # as a shell has it
-    )
+    process = started(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not is_time() and process.poll() is None:
         time.sleep(0.01)
     for number in numbers:

@@ -9,8 +9,12 @@ import re
 import runpy
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
+from functools import partial
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "dev").rglob("*.md"))]
 MOST_WORDS = 30_000
 """Of README and docs, split at white space, tables and code included."""
+SECONDS_OF_A_LOOK = 1.0
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -32,9 +37,19 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands() -> list[tuple[str, ...]]:
-    """The lines of every block: one may read what the one before has written."""
+    """The lines of every block, once: one may read what the one before has written."""
     shown = [block.replace("\\\n", " ") for page in PAGES for block in blocks(page, "bash")]
-    return [tuple(line for line in block.splitlines() if line) for block in shown]
+    return list(dict.fromkeys(tuple(line for line in block.splitlines() if line) for block in shown))
+
+
+def shortened(arguments: list[str]) -> list[str]:
+    """The command with no more tokens than show that it works."""
+    if arguments[0] not in ("generate", "trajectory"):
+        return arguments
+    if "--max-new-tokens" not in arguments:
+        return [*arguments, "--max-new-tokens", "16"]
+    place = arguments.index("--max-new-tokens") + 1
+    return [*arguments[:place], str(min(16, int(arguments[place]))), *arguments[place + 1 :]]
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +62,28 @@ def logging_as_before() -> Iterator[None]:
     ours.setLevel(level)
 
 
+@pytest.fixture
+def _counted_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Budgets of `verify` end after a number of looks at the clock, the same on every machine."""
+    clock = SimpleNamespace(monotonic=partial(next, count(0.0, SECONDS_OF_A_LOOK)))
+    for module in ("verifying", "draws"):
+        monkeypatch.setattr(f"foretoken.verify.{module}.time", clock)
+
+
+RUN = subprocess.run
+
+
+def run_here(command: list[str], **options: Any) -> subprocess.CompletedProcess[Any]:
+    """`subprocess.run` whose commands of ours run in this process, so that they need not load torch again."""
+    if command[:3] != [sys.executable, "-m", "foretoken"]:
+        return RUN(command, **options)
+    result = CliRunner().invoke(app, respell(command[3:]))
+    assert result.exit_code == 0, result.output
+    return subprocess.CompletedProcess(command, 0)
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("_governed")  # as a reader runs it
+@pytest.mark.usefixtures("_governed", "_loaded_once")  # as a reader runs it
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_python_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -57,14 +92,14 @@ def test_python_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_governed")
+@pytest.mark.usefixtures("_governed", "_loaded_once", "_counted_seconds")
 @pytest.mark.parametrize("lines", commands(), ids="; ".join)
 def test_commands_run(lines: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for line in lines:
         program, *arguments = shlex.split(line)
         if program == "foretoken":
-            result = CliRunner().invoke(app, respell(arguments))
+            result = CliRunner().invoke(app, respell(shortened(arguments)))
             assert result.exit_code == 0, result.output
             assert result.output
         else:
@@ -111,8 +146,10 @@ def test_anchors_are_headings() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_loaded_once", "_counted_seconds")
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
-def test_examples_run(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_run(example: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", run_here)
     runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out
 

@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ from foretoken.retrieval import manifest as manifests
 from foretoken.retrieval import resuming
 from foretoken.retrieval.build import ShardLimits, build
 from foretoken.retrieval.datastore import Datastore
+from programs import ran, started
 
 LIMITS = ShardLimits(max_shard_tokens=700)
 
@@ -240,13 +240,13 @@ def test_builds_killed_at_random_moments_come_to_the_same_end(
 ) -> None:
     """kill -9 on the real command line, any time from its start to its end, again and again until it is through."""
     source = write_corpus(tmp_path / "corpus.jsonl", num_texts, 10)
-    command = [sys.executable, "-m", "foretoken", "datastore", "build", str(source), "--memory", "0.607", "--out"]
-    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
+    command = ["datastore", "build", str(source), "--memory", "0.607", "--out"]
+    ran([*command, str(tmp_path / "whole")]).check_returncode()
     moments, num_killed, out = random.Random(1), 0, tmp_path / "out"
     for _ in range(most):
         state = out / "build.json"
         before = state.stat().st_mtime_ns if state.exists() else 0
-        process = subprocess.Popen([*command, str(out)], start_new_session=True, stderr=subprocess.DEVNULL)
+        process = started([*command, str(out)], start_new_session=True, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 120
         while process.poll() is None and time.monotonic() < deadline:
             if state.exists() and state.stat().st_mtime_ns != before:
@@ -261,5 +261,5 @@ def test_builds_killed_at_random_moments_come_to_the_same_end(
     assert num_killed >= least
     with pytest.raises(DatastoreError):
         Datastore.open(out)
-    subprocess.run([*command, str(out)], check=True, capture_output=True)
+    ran([*command, str(out)]).check_returncode()
     assert contents(out) == contents(tmp_path / "whole")

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,6 +21,7 @@ from typer.testing import CliRunner
 
 from foretoken.cli import app
 from foretoken.cli.serve import _keys
+from programs import started
 from serving import MODEL
 
 LONG = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True, "speculative": False}
@@ -30,10 +30,8 @@ LONG = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True
 @contextmanager
 def command(*options: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server in a process of its own, once it has said where it listens."""
-    arguments = [sys.executable, "-m", "foretoken", "serve", MODEL, "--port", "0", *options]
-    environment = {**os.environ, **variables}
-    heeded = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # a suite under nohup hands on that it is ignored
-    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heeded) as process:
+    arguments = ["serve", MODEL, "--port", "0", *options]
+    with started(arguments, stderr=subprocess.PIPE, text=True, env=variables) as process:
         assert process.stderr is not None
         try:
             found = next(

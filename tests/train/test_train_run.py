@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from foretoken.train.plan import Plan
 from foretoken.train.run import Training
 from foretoken.train.start import frequent_tokens
 from foretoken.zoo.manifest import HEADS, root
+from programs import started
 
 PROMPTS = [f"Once there was a {one} who {other}" for one in ("dog", "girl", "king", "cow") for other in ("ran", "sang")]
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
@@ -128,12 +128,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(method: str, tmp_path
         folder.mkdir()
         command = options(folder, method, "--evaluate-tokens", "30")
         if name == "killed":
-            process = subprocess.Popen(
-                [sys.executable, "-m", "foretoken", *command],
-                env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},  # as the other run
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+            process = started(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             while not (folder / "head" / "checkpoint.pt").exists() and process.poll() is None:
                 time.sleep(0.01)
             os.kill(process.pid, signal.SIGKILL)
