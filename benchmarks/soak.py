@@ -60,7 +60,7 @@ from foretoken.heads.medusa_hydra_layouts import write_hydra, write_medusa
 from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import CausalLM
-from foretoken.retrieval.documents import from_tokens
+from foretoken.retrieval.build import from_tokens
 from foretoken.testing import check_cache_lengths, perturbed, toy_model
 from foretoken.tree import DraftTree
 

@@ -32,12 +32,11 @@ from foretoken.heads.eagle import EagleHead, EagleShape, default_streams
 from foretoken.heads.eagle_layouts import write_eagle
 from foretoken.heads.layers import LayerShape
 from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.train.eagle import unrolled
 from foretoken.train.examples import Example
+from foretoken.train.head_recipes import unrolled
 from foretoken.train.losses import DistilledOutput
-from foretoken.train.recipe import TargetParts
+from foretoken.train.recipe import TargetParts, Texts
 from foretoken.train.start import begin_as
-from foretoken.train.texts import Texts
 
 VOCABULARY_SIZE = 49_152
 

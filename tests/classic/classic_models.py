@@ -13,9 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from foretoken.classic.ngram_assisted import INgramStorage, NGramStorage
-from foretoken.classic.processed import ProcessedLaw, TorchNoise
 from foretoken.classic.reader import Reader
-from foretoken.classic.rounds import Draft
+from foretoken.classic.rounds import Draft, ProcessedLaw, TorchNoise
 from foretoken.classic.sampling.speculative_decoding import ModelProposer
 from foretoken.testing import perturbed, toy_model
 

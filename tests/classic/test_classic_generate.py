@@ -311,7 +311,7 @@ def test_the_length_penalty_favours_longer_outputs() -> None:
 def test_the_penalty_is_the_described_one(length: int) -> None:
     from foretoken.classic.reader import reader_of
     from foretoken.classic.request import Request
-    from foretoken.classic.sampling.beams import BeamSearch
+    from foretoken.classic.sampling.base_decoding import BeamSearch
 
     reader = reader_of(target(), keeps_cache=True)
     search = BeamSearch(Request.of(PROMPT, reader.model, 5, []), reader, 4, 3, 5.0, 1.2)

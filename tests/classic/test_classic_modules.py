@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM
 
 from foretoken.classic import last_trace
-from foretoken.classic.adapters import adapter_of, opened, ready
-from foretoken.classic.modules import PlainModule
+from foretoken.classic.adapters import PlainModule, adapter_of, opened, ready
 from foretoken.classic.ngram_assisted import NGramStorage, ngram_assisted_speculative_generate
 from foretoken.classic.sampling import autoregressive_generate, beam_search_generate, speculative_generate
 from foretoken.classic.utils.logits_processor import GreedyProcessor, MultinomialProcessor

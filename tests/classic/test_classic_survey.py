@@ -23,7 +23,7 @@ from foretoken.classic.survey import (
 )
 from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.errors import ConfigError, ShapeError, TreeError
-from foretoken.retrieval.documents import from_tokens
+from foretoken.retrieval.build import from_tokens
 
 CHOICES = [[0], [0, 0], [1], [0, 1], [0, 0, 0]]
 """Nodes 1 and 2 below the root, 3 and 4 below node 1, 5 below node 3."""

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 import foretoken.native.build as build
 import foretoken.native.library as native
-from foretoken.cli import app, machine
+from foretoken.cli import app
+from foretoken.cli import info as machine
 
 
 def run(*arguments: str) -> Any:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.config.aliases import ALIASES
 from foretoken.config.foreign import METHODS_ELSEWHERE, SAMPLING_PARAMETERS, SPECULATIVE_KEYS
 from foretoken.config.method import method_aliases, methods
 from foretoken.config.sampling import SAMPLING_ALIASES, SamplingParams
 from foretoken.config.speculative import SpeculativeConfig, all_keys
+from foretoken.config.written import ALIASES
 from foretoken.errors import ConfigError
 
 

@@ -51,7 +51,7 @@ from foretoken.model.lm import CausalLM
 from foretoken.model.sublayers import SkippableLayers
 from foretoken.retrieval import suffix_tree
 from foretoken.retrieval.automaton import SuffixAutomaton
-from foretoken.retrieval.resuming import State
+from foretoken.retrieval.build import State
 from foretoken.retrieval.suffix_tree import SuffixTree
 from foretoken.tree import DraftTree
 from mutants import (

@@ -23,7 +23,7 @@ from foretoken.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
 from foretoken.heads.medusa_hydra_layouts import write_hydra, write_medusa
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import CausalLM
-from foretoken.retrieval.documents import from_tokens
+from foretoken.retrieval.build import from_tokens
 from foretoken.testing import toy_model
 
 PROMPTS = ["Once upon a time there was a", "How many apples does Tom have? Tom has", "A lion", "The", "Once upon a"]

@@ -19,8 +19,7 @@ import torch
 
 from drafting import made
 from foretoken import SamplingParams
-from foretoken.config.engine import EngineConfig
-from foretoken.config.memory import share_of
+from foretoken.config.engine import EngineConfig, share_of
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine

@@ -14,8 +14,7 @@ import eagle_heads
 import toy_heads
 from drafting import made
 from foretoken import LLM, SamplingParams
-from foretoken.config.engine import EngineConfig
-from foretoken.config.memory import available_bytes, memory_size, share_of
+from foretoken.config.engine import EngineConfig, available_bytes, memory_size, share_of
 from foretoken.drafters.compose.union import UnionDrafter
 from foretoken.drafters.heads.eagle import EagleDrafter
 from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.cli import app
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError, UnsupportedModelError
-from foretoken.gguf.blocks import TYPES, BlockType
 from foretoken.gguf.header import read_header
+from foretoken.gguf.stored import TYPES, BlockType
 from foretoken.loading.models import load_model
 from foretoken.native.codes import Codes
 from foretoken.native.library import library

@@ -19,10 +19,9 @@ from foretoken.drafters.lookup.rest import RestOptions
 from foretoken.errors import ConfigError, CorpusError, DatastoreError, TokenizerMismatchError
 from foretoken.loading.models import load_tokenizer
 from foretoken.retrieval import datastore as datastore_of
-from foretoken.retrieval.build import ShardLimits, append, build
+from foretoken.retrieval.build import ShardLimits, append, build, from_tokens
 from foretoken.retrieval.corpus import PIECE_CHARACTERS, CorpusFile, cut, find_files
 from foretoken.retrieval.datastore import SHORTER_WEIGHT, Datastore, Lookup, known_end
-from foretoken.retrieval.documents import from_tokens
 from foretoken.retrieval.growth import ESCAPE, Shape
 from foretoken.retrieval.manifest import DatastoreManifest, fingerprint_of
 from foretoken.retrieval.shard import decode, encode, width_of

@@ -21,7 +21,6 @@ from foretoken.errors import DatastoreError
 from foretoken.retrieval import build as building
 from foretoken.retrieval import corpus as corpora
 from foretoken.retrieval import manifest as manifests
-from foretoken.retrieval import resuming
 from foretoken.retrieval.build import ShardLimits, build
 from foretoken.retrieval.datastore import Datastore
 from programs import ran, started
@@ -107,7 +106,7 @@ def test_an_interrupted_build_goes_on_where_it_was(
         return call
 
     with monkeypatch.context() as patch:
-        patch.setattr(resuming, "write_json", breaking(resuming.write_json))
+        patch.setattr(building, "write_json", breaking(building.write_json))
         patch.setattr(building, "write_suffix_array", breaking(building.write_suffix_array))
         with pytest.raises(Killed):
             build([corpus], tokenizer(), tmp_path / "out", limits=LIMITS)
@@ -184,7 +183,7 @@ def full(*_: Any, **__: Any) -> None:
         (building, "_flush"),
         (building, "write_suffix_array"),
         (manifests, "write_json"),
-        (resuming, "write_json"),
+        (building, "write_json"),
         (building._Builder, "_write"),
     ],
     ids=lambda where: where[1] + "-" + where[0].__name__.split(".")[-1],

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from foretoken.config.sampling import SamplingParams
 from foretoken.llm import LLM
 from foretoken.serve.served import Served
-from foretoken.testing.decoding import ungoverned
+from foretoken.testing.conformance import ungoverned
 from serving import MODEL, Running
 
 PROMPT = "The quick brown fox"

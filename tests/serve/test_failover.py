@@ -25,11 +25,10 @@ from foretoken.llm import LLM
 from foretoken.serve.app import Application
 from foretoken.serve.bridge import Ticket
 from foretoken.serve.errors import ApiError, stopping
+from foretoken.serve.metrics import ClusterMetrics
 from foretoken.serve.ray.affinity import Affinity
-from foretoken.serve.ray.caller import Called
 from foretoken.serve.ray.config import ClusterConfig
-from foretoken.serve.ray.failover import CALLER, Caller, ClusterBridge
-from foretoken.serve.ray.figures import ClusterMetrics
+from foretoken.serve.ray.failover import CALLER, Called, Caller, ClusterBridge
 from foretoken.serve.ray.limits import FailoverSettings
 from foretoken.serve.ray.messages import Begun, Distant, Facts, Lost, Message, News, Taken, Work
 from foretoken.serve.ray.replica import Replica

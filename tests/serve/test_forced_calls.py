@@ -18,11 +18,10 @@ from pydantic import TypeAdapter
 
 from foretoken.config.structured import StructuredOutputs
 from foretoken.llm import LLM
-from foretoken.serve.calls import ForcedReader, joined
 from foretoken.serve.responses import read_response
 from foretoken.serve.served import Served
 from foretoken.serve.settings import ServerSettings
-from foretoken.serve.tools import Tools
+from foretoken.serve.tools import ForcedReader, Tools, joined
 from foretoken.structured.grammars import Grammars
 from schemas import HOSTILE, nested, random_schema
 from serving import SETTINGS, Running, running, with_template

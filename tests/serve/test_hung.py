@@ -24,8 +24,8 @@ from foretoken.errors import ConfigError
 from foretoken.llm import LLM
 from foretoken.serve.bridge import Ticket
 from foretoken.serve.errors import ApiError
+from foretoken.serve.metrics import ClusterMetrics
 from foretoken.serve.ray.failover import CALLER, SILENT_SECONDS, Caller, ClusterBridge
-from foretoken.serve.ray.figures import ClusterMetrics
 from foretoken.serve.ray.limits import FailoverSettings
 from foretoken.serve.ray.messages import Begun, Ended, Message, News, Refused, Route, Sent, Taken, Work
 from foretoken.serve.ray.replica import Replica

@@ -12,10 +12,10 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from foretoken.llm import LLM
-from foretoken.serve.calls import CallReader
 from foretoken.serve.chat import ChatForm, read_chat
 from foretoken.serve.served import Served
 from foretoken.serve.settings import ServerSettings
+from foretoken.serve.tools import CallReader
 from foretoken.sessions.outputs import StreamOutput
 from serving import Running, with_template
 

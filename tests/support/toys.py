@@ -9,8 +9,8 @@ from shutil import rmtree
 from tempfile import mkdtemp
 
 from foretoken.model.lm import CausalLM
+from foretoken.retrieval.build import from_tokens
 from foretoken.retrieval.datastore import Datastore
-from foretoken.retrieval.documents import from_tokens
 from foretoken.testing import perturbed, toy_model
 
 VOCAB_SIZE = 64

@@ -20,13 +20,13 @@ from foretoken.heads.eagle_layouts import read_eagle
 from foretoken.heads.eagle_structure import TargetFacts
 from foretoken.heads.medusa_hydra_layouts import read_hydra, read_medusa
 from foretoken.testing import GREEDY
-from foretoken.train.eagle import unrolled
 from foretoken.train.examples import Example, is_held_out, read_prompts
 from foretoken.train.features import FeatureCache, Streams, TargetFeatures
+from foretoken.train.head_recipes import unrolled
 from foretoken.train.losses import distilled, feature_regression, hard
 from foretoken.train.plan import Plan
+from foretoken.train.recipe import Texts
 from foretoken.train.start import frequent_tokens, new_recipe, parts_of
-from foretoken.train.texts import Texts
 from foretoken.train.trainer import Schedule, Trainer, side_by_side
 
 SHAPE = {"num_heads": 3, "num_steps": 3}

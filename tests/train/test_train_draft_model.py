@@ -20,12 +20,11 @@ from foretoken.errors import CheckpointError, ConfigError
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.lm import CausalLM
 from foretoken.testing import toy_model
-from foretoken.train.draft_model import DraftModelRecipe
+from foretoken.train.draft_model import DraftModelRecipe, SmallPlan, new_small_model
 from foretoken.train.features import TargetFeatures
 from foretoken.train.losses import distilled
 from foretoken.train.plan import Plan
 from foretoken.train.recipe import TargetParts
-from foretoken.train.small import SmallPlan, new_small_model
 from foretoken.train.start import frequent_tokens, new_recipe, parts_of
 from foretoken.train.trainer import Trainer
 

@@ -25,8 +25,8 @@ from foretoken.llm import LLM
 from foretoken.loading.models import load_tokenizer
 from foretoken.model.lm import CausalLM
 from foretoken.testing import toy_model
+from foretoken.tune.layer_sets import Space
 from foretoken.tune.objective import Costs, ExpectedTime, MeasuredTime, Objective, Score, Task
-from foretoken.tune.space import Space
 
 pytest.importorskip("optuna")
 

@@ -20,8 +20,7 @@ from foretoken.heads.medusa_hydra import HeadsShape, MedusaHeads
 from foretoken.heads.medusa_hydra_layouts import write_medusa
 from foretoken.llm import LLM
 from foretoken.testing import PROMPTS, decode
-from foretoken.tune.hits import MISS, Hits, measured_hits, watched_hits
-from foretoken.tune.trees import measured_costs, search, sizes_to_measure
+from foretoken.tune.trees import MISS, Hits, measured_costs, measured_hits, search, sizes_to_measure, watched_hits
 from toy_heads import VOCAB_SIZE, hydra_heads, medusa_heads, target
 
 HITS = Hits(((0, 0), (0, 1), (1, 0), (0, MISS), (MISS, 0), (0,)), 2)

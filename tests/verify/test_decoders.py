@@ -27,10 +27,9 @@ from foretoken.verify import (
     verifying,
 )
 from foretoken.verify import laws as verify_laws
-from foretoken.verify.differences import logprob_finding
 from foretoken.verify.draws import DEPTH, FEWEST, draw
 from foretoken.verify.laws import SHIFT, Law, ReferenceLaw, _shifted, enumerate_law, judge_samples
-from foretoken.verify.verdict import Finding, holm
+from foretoken.verify.verdict import Finding, holm, logprob_finding
 
 PROMPTS = [
     "Once upon a time there was a boy. Once upon a time there was a girl. Once upon a",

@@ -25,9 +25,8 @@ from foretoken.engine.drafter import Budget, Drafter, Features, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stopping import StopChecker
 from foretoken.law.sampling import SamplingLaw
-from foretoken.retrieval.build import Progress
+from foretoken.retrieval.build import Progress, from_tokens
 from foretoken.retrieval.datastore import Datastore
-from foretoken.retrieval.documents import from_tokens
 from foretoken.tree import DraftTree
 
 REST = "rest"

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from foretoken.beginnings import shared_length
-from foretoken.classic.adapters import ready
-from foretoken.classic.modules import Model, PlainModule
+from foretoken.classic.adapters import Model, PlainModule, ready
 from foretoken.config.engine import EngineConfig
 from foretoken.loading.adapters import Adapter
 from foretoken.model.cache.ragged import KVCache

@@ -16,9 +16,8 @@ from foretoken.cli.tune_options import NumPrompts, TuneOptions
 if TYPE_CHECKING:
     from foretoken.drafters.parts.layer_set import LayerSet
     from foretoken.model.lm import CausalLM
-    from foretoken.tune.layer_sets import LayerSearch, SearchResult, TriedSet
+    from foretoken.tune.layer_sets import LayerSearch, SearchResult, Space, TriedSet
     from foretoken.tune.objective import Task
-    from foretoken.tune.space import Space
 
 OBJECTIVES = ("time", "acceptance")
 
@@ -84,9 +83,8 @@ class SearchJob:
         from foretoken.bench.models import load_scaled
         from foretoken.errors import ConfigError
         from foretoken.loading.packed_copy import adapter_of
-        from foretoken.tune.layer_sets import require_optuna
+        from foretoken.tune.layer_sets import Space, require_optuna
         from foretoken.tune.objective import Task
-        from foretoken.tune.space import Space
 
         model = choose_model(options.model)
         options = replace(options, model=model)

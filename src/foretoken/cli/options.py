@@ -11,13 +11,12 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 import typer
 
 from foretoken.cli.running import choose_model, read_text
-from foretoken.config.aliases import ALIASES
 from foretoken.config.engine import EngineConfig
 from foretoken.config.method import methods
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.config.structured import StructuredOutputs
-from foretoken.config.written import by_comma, tuned
+from foretoken.config.written import ALIASES, by_comma, tuned
 from foretoken.errors import ConfigError
 from foretoken.loading.defaults import RULE, default_keys
 

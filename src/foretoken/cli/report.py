@@ -53,7 +53,7 @@ def report(
             write_text(place, written(records, heading))
             say(f"written to {place}")
         else:
-            from foretoken.report.picture import plot_report
+            from foretoken.report.charts import plot_report
 
             count = plot_report(sections(records), heading, place)
             say(f"{count} {'chart' if count == 1 else 'charts'} written to {place}")

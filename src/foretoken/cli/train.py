@@ -102,9 +102,9 @@ def train(
     """
     with exit_codes(), ExitStack() as stack:
         from foretoken.train.answers import Answering
+        from foretoken.train.draft_model import SmallPlan
         from foretoken.train.plan import Plan
         from foretoken.train.run import Training
-        from foretoken.train.small import SmallPlan
 
         plan = Plan(
             method=method, out=out, prompts=prompts, own_prompts=own_prompts, epochs=epochs, batch_tokens=batch_tokens,

@@ -52,8 +52,7 @@ def find_tree(options: TreeOptions) -> tuple[TreeSearch, dict[str, Any]]:
     from foretoken.config.sampling import SamplingParams
     from foretoken.drafters.heads.eagle import EagleDrafter
     from foretoken.errors import ConfigError
-    from foretoken.tune.hits import measured_hits, watched_hits
-    from foretoken.tune.trees import measured_costs, search
+    from foretoken.tune.trees import measured_costs, measured_hits, search, watched_hits
 
     model = choose_model(options.model)
     llm = _loaded(model, options)

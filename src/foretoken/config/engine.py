@@ -2,11 +2,114 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 
 from foretoken.config.acceptance import MATCH, RULES, AcceptanceRule, TypicalLimits
-from foretoken.config.memory import memory_size
 from foretoken.errors import ConfigError
+
+UNITS = {"": 1, "B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3}
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def memory_size(name: str, value: object) -> int | str:
+    """A number of bytes, from a whole number, "500MB" or "1.5GiB"; a share like "40%" stays one, see `share_of`.
+
+    Raises: ConfigError for anything else, and for nothing.
+    """
+    text = str(value).strip().upper().replace(" ", "")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(%|[KMG]?I?B|)", text)
+    if isinstance(value, bool) or not isinstance(value, (int, str)) or match is None or match[2] not in (*UNITS, "%"):
+        raise ConfigError(f"{name} is {value!r}; give a number of bytes, a size like 500MB or 2GB, or a share like 40%")
+    number, unit = float(match[1]), match[2]
+    if unit == "%":
+        if not 0 < number <= 100:
+            raise ConfigError(f"{name} is {value!r}, and a share is up to 100%; give a number of bytes")
+        return text
+    size = int(number * UNITS[unit])
+    if size < 1:
+        raise ConfigError(f"{name} is {value!r}; it must be 1 byte or more")
+    return size
+
+
+def share_of(name: str, share: str, available: int | None) -> int:
+    """Bytes of a share like "40%".
+
+    Args:
+      available: bytes that it is of; None where the system does not say.
+
+    Raises: ConfigError where that is not known.
+    """
+    if available is None:
+        raise ConfigError(f"{name} is {share!r}, and it is not known what is available; give a number of bytes")
+    return int(available * float(share.rstrip("%")) / 100)
+
+
+def available_bytes(
+    meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP, own: Path = Path("/proc/self/cgroup")
+) -> int | None:
+    """Memory that can still be allocated: what the system has, or what is left of a limit if that is less.
+
+    The limits of this process' address space and data (``ulimit -v``, ``ulimit -d``) hold, and those of its own cgroup
+    and of all above it, in both versions. Files that a cgroup has in the cache and does not use (a model that was just
+    read) count as free, as they do in MemAvailable.
+
+    Args:
+      meminfo: what the system has.
+      cgroup: where the hierarchy of cgroups is mounted.
+      own: which of them this process is in.
+
+    Returns: bytes; None where neither is told.
+    """
+    lines = _read(meminfo).splitlines()
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    for line in ["0::/", "0:memory:/", *_read(own).splitlines()]:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            found += _left(cgroup, path, ("memory.max", "memory.current", "inactive_file"))
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            found += _left(cgroup / "memory", path, names)
+    return min(found + _left_of_process(), default=None)
+
+
+def _left_of_process(statm: Path = Path("/proc/self/statm")) -> list[int]:
+    """What is left of the limits that a shell or a scheduler has set for this process; empty where it has set none."""
+    fields = _read(statm).split()
+    if len(fields) < 6 or find_spec("resource") is None:
+        return []
+    import resource
+
+    held = ((resource.RLIMIT_AS, fields[0]), (resource.RLIMIT_DATA, fields[5]))
+    limits = [(resource.getrlimit(kind)[0], int(pages) * resource.getpagesize()) for kind, pages in held]
+    return [max(0, most - used) for most, used in limits if most != resource.RLIM_INFINITY]
+
+
+def _left(mount: Path, path: str, names: tuple[str, str, str]) -> list[int]:
+    """What is left of the limits of a cgroup and of those above it.
+
+    Args:
+      names: of the files with limit and usage, and of the line of memory.stat that says what could be dropped.
+    """
+    left = []
+    place = mount / path.strip("/")
+    for folder in (place, *place.parents):
+        most, held = _read(folder / names[0]).strip(), _read(folder / names[1]).strip()
+        if most.isdigit() and held.isdigit():
+            stat = dict(line.split(maxsplit=1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
+            left.append(max(0, int(most) - int(held) + int(stat.get(names[2], 0))))
+        if folder == mount:
+            break
+    return left
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True)

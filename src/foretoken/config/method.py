@@ -3,23 +3,28 @@ their keys as people read them."""
 
 from __future__ import annotations
 
+import os
 import pkgutil
+import re
 import warnings
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foretoken.config.contents import Contents
 from foretoken.config.options import Key, Options
 from foretoken.errors import ConfigError
+from foretoken.folders import parsed_json
 
 if TYPE_CHECKING:
     from foretoken.drafters.context import DrafterContext
     from foretoken.engine.drafter import Drafter
+
 
 GROUP = "foretoken.drafters"
 """The entry point group by which other packages add methods, and the package that holds those of this one."""
@@ -220,3 +225,82 @@ def _shown(value: Any) -> str:
     if value is None:
         return ""
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+_NAMES = re.compile(rb"[A-Za-z_][\w.]*\.(?:weight|bias)|d2t|t2d")
+_MAX_HEADER_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What lies in a folder.
+
+    Args:
+      config: the content of config.json.
+      names: of tensors, as far as they can be had without reading these; empty where they cannot.
+    """
+
+    config: Mapping[str, Any]
+    names: frozenset[str] = field(default_factory=frozenset)
+
+    @classmethod
+    def of(cls, model: object) -> Contents | None:
+        """Of a folder, or of a hub id that has been fetched before; None for anything else. Asks no hub."""
+        if not isinstance(model, (str, os.PathLike)):
+            return None
+        folder = _folder(os.fspath(model))
+        if folder is None:
+            return None
+        config = _json(folder / "config.json")
+        if not isinstance(config, Mapping):
+            return None
+        names: set[str] = set()
+        for file in sorted(folder.iterdir()):
+            names |= _names_in(file)
+        return cls(config, frozenset(names))
+
+
+def _folder(name: str) -> Path | None:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder if (folder / "config.json").is_file() else None
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # not the form of a hub id
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _names_in(file: Path) -> set[str]:
+    """Names of tensors in a file of weights, or in the index of several."""
+    if file.name.endswith(".index.json"):
+        index = _json(file)
+        files = index.get("weight_map") if isinstance(index, Mapping) else None
+        return set(files) if isinstance(files, Mapping) else set()
+    try:
+        if file.suffix == ".safetensors":
+            with file.open("rb") as stream:
+                size = int.from_bytes(stream.read(8), "little")
+                header = parsed_json(stream.read(size)) if size <= _MAX_HEADER_BYTES else {}
+            return set(header) - {"__metadata__"}
+        if file.suffix in (".bin", ".pt") and zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                pickled = [name for name in archive.namelist() if name.endswith("data.pkl")]
+                text = b"".join(archive.read(name) for name in pickled)
+            return {name.decode() for name in _NAMES.findall(text)}  # read as text, never unpickled
+    except (OSError, ValueError, TypeError, zipfile.BadZipFile):
+        return set()
+    return set()
+
+
+def _json(file: Path) -> Any:
+    try:
+        return parsed_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

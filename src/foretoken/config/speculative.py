@@ -9,12 +9,11 @@ from difflib import get_close_matches
 from typing import Any
 
 from foretoken.config.acceptance import RULES, AcceptanceRule, TypicalLimits
-from foretoken.config.aliases import ALIASES, IMPLIED, switched
 from foretoken.config.foreign import METHODS_ELSEWHERE, SPECULATIVE_KEYS, method_elsewhere
 from foretoken.config.keywords import canonical, native, respelled, spelling
 from foretoken.config.method import Method, compositions, method_aliases, methods, recognized
 from foretoken.config.options import Key, Options
-from foretoken.config.written import read_text
+from foretoken.config.written import ALIASES, IMPLIED, read_text, switched
 from foretoken.errors import ConfigError
 
 NAME = "SpeculativeConfig"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foretoken.config.memory import available_bytes, share_of
+from foretoken.config.engine import available_bytes, share_of
 from foretoken.errors import ConfigError, ContextLengthError
 from foretoken.model.nodes import Nodes
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,19 +21,49 @@ from foretoken.gguf import model as gguf_model
 from foretoken.gguf.header import Header, read_header
 from foretoken.gguf.stored import multiply_as_stored
 from foretoken.gguf.tokenizer import read_tokenizer
-from foretoken.loading.checkpoint_errors import as_checkpoint_error
+from foretoken.loading.checkpoint_errors import as_checkpoint_error, check_shards
 from foretoken.loading.info import Loaded, model_name
 from foretoken.loading.layouts import LAYOUTS, method_of, settings_of
 from foretoken.loading.packed_copy import PackedCopy, taken
-from foretoken.loading.shards import check_shards
 from foretoken.loading.sources import TOKENIZER_FILES, ZOO, Source, has_tokenizer, resolve
 from foretoken.loading.stored import load_codes
-from foretoken.loading.structure import Structure
 from foretoken.model.dtypes import choose_dtype, stored_dtype
 from foretoken.model.execution.rounding import STORED, check_quantization, check_weights, quantize_weights
 from foretoken.model.support import check_unwrapped
 from foretoken.native.threads import keep_to_quota
 from foretoken.progress import no_progress_bars
+
+
+class Structure:
+    """The modules of a model without weights, and the configuration that they are built from.
+
+    Args:
+      source: where it lies.
+      front: its configuration, or the header of its GGUF file.
+
+    Raises: CheckpointError, UnsupportedModelError.
+    """
+
+    def __init__(self, source: Source, front: Any) -> None:
+        self._source, self._front = source, front
+
+    def __call__(self) -> torch.nn.Module:
+        config = copy.deepcopy(self.config)
+        vars(config).pop("quantization_config", None)
+        with as_checkpoint_error(self._source, "configuration"), torch.device("meta"):
+            model: torch.nn.Module = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=self._source.trust_remote_code
+            )
+        return model
+
+    @cached_property
+    def config(self) -> Any:
+        """As `transformers` has it; of a GGUF file it takes seconds to read."""
+        if not isinstance(self._front, Header):
+            return self._front
+        with as_checkpoint_error(self._source, "model"):
+            return gguf_model.config_of(self._front)
+
 
 _SINGLE_AND_HALF = (torch.float32, torch.bfloat16, torch.float16)
 

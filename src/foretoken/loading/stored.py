@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.folders import check_new_folder, filling
 from foretoken.heads.checkpoint import CONFIG, read_checkpoint, write_checkpoint
+from foretoken.loading.checkpoint_errors import check_layers
 from foretoken.loading.compressed import METHOD, parts_of
 from foretoken.loading.layouts import LAYOUTS, codes_of, settings_of
-from foretoken.loading.shards import check_layers
 from foretoken.model.execution.forwards import replacement
 from foretoken.model.execution.packing import PackedLinear, named_weights
 from foretoken.model.execution.rounding import roundable, take_codes

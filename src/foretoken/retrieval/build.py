@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from foretoken.errors import ConfigError, CorpusError, DatastoreError
@@ -24,10 +26,47 @@ from foretoken.retrieval.manifest import (
     FileRecord,
     ShardRecord,
     fingerprint_of,
+    shard_record,
+    write_json,
     writing,
 )
-from foretoken.retrieval.resuming import STATE, State
 from foretoken.retrieval.shard import BYTES_PER_TOKEN_BYTE, PADDING, encode, tokens_within, width_of, write_suffix_array
+
+STATE = "build.json"
+
+
+@dataclass
+class State:
+    """How far a build has come. On disk it is never ahead of the token file.
+
+    Args:
+      settings: what has to be the same when a build goes on.
+      file, piece: the next piece to read.
+      shards: finished ones.
+      open_bytes, open_documents: of the shard that is being written.
+    """
+
+    settings: dict[str, Any]
+    file: int = 0
+    piece: int = 0
+    shards: list[ShardRecord] = field(default_factory=list)
+    open_bytes: int = 0
+    open_documents: int = 0
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / STATE, asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> State | None:
+        path = folder / STATE
+        if not path.is_file():
+            return None
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            return cls(**{**data, "shards": [shard_record(shard) for shard in data["shards"]]})
+        except (ValueError, KeyError, TypeError) as error:
+            raise DatastoreError(f"{path} is damaged ({error}); start over with --restart") from None
+
 
 LOCK = ".lock"
 MEMORY_BYTES = 2 * 10**9
@@ -296,3 +335,50 @@ def _flush(file: BinaryIO) -> None:
 
 def _record(path: Path) -> FileRecord:
     return FileRecord(path.name, path.stat().st_size, sha256_of(path))
+
+
+def from_tokens(
+    documents: Iterable[Seq[int] | npt.NDArray[np.integer[Any]]],
+    out: str | Path,
+    *,
+    vocab_size: int,
+    max_shard_tokens: int | None = None,
+    num_tokens: int | None = None,
+    progress: Progress | None = None,
+) -> DatastoreManifest:
+    """Write a datastore of documents that are token ids already; it belongs to no tokenizer.
+
+    Args:
+      documents: taken one at a time, so they need not fit into memory.
+      max_shard_tokens: exceeded by one document at most; by default what 2 GB of memory can sort.
+      num_tokens: how many there will be, where that is known; for ``progress`` only.
+
+    Raises: CorpusError when there is no token; DatastoreError.
+    """
+    folder, width = Path(out), width_of(vocab_size)
+    limit = max_shard_tokens or ShardLimits().shard_tokens(width)
+    report = progress or (lambda *_: None)
+    shards: list[ShardRecord] = []
+    remaining = filter(len, documents)
+    done = 0
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        while (document := next(remaining, None)) is not None:
+            tokens, index = (folder / f"shard-{len(shards):05d}.{kind}" for kind in ("tokens", "index"))
+            size = count = 0
+            separator = b"\xff" * width
+            with tokens.open("wb") as file:
+                while document is not None:
+                    file.write(encode(document, width) + separator)
+                    size, count = size + len(document) + 1, count + 1
+                    report("reading", done + size, num_tokens or done + size)
+                    document = next(remaining, None) if size - count < limit else None
+                file.write(separator * PADDING)
+            report("sorting", size, size)
+            shards.append(indexed(tokens, index, size, width, count))
+            done += size
+        if not shards:
+            raise CorpusError("the corpus is empty: no document holds a token")
+        manifest = DatastoreManifest(vocab_size, width, "", "", tuple(shards), ())
+        manifest.write(folder)
+    return manifest

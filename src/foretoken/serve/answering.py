@@ -9,23 +9,24 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
+from foretoken.beginnings import shared_length
 from foretoken.serve.bridge import Ticket
-from foretoken.serve.counts import counts_of, usage_of, verdict_of
 from foretoken.serve.errors import ApiError
-from foretoken.serve.intervals import Intervals
+from foretoken.sessions.outputs import FrozenList, StreamOutput, speculative_metrics
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from foretoken.serve.asking import Asking
-    from foretoken.serve.backend import Backend
+    from foretoken.serve.bridge import Backend, Ticket
     from foretoken.serve.form import Form
     from foretoken.serve.settings import ServerSettings
     from foretoken.sessions.outputs import RequestOutput, StreamOutput
+
 
 KEEP_ALIVE = b": keep-alive\n\n"
 CLIENT_LEFT = 499
@@ -236,3 +237,129 @@ class EventStream(Response):
                 await self._put(send, *pieces, self._form.last, more=False)
         except TimeoutError:
             raise Departed from None
+
+
+class Intervals:
+    """Joins what steps bring of each text: the first of it goes out at once, and so does its end.
+
+    Args:
+      least: tokens that any other chunk holds, as vLLM's ``stream_interval``.
+    """
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._begun: set[tuple[int, int]] = set()
+        self._held: dict[tuple[int, int], StreamOutput] = {}
+
+    def take(self, news: Sequence[StreamOutput]) -> list[StreamOutput]:
+        """What of it goes out now, with what was held back before."""
+        if self._least == 1:
+            return list(news)
+        ready = []
+        for delta in news:
+            text = (delta.prompt_index, delta.index)
+            held = self._held.pop(text, None)
+            delta = delta if held is None else joined(held, delta)
+            is_first = text not in self._begun
+            self._begun.add(text)
+            if is_first or delta.finish_reason is not None or len(delta.token_ids) >= self._least:
+                ready.append(delta)
+            else:
+                self._held[text] = delta
+        return ready
+
+
+def joined(first: StreamOutput, second: StreamOutput) -> StreamOutput:
+    """Two deltas of one text as one, which shows no draft. A text that came without a token stays where it came."""
+    texts, later = first.texts, second.texts
+    if not second.token_ids and texts:
+        texts = (*texts[:-1], texts[-1] + second.text)
+    elif not first.token_ids and later:
+        later = (first.text + later[0], *later[1:])
+    return replace(
+        second,
+        text=first.text + second.text,
+        segments=first.segments + second.segments,
+        token_ids=FrozenList(first.token_ids + second.token_ids),
+        num_accepted=first.num_accepted + second.num_accepted,
+        texts=texts + later,
+        logprobs=None if second.logprobs is None else [*(first.logprobs or ()), *second.logprobs],
+        tree=None,
+        prompt_logprobs=first.prompt_logprobs,
+    )
+
+
+DETAILED = ("by_drafter", "num_proposed_tokens", "num_cut_tokens", "num_undrafted_steps")
+
+
+def usage_of(ticket: Ticket) -> dict[str, Any]:
+    """Tokens of a request, up to now. A prompt counts once, however many texts it has.
+
+    Tokens that the request had predicted count as completion where they were accepted, as they would have anyway.
+    """
+    assert ticket.stream is not None
+    prompt, completion = ticket.num_prompt_tokens, ticket.stream.num_tokens
+    stats = ticket.stream.stats
+    predicted = {
+        "accepted_prediction_tokens": stats.accepted_prediction_tokens,
+        "rejected_prediction_tokens": stats.rejected_prediction_tokens,
+    }
+    has_prediction = ticket.params[0].prediction is not None
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": ticket.stream.num_cached_tokens},
+        **({"completion_tokens_details": predicted} if has_prediction else {}),
+    }
+
+
+def counts_of(ticket: Ticket, detail: str) -> dict[str, Any]:
+    """``metrics.speculative_decoding`` in vLLM's shape, all texts of the request together; nothing unless asked for.
+
+    Beside vLLM's fields: ``tokens_per_step``, ``lossless``, ``exactness``, the method, and what the governor says.
+    """
+    if detail == "none":
+        return {}
+    assert ticket.stream is not None
+    llm, outputs = ticket.llm, ticket.outputs()
+    config = llm.speculative_config
+    rule = config.rule
+    counts = speculative_metrics(ticket.stream.stats, config.num_speculative_tokens, rule.is_lossless)
+    histogram = counts["acceptance_histogram"]
+    longest = max([config.num_speculative_tokens, *map(int, histogram)])
+    counts["acceptance_histogram"] = [histogram.get(str(length), 0) for length in range(longest + 1)]
+    governors = [output.metrics.governor for output in outputs if output.metrics.governor is not None]
+    counts |= {
+        "method": config.title,
+        "exactness": llm.promise.as_dict() if rule.keeps_tokens else None,
+        "governor": governors[-1] if governors else None,
+    }
+    if detail == "summary":
+        counts = {name: value for name, value in counts.items() if name not in DETAILED}
+    else:
+        trace = [step for output in outputs for step in output.metrics.trace]
+        counts["per_step_drafted"] = [step.drafted for step in trace]
+        counts["per_step_accepted"] = [step.accepted for step in trace]
+    return {"metrics": {"speculative_decoding": counts}}
+
+
+def verdict_of(outputs: Sequence[RequestOutput], plain: Sequence[RequestOutput]) -> dict[str, Any]:
+    """``verify``: whether the texts equal those of plain decoding, token by token, and where they do not at first."""
+    differences = []
+    pairs = [
+        pair
+        for ours, theirs in zip(outputs, plain, strict=True)
+        for pair in zip(ours.outputs, theirs.outputs, strict=True)
+    ]
+    for place, (text, reference) in enumerate(pairs):
+        if text.token_ids != reference.token_ids:
+            differences.append({"index": place, "token": shared_length(text.token_ids, reference.token_ids)})
+    return {
+        "verify": {
+            "identical": not differences,
+            "logprobs_identical": all(text.logprobs == reference.logprobs for text, reference in pairs),
+            "num_tokens": sum(len(text.token_ids) for text, _ in pairs),
+            "differences": differences,
+        }
+    }

@@ -10,12 +10,11 @@ from foretoken.config.keywords import Foreign, check_unicode
 from foretoken.errors import ConfigError, GrammarError, PromptError
 from foretoken.folders import parsed_json
 from foretoken.serve.asking import Asking, read_asking, read_form, with_prompts
-from foretoken.serve.calls import joined
 from foretoken.serve.errors import ApiError
 from foretoken.serve.fields import REFUSED, SHARED, Fields, shown, text_of, wrong_field
 from foretoken.serve.form import ChoicesForm
 from foretoken.serve.tokens import chat_logprobs, prompt_tables
-from foretoken.serve.tools import Tools, called, read_tools, with_tools
+from foretoken.serve.tools import Tools, called, joined, read_tools, with_tools
 from foretoken.sessions.prompts import chat_text
 
 if TYPE_CHECKING:

@@ -12,7 +12,9 @@ from foretoken.testing.conformance import (
     PROMPTS,
     SAMPLED,
     MakeDrafter,
+    Trace,
     check_abort,
+    check_cache_lengths,
     check_drafter,
     check_endings,
     check_identity,
@@ -21,8 +23,11 @@ from foretoken.testing.conformance import (
     check_single_rows,
     compare,
     cut_after,
+    decode,
+    governed,
+    require,
+    ungoverned,
 )
-from foretoken.testing.decoding import Trace, check_cache_lengths, decode, governed, require, ungoverned
 from foretoken.testing.divergence import Divergence, divergences, token_gap
 from foretoken.testing.hostile import hostile_kernels
 from foretoken.testing.inflation import inflate

@@ -14,7 +14,7 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.law.noise import mix, row_key, token_bits, unit
 from foretoken.law.sampling import SamplingLaw, log_probs
 from foretoken.model.lm import CausalLM, Nodes
-from foretoken.testing.decoding import Trace
+from foretoken.testing.conformance import Trace
 
 NEAR_TIES: Mapping[torch.dtype, float] = {
     torch.float64: 1e-5,  # of norms and softmax, which models take in single precision

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from foretoken.errors import ConfigError
 from foretoken.train.answers import Answering
+from foretoken.train.draft_model import SmallPlan
 from foretoken.train.recipe import NUM_LAYERS
-from foretoken.train.small import SmallPlan
 from foretoken.train.start import WITH_LAYER
 
 POSITIVE = ("epochs", "batch_tokens", "learning_rate", "draft_vocabulary", "num_heads", "num_steps", "evaluate_tokens")

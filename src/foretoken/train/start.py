@@ -19,12 +19,10 @@ from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.execution.forwards import replacement
 from foretoken.model.execution.packing import PackedLinear, embedding_weight
 from foretoken.model.lm import CausalLM
-from foretoken.train.draft_model import DraftModelRecipe
-from foretoken.train.eagle import Eagle3Recipe, EagleRecipe
+from foretoken.train.draft_model import DraftModelRecipe, new_small_model
 from foretoken.train.examples import Example
-from foretoken.train.medusa import HydraRecipe, MedusaRecipe
+from foretoken.train.head_recipes import Eagle3Recipe, EagleRecipe, HydraRecipe, MedusaRecipe
 from foretoken.train.recipe import NUM_LAYERS, Recipe, TargetParts
-from foretoken.train.small import new_small_model
 
 if TYPE_CHECKING:
     from foretoken.train.plan import Plan

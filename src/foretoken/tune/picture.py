@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from foretoken.tune.choosing import Choice
-    from foretoken.tune.layer_sets import SearchResult
-    from foretoken.tune.space import Space
+    from foretoken.tune.layer_sets import SearchResult, Space
 
 
 ROWS = (1, 2, 4, 8, 16)

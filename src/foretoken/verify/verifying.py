@@ -17,12 +17,20 @@ from foretoken.sessions.payoff import unsaid
 from foretoken.sessions.prompts import read_prompts
 from foretoken.testing import ungoverned
 from foretoken.testing.divergence import NEAR_TIES
-from foretoken.verify.differences import Differences, logprob_finding, token_finding
 from foretoken.verify.draws import DEPTH, FEWEST, Tested, begun, draw, draw_again, telling
 from foretoken.verify.features import CONTROL, LAWS, LAWS_UNKEYED, NUM_FIRST, Feature, features
 from foretoken.verify.laws import SHIFT, Law, ReferenceLaw, enumerate_law, judge_samples
 from foretoken.verify.subjects import Answer, BrokenSubject, FunctionSubject, LLMSubject, Subject, asked_for
-from foretoken.verify.verdict import INTERRUPTED, Check, Finding, Verdict, holm
+from foretoken.verify.verdict import (
+    INTERRUPTED,
+    Check,
+    Differences,
+    Finding,
+    Verdict,
+    holm,
+    logprob_finding,
+    token_finding,
+)
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM

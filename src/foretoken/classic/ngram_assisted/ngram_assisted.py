@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from foretoken.classic.ngram_assisted.ngram_storage import INgramStorage
-from foretoken.classic.processed import ProcessedLaw
 from foretoken.classic.reader import reader_of
 from foretoken.classic.request import Request, check_least
-from foretoken.classic.rounds import Decoding, Draft
+from foretoken.classic.rounds import Decoding, Draft, ProcessedLaw
 from foretoken.classic.trace import begin_trace
 from foretoken.classic.utils import printing
 from foretoken.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor

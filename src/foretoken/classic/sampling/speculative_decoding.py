@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from foretoken.classic.processed import ProcessedLaw
 from foretoken.classic.reader import Readable, TextReader, reader_of
 from foretoken.classic.request import Request, check_least
-from foretoken.classic.rounds import Decoding, Draft
+from foretoken.classic.rounds import Decoding, Draft, ProcessedLaw
 from foretoken.classic.trace import begin_trace
 from foretoken.classic.utils import printing
 from foretoken.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import foretoken.heads.eagle_layouts as layouts
     import foretoken.heads.eagle_structure as structure
     import foretoken.model.execution.packing as packing
-    from foretoken.config.contents import Contents
+    from foretoken.config.method import Contents
     from foretoken.drafters.context import DrafterContext
     from foretoken.drafters.parts.draft import GrowingDraft
     from foretoken.heads.checkpoint import Checkpoint

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import foretoken.heads.layers as layers
     import foretoken.heads.medusa_hydra as multi
     import foretoken.heads.medusa_hydra_layouts as layouts
-    from foretoken.config.contents import Contents
+    from foretoken.config.method import Contents
     from foretoken.drafters.context import DrafterContext
     from foretoken.drafters.parts.draft import GrowingDraft
     from foretoken.heads.checkpoint import Checkpoint

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from foretoken.config.contents import Contents
-from foretoken.config.method import methods, recognized_in
+from foretoken.config.method import Contents, methods, recognized_in
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.lazy import Lazy
 

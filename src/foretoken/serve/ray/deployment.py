@@ -21,10 +21,9 @@ from ray.serve.exceptions import RayServeException
 from foretoken.errors import ForetokenError
 from foretoken.serve.app import Application
 from foretoken.serve.guards import Numbered
-from foretoken.serve.ray.caller import Called
+from foretoken.serve.metrics import ClusterMetrics
 from foretoken.serve.ray.config import ClusterConfig
-from foretoken.serve.ray.failover import ClusterBridge
-from foretoken.serve.ray.figures import ClusterMetrics
+from foretoken.serve.ray.failover import Called, ClusterBridge
 from foretoken.serve.ray.messages import Distant, Facts, Lost, Message, Route, Work
 from foretoken.serve.ray.replica import Replica
 from foretoken.serve.ray.router import PrefixRouter

@@ -15,18 +15,21 @@ from contextvars import ContextVar
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from foretoken.serve.backend import check_tokens
+from foretoken.serve.bridge import check_tokens
 from foretoken.serve.errors import ApiError, ModelChanged
 from foretoken.serve.fair import PROMPT_COST, FairQueue
+from foretoken.serve.guards import ALLOWED_ID, REQUEST_ID
 from foretoken.serve.ray.journal import Course, Journal
 from foretoken.serve.ray.limits import FailoverSettings
 from foretoken.serve.ray.messages import Begun, Ended, Fleet, Lost, Message, News, Other, Refused, Sent, Taken, Work
 from foretoken.sessions.prompts import seeded
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
     from foretoken.llm import LLM
     from foretoken.serve.bridge import Ticket
-    from foretoken.serve.ray.figures import ClusterMetrics
+    from foretoken.serve.metrics import ClusterMetrics
 
 logger = logging.getLogger("foretoken.serve")
 
@@ -269,3 +272,29 @@ def _absent(seconds: float) -> ApiError:
 
 def _unavailable(reason: str) -> ApiError:
     return ApiError(503, f"no replica could finish the request: {reason}; try again", code="replicas_lost")
+
+
+class Called:
+    """Notes the id of every request, which it has by then, its ``x-session-id``, and who sends it.
+
+    Args:
+      has_keys: whether clients are told apart by their keys; otherwise by their addresses.
+    """
+
+    def __init__(self, app: ASGIApp, has_keys: bool) -> None:
+        self._app, self._has_keys = app, has_keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        key = headers.get(b"authorization", b"").decode("latin-1") if self._has_keys else ""
+        client = key or (scope.get("client") or ("",))[0]
+        CALLER.set(Caller(_told(headers.get(REQUEST_ID)), _told(headers.get(b"x-session-id")), client))
+        await self._app(scope, receive, send)
+
+
+def _told(header: bytes | None) -> str:
+    """A header that may stand in a log; empty for another."""
+    return header.decode() if header is not None and ALLOWED_ID.fullmatch(header) else ""
