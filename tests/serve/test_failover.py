@@ -29,11 +29,10 @@ from foretoken.serve.metrics import ClusterMetrics
 from foretoken.serve.ray.affinity import Affinity
 from foretoken.serve.ray.config import ClusterConfig
 from foretoken.serve.ray.failover import CALLER, Called, Caller, ClusterBridge
-from foretoken.serve.ray.limits import FailoverSettings
 from foretoken.serve.ray.messages import Begun, Distant, Facts, Lost, Message, News, Taken, Work
 from foretoken.serve.ray.replica import Replica
 from foretoken.serve.served import Served
-from foretoken.serve.settings import ServerSettings
+from foretoken.serve.settings import FailoverSettings, ServerSettings
 
 PROMPT = "The capital of France is a city that"
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -26,10 +26,10 @@ from foretoken.serve.bridge import Ticket
 from foretoken.serve.errors import ApiError
 from foretoken.serve.metrics import ClusterMetrics
 from foretoken.serve.ray.failover import CALLER, SILENT_SECONDS, Caller, ClusterBridge
-from foretoken.serve.ray.limits import FailoverSettings
 from foretoken.serve.ray.messages import Begun, Ended, Message, News, Refused, Route, Sent, Taken, Work
 from foretoken.serve.ray.replica import Replica
 from foretoken.serve.served import Served
+from foretoken.serve.settings import FailoverSettings
 from foretoken.sessions.outputs import CompletionOutput, FrozenList, RequestMetrics, RequestOutput, StreamOutput
 
 LENGTH, STEP_SECONDS = 6, 0.5

@@ -1,4 +1,5 @@
-"""``foretoken info``: what a model is, whether it can be verified, how it can draft, and what that costs."""
+"""``foretoken info``: what a model is, whether it can be verified, how it can draft, and what that
+costs; without a model, what this machine has and what is missing."""
 
 from __future__ import annotations
 

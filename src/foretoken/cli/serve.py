@@ -14,8 +14,14 @@ from foretoken.cli.options import DraftingOptions, EngineOptions, LoadingOptions
 from foretoken.cli.running import exit_codes, load_llm, read_text, say
 from foretoken.config.engine import EngineConfig
 from foretoken.errors import ConfigError
-from foretoken.serve.ray.limits import LEAST_STALL_SECONDS, FailoverSettings
-from foretoken.serve.settings import DETAILS, GRANULARITIES, PARSERS, ServerSettings
+from foretoken.serve.settings import (
+    DETAILS,
+    GRANULARITIES,
+    LEAST_STALL_SECONDS,
+    PARSERS,
+    FailoverSettings,
+    ServerSettings,
+)
 
 if TYPE_CHECKING:
     from foretoken.serve.served import Served

@@ -1,4 +1,4 @@
-"""How an engine schedules and verifies."""
+"""How an engine schedules and verifies, and in how much memory: sizes as people write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What people write: a speculative config as JSON, a file of it, or the bare name of a method; and lists by comma."""
+"""What people write: a speculative config as JSON, a file of it, or the bare name of a method; lists by comma;
+and keys under the names of other systems."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 What readers do with names and rows (llama.cpp stores queries and keys with the rows of a head in another order) is
 followed so without being known here, and a weight that is not the file's to the bit stays dequantised.
+
+Source: block layouts of ggml (ggml-org/ggml, ggml-common.h), as gguf dequantises them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What is wrong with a checkpoint: told by its index and the names of tensors, or by what its loader raised."""
+"""What is wrong with a checkpoint: told by its index and the names of tensors, which `transformers` follows
+wherever they lead, or by what its loader raised."""
 
 from __future__ import annotations
 

@@ -33,38 +33,6 @@ from foretoken.model.support import check_unwrapped
 from foretoken.native.threads import keep_to_quota
 from foretoken.progress import no_progress_bars
 
-
-class Structure:
-    """The modules of a model without weights, and the configuration that they are built from.
-
-    Args:
-      source: where it lies.
-      front: its configuration, or the header of its GGUF file.
-
-    Raises: CheckpointError, UnsupportedModelError.
-    """
-
-    def __init__(self, source: Source, front: Any) -> None:
-        self._source, self._front = source, front
-
-    def __call__(self) -> torch.nn.Module:
-        config = copy.deepcopy(self.config)
-        vars(config).pop("quantization_config", None)
-        with as_checkpoint_error(self._source, "configuration"), torch.device("meta"):
-            model: torch.nn.Module = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=self._source.trust_remote_code
-            )
-        return model
-
-    @cached_property
-    def config(self) -> Any:
-        """As `transformers` has it; of a GGUF file it takes seconds to read."""
-        if not isinstance(self._front, Header):
-            return self._front
-        with as_checkpoint_error(self._source, "model"):
-            return gguf_model.config_of(self._front)
-
-
 _SINGLE_AND_HALF = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -329,3 +297,34 @@ def _header(source: Source) -> Header:
         with as_checkpoint_error(source, "GGUF file"):
             location = cached_file(source.location, source.gguf_file, revision=source.revision or "main")
     return read_header(location)
+
+
+class Structure:
+    """The modules of a model without weights, and the configuration that they are built from.
+
+    Args:
+      source: where it lies.
+      front: its configuration, or the header of its GGUF file.
+
+    Raises: CheckpointError, UnsupportedModelError.
+    """
+
+    def __init__(self, source: Source, front: Any) -> None:
+        self._source, self._front = source, front
+
+    def __call__(self) -> torch.nn.Module:
+        config = copy.deepcopy(self.config)
+        vars(config).pop("quantization_config", None)
+        with as_checkpoint_error(self._source, "configuration"), torch.device("meta"):
+            model: torch.nn.Module = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=self._source.trust_remote_code
+            )
+        return model
+
+    @cached_property
+    def config(self) -> Any:
+        """As `transformers` has it; of a GGUF file it takes seconds to read."""
+        if not isinstance(self._front, Header):
+            return self._front
+        with as_checkpoint_error(self._source, "model"):
+            return gguf_model.config_of(self._front)

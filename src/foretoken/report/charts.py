@@ -1,7 +1,7 @@
 """What reports are made of: sections of charts, tables and paragraphs, which write themselves as HTML.
 
-Marks have CSS classes, so that they follow the page's colours, and figures are text. `foretoken.report.charts` draws
-the charts into files.
+Marks have CSS classes, so that they follow the page's colours, and figures are text. They are drawn into
+picture files by matplotlib, an optional dependency.
 """
 
 from __future__ import annotations

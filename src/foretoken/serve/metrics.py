@@ -1,4 +1,4 @@
-"""Figures of a server for Prometheus, under its own names and, as aliases, under vLLM's."""
+"""Figures of a server for Prometheus, under its own names and, as aliases, under vLLM's; and of a cluster."""
 
 from __future__ import annotations
 

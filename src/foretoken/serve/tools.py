@@ -1,4 +1,5 @@
-"""Tools that a request offers, functions as they were called before, and the grammar of an answer that calls one."""
+"""Tools that a request offers, functions as they were called before, the grammar of
+an answer that calls one, and calls in the text of a model: Hermes' format, which SmolLM2 and Qwen write, too."""
 
 from __future__ import annotations
 

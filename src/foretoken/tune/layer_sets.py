@@ -1,4 +1,4 @@
-"""Bayesian optimisation of layer sets, in steps that can be interrupted and resumed."""
+"""Bayesian optimisation of layer sets, in steps that can be interrupted and resumed, and the space of them."""
 
 from __future__ import annotations
 

@@ -5,8 +5,15 @@
 
 from __future__ import annotations
 
-from foretoken.verify.server import ServerSubject
-from foretoken.verify.subjects import Answer, FunctionSubject, LLMSubject, Sample, Subject, TransformersSubject
+from foretoken.verify.subjects import (
+    Answer,
+    FunctionSubject,
+    LLMSubject,
+    Sample,
+    ServerSubject,
+    Subject,
+    TransformersSubject,
+)
 from foretoken.verify.verdict import Finding, Verdict
 from foretoken.verify.verifying import verify
 

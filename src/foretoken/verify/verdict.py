@@ -1,4 +1,4 @@
-"""What was found, and what follows from it."""
+"""What was found, where texts differ among it, and what follows from all."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ from typing import Any
 from foretoken.config.engine import EngineConfig
 from foretoken.errors import ConfigError
 from foretoken.serve.offer import Offer
-from foretoken.serve.ray.limits import FailoverSettings
-from foretoken.serve.settings import ServerSettings
+from foretoken.serve.settings import FailoverSettings, ServerSettings
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from foretoken.serve.errors import ApiError, ModelChanged
 from foretoken.serve.fair import PROMPT_COST, FairQueue
 from foretoken.serve.guards import ALLOWED_ID, REQUEST_ID
 from foretoken.serve.ray.journal import Course, Journal
-from foretoken.serve.ray.limits import FailoverSettings
 from foretoken.serve.ray.messages import Begun, Ended, Fleet, Lost, Message, News, Other, Refused, Sent, Taken, Work
+from foretoken.serve.settings import FailoverSettings
 from foretoken.sessions.prompts import seeded
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from prometheus_client import Gauge
 from foretoken.serve.bridge import Bridge, Ticket
 from foretoken.serve.errors import ApiError
 from foretoken.serve.metrics import OWN, Metrics
-from foretoken.serve.ray.limits import SIGN_SECONDS
 from foretoken.serve.ray.messages import Begun, Ended, Facts, Message, News, Other, Refused, Taken, Work
+from foretoken.serve.settings import SIGN_SECONDS
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
