@@ -303,7 +303,7 @@ def test_the_classic_functions_say_what_they_say_on_the_cpu(processor: Any, uses
 
 
 def test_the_server_answers() -> None:
-    from foretoken.serve.offer import Offer
+    from foretoken.serve.served import Offer
 
     served = Offer.of(["tiny"], ["lookup=ngram", "plain=none"]).over(llm().with_speculative_config("eagle3"))
     with running(served) as server:

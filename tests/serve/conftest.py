@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from foretoken.llm import LLM
-from foretoken.serve.offer import Offer
-from foretoken.serve.served import Served
+from foretoken.serve.served import Offer, Served
 from foretoken.serve.settings import ServerSettings
 from serving import MODEL, SETTINGS, Running, running
 

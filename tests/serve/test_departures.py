@@ -18,7 +18,7 @@ from foretoken.llm import LLM
 from foretoken.serve.answering import answer
 from foretoken.serve.bridge import Bridge, Ticket
 from foretoken.serve.completions import read_completion
-from foretoken.serve.offer import Offer
+from foretoken.serve.served import Offer
 from foretoken.serve.settings import ServerSettings
 from serving import MODEL, SETTINGS, Running, running
 

@@ -25,9 +25,8 @@ from foretoken.llm import LLM
 from foretoken.serve.bridge import deliver_all
 from foretoken.serve.completions import KNOWN
 from foretoken.serve.fields import IGNORED, REFUSED, WITHOUT_EFFECT
-from foretoken.serve.offer import Offer
 from foretoken.serve.responses import KNOWN as OF_RESPONSES
-from foretoken.serve.served import Served
+from foretoken.serve.served import Offer, Served
 from serving import MODEL, SETTINGS, Running
 
 NUM_CLIENTS = 32

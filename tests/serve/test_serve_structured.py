@@ -14,7 +14,7 @@ import pytest
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.llm import LLM
-from foretoken.serve.offer import Offer
+from foretoken.serve.served import Offer
 from schemas import HOSTILE, is_valid, random_schema
 from serving import Running, running
 

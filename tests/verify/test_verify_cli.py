@@ -18,7 +18,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.bench.arms import generation_config, without_advice
 from foretoken.cli import app
 from foretoken.errors import ConfigError
-from foretoken.serve.offer import Offer
+from foretoken.serve.served import Offer
 from foretoken.verify import LLMSubject, ServerSubject, TransformersSubject, verify, verifying
 from foretoken.verify.draws import FEWEST, draw
 from foretoken.verify.laws import ReferenceLaw

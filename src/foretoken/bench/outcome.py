@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foretoken.bench.equality import Equality
-from foretoken.bench.report import NOTHING, Column, Line, Table, figure, load_lines, percent
+from foretoken.bench.report import NOTHING, WHY_NOTHING, Column, Line, Table, figure, load_lines, percent
 from foretoken.bench.tables import same_of
 from foretoken.bench.trial import Comparison, bootstrap
 from foretoken.engine.budget import counted
@@ -137,10 +137,7 @@ class MethodsOutcome:
             "same: prompts with plain decoding's tokens",
         ]
         if not all(row.is_timed for row in self.rows):
-            parts.append(
-                f"{NOTHING}: all tokens came with the first emission, so nothing was left to time; raise "
-                "--max-new-tokens"
-            )
+            parts.append(WHY_NOTHING)
         return "; ".join(parts)
 
     def _equality(self) -> Iterator[Line]:

@@ -26,6 +26,8 @@ QUIET_SHARE = 0.1
 NOTHING = "-"
 """Shown where there was nothing to time."""
 
+WHY_NOTHING = f"{NOTHING}: all tokens came with the first emission, so nothing was left to time; raise --max-new-tokens"
+
 _UNLIMITED = 10_000
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from foretoken.bench.drafting import DraftCost
 from foretoken.bench.equality import Equality
 from foretoken.bench.forwards import VERBS, Efficiency, StepTimes
-from foretoken.bench.report import NOTHING, Column, Line, Table, figure, load_lines, percent
+from foretoken.bench.report import WHY_NOTHING, Column, Line, Table, figure, load_lines, percent
 from foretoken.bench.trial import Comparison
 from foretoken.engine.budget import counted
 
@@ -57,11 +57,7 @@ class SpeedTable:
             "dim",
         )
         if any(math.isnan(row.tokens_per_second) for row in self.rows):
-            yield Line(
-                f"{NOTHING}: all tokens came with the first emission, so nothing was left to time; raise "
-                "--max-new-tokens",
-                "dim",
-            )
+            yield Line(WHY_NOTHING, "dim")
         yield from load_lines(self.other_cpu_share)
         for row in self.rows:
             for one in row.equality.divergences if row.equality else ():

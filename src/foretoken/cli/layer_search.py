@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.options import NumSpeculativeTokens, numbers
+from foretoken.cli.prompts import NumPrompts, TuneOptions
 from foretoken.cli.running import choose_model
-from foretoken.cli.tune_options import NumPrompts, TuneOptions
 
 if TYPE_CHECKING:
     from foretoken.drafters.parts.layer_set import LayerSet

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from foretoken.cli.options import numbers
+from foretoken.cli.prompts import NumPrompts, TuneOptions
 from foretoken.cli.running import choose_model, load_llm
-from foretoken.cli.tune_options import NumPrompts, TuneOptions
 
 if TYPE_CHECKING:
     from foretoken.engine.drafter import Drafter

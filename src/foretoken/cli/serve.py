@@ -127,7 +127,7 @@ def serve(
     """
     with exit_codes():
         try:
-            from foretoken.serve.offer import Offer
+            from foretoken.serve.served import Offer
             from foretoken.serve.server import Server
         except ModuleNotFoundError as error:
             raise ConfigError(f"{EXTRA} ({error.name} is missing)") from None

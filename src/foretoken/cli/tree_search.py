@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from foretoken.cli.prompts import TuneOptions
 from foretoken.cli.running import choose_model, load_llm
-from foretoken.cli.tune_options import TuneOptions
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM

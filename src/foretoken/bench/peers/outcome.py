@@ -12,7 +12,7 @@ from typing import Any
 from foretoken.bench.equality import Equality
 from foretoken.bench.peers.client import RemoteArm
 from foretoken.bench.peers.workers.protocol import DRAFT, LOOKUP, PLAIN
-from foretoken.bench.report import NOTHING, Column, Line, Table, figure, load_lines
+from foretoken.bench.report import WHY_NOTHING, Column, Line, Table, figure, load_lines
 from foretoken.bench.tables import same_of
 from foretoken.bench.trial import Comparison, Trial, compare
 from foretoken.engine.budget import counted
@@ -132,7 +132,7 @@ class Heat:
         told = f"greedy, {counted(self.runs_per_prompt, 'interleaved run')} each; threads: processor seconds per second"
         told += "" if all(row.counts for row in self.rows) else "; *: shown, and does not count"
         if any(math.isnan(row.tokens_per_second) for row in self.rows):
-            told += f"; {NOTHING}: all tokens came with the first emission, which is not timed; raise --max-new-tokens"
+            told += f"; {WHY_NOTHING}"
         yield Line(told, "dim")
         yield Table(f"ratios: {title}", _VERDICT_COLUMNS, self.verdicts, is_wide=True)
         yield Line(

@@ -8,7 +8,7 @@ from typing import Any
 
 from foretoken.config.engine import EngineConfig
 from foretoken.errors import ConfigError
-from foretoken.serve.offer import Offer
+from foretoken.serve.served import Offer
 from foretoken.serve.settings import FailoverSettings, ServerSettings
 
 
