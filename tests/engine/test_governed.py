@@ -68,8 +68,8 @@ def plain(params: str) -> list[list[int]]:
 
 
 PARAMS = {
-    "greedy": SamplingParams(**{**vars(GREEDY), "max_tokens": 40}),
-    "sampled": SamplingParams(**{**vars(SAMPLED), "max_tokens": 40}),
+    "greedy": SamplingParams(**{**vars(GREEDY), "max_tokens": 24}),
+    "sampled": SamplingParams(**{**vars(SAMPLED), "max_tokens": 24}),
 }
 
 
@@ -326,32 +326,40 @@ def signed(text: str) -> str:
 
 
 @pytest.mark.usefixtures("_steady")
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "{",
-        "[]",
-        signed(kept('{"seconds": [1], "context": 256, "per_token": 0.0}')),
-        signed(kept('{"seconds": {}, "context": 256, "per_token": 0.0}')),
-        signed(kept('{"seconds": {"1": -1}, "context": 256, "per_token": 0.0}')),
-        signed(kept('{"seconds": {"1": 1}, "context": 256, "per_token": -1}')),
-        signed(kept('{"seconds": {"1": 1}}')),
-        kept('{"seconds": {"1": 1}, "context": 256, "per_token": 0.0}'),
-        signed(kept('{"seconds": {"1": Infinity}, "context": 256, "per_token": 0.0}')),
-        signed(kept('{"seconds": {"1": NaN}, "context": 256, "per_token": 0.0}')),
-        signed(kept('{"seconds": {"1": 1}, "context": 256, "per_token": Infinity}')),
-        signed(kept('{"seconds": {"1": 1}, "context": Infinity, "per_token": 0.0}')),
-        signed(kept('{"seconds": {"1": 1%s}, "context": 256, "per_token": 0.0}' % ("0" * 400))),
-        "[" * 100_000,
-    ],
-)
-def test_a_file_that_says_nothing_is_measured_again(folder: Path, content: str) -> None:
+def test_a_file_that_says_nothing_is_measured_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[CausalLM] = []
+
+    def measure(target: CausalLM) -> tuple[CostCurve, bool]:
+        measured.append(target)
+        return CostCurve({1: 1.0, 4: 2.0}), True
+
+    monkeypatch.setattr(costs, "measure_curve", measure)
     costs.cost_curve(CausalLM(toy_model(64), execution="eager"))
     (file,) = folder.iterdir()
-    file.write_text(content)
-    assert 1 in costs.cost_curve(CausalLM(toy_model(64), execution="eager")).seconds
-    assert "facts" in json.loads(file.read_text())
+    for number, content in enumerate(
+        [
+            "",
+            "{",
+            "[]",
+            signed(kept('{"seconds": [1], "context": 256, "per_token": 0.0}')),
+            signed(kept('{"seconds": {}, "context": 256, "per_token": 0.0}')),
+            signed(kept('{"seconds": {"1": -1}, "context": 256, "per_token": 0.0}')),
+            signed(kept('{"seconds": {"1": 1}, "context": 256, "per_token": -1}')),
+            signed(kept('{"seconds": {"1": 1}}')),
+            kept('{"seconds": {"1": 1}, "context": 256, "per_token": 0.0}'),
+            signed(kept('{"seconds": {"1": Infinity}, "context": 256, "per_token": 0.0}')),
+            signed(kept('{"seconds": {"1": NaN}, "context": 256, "per_token": 0.0}')),
+            signed(kept('{"seconds": {"1": 1}, "context": 256, "per_token": Infinity}')),
+            signed(kept('{"seconds": {"1": 1}, "context": Infinity, "per_token": 0.0}')),
+            signed(kept('{"seconds": {"1": 1%s}, "context": 256, "per_token": 0.0}' % ("0" * 400))),
+            "[" * 100_000,
+        ],
+        2,
+    ):
+        file.write_text(content)
+        assert costs.cost_curve(CausalLM(toy_model(64), execution="eager")).seconds == {1: 1.0, 4: 2.0}
+        assert len(measured) == number, content[:80]
+        assert "facts" in json.loads(file.read_text())
 
 
 @pytest.mark.usefixtures("_steady")

@@ -282,7 +282,7 @@ def test_a_step_takes_as_much_work_behind_3072_tokens_as_behind_128(
 
 @pytest.mark.parametrize(
     "method",
-    ["ngram", *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "draft_model", "sparse_kv-model"))],
+    ["ngram", *(pytest.param(name, marks=pytest.mark.full) for name in ("none", "draft_model", "sparse_kv-model"))],
 )
 def test_nor_do_penalties_stop_strings_and_logprobs_look_at_the_whole_text(
     method: str, monkeypatch: pytest.MonkeyPatch

@@ -2,7 +2,7 @@
 
 In float64, so that a tie that rounding could decide never comes up: for every architecture, drafter, way of
 choosing tokens, batch and draft shape. What always runs puts rows of all ways into one ragged batch, and gives every
-architecture a tree of a draft model and some of the others by turns; the whole product, each mode in a batch of its
+architecture a tree of a draft model and one of the others by turns; the whole product, each mode in a batch of its
 own, is marked full.
 """
 
@@ -16,7 +16,7 @@ from itertools import product
 import pytest
 import torch
 
-from architectures import ARCHITECTURES, LONGROPE_BORDER, VOCAB_SIZE, in_turns, target_model
+from architectures import ALWAYS, ARCHITECTURES, LONGROPE_BORDER, VOCAB_SIZE, in_turns, target_model
 from drafting import made
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
@@ -132,8 +132,8 @@ def plain_mixed(name: str) -> Trace:
 # -- what always runs ------------------------------------------------------------------------------------------------
 
 TREES = "draft-model-tree"
-"""What every architecture has, beside two others; each pair of them belongs to the whole matrix."""
-BATCHED = in_turns(DRAFTERS, 2, [TREES], pytest.mark.every_version)
+"""What every architecture has, beside one of the others; each pair of them belongs to the whole matrix."""
+BATCHED = in_turns(DRAFTERS, 1, [TREES], pytest.mark.every_version)
 ALONE = [
     pytest.param(name, drafters[(number + 3 * row) % len(DRAFTERS)], row, marks=marks)
     for drafters in [list(DRAFTERS)]
@@ -158,26 +158,24 @@ def test_a_row_alone_gives_the_tokens_it_gives_in_a_batch(name: str, drafter: st
     assert alone.reasons["0.0"] == plain_mixed(name).reasons[f"{row}.0"]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_few_allowed_tokens_are_drafted_for_as_well(drafter: str, temperature: float) -> None:
+def test_a_few_allowed_tokens_are_drafted_for_as_well(drafter: str) -> None:
     """Masks hold at every node of a draft, beside penalties, for samples that share a prompt, and in what is told."""
     allowed = (3, 8, 9, 29, 40)
     params = SamplingParams(
         n=3,
         max_tokens=24,
-        temperature=temperature,
         frequency_penalty=0.4,
         allowed_token_ids=allowed,
         logprobs=2,
         seed=5,
     )
-    requests = [(prompt, params) for prompt in PROMPTS]
+    requests = [(prompt, replace(params, temperature=row % 2)) for row, prompt in enumerate(PROMPTS)]
     want, got = (
         decode(adapter("llama"), each, requests, eos_token_ids=EOS)
         for each in (EmptyDrafter(), DRAFTERS[drafter]("llama"))
     )
-    compare(drafted(got), want, f"{drafter}, {temperature}")
+    compare(drafted(got), want, drafter)
     said = {token for output in got.outputs.values() for token in output}
     assert {3, 8, 9, 40} <= said <= set(allowed)
 
@@ -188,7 +186,7 @@ def test_what_always_runs_covers_what_differs() -> None:
     assert all(set(row_modes(name)) == modes for name in NAMES)
     assert {pair for name in NAMES for pair in enumerate(row_modes(name))} == set(product(range(len(PROMPTS)), modes))
     taken = [param.values for param in BATCHED if "full" not in {mark.name for mark in param.marks}]
-    assert all(sum(name == other for other, _ in taken) >= 3 for name in NAMES)
+    assert all(sum(name == other for other, _ in taken) >= 2 for name in NAMES)
     assert {drafter for _, drafter in taken} == set(DRAFTERS)  # hence every drafter in every mode
 
 
@@ -228,16 +226,22 @@ def test_draft_depth_and_width_change_no_token(name: str, num_branches: int, dep
 # -- the controls, and plain decoding itself --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_branches", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral-filled", "deepseek-v3"])
+@pytest.mark.parametrize(
+    ("name", "num_branches"), [("llama", 1), ("gemma2", 3), ("mistral-filled", 1), ("deepseek-v3", 3)]
+)
 def test_a_greedy_drafter_of_a_sampling_target_changes_no_token(name: str, num_branches: int) -> None:
     drafter = _draft_model(name, num_branches, sample_method="greedy")
     compare(drafted(run(name, drafter, "sampled")), plain(name, "sampled"), f"{name}, greedy drafts")
 
 
 @pytest.mark.every_version
-@pytest.mark.parametrize("mode", ["greedy", "greedy-processed"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *((name, "greedy") for name in NAMES),
+        *(pytest.param(name, "greedy-processed", marks=() if name in ALWAYS else pytest.mark.full) for name in NAMES),
+    ],
+)
 def test_plain_decoding_equals_generate(name: str, mode: str) -> None:
     """Greedy, and with repetition penalty, minimum length and bad words."""
     model, params = target_model(name, first_attention(name)), replace(MODES[mode], max_tokens=COVERING_TOKENS)

@@ -13,29 +13,37 @@ from foretoken import LLM, SamplingParams
 from foretoken.testing import toy_model
 
 PROMPT = [5, 6, 7, 5, 6, 9]
-PARAMS = SamplingParams(temperature=1, max_tokens=14, seed=5, ignore_eos=True)
+PARAMS = SamplingParams(temperature=1, max_tokens=8, seed=5, ignore_eos=True)
 
 
 class Cut:
-    """Raises KeyboardInterrupt after the n-th time a block begins, or before it ends; counts them."""
+    """Raises KeyboardInterrupt after the n-th time a block begins, or before it ends; notes where they stand."""
 
     def __init__(self, place: int) -> None:
         self.place = place
-        self.num_edges = 0
+        self.edges: list[tuple[Any, ...]] = []
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         is_edge = (code.co_name, event) in (("__enter__", "return"), ("__exit__", "call"))
         if not is_edge or not ("contextlib" in code.co_filename or "foretoken" in code.co_filename):
             return
-        self.num_edges += 1
-        if self.num_edges == self.place:
+        block = frame.f_locals.get("self")
+        self.edges.append((event, code, getattr(getattr(block, "gen", None), "gi_code", type(block)), *callers(frame)))
+        if len(self.edges) == self.place:
             sys.setprofile(None)
             raise KeyboardInterrupt
 
 
-def interrupted(llm: LLM, place: int) -> tuple[list[BaseException], int]:
-    """The error that a call was cut off by, which holds its frames, and how many edges came before."""
+def callers(frame: FrameType) -> tuple[Any, ...]:
+    """Lines of the two functions that a block stands in."""
+    outer = frame.f_back
+    assert outer is not None
+    return tuple((each.f_code, each.f_lineno) for each in (outer, outer.f_back) if each is not None)
+
+
+def interrupted(llm: LLM, place: int) -> tuple[list[BaseException], list[tuple[Any, ...]]]:
+    """The error that a call was cut off by, which holds its frames, and the edges that came before."""
     cut = Cut(place)
     stream = llm.stream(PROMPT, PARAMS)
     next(stream)
@@ -43,10 +51,10 @@ def interrupted(llm: LLM, place: int) -> tuple[list[BaseException], int]:
     try:
         next(stream), next(stream)
     except KeyboardInterrupt as error:
-        return [error], cut.num_edges
+        return [error], cut.edges
     finally:
         sys.setprofile(None)
-    return [], cut.num_edges
+    return [], cut.edges
 
 
 @pytest.mark.parametrize(
@@ -60,9 +68,10 @@ def interrupted(llm: LLM, place: int) -> tuple[list[BaseException], int]:
 def test_what_ctrl_c_has_left_disturbs_no_later_step(config: Any) -> None:
     llm = LLM(toy_model(seed=3), config)
     expected = LLM(toy_model(seed=3)).generate(PROMPT, PARAMS)[0].outputs[0].token_ids
-    _, num_edges = interrupted(llm, 0)
-    assert num_edges > 4
-    for place in range(1, num_edges + 1):
+    _, edges = interrupted(llm, 0)
+    places = [place for place, edge in enumerate(edges, 1) if edges.index(edge) == place - 1]  # once for each line
+    assert len(places) > 4
+    for place in places:
         left, _ = interrupted(llm, place)
         tokens: list[int] = []
         for number, news in enumerate(llm.stream(PROMPT, PARAMS)):

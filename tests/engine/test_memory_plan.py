@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
         policy=Fixed(3),
     ),
 }
-SLOW = ("none", "suffix", "draft-model")
+MARKS = {"none": pytest.mark.full, "suffix": pytest.mark.full, "draft-model": pytest.mark.slow}
 
 
 def text(number: int, length: int) -> list[int]:
@@ -87,13 +88,20 @@ def test_bytes_per_token_are_what_a_cache_holds() -> None:
     assert bytes_per_token(target()) == config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 8
 
 
-@pytest.mark.parametrize("method", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in DRAFTERS])
+RAGGED = [(text(i, 60 - i % 7), params(i, 12)) for i in range(64)]
+
+
+@cache
+def free_of_plans() -> tuple[list[Sequence], Engine, int, int]:
+    return run(EmptyDrafter(), EngineConfig(max_num_seqs=64), RAGGED)
+
+
+@pytest.mark.parametrize("method", [pytest.param(name, marks=MARKS.get(name, ())) for name in DRAFTERS])
 def test_64_requests_under_a_plan_for_8_finish_as_without_one(method: str) -> None:
     """Ragged texts, greedy and sampled, float64."""
-    requests = [(text(i, 60 - i % 7), params(i, 20)) for i in range(64)]
-    free, _, all_rows, _ = run(EmptyDrafter(), EngineConfig(max_num_seqs=64), requests)
+    free, _, all_rows, _ = free_of_plans()
     cells = 8 * 192
-    rows, engine, most_rows, most_cells = run(DRAFTERS[method](), plan(cells), requests)
+    rows, engine, most_rows, most_cells = run(DRAFTERS[method](), plan(cells), RAGGED)
     assert [row.output_ids for row in rows] == [row.output_ids for row in free]
     assert all(row.finish_reason == "length" for row in rows)
     assert all_rows == 64
@@ -147,10 +155,10 @@ def test_caches_of_drafters_that_grow_are_counted(method: str, caplog: pytest.Lo
     """What target and drafter have allocated together stays within the plan, and the texts are those without one."""
     lm, drafter = make_counted(method)
     (own, *_) = drafter.own_caches()
-    requests = [(text(i, 50 + 9 * (i % 3)), params(i, 30)) for i in range(12)]
+    requests = [(text(i, 50 + 9 * (i % 3)), params(i, 30)) for i in range(8)]
     num_bytes = 6 * 192 * bytes_per_token(lm)
     with caplog.at_level(logging.INFO, logger="foretoken"):
-        engine = Engine(lm, drafter, EngineConfig(max_num_seqs=12, max_kv_bytes=num_bytes))
+        engine = Engine(lm, drafter, EngineConfig(max_num_seqs=8, max_kv_bytes=num_bytes))
     assert f"and {sum(each.column_bytes for each in drafter.own_caches())} of its drafter" in caplog.text
     rows = [row for prompt, given in requests for row in engine.add_request(prompt, given)]
     most = most_of_drafter = 0

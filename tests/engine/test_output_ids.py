@@ -12,7 +12,7 @@ from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.errors import ConfigError, PromptError
 
 PROMPT = "Once upon a time there was a"
-GREEDY = SamplingParams(temperature=0.0, max_tokens=20, logprobs=1)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=14, logprobs=1)
 SAMPLED = replace(GREEDY, temperature=0.9, top_p=0.95, seed=7)
 PARAMS = {
     "greedy": GREEDY,
@@ -25,7 +25,7 @@ PARAMS = {
         no_repeat_ngram_size=3,
         min_tokens=5,
     ),
-    "stopped": replace(SAMPLED, stop=["ing", " to the"], bad_words=["girl"], seed=3, max_tokens=40),
+    "stopped": replace(SAMPLED, stop=["ing", " to the"], bad_words=["girl"], seed=3, max_tokens=24),
 }
 METHODS: dict[str, Any] = {
     "plain": None,
@@ -55,7 +55,7 @@ def params_of(kind: str) -> SamplingParams:
 @pytest.mark.parametrize(
     ("method", "kind"),
     [
-        pytest.param(method, kind, marks=pytest.mark.full if (row + column) % 2 and method != "ngram" else ())
+        pytest.param(method, kind, marks=pytest.mark.full if (row + column) % 3 and method != "ngram" else ())
         for row, method in enumerate(METHODS)
         for column, kind in enumerate([*PARAMS, "predicted"])
     ],
@@ -108,7 +108,7 @@ def test_what_has_ended_already_ends_at_once() -> None:
     (output,) = base().generate([{"prompt": PROMPT, "output_ids": list(want.token_ids)}], GREEDY)
     assert output.outputs[0].token_ids == want.token_ids
     assert output.outputs[0].finish_reason == want.finish_reason == "length"
-    with pytest.raises(ConfigError, match="21 tokens, but the output ends with the first 20"):
+    with pytest.raises(ConfigError, match="15 tokens, but the output ends with the first 14"):
         base().generate([{"prompt": PROMPT, "output_ids": [*want.token_ids, 5]}], GREEDY)
     assert base().num_unfinished == 0
 

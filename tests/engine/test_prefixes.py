@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -66,12 +67,11 @@ def fed(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # -- conversations ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_a_conversation_goes_on_as_a_fresh_one_would(kind: str, params: SamplingParams) -> None:
+def test_a_conversation_goes_on_as_a_fresh_one_would(kind: str) -> None:
     going_on = engine(kind, PrefixStore(2))
     history = PROMPTS[0]
-    for turn in range(4):
+    for turn, params in enumerate([GREEDY, SAMPLED, GREEDY, SAMPLED]):
         continued, fresh = answer(going_on, history, params), answer(engine(kind), history, params)
         assert continued.output_ids == fresh.output_ids
         assert (continued.num_cached_tokens > 0) == (turn > 0)
@@ -94,8 +94,9 @@ def test_only_new_text_is_fed(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert sum(of_drafter) >= len(TURN)
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
-@pytest.mark.parametrize("prompt_logprobs", [None, 1])
+@pytest.mark.parametrize(
+    ("kind", "prompt_logprobs"), [("none", 1), ("ngram", None), ("nasd", 1), ("chain", None), ("chain", 1), ("tree", 1)]
+)
 def test_samples_without_a_slot_do_not_read_their_prompt_again(
     kind: str, prompt_logprobs: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,18 +129,28 @@ def test_other_weights_read_a_prompt_again() -> None:
     assert narrow.profile.num_prefill_tokens == 3 * (len(PROMPTS[0]) - 1)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "medusa", "sparse_kv", "draft_model"])
-@pytest.mark.parametrize(("size", "num_again"), [(16, 1), (512, 39)])
+@cache
+def narrow_llm(size: int) -> LLM:
+    return LLM("zoo:tiny", max_num_seqs=2, prefill_chunk_size=size)
+
+
+@pytest.mark.parametrize(
+    ("method", "size", "num_again"),
+    [
+        *((method, size, num_again) for method in ("eagle3", "medusa") for size, num_again in ((16, 1), (512, 39))),
+        ("sparse_kv", 16, 0),
+        ("draft_model", 512, 0),
+    ],
+)
 def test_heads_read_again_what_their_states_are_made_from(method: str, size: int, num_again: int) -> None:
     """The state of the last token: it alone is read again, or its whole chunk where that has other kernels."""
-    narrow = LLM("zoo:tiny", method, max_num_seqs=2, prefill_chunk_size=size)
-    wide = narrow.with_speculative_config(None)
+    wide = narrow_llm(size)
+    narrow = wide.with_speculative_config(method)
     prompt = {"prompt_token_ids": list(range(40, 80))}
     params = SamplingParams(n=5, max_tokens=12, seed=3, ignore_eos=True)
     before = narrow.profile.num_prefill_tokens
     ids = [text.token_ids for text in narrow.generate(prompt, params)[0].outputs]
     assert ids == [text.token_ids for text in wide.generate(prompt, params)[0].outputs]
-    num_again = num_again if method in ("eagle3", "medusa") else 0
     assert narrow.profile.num_prefill_tokens - before == 39 + 3 * num_again
 
 
@@ -162,7 +173,7 @@ def test_engines_of_several_drafters_take_over_a_system_prompt_each(method: str)
     plain, fresh = drafting.with_speculative_config(None), LLM("zoo:tiny", method, dtype="float32")
     system, params = tuple(range(40, 70)), SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     lag = 0 if method == "draft_model" else 1  # entries of a head know the token that follows theirs
-    for turn in range(5):
+    for turn in range(3):
         prompt = {"prompt_token_ids": [*system, *range(80 + 9 * turn, 88 + 9 * turn)]}
         of_plain = plain.generate(prompt, params)[0]
         drafted, whole = drafting.generate(prompt, params)[0], fresh.generate(prompt, params)[0]

@@ -560,15 +560,18 @@ def test_white_space_between_parts_of_json_ends(pattern: str | None) -> None:
         assert output.outputs[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_answers_to_random_schemas_validate(count: int, temperature: float) -> None:
-    """What ends fits, and is what plain decoding says, with less than half of its forwards."""
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.full)])
+def test_answers_to_random_schemas_validate(count: int) -> None:
+    """What ends fits, and is what plain decoding says, with less than half of its forwards; every second one greedy."""
     draw = random.Random(count)
     schemas = [random_schema(draw) for _ in range(count)]
-    given = SamplingParams(temperature=temperature, max_tokens=200)
     params = [
-        replace(given, seed=seed, structured_outputs={"json": schema, "disable_any_whitespace": True})
+        SamplingParams(
+            temperature=seed % 2,
+            max_tokens=200,
+            seed=seed,
+            structured_outputs={"json": schema, "disable_any_whitespace": True},
+        )
         for seed, schema in enumerate(schemas)
     ]
     drafted = llm("ngram").generate(["Answer:"] * count, params, use_tqdm=False)
