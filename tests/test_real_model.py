@@ -17,8 +17,9 @@ import torch
 from promise import Said, Study, gap_of
 
 from foretoken import SamplingParams, zoo
+from foretoken.loading.models import load_tokenizer
 
-pytestmark = pytest.mark.smollm2
+pytestmark = [pytest.mark.smollm2, pytest.mark.usefixtures("_loaded_once")]
 
 QUESTIONS = (
     "Copy this line twice: ha ha ha ha ha ha ha ha, said the cat on the mat.",
@@ -59,7 +60,7 @@ def _own_methods() -> Iterator[None]:
 
 @cache
 def study(dtype: str, exactness: str) -> Study:
-    tokenizer = zoo.load("smollm2", dtype=torch.float32)[2]
+    tokenizer = load_tokenizer("zoo:smollm2")
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
