@@ -127,7 +127,7 @@ class Cell:
     """What one method made of all prompts.
 
     Args:
-      promise: kind, as `foretoken.model.promise.Promise` has it.
+      promise: kind, as `foretoken.config.engine.Promise` has it.
       num_equal: texts with the bits of plain decoding, of ``num_texts``.
       first_difference: in words; empty where there is none.
       gaps: of tokens that differ from those of plain decoding.

@@ -46,10 +46,9 @@ from foretoken.engine.cost_model import CostModel
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.governing import AnyGovernor
-from foretoken.engine.governor import Governor
+from foretoken.engine.governor import Governor, Patience
 from foretoken.engine.memory import bytes_per_token
 from foretoken.engine.method_bandit import MethodBandit
-from foretoken.engine.patience import Patience
 from foretoken.engine.sequence import Sequence
 from foretoken.heads.checkpoint import write_checkpoint
 from foretoken.heads.eagle import EagleHead, EagleShape, default_streams

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from foretoken.llm import LLM
     from foretoken.loading.info import ModelInfo
     from foretoken.sessions.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamOutput
-    from foretoken.sessions.stream import Stream
+    from foretoken.sessions.runner import Stream
     from foretoken.views.trajectory import Trajectory, trajectory
 
 wait_briefly()  # before anything imports torch

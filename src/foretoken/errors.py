@@ -21,6 +21,10 @@ ForetokenError
 └── EngineBusyError          one engine was entered from two threads at once
 """
 
+from __future__ import annotations
+
+import sys
+
 
 class ForetokenError(Exception):
     """Base of every error this library raises on purpose."""
@@ -100,3 +104,30 @@ class CopyError(ForetokenError, TypeError):
 
 class EngineBusyError(ForetokenError, RuntimeError):
     """An engine was entered from two threads at once."""
+
+
+# -- exceptions that are contained in the row that they came from: which may be, and how they are told ---------------
+
+
+def is_fatal(error: BaseException) -> bool:
+    """Whether memory has run out. What has run out for one row has run out for all, so this is never contained.
+
+    On CPUs torch says so with a plain RuntimeError, in which its allocator names itself.
+    """
+    torch = sys.modules.get("torch")  # whose errors nobody raises who has not loaded it
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def described(error: BaseException) -> str:
+    """Type and message of an error, also of one whose message cannot be made."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
+def told(error: Exception) -> str:
+    """An error as the result of a row tells it: ours speak for themselves, others with their type."""
+    return str(error) if isinstance(error, ForetokenError) else described(error)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import forking
 from foretoken.config.acceptance import MATCH
+from foretoken.config.engine import Promise
 from foretoken.config.foreign import LLM_ALIASES, LLM_ARGUMENTS
 from foretoken.config.keywords import known_arguments
 from foretoken.config.sampling import SamplingParams
@@ -24,6 +25,7 @@ from foretoken.config.speculative import SpeculativeConfig
 from foretoken.config.structured import StructuredOutputs
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
+from foretoken.engine.exclusive_use import makes_on_cpu
 from foretoken.engine.memory import MemoryUse
 from foretoken.engine.profiles import Profile
 from foretoken.engine.stats import StepProfile, Totals
@@ -36,17 +38,14 @@ from foretoken.loading.sources import check_parts
 from foretoken.loading.stored import save_compressed
 from foretoken.machine import collector_paused
 from foretoken.model.cache.prefixes import PrefixStore
-from foretoken.model.default_device import makes_on_cpu
 from foretoken.model.dtypes import check_kv_cache_dtype
-from foretoken.model.execution.kinds import check_kind
+from foretoken.model.execution.execution import check_kind
 from foretoken.model.execution.rounding import check_quantization, check_weights
-from foretoken.model.promise import Promise
 from foretoken.progress import progress_bar
 from foretoken.sessions.outputs import RequestOutput
 from foretoken.sessions.payoff import PayoffWatch
 from foretoken.sessions.prompts import Prompts, chat_prompt, read_params, read_prompts, seeded
-from foretoken.sessions.runner import Runner
-from foretoken.sessions.stream import Stream
+from foretoken.sessions.runner import Runner, Stream
 from foretoken.structured.grammars import Grammars
 
 ModelLike: TypeAlias = str | os.PathLike[str] | PreTrainedModel

@@ -17,7 +17,7 @@ import torch
 from scipy.stats import chisquare
 
 from drafting import made
-from foretoken.accept import noise as rule_noise
+from foretoken.accept import rules as rule_noise
 from foretoken.accept import rules as verify
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams

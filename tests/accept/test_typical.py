@@ -9,8 +9,7 @@ import random
 import pytest
 import torch
 
-from foretoken.accept.rules import match, rejection
-from foretoken.accept.typical import threshold, typical
+from foretoken.accept.rules import match, rejection, threshold, typical
 from foretoken.config.acceptance import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, RULES, TypicalLimits
 from foretoken.errors import ShapeError
 from foretoken.tree import DraftTree

@@ -21,8 +21,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from foretoken.accept import rules as verify
-from foretoken.accept.noise import RejectionNoise, inverse
-from foretoken.accept.rules import Verdict, block, match, rejection, residual, walk, without
+from foretoken.accept.rules import RejectionNoise, Verdict, block, inverse, match, rejection, residual, walk, without
 from foretoken.errors import ProbabilityError, ShapeError, TreeError
 from foretoken.law.noise import Purpose, stream_key, uniform
 from foretoken.tree import DraftTree

@@ -27,7 +27,7 @@ from foretoken.cli.options import DEFAULTS, DraftingOptions, respell
 from foretoken.cli.running import choose_model
 from foretoken.loading.defaults import default_keys
 from foretoken.native.abi import MOST_NODES
-from foretoken.sessions.stream import Stream
+from foretoken.sessions.runner import Stream
 from programs import started
 
 STORY = "Once upon a time there was a"

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from foretoken.config.method import Method, methods
-from foretoken.drafters.parts.growth import Growth
-from foretoken.drafters.parts.growth_options import GrowthOptions
+from foretoken.drafters.parts.growth import Growth, GrowthOptions
 from foretoken.engine.drafter import Drafter
 from foretoken.retrieval.datastore import Lookup
 from foretoken.retrieval.history import OutputHistory

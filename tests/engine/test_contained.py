@@ -22,7 +22,7 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.governing import Governing
 from foretoken.engine.memory import bytes_per_token
 from foretoken.engine.sequence import Sequence
-from foretoken.law.faults import is_fatal, told
+from foretoken.errors import is_fatal, told
 from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.lm import CausalLM
 from foretoken.testing import PerfectDrafter, check_cache_lengths, toy_model

@@ -17,7 +17,7 @@ from foretoken.config.engine import EngineConfig
 from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.forwards import Forwards
-from foretoken.engine.guarding import GuardedDrafter
+from foretoken.engine.wrappers import GuardedDrafter
 from foretoken.errors import ContextLengthError, PromptError
 from foretoken.model.cache.ragged import KVCache
 from foretoken.testing import check_cache_lengths, toy_model

@@ -17,7 +17,7 @@ from foretoken.config.engine import EngineConfig
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.context import DrafterContext, make_drafter
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine import costs, governing, governor, patience
+from foretoken.engine import costs, governing, governor
 from foretoken.engine.cost_model import FEW, CostCurve, CostModel
 from foretoken.engine.costs import Forward, Prices
 from foretoken.engine.engine import Engine
@@ -111,7 +111,7 @@ def test_other_rules_are_not_governed() -> None:
 
 def test_rows_that_were_aborted_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(governor, "MEMORY", 8)
-    monkeypatch.setattr(patience, "TO_LOSE", math.inf)  # no drafter is left for what the clock says
+    monkeypatch.setattr(governor, "TO_LOSE", math.inf)  # no drafter is left for what the clock says
     one = engine("ngram", FREE, 1)
     assert isinstance(one.governor, Governor)
     num_rows = []

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from foretoken.engine.budget import Budget
+from foretoken.engine.budget import Budget, Habit, _standings, best_counts, weights_of
 from foretoken.engine.cost_model import CostCurve, CostModel
-from foretoken.engine.cutting import Habit, _standings, best_counts, weights_of
 from foretoken.engine.governor import Governor
 from foretoken.engine.stats import SequenceStats, Steps
 from foretoken.tree import DraftTree

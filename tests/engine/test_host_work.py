@@ -32,7 +32,7 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.governor import Governor
 from foretoken.law.history import TokenArray
 from foretoken.model.lm import CausalLM
-from foretoken.sessions.textstream import TextStream
+from foretoken.sessions.session import TextStream
 from foretoken.testing import GREEDY, SAMPLED, perturbed, toy_model
 
 VOCAB_SIZE = 64

@@ -22,8 +22,7 @@ from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.engine.cost_model import SHARE, CostModel
 from foretoken.engine.drafter import Drafter, Requirements
 from foretoken.engine.engine import Engine
-from foretoken.engine.governor import Governor
-from foretoken.engine.patience import TO_LOSE, TO_RETURN, Patience
+from foretoken.engine.governor import TO_LOSE, TO_RETURN, Governor, Patience
 from foretoken.engine.sequence import Sequence
 from foretoken.model.capture import Wanted
 from foretoken.model.lm import CausalLM

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from foretoken.drafters.heads.eagle import EagleDrafter
+from foretoken.drafters.heads.options import pack
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts import eagle_rows
-from foretoken.drafters.parts.head_loading import pack
 from foretoken.engine.engine import Engine
 from foretoken.heads import int8
 from foretoken.heads.eagle import EagleHead, EagleShape

@@ -25,8 +25,7 @@ from foretoken.drafters.heads.eagle import PUBLISHED
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.heads.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from foretoken.heads.eagle import EagleHead, default_streams
-from foretoken.heads.eagle_layouts import check_fits, read_eagle, write_eagle
-from foretoken.heads.eagle_structure import TargetFacts
+from foretoken.heads.eagle_layouts import TargetFacts, check_fits, read_eagle, write_eagle
 from foretoken.heads.layers import Placed
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.testing import PROMPTS, toy_model

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from foretoken.drafters.parts.head_loading import pack
+from foretoken.drafters.heads.options import pack
 from foretoken.heads.eagle import EagleHead, EagleShape
 from foretoken.heads.layers import LayerShape, Placed
 from foretoken.model.execution.packing import PackedLinear, can_pack

@@ -17,7 +17,7 @@ from transformers import (
 from foretoken.engine.outputs import RowOutput
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
-from foretoken.hf.columns import Columns, Endings
+from foretoken.hf.rows import Columns, Endings
 
 PROMPT = torch.tensor([[0, 5], [4, 6], [4, 4]])
 PAD = 9
@@ -63,7 +63,7 @@ def plain(texts: list[list[int]], criteria: StoppingCriteriaList) -> tuple[list[
             tokens = tokens * unfinished + PAD * (1 - unfinished)
         ids = torch.cat([ids, tokens[:, None]], dim=-1)
         streamed.append(tokens.tolist())
-        unfinished = unfinished & ~criteria(ids, cast(Any, None))
+        unfinished = unfinished & ~criteria(ids, cast("Any", None))
         if unfinished.max() == 0:
             break
     return ids.tolist(), streamed
@@ -71,7 +71,7 @@ def plain(texts: list[list[int]], criteria: StoppingCriteriaList) -> tuple[list[
 
 def output(tokens: list[int], *, values: bool = False) -> RowOutput:
     table = torch.tensor([[float(token)] * VOCAB for token in tokens]).reshape(-1, VOCAB) if values else None
-    return RowOutput(cast(Sequence, None), tuple(tokens), 0, scores=table, logits=table)
+    return RowOutput(cast("Sequence", None), tuple(tokens), 0, scores=table, logits=table)
 
 
 def replay(texts: list[list[int]], criteria: StoppingCriteriaList, seed: int, **options: Any) -> Columns:

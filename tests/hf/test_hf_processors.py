@@ -21,7 +21,7 @@ from transformers import (
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.hf.processors import AsShown, RowPlace, sampling_fields
-from foretoken.hf.prompts import InputRow, read_rows
+from foretoken.hf.rows import InputRow, read_rows
 from foretoken.law.sampling import SamplingLaw, scores
 from foretoken.testing import toy_model
 

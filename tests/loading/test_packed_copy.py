@@ -206,8 +206,7 @@ def test_a_full_disk_costs_the_copy_alone(
 def test_parts_of_other_matrices_are_refused(part: str) -> None:
     """Kernels would read past them."""
     from foretoken.native.codes import Codes
-    from foretoken.native.packed_matmul import CodesMatrix
-    from foretoken.native.taken import Facts
+    from foretoken.native.packed_matmul import CodesMatrix, Facts
 
     kernels = library()
     assert kernels is not None
@@ -224,8 +223,7 @@ def test_parts_of_other_matrices_are_refused(part: str) -> None:
 @pytest.mark.parametrize("change", ["cut", "gone", "other"])
 def test_parts_of_scales_that_share_halves_are_refused(part: str, change: str) -> None:
     from foretoken.native.codes import Codes
-    from foretoken.native.packed_matmul import CodesMatrix
-    from foretoken.native.taken import Facts
+    from foretoken.native.packed_matmul import CodesMatrix, Facts
 
     kernels = library()
     assert kernels is not None

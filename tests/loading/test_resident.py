@@ -13,8 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from foretoken import LLM, SamplingParams
 from foretoken.errors import ConfigError
 from foretoken.model.execution.sharing import move_out
-from foretoken.model.reduced import converted_bytes, reduced
-from foretoken.model.trial import runs_own_attention
+from foretoken.model.reduced import converted_bytes, reduced, runs_own_attention
 from foretoken.native.library import library
 from foretoken.native.packed_matmul import PackedMatrix
 

@@ -22,7 +22,7 @@ from foretoken.classic.adapters import adapter_of
 from foretoken.classic.sampling import autoregressive_generate
 from foretoken.errors import UnsupportedModelError
 from foretoken.loading.adapters import ADAPTERS
-from foretoken.model.execution.kinds import choose_execution
+from foretoken.model.execution.execution import choose_execution
 from foretoken.model.lm import CausalLM
 from foretoken.model.prober import Prober
 from foretoken.testing import toy_model

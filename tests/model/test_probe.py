@@ -24,11 +24,9 @@ from foretoken.model.execution.packing import OneDNNMatrix
 from foretoken.model.lm import CausalLM
 from foretoken.model.masks import Masks
 from foretoken.model.nodes import Nodes
-from foretoken.model.probe import Check
-from foretoken.model.prober import Prober
-from foretoken.model.reduced import representatives
+from foretoken.model.prober import Check, Prober
+from foretoken.model.reduced import representative, representatives
 from foretoken.model.support import cache_argument
-from foretoken.model.trial import representative
 from foretoken.native.packed_matmul import NativeMatrix
 from foretoken.testing import strengthen
 from mutants import with_arguments

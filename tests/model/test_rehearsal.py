@@ -8,8 +8,15 @@ import pytest
 import torch
 
 from foretoken.model.nodes import Nodes
-from foretoken.model.reference import relative_error, sampled
-from foretoken.model.rehearsal import Rehearsal, hide_parents, shift_positions, show_everything, show_siblings
+from foretoken.model.reference import (
+    Rehearsal,
+    hide_parents,
+    relative_error,
+    sampled,
+    shift_positions,
+    show_everything,
+    show_siblings,
+)
 from foretoken.tree import DraftTree
 
 TREE = DraftTree((7, 8, 9, 4), (-1, 0, 0, 1))

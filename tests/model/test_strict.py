@@ -24,8 +24,8 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.memory import bytes_per_token
 from foretoken.errors import ConfigError, UnsupportedModelError
 from foretoken.model.lm import CausalLM
-from foretoken.model.promise import MOST_NODES
 from foretoken.native import library as native
+from foretoken.native.abi import MOST_NODES
 from foretoken.testing import PerfectDrafter, WrongDrafter, decode, strengthen, toy_model
 from harness import first_attention, random_ids
 

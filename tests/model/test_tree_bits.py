@@ -20,8 +20,8 @@ from foretoken.model.cache.ragged import KVCache
 from foretoken.model.execution.native_program import NativeProgram
 from foretoken.model.lm import CausalLM
 from foretoken.model.nodes import Nodes
-from foretoken.model.promise import MOST_NODES
 from foretoken.native import library as native
+from foretoken.native.abi import MOST_NODES
 from foretoken.testing import hostile_kernels
 from foretoken.tree import DraftTree
 from harness import random_ids

@@ -14,8 +14,8 @@ import torch
 
 from foretoken.model.execution.packing import PackedProduct, can_pack
 from foretoken.model.execution.tracing import build_of
-from foretoken.model.promise import MOST_NODES
 from foretoken.native import library as native
+from foretoken.native.abi import MOST_NODES
 from foretoken.native.attention import DecodeAttention
 from foretoken.native.packed_matmul import NativeMatrix
 

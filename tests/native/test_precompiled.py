@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from foretoken.folders import cache_folder
-from foretoken.native import build, compiler
+from foretoken.native import build
 from foretoken.native import library as native
 
 INSTRUCTION = native.instruction_set()
@@ -26,14 +26,14 @@ class Wheel:
         assert INSTRUCTION is not None
         self.folder, self.file = folder, folder / f"{INSTRUCTION.lower()}.so"
         folder.mkdir()
-        with build.compiled("kernels", INSTRUCTION, compiler.SOURCES, compiler.HEADERS) as made:
+        with build.compiled("kernels", INSTRUCTION, build.SOURCES, build.HEADERS) as made:
             shutil.copyfile(made, self.file)
         self.say()
 
     def say(self, **changes: str) -> None:
         """Write what the library was made from."""
-        made_from = compiler.library_digest(str(INSTRUCTION))
-        made = {"made_from": made_from, "sha256": compiler.file_digest(self.file), **changes}
+        made_from = build.library_digest(str(INSTRUCTION))
+        made = {"made_from": made_from, "sha256": build.file_digest(self.file), **changes}
         notes = {"compiler": "zig", "glibc": "2.28", "libraries": {INSTRUCTION: made}}
         (self.folder / "libraries.json").write_text(json.dumps(notes))
 
@@ -60,7 +60,7 @@ def test_they_are_taken_without_a_compiler_and_nothing_is_kept(wheel: Wheel) -> 
 
 def test_they_come_before_what_was_compiled_here(wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert INSTRUCTION is not None
-    kept = cache_folder("native", f"kernels-{INSTRUCTION.lower()}-{compiler.library_digest(INSTRUCTION)}.so")
+    kept = cache_folder("native", f"kernels-{INSTRUCTION.lower()}-{build.library_digest(INSTRUCTION)}.so")
     kept.parent.mkdir(parents=True)
     build._keep(wheel.file, kept)
     found = native.library()
@@ -123,7 +123,7 @@ def test_one_that_the_system_cannot_load_is_compiled_here(wheel: Wheel, monkeypa
     assert INSTRUCTION is not None
     made = wheel.folder.parent / "made.so"
     made.write_bytes(whole)
-    kept = cache_folder("native", f"kernels-{INSTRUCTION.lower()}-{compiler.library_digest(INSTRUCTION)}.so")
+    kept = cache_folder("native", f"kernels-{INSTRUCTION.lower()}-{build.library_digest(INSTRUCTION)}.so")
     kept.parent.mkdir(parents=True)
     build._keep(made, kept)
     found = native.library()

@@ -7,7 +7,7 @@ import torch
 
 from foretoken.engine.features import largest_ids
 from foretoken.law import choice, noise
-from foretoken.law.gumbel_topk import GumbelTopK
+from foretoken.law.choice import GumbelTopK
 from foretoken.law.support import Warper
 from foretoken.native import sample_kernels as kernels
 

@@ -11,7 +11,7 @@ import pytest
 
 from foretoken import LLM, SamplingParams
 from foretoken.engine.stopping import StopChecker
-from foretoken.sessions.textstream import TextStream
+from foretoken.sessions.session import TextStream
 
 SPECIAL = 256
 ALPHABET = [*b"abc", *"é😀".encode(), SPECIAL]

@@ -16,8 +16,7 @@ from torch import Tensor
 import eagle_heads
 from foretoken.errors import CheckpointError, NumericsError, PromptError
 from foretoken.heads.checkpoint import read_checkpoint
-from foretoken.heads.eagle_layouts import read_eagle
-from foretoken.heads.eagle_structure import TargetFacts
+from foretoken.heads.eagle_layouts import TargetFacts, read_eagle
 from foretoken.heads.medusa_hydra_layouts import read_hydra, read_medusa
 from foretoken.testing import GREEDY
 from foretoken.train.examples import Example, is_held_out, read_prompts

@@ -39,7 +39,7 @@ are found by name (`foretoken.config.method`), so that config knows none of them
 
 FREE_OF_CIRCLES_OF_TYPES = ("native", "law", "accept", "model", "engine", "sessions")
 """Rooms whose files import one another in no circle, types included."""
-TRIED_OUT = "foretoken.model.lm", {"foretoken.model.prober", "foretoken.model.trial"}
+TRIED_OUT = "foretoken.model.lm", {"foretoken.model.prober", "foretoken.model.reduced"}
 """An adapter, and what it is tried out by when it is made, whose functions take it: the one circle of types."""
 
 MAX_LINES = 300
@@ -81,6 +81,15 @@ LONGER = {
     "verify/subjects.py": "what is judged: one subject each for this library, transformers, functions and servers",
     "verify/verifying.py": "one judgement, from what is asked to the verdict",
     "views/trajectory.py": "one trajectory: how it is decoded, and as data, text and a page",
+    "accept/rules.py": "the four rules, and the noise that two of them draw with",
+    "drafters/parts/rank_tree.py": "one kind of tree, and the published ones, which are data",
+    "engine/budget.py": "what may be drafted, what of it is verified, and what every limit has cut",
+    "heads/eagle_layouts.py": "one family of layouts, and the structure that is read off its tensors",
+    "model/prober.py": "one probe: what it asks, and its findings as data",
+    "model/reference.py": "what one probe compares: steps, faults, and plain forwards of their texts",
+    "native/packed_matmul.py": "one matrix by weight format: how it lies, its products, and the same one again",
+    "sessions/runner.py": "one engine shared by calls, and the stream that each of them holds",
+    "sessions/session.py": "the requests of one call and their texts",
     "zoo/conversion.py": "one conversion: whether it is there and whole, and how it is made",
 }
 """Files that may have more lines, and why."""

@@ -4,7 +4,7 @@
     match       any tree                                        lossless; equal tokens under keyed noise
     rejection   chain or tree sampled from a known law          lossless in distribution
     block       chain sampled from a known law                  lossless in distribution, accepts more
-    typical     any tree (`foretoken.accept.typical`)           lossy: likely tokens become likelier
+    typical     any tree                                        lossy: likely tokens become likelier
 
 In docstrings p is the target's law and q the drafter's, both at one node. A rule reads the laws of the nodes
 that it visits and of no others. All uniforms lie in [0, 1) and all tests are strict (``u * q < p``), so a
@@ -13,6 +13,7 @@ token outside the target's support is never emitted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import cache
@@ -20,8 +21,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from foretoken.config.acceptance import TypicalLimits
 from foretoken.errors import ProbabilityError, ShapeError, TreeError
+from foretoken.law.noise import Purpose, stream_key, uniform
 from foretoken.tree import DraftTree
 
 TargetProbs = Callable[[int], Tensor] | Tensor
@@ -257,3 +261,104 @@ def laws_of(tree: DraftTree, target_probs: TargetProbs) -> Callable[[int], Tenso
         shape = tuple(target_probs.shape)
         raise ShapeError(f"target laws of shape {shape} for a tree of {len(tree)} nodes; want (N, V)")
     return target_probs.__getitem__
+
+
+_ENTROPY_FLOOR = 1e-5
+"""Added to probabilities inside of the logarithm, as published."""
+
+
+def typical(tree: DraftTree, target_probs: TargetProbs, limits: TypicalLimits | None = None) -> Verdict:
+    """The longest path on which every token is likely enough under the target, then the target's likeliest token.
+
+    Source: Medusa (Cai et al. 2024, arXiv:2401.10774), typical acceptance, in the form that its code runs: a child x of
+    a node with law p is taken if p(x) > min(threshold, alpha exp(-H(p))); among paths of equal length the one with the
+    largest sum of log p stays; the token after it is the argmax. Deviation: paths are followed from parent to child,
+    so that padding can never be accepted.
+
+    Args:
+      tree: any draft; its probabilities are not looked at.
+      target_probs: the processed law per node, (V,) each: a function of the node, or (N, V).
+
+    Exactness: lossy: likely tokens become more likely, and without a draft nothing is ever sampled. Greedy rows keep
+    their tokens: the engine decodes them by `match`.
+    Randomness: none. The same prompt always gives the same text.
+    """
+    limits = limits or TypicalLimits()
+    law_at = laws_of(tree, target_probs)
+    reached: dict[int, tuple[int, float]] = {0: (0, 0.0)}  # by accepted node, its depth and the sum of log p
+    best = 0
+    for node, children in enumerate(tree.children):
+        if node not in reached or not children:
+            continue
+        law = law_at(node)
+        bound = threshold(law, limits)
+        depth, score = reached[node]
+        for child in children:
+            probability = float(law[tree.tokens[child]])
+            if probability > bound:
+                reached[child] = (depth + 1, score + math.log(probability))
+                best = max(best, child, key=lambda one: (*reached[one], -one))
+    return Verdict(tree.path(best), _argmax(law_at(best)))
+
+
+def threshold(law: Tensor, limits: TypicalLimits) -> float:
+    """min(threshold, alpha exp(-H)) of a law (V,), with H = -sum p log(p + 1e-5)."""
+    probs = law.double()
+    entropy = -float((probs * (probs + _ENTROPY_FLOOR).log()).sum())
+    return min(limits.threshold, limits.alpha * math.exp(-entropy))
+
+
+def _argmax(law: Tensor) -> int:
+    """The likeliest token, of equal ones the lowest; -1 where the law is none."""
+    best = int(law.argmax())
+    return best if math.isfinite(float(law[best])) else -1
+
+
+_STRETCH = 256  # tokens summed at once when a law is inverted; about the square root of a vocabulary
+
+
+class RejectionNoise:
+    """Keyed noise for one step of one row: a pure function of (seed, step, position, purpose).
+
+    Position alone is not enough: after a rejection the same position is drafted again.
+
+    Args:
+      seed: of the row.
+      step: number of the step in its row.
+      first_position: absolute position of the token after the pending one.
+    """
+
+    def __init__(self, seed: int, step: int, first_position: int) -> None:
+        self._seed = seed
+        self._step = step
+        self._first_position = first_position
+
+    def uniform(self, depth: int, sibling: int) -> float:
+        return self._uniform(depth, Purpose.ACCEPT, sibling)
+
+    def draw(self, depth: int, probs: Tensor) -> int:
+        return inverse(probs, self._uniform(depth, Purpose.RESIDUAL))
+
+    def _uniform(self, depth: int, purpose: Purpose, index: int = 0) -> float:
+        return uniform(stream_key(self._seed, self._step, self._first_position + depth, purpose), index)
+
+
+def inverse(probs: Tensor, uniform: float) -> int:
+    """The token at the fraction ``uniform``, 0..1, of the mass of ``probs`` (V,); -1 where they hold NaN or no mass.
+
+    Sums whole stretches of the vocabulary first, then looks inside one. (1, 0, 3) at 0.2 is 0, at 0.25 and above 2.
+    """
+    stretches = pad(probs.double(), (0, -len(probs) % _STRETCH)).view(-1, _STRETCH)
+    ends = stretches.sum(1).cumsum(0)
+    if not float(ends[-1]) > 0.0:
+        return -1
+    mark = uniform * float(ends[-1])
+    stretch = _first_beyond(ends, mark)
+    start = float(ends[stretch - 1]) if stretch else 0.0
+    return stretch * _STRETCH + _first_beyond(stretches[stretch].cumsum(0), mark - start)
+
+
+def _first_beyond(ends: Tensor, mark: float) -> int:
+    """Index of the first running total above ``mark``; of the last that grew, where rounding left none above it."""
+    index = int(torch.searchsorted(ends, mark, right=True))
+    return index if index < len(ends) else int(torch.searchsorted(ends, float(ends[-1])))

@@ -18,7 +18,7 @@ from foretoken.llm import LLM
 from foretoken.machine import cpu_name
 from foretoken.sessions.outputs import RequestOutput
 from foretoken.sessions.prompts import PromptLike
-from foretoken.sessions.stream import Stream
+from foretoken.sessions.runner import Stream
 
 QUESTIONS = (
     "What are three tips for sleeping better?",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from foretoken.cli.tracing import TraceFile
     from foretoken.engine.stats import StepTrace
     from foretoken.sessions.outputs import RequestOutput
-    from foretoken.sessions.stream import Stream
+    from foretoken.sessions.runner import Stream
 
 
 @takes_groups

@@ -218,7 +218,7 @@ def _count(number: int | None) -> str:
 
 def show_promise(console: Console, promise: dict[str, Any]) -> None:
     """What texts keep of plain decoding, whatever is drafted."""
-    from foretoken.model.promise import Promise
+    from foretoken.config.engine import Promise
 
     console.print(f"promise: {Promise(promise['kind'], promise['reason']).describe()}")
 
@@ -273,10 +273,10 @@ def machine_report() -> dict[str, Any]:
 
     from foretoken import zoo
     from foretoken.bench.provenance import provenance
+    from foretoken.config.engine import Promise
     from foretoken.folders import CACHE_VARIABLE, cache_folder
     from foretoken.loading.packed_copy import kept_files
     from foretoken.machine import available_memory_bytes, cpu_name, cpu_quota, num_cpus
-    from foretoken.model.promise import Promise
     from foretoken.native.build import cpp_compiler, instruction_set, why_not_precompiled
     from foretoken.native.library import library
 
@@ -339,7 +339,7 @@ def machine_report() -> dict[str, Any]:
 
 def show_machine(report: dict[str, Any]) -> None:
     """The report for people."""
-    from foretoken.model.promise import Promise
+    from foretoken.config.engine import Promise
 
     console, machine, cache = Console(highlight=False), report["machine"], report["cache"]
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))

@@ -205,7 +205,7 @@ def _leave() -> NoReturn:
 def _chunk_size(device: str) -> int:
     """Tokens of a chunk of a prompt, unless the user says: on a processor as many as its kernels of steps take."""
     from foretoken.loading.models import choose_device
-    from foretoken.model.promise import MOST_NODES
+    from foretoken.native.abi import MOST_NODES
 
     return MOST_NODES if choose_device(device).type == "cpu" else EngineConfig.prefill_chunk_size
 

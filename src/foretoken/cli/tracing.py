@@ -16,7 +16,7 @@ from foretoken.views.trajectory import write_text
 if TYPE_CHECKING:
     from foretoken.llm import LLM
     from foretoken.sessions.outputs import StreamOutput
-    from foretoken.sessions.stream import Stream
+    from foretoken.sessions.runner import Stream
 
 
 class TraceFile:

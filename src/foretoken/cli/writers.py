@@ -16,9 +16,8 @@ from foretoken.engine.stats import SequenceStats
 if TYPE_CHECKING:
     from foretoken.cli.prompts import Asked
     from foretoken.config.sampling import SamplingParams
-    from foretoken.sessions.outputs import RequestOutput, StreamOutput
-    from foretoken.sessions.stream import Stream
-    from foretoken.sessions.textstream import Segments
+    from foretoken.sessions.outputs import RequestOutput, Segments, StreamOutput
+    from foretoken.sessions.runner import Stream
 
 DRAFTED_STYLE = "green"
 

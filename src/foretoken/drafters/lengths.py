@@ -1,4 +1,6 @@
-"""Length policies: how long a draft should be. A policy is asked before every drafted token, never after."""
+"""Length policies: how long a draft should be, and drafters that ask one.
+
+A policy is asked before every drafted token, never after."""
 
 from __future__ import annotations
 
@@ -7,20 +9,22 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+from foretoken.engine.drafter import Budget, ContextDrafter, StepResult
+from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
-from foretoken.tree import DraftPlan
+from foretoken.tree import DraftPlan, DraftTree
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from foretoken.drafters.length_options import LengthOptions
-    from foretoken.engine.sequence import Sequence
 else:
     torch = Lazy("torch")
 
@@ -705,3 +709,39 @@ def calibrated_share(nats: float, reference: float, gamma_max: int) -> float:
     """
     share = min(nats / reference, 1.0) if reference > 0.0 else float(nats > 0.0)
     return share - 0.5 / max(gamma_max, 1)
+
+
+State = TypeVar("State")
+
+
+class PlannedDrafter(ContextDrafter, Generic[State]):
+    """A `ContextDrafter` with a length policy: its drafts carry what that has planned, and their outcome is told.
+
+    Args:
+      length_policy: decides how deep drafts are.
+    """
+
+    def __init__(self, length_policy: LengthPolicy) -> None:
+        self.length_policy = length_policy
+        self._state_of: dict[int, State] = {}
+
+    @abstractmethod
+    def new_state(self, row: Sequence) -> State:
+        """The state of a row that begins, which is kept until it is forgotten."""
+
+    def start(self, rows: Seq[Sequence]) -> None:
+        for row in rows:
+            self._state_of[row.id] = self.new_state(row)
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        trees = super().propose(rows, budgets)
+        return [tree.planned(self.length_policy.take_plan(row)) for tree, row in zip(trees, rows, strict=True)]
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        for row, result in zip(rows, results, strict=True):
+            self.length_policy.end(row, result.tree.depth, result.num_accepted)
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        for row in rows:
+            self.length_policy.forget(row)
+            self._state_of.pop(row.id, None)

@@ -6,9 +6,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from foretoken.accept.noise import RejectionNoise
-from foretoken.accept.rules import Verdict, block, match, rejection, walk
-from foretoken.accept.typical import typical
+from foretoken.accept.rules import RejectionNoise, Verdict, block, match, rejection, typical, walk
 from foretoken.config.acceptance import RULES, TYPICAL, TypicalLimits
 from foretoken.engine.sequence import Sequence
 from foretoken.law.sampling import argmax, choose, choose_at, probs

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from foretoken.engine.drafter import StepResult
-from foretoken.engine.joining import with_forced
 from foretoken.engine.outputs import RowOutput, logprobs_of
+from foretoken.engine.wrappers import with_forced
+from foretoken.errors import is_fatal, told
 from foretoken.law import sampling
-from foretoken.law.faults import is_fatal, told
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:

@@ -19,14 +19,13 @@ from foretoken.engine.exclusive_use import ExclusiveCall, ExclusiveUse
 from foretoken.engine.features import RowFeatures
 from foretoken.engine.forwards import NO_LIMIT, Forwards
 from foretoken.engine.governing import AnyGovernor, Governing
-from foretoken.engine.guarding import GuardedDrafter
-from foretoken.engine.joining import JoiningDrafter
 from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.memory import MemoryPlan
 from foretoken.engine.outputs import RowOutput
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import Clock, StepProfile
+from foretoken.engine.wrappers import GuardedDrafter, JoiningDrafter
 from foretoken.errors import ConfigError, EngineBusyError
 from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.lm import CausalLM

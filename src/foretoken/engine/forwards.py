@@ -6,11 +6,11 @@ from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+from foretoken.config.engine import Promise
 from foretoken.engine.budget import Budget, Limits
 from foretoken.engine.drafter import Requirements
 from foretoken.model.capture import Output, Wanted
 from foretoken.model.nodes import Nodes
-from foretoken.model.promise import Promise
 from foretoken.native.library import loaded_helpers
 from foretoken.tree import DraftTree
 

@@ -6,14 +6,12 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from foretoken.engine.cost_model import SHARE
-from foretoken.engine.governor import Governor
-from foretoken.engine.patience import Patience
+from foretoken.engine.governor import Governor, Patience
 from foretoken.engine.stats import Totals
 
 if TYPE_CHECKING:
-    from foretoken.engine.budget import Budget
+    from foretoken.engine.budget import Budget, Habit, NumNodes
     from foretoken.engine.cost_model import CostModel
-    from foretoken.engine.cutting import Habit, NumNodes
     from foretoken.engine.drafter import Drafter
     from foretoken.engine.outputs import RowOutput
     from foretoken.engine.sequence import Sequence

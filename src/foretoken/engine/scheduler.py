@@ -11,7 +11,7 @@ from itertools import accumulate, islice, takewhile
 from typing import TYPE_CHECKING
 
 from foretoken.model.cache.prefixes import Prefix
-from foretoken.model.promise import MOST_NODES
+from foretoken.native.abi import MOST_NODES
 
 if TYPE_CHECKING:
     from foretoken.config.engine import EngineConfig

@@ -15,9 +15,8 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence as EngineRow
 from foretoken.engine.stats import SequenceStats
-from foretoken.hf.columns import Columns, Endings
 from foretoken.hf.processors import RowPlace, is_shared, sampling_fields
-from foretoken.hf.prompts import InputRow
+from foretoken.hf.rows import Columns, Endings, InputRow
 from foretoken.law.noise import mix
 from foretoken.law.sampling import SamplingLaw, scores
 from foretoken.model.lm import CausalLM, Nodes

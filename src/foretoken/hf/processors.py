@@ -17,7 +17,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from foretoken.config.sampling import MIN_TEMPERATURE, SamplingParams
-from foretoken.hf.prompts import InputRow
+from foretoken.hf.rows import InputRow
 
 Fields = dict[str, Any]
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

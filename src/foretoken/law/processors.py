@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from foretoken.config.sampling import SamplingParams, check_named_tokens
-from foretoken.errors import ConfigError, ShapeError
+from foretoken.errors import ConfigError, ShapeError, is_fatal
 from foretoken.law import noise
-from foretoken.law.faults import is_fatal
 from foretoken.law.history import BadWords, NgramIndex, TokenArray, TokenCounts
 from foretoken.law.support import Warper
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from foretoken.errors import NoTokenError, NumericsError, ShapeError
 from foretoken.law import noise
-from foretoken.law.choice import argmax, largest, perturbed_best
-from foretoken.law.gumbel_topk import healthy_rows
+from foretoken.law.choice import argmax, healthy_rows, largest, perturbed_best
 from foretoken.law.processors import Path, SamplingLaw, check_shapes, process, processed
 from foretoken.law.support import Warper
 from foretoken.native import sample_kernels

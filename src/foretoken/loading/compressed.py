@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from foretoken.errors import UnsupportedModelError
 from foretoken.native.codes import Codes
-from foretoken.native.layouts import CODES_SPAN
+from foretoken.native.packed_matmul import CODES_SPAN
 
 METHOD = "compressed-tensors"
 FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")

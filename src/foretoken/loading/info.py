@@ -18,9 +18,9 @@ from foretoken.model.lm import CausalLM
 from foretoken.native.threads import threads_note
 
 if TYPE_CHECKING:
+    from foretoken.config.engine import Promise
     from foretoken.loading.packed_copy import PackedCopy
     from foretoken.loading.pairing import Drafting
-    from foretoken.model.promise import Promise
 
 LARGEST_BITS = 12
 """Of a weight, scales included, that is multiplied as it was rounded."""

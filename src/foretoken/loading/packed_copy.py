@@ -33,8 +33,7 @@ from foretoken.model.execution.forwards import replace_forward, replacement
 from foretoken.model.execution.packing import PackedLinear, PackedProduct, PackedRows, dense_weight
 from foretoken.model.lm import CausalLM
 from foretoken.native.library import library, source_digest
-from foretoken.native.packed_matmul import PackedMatrix
-from foretoken.native.taken import Facts
+from foretoken.native.packed_matmul import Facts, PackedMatrix
 from foretoken.progress import no_progress_bars
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
+from foretoken.config.engine import Promise
 from foretoken.errors import UnsupportedModelError
 from foretoken.machine import return_free_memory
 from foretoken.model.cache.ragged import KVCache
@@ -19,20 +20,16 @@ from foretoken.model.capture import Output, Recorder, Wanted
 from foretoken.model.dtypes import kv_dtype
 from foretoken.model.execution.attention import NotPassedOnError
 from foretoken.model.execution.compiled_layers import detach
-from foretoken.model.execution.execution import Execution, apply_execution
-from foretoken.model.execution.kinds import choose_execution, compute_dtype
+from foretoken.model.execution.execution import Execution, apply_execution, choose_execution, compute_dtype
 from foretoken.model.execution.rounding import quantize_weights
 from foretoken.model.independence import check_rows_independent, other_products, unchanged_attributes
 from foretoken.model.layouts import Layouts
 from foretoken.model.masks import SLIDING, Masks
 from foretoken.model.nodes import Logits, Nodes
-from foretoken.model.probe import Probe
-from foretoken.model.prober import Prober
-from foretoken.model.promise import Promise
-from foretoken.model.reduced import shadow
+from foretoken.model.prober import Probe, Prober
+from foretoken.model.reduced import runs_own_attention, shadow, trial
 from foretoken.model.state import ModelState
 from foretoken.model.support import check_autocast, check_supported, exact_context_length, fit_vocabulary, layer_types
-from foretoken.model.trial import runs_own_attention, trial
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,5 +1,6 @@
 """Copies of a model over the same tensors: its modules, which are never changed themselves, as a private shadow, and
-reduced to what decides how it uses masks, positions and caches: a few of its layers, in single precision.
+reduced to what decides how it uses masks, positions and caches: a few of its layers, in single precision; and
+forwards by which it is tried out how a model runs.
 
 That use is a property of a model's code, not of its depth, its vocabulary or its dtype. The reduced model runs that
 very code, and shares every tensor with the model it is made of.
@@ -15,12 +16,18 @@ import torch
 from torch import nn
 
 from foretoken.errors import UnsupportedModelError
+from foretoken.model.execution.attention import use_grouped_sdpa
+from foretoken.model.execution.execution import Execution
 from foretoken.model.execution.forwards import StandIn, replace_forward, replacement
-from foretoken.model.execution.packing import PackedLinear
+from foretoken.model.execution.packing import PackedLinear, packed_layers
+from foretoken.model.execution.sharing import unmultiplied
+from foretoken.model.nodes import Nodes
 from foretoken.model.support import take_out_compilation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from foretoken.model.lm import CausalLM
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -212,3 +219,49 @@ def _narrow(model: PreTrainedModel, window: int) -> None:
         for name, value in list(vars(holder).items()):
             if "window" in name and type(value) is int and value in widths:
                 setattr(holder, name, window)
+
+
+@torch.inference_mode()
+def trial(lm: CausalLM, num_nodes: int) -> torch.Tensor:
+    """Logits (1, N, V) of a chain of so many nodes. The forward is not counted."""
+    count, tokens = lm.num_forwards, [number % lm.vocab_size for number in range(num_nodes)]
+    try:
+        return lm.forward(Nodes.from_chains([tokens]), lm.new_cache(1, rounds=False))
+    finally:
+        lm.num_forwards = count
+
+
+@torch.inference_mode()
+def runs_own_attention(lm: CausalLM) -> str:
+    """Why attention of some layer does not run by the library's own kernels; empty where all does.
+
+    Structure decides, not values: which kernel takes a call follows from dtype, layout and kind of attention.
+    """
+    count, cache = lm.num_forwards, lm.new_cache(2, rounds=False)
+    with unmultiplied(packed_layers([lm.shadow])):
+        lm.forward(Nodes.from_chains([[0], [0, 0]]), cache)
+    lm.num_forwards = count
+    flat = lm.nodes_of_last_forward
+    if flat is None:
+        return "its code does not tell attention which node is whose"
+    if flat.runs_stock_attention:
+        return "its attention is more than masked sums (a soft cap, sinks, a bias of its own)"
+    return ""
+
+
+def representative(lm: CausalLM, layers: Sequence[int], dtype: torch.dtype | None, window: int) -> CausalLM:
+    """An adapter over a few of the layers, for the probe; see `foretoken.model.reduced`.
+
+    Args:
+      dtype: None for the whole model as it is.
+      window: of every sliding layer, if the model has any and theirs is wider.
+    """
+    narrow = None if lm.window is None else min(lm.window, window)
+    small = reduced(lm.shadow, lm.layers, layers, dtype, narrow)
+    return lm.over(small, Execution(small, "eager"), dtype=dtype, window=narrow)
+
+
+def group_attention(lm: CausalLM) -> None:
+    """Run attention as packed execution does."""
+    lm.execution.uses_grouped_attention = use_grouped_sdpa(lm.shadow)
+    lm.run_by(lm.execution)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from foretoken.errors import UnsupportedModelError
 from foretoken.model.execution.attention import SPECIAL_ARGUMENTS, seen_by
 from foretoken.model.nodes import Nodes
-from foretoken.model.trial import group_attention
+from foretoken.model.reduced import group_attention
 
 if TYPE_CHECKING:
     from foretoken.model.cache.ragged import KVCache

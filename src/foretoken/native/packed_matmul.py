@@ -8,7 +8,8 @@ sums every row in the same order whatever the number of rows.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
 
@@ -16,8 +17,39 @@ import torch
 
 from foretoken.native import abi, memory
 from foretoken.native.codes import Codes, StoredCodes, Unrounded, pieces, shift_of, times_halves
-from foretoken.native.layouts import CODES_BLOCK, CODES_SPAN, PAIRS_BLOCK, codes_shapes, float_shape, kept_dtype
 from foretoken.native.library import KINDS, Library
+
+PAIRS_BLOCK = 32
+"""Inputs and outputs of a block of pairs."""
+CODES_BLOCK, CODES_SPAN = 32, 64
+"""Outputs of a block of codes, and inputs whose activations are rounded together."""
+
+
+def float_shape(kind: int, outputs: int, inputs: int, block: int) -> tuple[int, ...]:
+    """Of a packed weight in floats; of pairs two tiles of 16 outputs per 32 inputs, pairs of inputs side by side."""
+    if kind == abi.PAIRS:
+        return -(-outputs // PAIRS_BLOCK), -(-inputs // PAIRS_BLOCK), 2, 16, 16, 2
+    return -(-outputs // block), inputs, block
+
+
+def kept_dtype(parts: Sequence[torch.Tensor]) -> torch.dtype:
+    """The smallest dtype that holds all numbers of weights of one dtype: their own, or of float32 a half."""
+    given = parts[0].dtype
+    if given != torch.float32:
+        return given
+    every = [part.detach()[first:last] for part in parts for first, last in pieces(part.shape)]
+    for half in (torch.bfloat16, torch.float16):
+        if all(torch.equal(piece.to(half).to(given), piece) for piece in every):
+            return half
+    return given
+
+
+def codes_shapes(bits: int, group: int, outputs: int, inputs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of packed codes, and of their scales and zeros."""
+    span, blocks = group or CODES_SPAN, -(-outputs // CODES_BLOCK)
+    whole = -(-inputs // span) * span
+    return (blocks, whole * bits // 32, CODES_BLOCK, 4), (blocks, whole // group if group else 1, CODES_BLOCK)
+
 
 SCALES = {torch.float32: abi.FLOAT32, torch.float16: abi.FLOAT16, torch.uint8: abi.BYTES, torch.int8: abi.MULTIPLES}
 """How scales and zeros may lie in memory."""
@@ -276,3 +308,71 @@ class CodesMatrix(PackedMatrix):
 def _begins_of(parts: Sequence[torch.Tensor | Unrounded | StoredCodes]) -> list[int]:
     """At which output parts begin that lie one after another."""
     return [0, *accumulate(part.shape[0] for part in parts)][: len(parts)]
+
+
+_DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the kernels are told of a matrix: fields of `abi.Matrix`."""
+
+    inputs: int
+    outputs: int
+    kind: int
+    group: int
+    activation_bytes: int
+    value_kind: int
+    half_shift: int
+
+    @classmethod
+    def of(cls, matrix: PackedMatrix) -> Facts:
+        """Of a matrix in memory."""
+        return cls(**{name: getattr(matrix.fields, name) for name in cls.__dataclass_fields__})
+
+    def matrix(self, kernels: Library, parts: Mapping[str, torch.Tensor]) -> NativeMatrix | CodesMatrix:
+        """The matrix again, over the parts that it had, for kernels by which these were packed.
+
+        Raises: ValueError for parts that are not those of such a matrix: kernels would read past them.
+        """
+        self._check(kernels, parts)
+        kind: type[NativeMatrix] | type[CodesMatrix] = NativeMatrix if self.kind in FLOATS else CodesMatrix
+        matrix = object.__new__(kind)
+        PackedMatrix.__init__(
+            matrix,
+            kernels,
+            (self.outputs, self.inputs),
+            self.kind,
+            parts["packed"],
+            parts.get("bias"),
+            parts.get("scales"),
+            parts.get("zeros"),
+            self.group,
+            self.activation_bytes,
+            _DTYPES[self.value_kind],
+            parts.get("scale_halves"),
+            parts.get("zero_halves"),
+        )
+        return matrix
+
+    def _check(self, kernels: Library, parts: Mapping[str, torch.Tensor]) -> None:
+        wanted: dict[str, tuple[int, ...]] = {"bias": (self.outputs,)} if "bias" in parts else {}
+        if self.kind in FLOATS:
+            dtypes = {torch.bfloat16 if self.kind == abi.PAIRS else _DTYPES[self.kind]}
+            is_known = self.kind != abi.PAIRS or kernels.has_pairs
+            wanted["packed"] = float_shape(self.kind, self.outputs, self.inputs, kernels.block)
+        else:
+            dtypes, is_known = {torch.uint8}, self.kind in (abi.NIBBLES, abi.BYTES) and self.activation_bytes in (1, 2)
+            bits = 8 if self.kind == abi.BYTES else 4
+            wanted["packed"], wanted["scales"] = codes_shapes(bits, self.group, self.outputs, self.inputs)
+            blocks, groups, lanes = wanted["scales"]
+            for name in [name for name in ("scales", "zeros") if name in parts]:
+                wanted[name], dtype = wanted["scales"], parts[name].dtype
+                is_known &= dtype in SCALES
+                if dtype == torch.int8:
+                    wanted[f"{name[:-1]}_halves"] = blocks, groups >> self.half_shift, lanes
+            halves = [part.dtype for name, part in parts.items() if name.endswith("_halves")]
+            is_known &= set(halves) <= {torch.float16} and groups >> self.half_shift << self.half_shift == groups
+        found = {name: tuple(part.shape) for name, part in parts.items()}
+        if not is_known or found != wanted or parts["packed"].dtype not in dtypes or self.value_kind not in _DTYPES:
+            raise ValueError(f"{found} are no parts of a matrix of {self}")

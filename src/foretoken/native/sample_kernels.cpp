@@ -1,5 +1,5 @@
 // The best tokens of rows of scores: the largest, the k largest, and the largest under keyed noise. Each reads a row
-// once; what it returns is what the passes of numpy in choice.py, gumbel_topk.py and noise.py return. Threads share the
+// once; what it returns is what the passes of numpy in choice.py and noise.py return. Threads share the
 // rows.
 
 #include "abi.h"

@@ -103,10 +103,10 @@ class CorpusFile:
             with self.path.open("rb") as raw:
                 if opened is open:
                     with self.path.open(encoding="utf-8-sig", newline="") as lines:
-                        yield cast(BinaryIO, lines.buffer), lines
+                        yield cast("BinaryIO", lines.buffer), lines
                 else:
-                    with cast(Any, opened)(raw, "rt", encoding="utf-8-sig") as lines:
-                        yield cast(BinaryIO, raw), lines
+                    with cast("Any", opened)(raw, "rt", encoding="utf-8-sig") as lines:
+                        yield cast("BinaryIO", raw), lines
         except UnicodeDecodeError as error:
             raise CorpusError(
                 f"{self.path} is not UTF-8 text (byte {error.object[error.start]:#04x}: {error.reason}); convert it, "

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from foretoken.llm import LLM
     from foretoken.serve.metrics import Metrics
     from foretoken.sessions.outputs import RequestOutput, StreamOutput
-    from foretoken.sessions.stream import Stream
+    from foretoken.sessions.runner import Stream
 
 
 class Backend(Protocol):

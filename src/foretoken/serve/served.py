@@ -21,7 +21,7 @@ from foretoken.errors import ConfigError
 from foretoken.loading.sources import check_parts
 from foretoken.machine import cpu_digest
 from foretoken.model.execution.packing import weight_sums
-from foretoken.model.promise import MOST_NODES
+from foretoken.native.abi import MOST_NODES
 from foretoken.serve.errors import ApiError
 from foretoken.serve.fields import shown, wrong_field
 from foretoken.serve.tokens import characters_per_token, encode

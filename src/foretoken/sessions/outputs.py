@@ -10,10 +10,15 @@ from foretoken.engine.prediction import PREDICTION
 from foretoken.engine.stats import SequenceStats, StepTrace
 
 if TYPE_CHECKING:
-    from foretoken.model.promise import Promise
+    from foretoken.config.engine import Promise
     from foretoken.tree import DraftTree
 
 T = TypeVar("T")
+
+Segments = tuple[tuple[str, str], ...]
+"""Pieces of text, each with the name of what proposed it."""
+TARGET = "target"
+"""Name of what proposes a token that was not drafted."""
 
 _SHOWN_CHARACTERS = 100  # of a text, and
 _SHOWN_SAMPLES = 3  # of the samples of a request, in the repr of a result
@@ -186,7 +191,7 @@ class StreamOutput:
     prompt_index: int
     index: int
     text: str
-    segments: tuple[tuple[str, str], ...]
+    segments: Segments
     token_ids: FrozenList[int]
     num_accepted: int
     finish_reason: str | None = None

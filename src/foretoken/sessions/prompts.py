@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from foretoken.config.keywords import check_unicode, whole_number
 from foretoken.config.sampling import SamplingParams
-from foretoken.errors import ConfigError, PromptError
-from foretoken.law.faults import described
+from foretoken.errors import ConfigError, PromptError, described
 from foretoken.law.noise import mix
 
 _SEED_BITS = 53  # of drawn seeds, so that every JSON reader can report and repeat them

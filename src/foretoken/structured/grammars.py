@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from foretoken.config.structured import StructuredOutputs
 from foretoken.errors import ConfigError, GrammarError
-from foretoken.structured.compiled import Compiled
-from foretoken.structured.matching import Matching, first_line
+from foretoken.structured.matching import Compiled, Matching, first_line
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from foretoken.errors import GrammarError
-from foretoken.structured.compiled import Compiled
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -16,19 +16,37 @@ if TYPE_CHECKING:
     from foretoken.tree import DraftTree
 
 
+class Compiled:
+    """A grammar that is compiled. Its matchers share an automaton, which every mask may add states to.
+
+    At the limit of states none of its matchers works any more (``is_full``), however few of them are one's own.
+
+    Args:
+      make: compiles it: a matcher to which no token was given yet.
+    """
+
+    def __init__(self, make: Callable[[], LLMatcher]) -> None:
+        self.num_masks, self.is_full = 0, False
+        self._make, self._matcher = make, make()
+
+    def matcher(self) -> LLMatcher:
+        """For an output that begins."""
+        return self._matcher.deep_copy()
+
+    def anew(self) -> Compiled:
+        """The same grammar with an automaton of its own. Raises: GrammarError."""
+        return Compiled(self._make)
+
+
 MOST_GUESSES = 4
 """Choices of one draft whose outcome is guessed."""
-
 NUM_BEFORE = 2
 """Tokens before a choice that make it the same as an earlier one, with what may follow."""
-
 LEAST_CHANCE = 0.7
 """Of a guess and those before it, below which it is not drafted. Where nodes cost most, 32 rows on two cores, drafts of
 which half were right cost what they brought."""
-
 FIRST_CHANCE = 0.9
 """Of a guess whose row has made none. With 200 random schemas 0.98 were right at temperature 0, and 0.71 at 1."""
-
 NEWEST = 0.2
 """What the newest guess weighs in that chance: rows whose guesses fail stop after two, and begin again as soon."""
 FULL = "too many states"

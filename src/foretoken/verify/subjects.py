@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 
 from foretoken.config.acceptance import RULES, TYPICAL, TypicalLimits
 from foretoken.config.sampling import SamplingParams
-from foretoken.errors import ConfigError
-from foretoken.law.faults import described
+from foretoken.errors import ConfigError, described
 from foretoken.law.noise import mix
 
 if TYPE_CHECKING:

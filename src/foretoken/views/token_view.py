@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from foretoken.sessions.textstream import TARGET
+from foretoken.sessions.outputs import TARGET
 
 if TYPE_CHECKING:
     from foretoken.sessions.outputs import StreamOutput

@@ -255,7 +255,7 @@ def test_what_is_kept_of_a_row_equals_a_fresh_pass(kind: str) -> None:
 def test_a_row_whose_states_are_no_numbers_leaves_nothing_behind() -> None:
     """What it wrote lies behind the columns of the next row in its place, masked: 0 * NaN must not be."""
     contexts = PrefixStates(hydra_heads(True).prefix, last_hidden, torch.device("cpu"))
-    long, bad, good = (cast(Sequence, SimpleNamespace(id=i, token_ids=[1] * 9)) for i in range(3))
+    long, bad, good = (cast("Sequence", SimpleNamespace(id=i, token_ids=[1] * 9)) for i in range(3))
     states = states_along(target(), (3, 1, 4, 1, 5, 9, 2))
     with torch.inference_mode():
         contexts._take_in([long, bad], [states[:6], torch.full((6, HIDDEN), torch.nan, dtype=torch.float64)], [0, 0])

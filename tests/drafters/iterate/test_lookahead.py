@@ -16,6 +16,7 @@ from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.context import DrafterContext, drafter_factory
+from foretoken.drafters.iterate.jacobi import PromptTokens
 from foretoken.drafters.iterate.lookahead import (
     LONGEST_REST,
     TRY_STEPS,
@@ -27,7 +28,6 @@ from foretoken.drafters.iterate.lookahead import (
 )
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.draft import GrowingDraft
-from foretoken.drafters.parts.guesses import PromptTokens
 from foretoken.engine.budget import Budget
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence

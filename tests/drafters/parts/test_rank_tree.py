@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.drafters.parts.published_trees import PUBLISHED_TREES
-from foretoken.drafters.parts.rank_tree import RankTree, path_value
+from foretoken.drafters.parts.rank_tree import PUBLISHED_TREES, RankTree, path_value
 from foretoken.engine.budget import Budget
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError
 

@@ -13,9 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts.layer_set import LayerSet
+from foretoken.drafters.parts.layer_set import MAX_TRIALS, PATIENCE, LayerSet, SwiftSearch
 from foretoken.drafters.parts.self_draft import SelfDrafter
-from foretoken.drafters.parts.swift import MAX_TRIALS, PATIENCE, SwiftSearch
 from foretoken.drafters.selfdraft.layer_skip import SwiftDrafter
 from foretoken.engine.engine import Engine
 from foretoken.errors import ConfigError, ShapeError
@@ -191,7 +190,7 @@ def test_a_candidate_has_to_beat_the_best_set_on_the_same_tokens() -> None:
 
 
 def test_without_optuna_all_candidates_are_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
-    import foretoken.drafters.parts.swift as module
+    import foretoken.drafters.parts.layer_set as module
 
     monkeypatch.setattr(module, "find_spec", lambda _: None)
     search = SwiftSearch(6)

@@ -22,10 +22,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from foretoken.errors import ConfigError, UnsupportedModelError
 from foretoken.model.cache.ragged import KVCache
-from foretoken.model.execution import kinds, packing
+from foretoken.model.execution import execution, packing
 from foretoken.model.execution.attention import GROUPED_SDPA, grouped_sdpa
-from foretoken.model.execution.execution import apply_execution
-from foretoken.model.execution.kinds import choose_execution
+from foretoken.model.execution.execution import apply_execution, choose_execution
 from foretoken.model.execution.packing import PackedLinear, cpu_has_bfloat16, embedding_weight, packed_dtype
 from foretoken.model.lm import CausalLM, Nodes
 from foretoken.model.reduced import shadow
@@ -184,15 +183,15 @@ class TestMemory:
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         model = build("llama")
-        monkeypatch.setattr(kinds, "available_memory_bytes", lambda: 1000)
+        monkeypatch.setattr(execution, "available_memory_bytes", lambda: 1000)
         assert apply_execution(shadow(model), "auto").kind == "eager"
         assert "execution='packed'" in caplog.text
         assert apply_execution(shadow(model), "packed").kind == "packed"
-        monkeypatch.setattr(kinds, "available_memory_bytes", lambda: None)
+        monkeypatch.setattr(execution, "available_memory_bytes", lambda: None)
         assert apply_execution(shadow(model), "auto").kind == "packed"
 
     def test_the_system_is_asked(self) -> None:
-        available = kinds.available_memory_bytes()
+        available = execution.available_memory_bytes()
         assert available is None or 10**6 < available < 10**14
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from foretoken import machine
 from foretoken.folders import cache_folder, locked
-from foretoken.model.execution import kept_kernels
-from foretoken.model.execution.kept_kernels import LISTING, folder_name, whole
+from foretoken.model.execution import inductor
+from foretoken.model.execution.inductor import LISTING, folder_name, whole
 from foretoken.native import build as compiling
 
 
@@ -75,7 +75,7 @@ def test_what_was_there_stays_where_something_new_fails(folder: Path, error: typ
 
 
 def test_who_cannot_get_in_has_a_copy_and_keeps_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_kernels, "LONGEST_WAIT", 0.01)
+    monkeypatch.setattr(inductor, "LONGEST_WAIT", 0.01)
     with locked(folder.with_name(f".{folder.name}.lock"), 1.0) as is_alone, whole(folder) as other:
         assert is_alone
         assert other != folder

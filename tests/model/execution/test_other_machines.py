@@ -15,8 +15,7 @@ import foretoken
 from foretoken import LLM
 from foretoken.errors import ConfigError
 from foretoken.model.execution import packing
-from foretoken.model.execution.execution import apply_execution
-from foretoken.model.execution.kinds import choose_execution
+from foretoken.model.execution.execution import apply_execution, choose_execution
 from foretoken.model.execution.packing import can_pack, cpu_has_bfloat16, packable, packed_dtype
 from foretoken.model.reduced import shadow
 from foretoken.testing import toy_model

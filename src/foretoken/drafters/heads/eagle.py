@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from foretoken.config.drafting import ModelOptions, branches, draft_length, node_limit
 from foretoken.config.method import Method
 from foretoken.config.options import flag, number, option
-from foretoken.drafters.heads.options import HeadOptions
+from foretoken.drafters.heads.options import HeadOptions, load_head
 from foretoken.drafters.parts.eagle_rows import EagleRows
-from foretoken.drafters.parts.growth import Growth
-from foretoken.drafters.parts.growth_options import GrowthOptions
-from foretoken.drafters.parts.head_loading import load_head
+from foretoken.drafters.parts.growth import Growth, GrowthOptions
 from foretoken.drafters.parts.head_states import HeadDrafter
 from foretoken.drafters.parts.reduced_output import VocabularyOptions, chosen_vocabulary, output_of
 from foretoken.heads.recognition import eagle_generation
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 
     import foretoken.heads.eagle as eagle
     import foretoken.heads.eagle_layouts as layouts
-    import foretoken.heads.eagle_structure as structure
     import foretoken.model.execution.packing as packing
     from foretoken.config.method import Contents
     from foretoken.drafters.context import DrafterContext
@@ -43,7 +40,6 @@ else:
     eagle = Lazy("foretoken.heads.eagle")
     layouts = Lazy("foretoken.heads.eagle_layouts")
     packing = Lazy("foretoken.model.execution.packing")
-    structure = Lazy("foretoken.heads.eagle_structure")
 
 USUAL_ACCURACIES = [[0.75, 0.11, 0.04, 0.025, 0.015, 0.01]] * 5
 """How often the candidate of each rank is right at each depth, for the tree where none is given. First ranks are about
@@ -223,11 +219,11 @@ def eagle_head(options: EagleHeadOptions, context: DrafterContext, generation: i
     return head
 
 
-def _facts(context: DrafterContext) -> structure.TargetFacts:
+def _facts(context: DrafterContext) -> layouts.TargetFacts:
     """What a head must fit."""
     target = context.target
     eos = getattr(context.tokenizer, "eos_token_id", None)
-    return structure.TargetFacts(
+    return layouts.TargetFacts(
         name=target.name,
         hidden_size=int(target.config.hidden_size),
         vocab_size=target.vocab_size,

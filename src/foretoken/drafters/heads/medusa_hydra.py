@@ -12,9 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from foretoken.config.method import Method
-from foretoken.drafters.heads.options import HeadOptions
+from foretoken.drafters.heads.options import HeadOptions, load_head
 from foretoken.drafters.parts.growth import Growth
-from foretoken.drafters.parts.head_loading import load_head
 from foretoken.drafters.parts.head_states import HeadDrafter, HeadStates, PrefixStates, last_hidden
 from foretoken.drafters.parts.reduced_output import chosen_vocabulary, rows_of_output
 from foretoken.engine.drafter import Features, Requirements

@@ -12,8 +12,8 @@ from foretoken.beginnings import shared_length
 from foretoken.config.drafting import DraftOptions, draft_length, node_limit
 from foretoken.config.method import Method
 from foretoken.config.options import flag, option, whole
+from foretoken.drafters.iterate.jacobi import PromptTokens
 from foretoken.drafters.parts.draft import GrowingDraft
-from foretoken.drafters.parts.guesses import PromptTokens
 from foretoken.engine.drafter import Budget, ContextDrafter, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from foretoken.config.drafting import ModelOptions, draft_length
 from foretoken.config.method import Method
 from foretoken.drafters.lengths import Fixed, LengthPolicy
-from foretoken.drafters.parts.growth import Growth
-from foretoken.drafters.parts.growth_options import GrowthOptions
+from foretoken.drafters.parts.growth import Growth, GrowthOptions
 from foretoken.drafters.parts.reduced_output import VocabularyOptions, chosen_vocabulary, reduced_model
 from foretoken.drafters.parts.rows import (
     CachedRow,

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, ClassVar
 from foretoken.config.drafting import BranchOptions, depth_within, draft_length, node_limit
 from foretoken.config.method import Method
 from foretoken.config.options import flag, number, one_of, option, path, whole
+from foretoken.drafters.iterate.jacobi import random_token
 from foretoken.drafters.length_options import LengthOptions
-from foretoken.drafters.lengths import CONFIDENCE, NOTHING, LengthPolicy, policy_of
-from foretoken.drafters.parts.guesses import random_token
+from foretoken.drafters.lengths import CONFIDENCE, NOTHING, LengthPolicy, PlannedDrafter, policy_of
 from foretoken.drafters.parts.ngram_storage import RUNNER_UP_WEIGHT, STORAGES, Guess, NGramStorage
-from foretoken.drafters.parts.planned import PlannedDrafter
 from foretoken.drafters.parts.state_file import check_writable, warned
 from foretoken.engine.drafter import Budget, StepResult
 from foretoken.engine.features import top_ids_of

@@ -10,8 +10,7 @@ from foretoken.config.drafting import DraftOptions, draft_length, node_limit
 from foretoken.config.method import Method
 from foretoken.config.options import one_of, option, whole
 from foretoken.drafters.length_options import LengthOptions
-from foretoken.drafters.lengths import LengthPolicy, policy_of
-from foretoken.drafters.parts.planned import PlannedDrafter
+from foretoken.drafters.lengths import LengthPolicy, PlannedDrafter, policy_of
 from foretoken.drafters.parts.suffix_index import MATCHES, SuffixIndex
 from foretoken.engine.drafter import Budget
 from foretoken.engine.sequence import Sequence

@@ -9,8 +9,7 @@ from foretoken.config.drafting import BranchOptions, branches, draft_length, nod
 from foretoken.config.method import Method
 from foretoken.config.options import flag, option, path, whole
 from foretoken.drafters.length_options import LengthOptions
-from foretoken.drafters.lengths import LengthPolicy, policy_of
-from foretoken.drafters.parts.planned import PlannedDrafter
+from foretoken.drafters.lengths import LengthPolicy, PlannedDrafter, policy_of
 from foretoken.engine.drafter import Budget
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError

@@ -7,14 +7,18 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from math import inf, log
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from foretoken.config.acceptance import RULES
-from foretoken.drafters.lengths import NOTHING, Fixed, LengthPolicy
+from foretoken.config.drafting import BranchOptions, depth_within, node_limit
+from foretoken.config.options import flag, number, one_of, option, whole
+from foretoken.drafters.length_options import ANY_LOOK, LengthOptions
+from foretoken.drafters.lengths import NOTHING, Fixed, LengthPolicy, policy_of
 from foretoken.drafters.parts.candidates import SHARPNESS, Candidates, Parents, Scored
 from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.engine.drafter import Budget, StepResult
 from foretoken.engine.sequence import Sequence
+from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
 from foretoken.tree import DraftTree
 
@@ -363,3 +367,58 @@ def _parents(picks: Seq[_Pick]) -> Parents:
     rows = [pick.draft.row for pick in picks]
     positions = [len(row.token_ids) + pick.depth for row, pick in zip(rows, picks, strict=True)]
     return Parents([row.law for row in rows], [pick.path for pick in picks], positions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowthOptions(LengthOptions, BranchOptions):
+    """How a draft is grown."""
+
+    looks: ClassVar[frozenset[str]] = ANY_LOOK
+    max_draft_nodes: int | None = node_limit()
+    draft_beam_width: int | None = option(
+        whole(1), help="nodes of a level that get children; by default num_draft_branches"
+    )
+    draft_rerank: bool = option(
+        flag(), False, "keep all siblings while a draft grows, and the likeliest max_draft_nodes of them in the end"
+    )
+    draft_sharpness: float | None = option(
+        number(0.0, above=True),
+        help="power of the drafter's law where draft_rerank ranks nodes for a greedy target; 1 is the law itself. By "
+        "default that by which first choices are right as often as they are said to be",
+    )
+    draft_sample_method: str = option(
+        one_of(("greedy", "probabilistic"), {"gumbel": "probabilistic"}),
+        "probabilistic",
+        "greedy takes the argmax of the drafter, probabilistic draws from its law",
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.draft_rerank and self.max_draft_nodes is None:
+            raise ConfigError("draft_rerank chooses the best nodes of a draft; give max_draft_nodes, how many")
+        if self.draft_rerank and not self.rule.shares_noise:
+            raise ConfigError(
+                f"rejection_sample_method={self.rule.name!r} needs every node that was drawn, and draft_rerank drops "
+                "the unlikely ones; use 'match'"
+            )
+
+    @property
+    def num_branches(self) -> int:
+        return max(self.num_draft_branches, self.draft_beam_width or 1)
+
+    def growth(self, target_vocab_size: int) -> dict[str, Any]:
+        """Arguments of `foretoken.drafters.parts.growth.Growth`."""
+        depth = self.num_speculative_tokens
+        if not self.draft_rerank:
+            depth = depth_within(depth, self.max_draft_nodes, self.draft_beam_width or self.num_draft_branches)
+        return {
+            "target_vocab_size": target_vocab_size,
+            "num_branches": self.num_draft_branches,
+            "beam_width": self.draft_beam_width,
+            "reranks": self.draft_rerank,
+            "max_nodes": self.max_draft_nodes if self.draft_rerank else None,
+            "sample_method": self.draft_sample_method,
+            "acceptance": self.rejection_sample_method,
+            "sharpness": self.draft_sharpness,
+            "policy": policy_of(self, depth),
+        }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from foretoken.config.options import one_of, option, whole
-from foretoken.drafters.parts.growth_options import GrowthOptions
+from foretoken.drafters.parts.growth import GrowthOptions
 from foretoken.drafters.parts.rows import CachedRow, CachedRows
 from foretoken.engine.drafter import OwnCache
 from foretoken.errors import ConfigError

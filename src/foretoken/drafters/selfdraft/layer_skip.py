@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from foretoken.config.drafting import draft_length
 from foretoken.config.method import Method
 from foretoken.config.options import one_of, option, path, whole, whole_numbers
-from foretoken.drafters.parts.growth_options import GrowthOptions
-from foretoken.drafters.parts.layer_set import LayerSet, run_once
+from foretoken.drafters.parts.growth import GrowthOptions
+from foretoken.drafters.parts.layer_set import FEWEST_LAYERS, NUM_SCORED, LayerSet, SwiftSearch, run_once
 from foretoken.drafters.parts.self_draft import SelfDrafter
-from foretoken.drafters.parts.swift import FEWEST_LAYERS, NUM_SCORED, SwiftSearch
 from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
 

@@ -19,9 +19,9 @@ from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
     from foretoken.drafters.context import DrafterContext
-    from foretoken.model import quantize
+    from foretoken.model.execution import rounding
 else:
-    quantize = Lazy("foretoken.model.quantize")
+    rounding = Lazy("foretoken.model.execution.rounding")
 
 LEAST_BITS = 7.0
 """Of the stored weights of a target, scales included: with fewer a copy of 4 bits would cost as much."""
@@ -47,7 +47,7 @@ def build(options: QuantizedSelfOptions, context: DrafterContext) -> SelfDrafter
         raise ConfigError(
             "the target has 4-bit weights already, so its 4-bit copy would cost as much; use ngram or auto"
         )
-    quantize.quantizable(target.execution.model, options.quantization_group_size, with_head=options.quantize_head)
+    rounding.quantizable(target.execution.model, options.quantization_group_size, with_head=options.quantize_head)
     return SelfDrafter(
         options.method,
         group_size=options.quantization_group_size,

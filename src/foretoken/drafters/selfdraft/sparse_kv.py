@@ -24,9 +24,10 @@ from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
     from foretoken.drafters.context import DrafterContext
-    from foretoken.model import quantize, sublayers, votes
+    from foretoken.model import sublayers, votes
+    from foretoken.model.execution import rounding
 else:
-    quantize = Lazy("foretoken.model.quantize")
+    rounding = Lazy("foretoken.model.execution.rounding")
     sublayers = Lazy("foretoken.model.sublayers")
     votes = Lazy("foretoken.model.votes")
 
@@ -72,7 +73,7 @@ def build(options: SparseKVOptions, context: DrafterContext) -> SelfDrafter | Dr
             sublayers.Sublayers.of(layer)
         layer_set.check(target.num_layers, target.name)
     if options.quantize_draft:
-        quantize.quantizable(target.execution.model, options.quantization_group_size)
+        rounding.quantizable(target.execution.model, options.quantization_group_size)
     return SelfDrafter(
         options.method,
         layer_set=layer_set,

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from foretoken.model.execution.calls import LayerCall, value_at
-from foretoken.model.execution.forwards import replacement
+from foretoken.model.execution.forwards import Rowwise, replacement
 from foretoken.model.execution.lowering import NotTraceableError
 from foretoken.model.execution.packing import PackedLinear
-from foretoken.model.execution.rowwise import Rowwise
 from foretoken.model.sublayers import LeftOut
 from foretoken.native.packed_matmul import PackedMatrix
 

@@ -26,8 +26,7 @@ from foretoken.model.execution.attention import grouped_sdpa
 from foretoken.model.execution.builds import check, layout_of, same_code, what_changed
 from foretoken.model.execution.calls import LayerCall, Recording, value_at
 from foretoken.model.execution.forwards import StandIn, replace_forward, replacement
-from foretoken.model.execution.inductor import Segment, compile_segment
-from foretoken.model.execution.kept_kernels import folder_name, whole
+from foretoken.model.execution.inductor import Segment, compile_segment, folder_name, whole
 from foretoken.model.execution.lowering import NotTraceableError, Source, ancestors
 from foretoken.model.execution.operators import Runner, attention
 from foretoken.model.execution.tracing import Tracer, build_of

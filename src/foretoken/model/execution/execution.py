@@ -7,6 +7,7 @@ tensors, and everything this file does is done to the shadow.
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -15,23 +16,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from foretoken.config.keywords import did_you_mean
+from foretoken.errors import ConfigError
+from foretoken.machine import available_memory_bytes
 from foretoken.model.execution.attention import use_grouped_sdpa
 from foretoken.model.execution.calls import NUM_NODES, Recording
 from foretoken.model.execution.compiled_layers import CompiledLayers, worth_compiling
 from foretoken.model.execution.ends import Ends, trace_ends
-from foretoken.model.execution.forwards import linears, replace_forward, replacement
-from foretoken.model.execution.kinds import choose_execution, compute_dtype, fits_in_memory
+from foretoken.model.execution.forwards import Rowwise, linears, replace_forward, replacement
 from foretoken.model.execution.lowering import NotTraceableError
 from foretoken.model.execution.native_program import NativeProgram
 from foretoken.model.execution.packing import (
     PackedLinear,
     PackedProduct,
+    can_pack,
     layers_in_floats,
     packable,
+    packed_dtype,
     packed_products,
+    packing_bytes,
     worth_packing,
 )
-from foretoken.model.execution.rowwise import Rowwise
 from foretoken.model.execution.sharing import groups, make_ready, read_rows, tied_embedding
 from foretoken.model.execution.tracing import layer_program
 from foretoken.model.independence import other_products, quantised_layers
@@ -45,6 +50,59 @@ if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
     from foretoken.model.nodes import FlatNodes, Logits
+
+
+WAYS = ("eager", "packed", "compiled")
+
+
+def compute_dtype(model: PreTrainedModel) -> torch.dtype:
+    """The dtype that a model computes in, even if its embedding is stored in blocks of bytes."""
+    dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+    return dtype if dtype.is_floating_point else model.dtype
+
+
+def choose_execution(kind: str, device: torch.device | str, dtype: torch.dtype) -> str:
+    """Resolve "auto" and check what the device can run.
+
+    Returns: "packed" for "auto" on CPUs that can pack ``dtype``, else "eager". `apply_execution` compiles the model,
+      too, where it is large enough and there is a C++ compiler.
+    Raises: ConfigError for an unknown kind, or one that the device cannot run.
+    """
+    check_kind(kind)
+    is_cpu = torch.device(device).type == "cpu"
+    if kind == "auto":
+        return "packed" if is_cpu and packed_dtype(dtype) else "eager"
+    if kind != "eager" and not is_cpu:
+        raise ConfigError(f"execution={kind!r} runs on CPUs, and the model is on {device}; use execution='eager'")
+    if kind == "packed" and not can_pack():
+        raise ConfigError(
+            f"execution='packed' needs oneDNN on x86, which torch does not have here ({platform.machine()}); use "
+            "execution='eager', or 'auto', which takes it"
+        )
+    return kind
+
+
+def check_kind(kind: str) -> None:
+    """Raises: ConfigError for an unknown kind."""
+    if kind != "auto" and kind not in WAYS:
+        raise ConfigError(f"execution={kind!r} is unknown; {did_you_mean(kind, ('auto', *WAYS), 0.6)}")
+
+
+def fits_in_memory(model: PreTrainedModel, release_originals: bool) -> bool:
+    """Whether packed weights leave a tenth of the available memory; tells the user when they do not."""
+    needed = packing_bytes(packable(model), release_originals)
+    available = available_memory_bytes()
+    if available is None or needed <= 0.9 * available:
+        return True
+    logger.warning(
+        "packed weights of %s need %.1f GB and %.1f GB are available, so it runs eagerly, several times slower on "
+        "drafts; pass execution='packed' to pack all the same.",
+        type(model).__name__,
+        needed / 1e9,
+        available / 1e9,
+    )
+    return False
+
 
 Model = TypeVar("Model", bound=nn.Module)
 

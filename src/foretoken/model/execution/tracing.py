@@ -27,11 +27,10 @@ from foretoken.model.execution.builds import (
     what_changed,
 )
 from foretoken.model.execution.calls import LayerCall, Recording, put, value_at
-from foretoken.model.execution.forwards import linears, replaced, replacement
+from foretoken.model.execution.forwards import Rowwise, linears, replaced, replacement
 from foretoken.model.execution.lowering import NODES_HINT, Lowering, NotTraceableError, Program, Source
 from foretoken.model.execution.operators import attention, product
 from foretoken.model.execution.packing import PackedLinear
-from foretoken.model.execution.rowwise import Rowwise
 from foretoken.model.sublayers import LeftOut
 
 one_trace_at_a_time = threading.RLock()

@@ -29,7 +29,7 @@ class Text:
 
 
 class Journal:
-    """What was delivered of a request: `foretoken.sessions.stream.Stream`, as far as answers read it.
+    """What was delivered of a request: `foretoken.sessions.runner.Stream`, as far as answers read it.
 
     Args:
       params: of each prompt, with a seed.

@@ -12,13 +12,12 @@ from foretoken.serve.errors import ApiError
 from foretoken.serve.served import Served
 
 if TYPE_CHECKING:
-    from foretoken.config.engine import EngineConfig
+    from foretoken.config.engine import EngineConfig, Promise
     from foretoken.config.sampling import SamplingParams
     from foretoken.config.speculative import SpeculativeConfig
     from foretoken.engine.stats import SequenceStats
     from foretoken.llm import LLM
     from foretoken.loading.info import ModelInfo
-    from foretoken.model.promise import Promise
     from foretoken.serve.app import Application
     from foretoken.sessions.outputs import RequestOutput, StreamOutput
 
