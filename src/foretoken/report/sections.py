@@ -150,22 +150,15 @@ def info(record: Record) -> Section:
 
 def profile(record: Record) -> Section:
     """Costs, acceptance and best lengths of tune and tune profile; of tune, why it chose, and what it compared."""
-    compared = [
-        Bar(one["name"], one["speedup"], one["low"], one["high"], _with_interval(one))
-        for one in record.get("compared", ())
-    ]
+    compared = [_with_interval(one["name"], one["speedup"], one) for one in record.get("compared", ())]
     curves = {
         f"{one['num_rows']} rows, {one['context']}": [(float(at), taken * 1e3) for at, taken in one["seconds"].items()]
         for one in record["costs"]
     }
     rates = [Bar(f"position {place}", rate) for place, rate in enumerate(record["acceptance"], 1)]
     found = [
-        Bar(
-            f"{one['num_rows']} rows, {one['context']}, K = {one['num_speculative_tokens']}",
-            one["speedup"],
-            one["low"],
-            one["high"],
-            _with_interval(one),
+        _with_interval(
+            f"{one['num_rows']} rows, {one['context']}, K = {one['num_speculative_tokens']}", one["speedup"], one
         )
         for one in record["settings"]
     ]
@@ -241,11 +234,12 @@ def acceptance(steps: Seq[Seq[int]]) -> Iterable[Part]:
 def _speed(label: str, one: Record) -> Bar:
     if one["num_prompts"] < 2:
         return Bar(label, one["ratio"], said=f"{one['ratio']:.2f}, one prompt")
-    return Bar(label, one["ratio"], one["low"], one["high"], f"{one['ratio']:.2f} ({one['low']:.2f}-{one['high']:.2f})")
+    return _with_interval(label, one["ratio"], one)
 
 
-def _with_interval(one: Mapping[str, Any]) -> str:
-    return f"{one['speedup']:.2f} ({one['low']:.2f}-{one['high']:.2f})"
+def _with_interval(label: str, value: float, one: Record) -> Bar:
+    low, high = one["low"], one["high"]
+    return Bar(label, value, low, high, f"{value:.2f} ({low:.2f}-{high:.2f})")
 
 
 def _median(label: str, ratios: Seq[float]) -> Bar:
