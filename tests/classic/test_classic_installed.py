@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from foretoken import zoo
-from foretoken.classic import install
-from foretoken.classic.installing import PACKAGES
+from foretoken.classic import PACKAGES, install
 from foretoken.errors import ConfigError
 
 IMPORTS = """\

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from foretoken.cli import app, jobs
+from foretoken.cli import app
+from foretoken.cli import generate as jobs
 from foretoken.folders import only_writer
 
 OPTIONS = ["--model", "zoo:tiny", "--raw", "--max-new-tokens", "6", "--temperature", "1", "--seed", "5"]

@@ -68,6 +68,7 @@ LONGER = {
     "model/execution/tracing.py": "one layer as a graph and as a program, and what a trace is made with",
     "model/lm.py": "the adapter is one class: made from a model, following its changes, and the one way in",
     "cli/chat.py": "one verb: its commands, and the terminal or pipe that it reads and writes",
+    "cli/generate.py": "one verb: to a terminal, or as a job into a file that goes on",
     "cli/info.py": "one verb: what a model is, and what the machine has where none is named",
     "loading/models.py": "one way in: from a name to a model in memory, its structure and its tokenizer",
     "loading/packed_copy.py": "one copy: what is kept of a packed model, where, and the same model again",
