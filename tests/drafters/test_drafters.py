@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -146,47 +146,26 @@ DRAFTERS: dict[str, MakeDrafter] = {
 }
 
 
-SLOW = frozenset(
-    {
-        "draft-model-greedy",
-        "draft-model-is-hopeless",
-        "ngram-tree",
-        "nasd-tree-random",
-        "nasd-shared",
-        "suffix-shared",
-        "jacobi-from-prompt",
-        "lookahead-without-pool",
-        "token-recycling-shared",
-    }
+QUICK = ("draft-model", "ngram", "nasd", "jacobi", "lookahead", "suffix", "rest", "token-recycling", "medusa")
+KINDS = (
+    *(*QUICK, "draft-model-tree", "ngram-tree", "nasd-shared", "suffix-shared", "token-recycling-shared"),
+    *("hydra++", "eagle", "eagle3", "perfect", "always-wrong"),
 )
-"""Variants of a drafter whose first entry belongs to the fast part."""
-
-FULL = frozenset(
-    {
-        "draft-model-greedy-tree",
-        "draft-model-heuristic",
-        "draft-model-is-target-tree",
-        "nasd-without-filler",
-        "nasd-single-random",
-        "jacobi-random",
-        "lookahead-narrow",
-        "token-recycling-vocabulary",
-        "token-recycling-empty",
-        "medusa-shared",
-        "hydra",
-        "hydra++-greedy",
-        "always-wrong-tree",
-    }
-)
-"""Variants that combine what others have: they conform in the whole matrix, which tries them at every depth."""
+"""What differs in kind; the others combine what these have, and conform in the whole matrix."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in DRAFTERS if name not in FULL]
-)
+def by_kind(names: Iterable[str]) -> list[Any]:
+    """Parameters: others run in the whole matrix alone."""
+    return [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow if name in KINDS else pytest.mark.full)
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize("name", by_kind(KINDS))
 def test_drafter_conforms(name: str) -> None:
-    """At some depths, variants at others; every ending inside a draft is tried at the deepest."""
-    check_drafter(DRAFTERS[name], target(), depths=(2, 5) if name in SLOW else (1, 3, 6))
+    """At two depths; every ending inside a draft is tried at the deeper."""
+    check_drafter(DRAFTERS[name], target(), depths=(1, 5))
 
 
 @pytest.mark.full
@@ -213,7 +192,7 @@ def test_a_drafter_that_is_always_right_needs_the_fewest_steps(name: str) -> Non
 NEVER_RIGHT = ("none", "always-wrong", "always-wrong-tree", "draft-model-is-hopeless")
 
 
-@pytest.mark.parametrize("name", [name for name in DRAFTERS if name not in NEVER_RIGHT])
+@pytest.mark.parametrize("name", by_kind(name for name in DRAFTERS if name not in NEVER_RIGHT))
 def test_what_conforms_is_accepted_too(name: str) -> None:
     """Or it would conform whatever was wrong with it."""
     requests = [(prompt, replace(GREEDY, max_tokens=40)) for prompt in PROMPTS]

@@ -33,15 +33,20 @@ BATCHES = (1, 5)
 
 QUICK = {("suffix+eagle3", "default", "sampled", 5), ("ngram", "strict", "greedy", 5)}
 """Cells that always run."""
-STRICT = {"ngram", "token_recycling", "draft_model, tree", "jacobi", "eagle3"}
+STRICT = {"ngram", "eagle3"}
 """Of which `make test` sees more than the default in a batch: a native model runs the same either way."""
-ELSEWHERE = ("ngram", "token_recycling", "draft_model, tree", "eagle3")
-"""What `make test` runs over stock kernels: chains and trees, of lookups, of a model and of a head."""
+ELSEWHERE = {
+    ("eager", "eagle3"),
+    ("float64", "token_recycling"),
+    ("no kernels", "ngram"),
+    ("no kernels", "draft_model, tree"),
+}
+"""What `make test` runs over stock kernels besides a quick one: chains and trees, of lookups, a model and a head."""
 
 
 SHAPE = {"max_model_len": 192, "prefill_chunk_size": 64, "strict_width": 8}
 """Of which every step of the fixed promise is; prompts are read in pieces."""
-FIXED = {("eager", "ngram", 1), ("float64", "ngram", 1), ("no kernels", "eagle3", 5)}
+FIXED = {("eager", "ngram", 1), ("no kernels", "eagle3", 5)}
 
 has_kernels = native.library() is not None
 
@@ -113,7 +118,7 @@ def elsewhere(way: str, exactness: str) -> Study:
             marks=[]
             if (way, method, mode) == ("eager", "token_recycling", "greedy")
             else pytest.mark.slow
-            if method in ELSEWHERE and mode == "greedy" and (way != "float64" or method == "token_recycling")
+            if (way, method) in ELSEWHERE and mode == "greedy"
             else pytest.mark.full,
         )
         for way, method, mode in product(WAYS, METHODS, MODES)

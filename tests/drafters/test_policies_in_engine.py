@@ -42,16 +42,19 @@ def drafter(policy: LengthPolicy, model: CausalLM | None = None, **options: Any)
 # -- nothing changes but the length --------------------------------------------------------------------------------
 
 
+CONFORMING = (("acceptance", 1), ("adaedl", 2))
+"""By what was accepted, and by the law after a token; over chains and over trees."""
+
+
 @pytest.mark.parametrize(
     ("name", "num_branches"),
     [
-        pytest.param(name, num_branches, marks=pytest.mark.slow if (number + num_branches) % 2 else pytest.mark.full)
-        for number, name in enumerate(POLICIES)
-        for num_branches in (1, 2)
+        pytest.param(name, branches, marks=pytest.mark.slow if (name, branches) in CONFORMING else pytest.mark.full)
+        for name in POLICIES
+        for branches in (1, 2)
     ],
 )
 def test_drafter_conforms(name: str, num_branches: int) -> None:
-    """Every policy, over chains or over trees."""
     check_drafter(lambda depth: drafter(POLICIES[name](depth), num_branches=num_branches), target(), depths=(1, 5))
 
 
@@ -84,7 +87,7 @@ def early(kind: str, acceptance: str, make: Callable[..., DraftModelDrafter] = D
     )
 
 
-QUICK = {("egag", "standard"), ("adaedl-tree", "standard"), ("confidence", "block")}
+QUICK = {("adaedl-tree", "standard"), ("confidence", "block")}
 CELLS = [
     pytest.param(kind, acceptance, marks=pytest.mark.slow if (kind, acceptance) in QUICK else pytest.mark.full)
     for kind in ("egag", "adaedl", "confidence", "acceptance", "egag-tree", "adaedl-tree")
@@ -116,7 +119,7 @@ def test_looking_at_the_drawn_token_is_found_out() -> None:
     """Fewer tokens are dropped where the policy stops early itself; so this one does not."""
     drafter = early("egag", "standard", Peeking)
     drafter.growth.policy = Fixed(3)
-    assert p_value_of(drafter, "standard", 1500) < 1e-9
+    assert p_value_of(drafter, "standard", 1000) < 1e-9
 
 
 @pytest.mark.parametrize("kind", ["egag", "adaedl", "confidence"])

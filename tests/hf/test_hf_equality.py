@@ -82,29 +82,28 @@ def check(model: PreTrainedModel, inputs: dict[str, torch.Tensor], hook: Any, **
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_batch_and_two_of_its_rows(config: str) -> None:
-    """What the two slow tests below show at length."""
+    """What the two tests below show at length; the draft model is often wrong."""
     hook = speculate("draft_model", model=draft())
     rows = prompts(5)
     check(target(), padded(rows), hook, **CONFIGS[config])
     for row in rows[:2]:
         check(target(), padded([row]), hook, **CONFIGS[config])
+    assert 0 < hook.stats.num_accepted_draft_tokens < hook.stats.num_draft_tokens
 
 
-@pytest.mark.parametrize("count", [pytest.param(6, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.full)])
+@pytest.mark.full
 @pytest.mark.parametrize("config", CONFIGS)
-def test_prompts_one_by_one(config: str, count: int) -> None:
-    """20 prompts x 6 configs, or 6 of them, batch 1, drafts of a model that is often wrong."""
+def test_prompts_one_by_one(config: str) -> None:
+    """20 prompts x 6 configs, batch 1."""
     hook = speculate("draft_model", model=draft())
-    for row in prompts(count):
+    for row in prompts(20):
         check(target(), padded([row]), hook, **CONFIGS[config])
-    assert hook.stats.num_accepted_draft_tokens > 0
-    assert hook.stats.num_accepted_draft_tokens < hook.stats.num_draft_tokens
 
 
 @pytest.mark.parametrize(
     ("config", "method"),
     [
-        pytest.param(config, method, marks=pytest.mark.slow if number in (0, 1 + i % 3) else pytest.mark.full)
+        pytest.param(config, method, marks=pytest.mark.slow if number == (i + 1) % 4 else pytest.mark.full)
         for i, config in enumerate(CONFIGS)
         for number, method in enumerate(["draft_model", "none", "ngram", "nasd"])
     ],

@@ -174,7 +174,7 @@ TAKES = frozenset(
 def test_known_defects_are_found_and_a_decoder_without_is_not_blamed(defect: str, llm: LLM) -> None:
     takes = frozenset({"temperature", "min_p", "n"}) if defect.startswith("min-p") else TAKES
     subject = FunctionSubject(Decoder(llm, defect), "a decoder", takes=takes)
-    found = verify(llm, PROMPTS, subject, max_tokens=12, budget_seconds=6.0, false_alarm_rate=0.001)
+    found = verify(llm, PROMPTS, subject, max_tokens=12, budget_seconds=4.0, false_alarm_rate=0.001)
     assert found.status == DEFECTS[defect], found.sentence()
 
 
@@ -202,7 +202,7 @@ def test_what_a_function_fails_for_is_left_out(llm: LLM) -> None:
         outputs = plain.generate({"prompt_token_ids": prompt}, params)[0].outputs
         return [list(output.token_ids) for output in outputs] if params.n > 1 else list(outputs[0].token_ids)
 
-    found = verify(llm, PROMPTS, FunctionSubject(decoder), max_tokens=8, budget_seconds=8.0)
+    found = verify(llm, PROMPTS, FunctionSubject(decoder), max_tokens=8, budget_seconds=4.0)
     left = {(one.check, one.feature) for one in found.findings if "NotImplementedError: no such" in one.found}
     assert ("tokens", "stop string") in left
     assert found.status == "lossless", found.sentence()
@@ -226,7 +226,7 @@ def test_a_keyed_decoder_has_to_heed_its_seed(defect: str, status: str, feature:
         samples = [list(output.token_ids) for output in outputs]
         return samples if params.n > 1 else samples[0]
 
-    found = verify(llm, PROMPTS, FunctionSubject(decoder, is_keyed=True), max_tokens=12, budget_seconds=12.0)
+    found = verify(llm, PROMPTS, FunctionSubject(decoder, is_keyed=True), max_tokens=8, budget_seconds=4.0)
     assert found.status == status, found.sentence()
     assert not feature or ("tokens", feature) in [(one.check, one.feature) for one in found.broken]
 
@@ -234,8 +234,7 @@ def test_a_keyed_decoder_has_to_heed_its_seed(defect: str, status: str, feature:
 @pytest.mark.parametrize(
     "config",
     [
-        "ngram",
-        "suffix+token_recycling",
+        pytest.param("suffix+token_recycling", marks=pytest.mark.full),
         {"method": "ngram", "rejection_sample_method": "standard"},
         {"method": "draft_model", "rejection_sample_method": "block", "num_speculative_tokens": 3},
         "auto",
@@ -243,7 +242,7 @@ def test_a_keyed_decoder_has_to_heed_its_seed(defect: str, status: str, feature:
     ids=str,
 )
 def test_lossless_methods_are_found_lossless(config: Any, llm: LLM) -> None:
-    found = verify(llm.with_speculative_config(config), PROMPTS, max_tokens=16, budget_seconds=8.0)
+    found = verify(llm.with_speculative_config(config), PROMPTS, max_tokens=16, budget_seconds=5.0)
     assert found.status == "lossless", found.sentence()
     assert found.num_accepted
     assert {finding.check for finding in found.findings} >= {"tokens", "law", "control"}
@@ -255,7 +254,7 @@ def test_the_lossy_rule_is_found_out(llm: LLM) -> None:
         llm.with_speculative_config({"method": "medusa", "rejection_sample_method": "typical"}),
         PROMPTS,
         max_tokens=8,
-        budget_seconds=6.0,
+        budget_seconds=4.0,
     )
     assert found.status == "not lossless", found.sentence()
     assert found.exit_status == 3
@@ -265,7 +264,7 @@ def test_what_drafting_pays_is_not_its_business(llm: LLM, caplog: pytest.LogCapt
     """Of its forced drafts, verify once said that they hardly pay, and to try another method."""
     subject = llm.with_speculative_config({"method": "suffix", "num_speculative_tokens": 16})
     with caplog.at_level("INFO", logger="foretoken"):
-        verify(subject, ["Lily said", "One day"], max_tokens=24, budget_seconds=6.0)
+        verify(subject, ["Lily said", "One day"], max_tokens=24, budget_seconds=2.0)
     assert "pays" not in caplog.text
 
 
@@ -302,7 +301,7 @@ def test_a_function_that_takes_no_n_is_asked_for_one_sample_at_a_time(llm: LLM) 
         return list(plain.generate({"prompt_token_ids": prompt}, params)[0].outputs[0].token_ids)
 
     subject = FunctionSubject(decoder, takes=frozenset({"temperature"}))
-    found = verify(llm, PROMPTS, subject, max_tokens=8, budget_seconds=6.0)
+    found = verify(llm, PROMPTS, subject, max_tokens=8, budget_seconds=4.0)
     assert found.status == "lossless", found.sentence()
     assert {n for n, _ in asked} == {1}
     assert len({seed for _, seed in asked}) > FEWEST / 2
@@ -329,7 +328,8 @@ def law_after(text: tuple[int, ...], law: np.ndarray[Any, Any] = LAW) -> np.ndar
 
 
 def drawn(rng: np.random.Generator, number: int, law: Callable[..., np.ndarray[Any, Any]]) -> list[tuple[int, ...]]:
-    return [tuple(int(rng.choice(4, p=law((0,) * place))) for place in range(2)) for _ in range(number)]
+    columns = [rng.choice(4, size=number, p=law((0,) * place)) for place in range(2)]
+    return [(int(first), int(second)) for first, second in zip(*columns, strict=True)]
 
 
 def test_the_enumerated_law_is_whole() -> None:
@@ -389,7 +389,7 @@ def false_alarms(num_runs: int, level: float) -> int:
 
 
 def test_false_alarms_are_as_rare_as_promised() -> None:
-    assert false_alarms(100, 0.05) <= 13  # chance of more: one in a thousand
+    assert false_alarms(40, 0.05) <= 7  # chance of more: one in a thousand
 
 
 NUM_CONTINUATIONS = (64, 256, 1024, 4096)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from covering import pairwise
 from eagle_heads import HandsOn, Unrolled, logits_of, model, random_head, streams_of, target, trained
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
@@ -51,7 +52,7 @@ def chains(head: EagleHead, depth: int) -> EagleDrafter:
     ("generation", "is_hopeless"),
     [
         (3, True),
-        pytest.param(1, False, marks=pytest.mark.slow),
+        pytest.param(1, False, marks=pytest.mark.full),
         pytest.param(1, True, marks=pytest.mark.full),
         pytest.param(3, False, marks=pytest.mark.full),
     ],
@@ -62,9 +63,7 @@ def test_chains_and_hopeless_heads_conform(generation: int, is_hopeless: bool) -
     check_drafter(make, target(), depths=(2,) if is_hopeless else (3,))
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("make", [drafter, chains])
-@pytest.mark.parametrize("generation", [1, 3])
+@pytest.mark.parametrize(*pairwise(generation=[1, 3], make=[drafter, chains], params=[GREEDY, SAMPLED]))
 def test_drafts_of_a_head_that_knows_the_text_are_accepted_to_their_end(
     generation: int, make: Callable[..., EagleDrafter], params: SamplingParams
 ) -> None:

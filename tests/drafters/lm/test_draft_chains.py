@@ -186,7 +186,7 @@ def target(dtype: torch.dtype) -> CausalLM:
     return CausalLM(toy_model(V, dtype=dtype, **SIZES), execution="packed")
 
 
-@pytest.mark.parametrize("branches", [1, 2])
+@pytest.mark.parametrize("branches", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_every_text_stays(branches: int) -> None:
     """By the conformance suite, with a drafter that is right now and then."""
 

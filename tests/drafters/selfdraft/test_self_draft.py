@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ DRAFTERS: dict[str, Callable[[], SelfDrafter]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "drafter"), in_turns(DRAFTERS, 2))
+@pytest.mark.parametrize(("name", "drafter"), in_turns(DRAFTERS))
 def test_self_drafting_changes_no_token(name: str, drafter: str) -> None:
     """Five ragged rows in one batch, every architecture, every mode, float64."""
     trace = run_mixed(name, DRAFTERS[drafter]())
@@ -72,7 +73,7 @@ def test_self_drafting_changes_no_token_in_any_mode(name: str, drafter: str, mod
     ("make", "num_branches"),
     [
         (quantized_self, 1),
-        pytest.param(layer_skip, 3, marks=pytest.mark.slow),
+        pytest.param(layer_skip, 3, marks=pytest.mark.full),
         pytest.param(quantized_self, 3, marks=pytest.mark.full),
         pytest.param(layer_skip, 1, marks=pytest.mark.full),
     ],
@@ -218,6 +219,11 @@ def test_the_output_embedding_keeps_its_weights_unless_asked() -> None:
 # -- by name, and refusals -----------------------------------------------------------------------------------------
 
 
+@cache
+def zoo_tiny() -> LLM:
+    return LLM("zoo:tiny")
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -232,8 +238,8 @@ def test_the_output_embedding_keeps_its_weights_unless_asked() -> None:
 def test_self_drafting_is_chosen_by_name_on_the_zoo(config: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=24, temperature=0.0)
     prompt = {"prompt_token_ids": list(range(40, 60))}
-    expected = LLM("zoo:tiny").generate([prompt], params)[0].outputs[0].token_ids
-    (output,) = LLM("zoo:tiny", speculative_config=config).generate([prompt], params)
+    expected = zoo_tiny().generate([prompt], params)[0].outputs[0].token_ids
+    (output,) = zoo_tiny().with_speculative_config(config).generate([prompt], params)
     assert output.outputs[0].token_ids == expected
     assert output.metrics.speculative_decoding["num_draft_tokens"] > 0
 

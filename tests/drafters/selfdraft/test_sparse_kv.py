@@ -82,12 +82,9 @@ def test_a_part_of_the_cache_changes_no_token(name: str, drafter: str) -> None:
 
 
 SHAPES = [
-    ("streaming", 1),
-    pytest.param("snapkv", 3, marks=pytest.mark.slow),
-    pytest.param("streaming", 3, marks=pytest.mark.full),
-    pytest.param("snapkv", 1, marks=pytest.mark.full),
+    ("snapkv", 3),
+    *(pytest.param(*shape, marks=pytest.mark.full) for shape in (("streaming", 1), ("streaming", 3), ("snapkv", 1))),
 ]
-"""Chains of one view, trees of the other; what is left in the whole matrix."""
 
 
 @pytest.mark.parametrize(("selector", "num_branches"), SHAPES)

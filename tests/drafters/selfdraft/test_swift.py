@@ -56,7 +56,7 @@ REQUESTS = [
 ]
 
 
-@pytest.mark.parametrize("num_branches", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_branches", [3, pytest.param(1, marks=pytest.mark.full)])
 def test_searching_conforms(num_branches: int) -> None:
     check_drafter(lambda depth: swift(depth, num_branches=num_branches), target(), depths=(3,))
 
