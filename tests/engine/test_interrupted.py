@@ -69,7 +69,8 @@ def test_what_ctrl_c_has_left_disturbs_no_later_step(config: Any) -> None:
     llm = LLM(toy_model(seed=3), config)
     expected = LLM(toy_model(seed=3)).generate(PROMPT, PARAMS)[0].outputs[0].token_ids
     _, edges = interrupted(llm, 0)
-    places = [place for place, edge in enumerate(edges, 1) if edges.index(edge) == place - 1]  # once for each line
+    ends = {edge: place for place, edge in enumerate(edges, 1)}
+    places = sorted({*ends.values(), *(1 + edges.index(edge) for edge in ends)})  # first and last of each line
     assert len(places) > 4
     for place in places:
         left, _ = interrupted(llm, place)
