@@ -647,7 +647,7 @@ def test_transformers_runs_the_weights_that_this_library_runs(tmp_path: Path) ->
     grown = Suite(rounded.pair, "512x1408", settings)
     assert grown.target.quantization == "int8"
 
-    path = write_llama(tmp_path / "m.gguf", GGMLQuantizationType.Q8_0).path
+    path = write_llama(tmp_path / "m.gguf", GGMLQuantizationType.Q8_0, speaks=True).path
     stored = models.load_pair(str(path), None, "float32", weights="stored")
     assert (stored.adapted("auto").quantization, stored.reference()) == ("stored", stored.target)
     with pytest.raises(ConfigError, match="leave one of the two out"):

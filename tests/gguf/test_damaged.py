@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from foretoken.errors import CheckpointError, ForetokenError
 from foretoken.gguf.header import read_header
 from foretoken.loading.models import load_model
-from gguf_files import tokenizer_entries, write_llama
+from gguf_files import write_llama
 
 LIES = ("shape", "dimensions", "type", "offset", "bytes", "end", "exchange")
 SIZES = (0, 1, 32, 128, 255, 256, 257, 512, 2**20, 2**40, 2**63, 2**64 - 1)
@@ -64,10 +64,7 @@ def loaded(file: Path, weights: str | None) -> tuple[PreTrainedModel | None, For
 def test_a_lie_in_the_header_is_refused_by_name_or_does_no_harm(lie: str, num_files: int, tmp_path: Path) -> None:
     """Whole loads, dequantised and as stored, of types that are mixed by layer; what is read runs."""
     kinds = {"attn_v": Kind.Q8_0, "ffn_down": Kind.Q6_K, "ffn_up": Kind.IQ4_NL}
-    sizes = {"vocab_size": 512, "num_hidden_layers": 1}
-    written = write_llama(
-        tmp_path / "m.gguf", Kind.Q4_0, kinds=kinds, metadata=dict.fromkeys(tokenizer_entries()), **sizes
-    )
+    written = write_llama(tmp_path / "m.gguf", Kind.Q4_0, kinds=kinds)
     data, header = written.path.read_bytes(), read_header(written.path)
     places = []
     for tensor in header.tensors:
@@ -90,7 +87,7 @@ def test_a_lie_in_the_header_is_refused_by_name_or_does_no_harm(lie: str, num_fi
 
 def test_a_type_of_smaller_blocks_is_refused(tmp_path: Path) -> None:
     """Bytes behind the tensor would belong to nobody, and its weights would be others."""
-    written = write_llama(tmp_path / "m.gguf", Kind.Q8_0, vocab_size=512, num_hidden_layers=1)
+    written = write_llama(tmp_path / "m.gguf", Kind.Q8_0)
     data, name = bytearray(written.path.read_bytes()), b"blk.0.ffn_up.weight"
     struct.pack_into("<I", data, data.index(name) + len(name) + 20, Kind.Q4_0)
     written.path.write_bytes(data)
@@ -112,17 +109,14 @@ def test_sizes_that_the_file_has_no_weights_for_are_refused(
     entry: str, size: int, refusal: str, tmp_path: Path
 ) -> None:
     """Before modules or weights are made of them: one damaged byte of a number of layers filled the memory."""
-    metadata = {**dict.fromkeys(tokenizer_entries()), entry: size}
-    written = write_llama(tmp_path / "m.gguf", Kind.Q8_0, metadata=metadata, vocab_size=512, num_hidden_layers=1)
+    written = write_llama(tmp_path / "m.gguf", Kind.Q8_0, metadata={entry: size})
     with pytest.raises(CheckpointError, match=refusal):
         load_model(written.path)
 
 
 def test_an_alignment_below_nothing_is_refused(tmp_path: Path) -> None:
     """Tensors would begin within the header."""
-    written = write_llama(
-        tmp_path / "m.gguf", Kind.Q8_0, metadata={"general.alignment": 32}, vocab_size=512, num_hidden_layers=1
-    )
+    written = write_llama(tmp_path / "m.gguf", Kind.Q8_0, metadata={"general.alignment": 32})
     data, name = bytearray(written.path.read_bytes()), b"general.alignment"
     place = data.index(name) + len(name)
     struct.pack_into("<Ii", data, place, 5, -32)

@@ -28,7 +28,7 @@ from foretoken.gguf.header import read_header
 from foretoken.gguf.model import check_readable, end_token_ids, llama3_factors, stored_dtype
 from foretoken.gguf.tokenizer import merges_by_score, read_tokenizer
 from foretoken.loading.models import load_model, load_tokenizer
-from gguf_files import tokenizer_entries, write_llama
+from gguf_files import write_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 TEXT = "In 1969 I'd 12345 apples,\n\n  don't   you?  déjà vu 東京 🙂  5 <|user|>Hi<|end|>"
@@ -36,14 +36,20 @@ TEXT = "In 1969 I'd 12345 apples,\n\n  don't   you?  déjà vu 東京 🙂  5 <|
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file in half precision, which tests may read."""
-    return write_llama(tmp_path_factory.mktemp("gguf") / "plain.gguf", Kind.F16).path
+    """A file in half precision with a tokenizer, which tests may read."""
+    return write_llama(tmp_path_factory.mktemp("gguf") / "plain.gguf", Kind.F16, speaks=True).path
+
+
+@pytest.fixture(scope="module")
+def silent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small file without a tokenizer, which is read in no time."""
+    return write_llama(tmp_path_factory.mktemp("gguf") / "silent.gguf", Kind.F16).path
 
 
 @pytest.fixture
-def file(plain: Path, tmp_path: Path) -> Path:
+def file(silent: Path, tmp_path: Path) -> Path:
     """A copy, which a test may damage."""
-    return Path(shutil.copy(plain, tmp_path / "model.gguf"))
+    return Path(shutil.copy(silent, tmp_path / "model.gguf"))
 
 
 # -- weights ---------------------------------------------------------------------------------------------------------
@@ -54,7 +60,7 @@ def test_logits_are_those_of_the_same_weights_from_safetensors(kind: Kind, tmp_p
     """Bit for bit, in float32 and bfloat16; with a separate output layer, which the tied files below lack."""
     written = write_llama(tmp_path / "model.gguf", kind, tie_word_embeddings=kind is Kind.Q8_0)
     written.model.save_pretrained(tmp_path / "saved")
-    ids = torch.arange(40)[None] * 37 % 4096
+    ids = torch.arange(40)[None] * 37 % 512
     for dtype in (torch.float32, torch.bfloat16):
         loaded = load_model(written.path, dtype=dtype).model
         expected = LlamaForCausalLM.from_pretrained(tmp_path / "saved", dtype=dtype)
@@ -86,22 +92,22 @@ def test_a_gguf_model_speaks_and_drafts_like_any_other(plain: Path) -> None:
     ],
 )
 def test_quantised_weights_count_as_bfloat16(kind: Kind, dtype: torch.dtype, tmp_path: Path) -> None:
-    written = write_llama(tmp_path / "model.gguf", kind, num_hidden_layers=1)
+    written = write_llama(tmp_path / "model.gguf", kind)
     assert stored_dtype(read_header(written.path)) == dtype
-    assert load_model(written.path, device="cpu").stored_dtype == dtype
+    assert load_model(written.path).stored_dtype == dtype
 
 
 def test_every_end_of_a_turn_ends_the_text(tmp_path: Path) -> None:
     metadata = {"tokenizer.ggml.eot_token_id": 9, "tokenizer.ggml.eom_token_id": 3}
-    written = write_llama(tmp_path / "model.gguf", metadata=metadata, num_hidden_layers=1)
+    written = write_llama(tmp_path / "model.gguf", metadata=metadata, speaks=True)
     assert end_token_ids(read_header(written.path)) == [3, 9]
     assert load_model(written.path).model.generation_config.eos_token_id == [3, 9]
 
 
-def test_progress_bars_of_the_reader_can_be_hidden(plain: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_bars_of_the_reader_can_be_hidden(silent: Path, capfd: pytest.CaptureFixture[str]) -> None:
     transformers_logging.disable_progress_bar()
     try:
-        load_model(plain)
+        load_model(silent)
     finally:
         transformers_logging.enable_progress_bar()
     assert capfd.readouterr().err == ""
@@ -121,23 +127,23 @@ def test_scaled_positions_of_llama3_are_found_again(tmp_path: Path) -> None:
     found = loaded.config.rope_parameters
     assert found["rope_type"] == "llama3"
     assert {key: found[key] for key in LLAMA3} == LLAMA3
-    ids = torch.arange(300)[None] * 37 % 4096
+    ids = torch.arange(300)[None] * 37 % 512
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=ids).logits, written.model(input_ids=ids).logits)
 
 
 def test_factors_of_one_change_nothing(tmp_path: Path) -> None:
     factors = np.ones(32, dtype=np.float32)
-    written = write_llama(tmp_path / "m.gguf", metadata={"rope_freqs.weight": factors}, num_hidden_layers=1)
+    written = write_llama(tmp_path / "m.gguf", metadata={"rope_freqs.weight": factors})
     assert load_model(written.path).model.config.rope_parameters["rope_type"] == "default"
 
 
 def test_other_scaling_is_refused(tmp_path: Path) -> None:
     factors = np.linspace(1, 9, 32, dtype=np.float32)
-    written = write_llama(tmp_path / "a.gguf", metadata={"rope_freqs.weight": factors}, num_hidden_layers=1)
+    written = write_llama(tmp_path / "a.gguf", metadata={"rope_freqs.weight": factors})
     with pytest.raises(UnsupportedModelError, match=r"factors \(rope_freqs.weight\) that are not those of Llama 3.1"):
         LLM(written.path)
-    written = write_llama(tmp_path / "b.gguf", metadata={"llama.rope.scaling.type": "yarn"}, num_hidden_layers=1)
+    written = write_llama(tmp_path / "b.gguf", metadata={"llama.rope.scaling.type": "yarn"})
     with pytest.raises(UnsupportedModelError, match=r"scales its rotary positions \(yarn\)"):
         LLM(written.path)
 
@@ -145,8 +151,8 @@ def test_other_scaling_is_refused(tmp_path: Path) -> None:
 def test_tensors_that_nobody_reads_are_not_passed_over(tmp_path: Path) -> None:
     """A Llama with biases is written so, and `transformers` would load it without them."""
     bias = {"blk.0.attn_q.bias": np.ones(256, dtype=np.float32)}
-    written = write_llama(tmp_path / "m.gguf", metadata=bias, num_hidden_layers=1)
-    with pytest.raises(UnsupportedModelError, match="has a place for 2491136 of them"):
+    written = write_llama(tmp_path / "m.gguf", metadata=bias)
+    with pytest.raises(UnsupportedModelError, match=r"has a place for \d+ of them"):
         LLM(written.path)
 
 
@@ -166,7 +172,7 @@ def test_the_tokenizer_and_the_chat_template_come_from_the_file(plain: Path) -> 
 
 def split_by(pre: str, tmp_path: Path, text: str) -> list[str]:
     """The pieces of a text, in which tokens are single bytes, so that they show the splits and nothing else."""
-    path = write_llama(tmp_path / f"{pre}.gguf", metadata={"tokenizer.ggml.pre": pre}, num_hidden_layers=1).path
+    path = write_llama(tmp_path / f"{pre}.gguf", metadata={"tokenizer.ggml.pre": pre}, speaks=True).path
     backend = read_tokenizer(read_header(path)).backend_tokenizer
     return [text[slice(*span)] for _, span in backend.pre_tokenizer.pre_tokenize_str(text)]
 
@@ -189,7 +195,7 @@ def test_text_is_split_as_the_model_was_trained(pre: str, pieces: list[str], tmp
 
 def test_an_unknown_split_is_told(plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     metadata = {"tokenizer.ggml.pre": "of-tomorrow"}
-    path = write_llama(tmp_path / "m.gguf", metadata=metadata, num_hidden_layers=1).path
+    path = write_llama(tmp_path / "m.gguf", metadata=metadata, speaks=True).path
     assert load_tokenizer(path)(TEXT) == load_tokenizer(plain)(TEXT)
     assert "called 'of-tomorrow', which foretoken does not know" in caplog.text
 
@@ -216,9 +222,7 @@ def test_a_sentencepiece_tokenizer_gives_the_ids_of_sentencepiece(tmp_path: Path
         kinds = [(2, original.is_unknown), (3, original.is_control), (6, original.is_byte)]
         return next((kind for kind, is_kind in kinds if is_kind(token)), 1)
 
-    dropped = dict.fromkeys(key for key in tokenizer_entries() if key.startswith("tokenizer."))
     metadata: dict[str, Any] = {
-        **dropped,
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": [original.id_to_piece(token) for token in range(size)],
         "tokenizer.ggml.scores": [original.get_score(token) for token in range(size)],
@@ -242,15 +246,14 @@ def test_merges_follow_the_scores() -> None:
 
 
 def test_a_tokenizer_that_is_not_read_can_be_given(tmp_path: Path) -> None:
-    path = write_llama(tmp_path / "m.gguf", metadata={"tokenizer.ggml.model": "bert"}, num_hidden_layers=1).path
+    path = write_llama(tmp_path / "m.gguf", metadata={"tokenizer.ggml.model": "bert"}, speaks=True).path
     with pytest.raises(UnsupportedModelError, match=r"tokenizer of the kind 'bert' .* tokenizer=DIRECTORY"):
         LLM(path)
     assert LLM(path, tokenizer="zoo:tiny").generate("A dog", GREEDY)[0].finished
 
 
 def test_a_file_without_tokens_takes_ids(tmp_path: Path) -> None:
-    dropped = dict.fromkeys(tokenizer_entries())
-    llm = LLM(write_llama(tmp_path / "m.gguf", metadata=dropped, num_hidden_layers=1).path)
+    llm = LLM(write_llama(tmp_path / "m.gguf").path)
     assert llm.tokenizer is None
     assert llm.generate([[1, 2, 3]], GREEDY)[0].finished
 
@@ -258,12 +261,12 @@ def test_a_file_without_tokens_takes_ids(tmp_path: Path) -> None:
 # -- what a name means -----------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_chosen_in_a_directory(plain: Path, tmp_path: Path) -> None:
+def test_a_file_is_chosen_in_a_directory(silent: Path, tmp_path: Path) -> None:
     one = tmp_path / "one"
     one.mkdir()
-    shutil.copy(plain, one / "first.gguf")
+    shutil.copy(silent, one / "first.gguf")
     assert load_model(one).name == str(one)
-    shutil.copy(plain, one / "second.gguf")
+    shutil.copy(silent, one / "second.gguf")
     with pytest.raises(ConfigError, match=r"2 models \(first.gguf, second.gguf\); choose one: gguf_file"):
         LLM(one)
     assert LLM(one, gguf_file="second.gguf").model_info.architecture == "LlamaForCausalLM"
@@ -271,15 +274,15 @@ def test_a_file_is_chosen_in_a_directory(plain: Path, tmp_path: Path) -> None:
         LLM(one, gguf_file="third.gguf")
 
 
-def test_a_directory_with_a_config_is_read_as_ever(plain: Path, tmp_path: Path) -> None:
+def test_a_directory_with_a_config_is_read_as_ever(silent: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(zoo.path("tiny"), tmp_path / "model"))
-    shutil.copy(plain, model / "beside.gguf")
+    shutil.copy(silent, model / "beside.gguf")
     assert load_model(model).num_parameters == 5_475_584
     assert load_model(model, gguf_file="beside.gguf").num_parameters != 5_475_584
 
 
-def test_gguf_file_has_no_place_beside_one_model(plain: Path) -> None:
-    for model in (plain, "zoo:tiny"):
+def test_gguf_file_has_no_place_beside_one_model(silent: Path) -> None:
+    for model in (silent, "zoo:tiny"):
         with pytest.raises(ConfigError, match="give it with a directory or hub id"):
             LLM(model, gguf_file="x.gguf")
     with pytest.raises(ConfigError, match="the model is loaded already"):
@@ -298,17 +301,15 @@ def test_the_command_line_reads_gguf(plain: Path) -> None:
         assert len(line["token_ids"]) == 4
 
 
-def test_a_file_at_a_hub_is_fetched(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_at_a_hub_is_fetched(silent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def cached_file(*arguments: Any, **options: Any) -> str:
         asked.append((*arguments, options))
-        return str(plain)
+        return str(silent)
 
     monkeypatch.setattr("foretoken.loading.models.cached_file", cached_file)
-    llm = LLM("owner/name", gguf_file="part/x.gguf", revision="abc")
-    assert llm.model_info.name == "owner/name"
-    assert llm.generate("A dog", GREEDY)[0].finished
+    assert load_model("owner/name", gguf_file="part/x.gguf", revision="abc").name == "owner/name"
     assert asked[0] == ("owner/name", "part/x.gguf", {"revision": "abc"})
 
 
@@ -321,10 +322,10 @@ def test_a_hub_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) ->
         LLM("owner/name", gguf_file="x.gguf")
 
 
-def test_a_tokenizer_beside_gguf_files_is_found(plain: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_beside_gguf_files_is_found(silent: Path, tmp_path: Path) -> None:
     load_tokenizer("zoo:tiny").save_pretrained(tmp_path)
     for name in ("a.gguf", "b.gguf"):
-        shutil.copy(plain, tmp_path / name)
+        shutil.copy(silent, tmp_path / name)
     assert load_tokenizer(tmp_path).get_vocab() == load_tokenizer("zoo:tiny").get_vocab()
 
 
@@ -350,14 +351,6 @@ def test_a_truncated_file(share: float, file: Path) -> None:
         LLM(file)
 
 
-def test_damage_in_the_header_is_seen(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[16:24] = struct.pack("<Q", 2**60)  # the number of entries
-    file.write_bytes(data)
-    with pytest.raises(CheckpointError, match="damaged"):
-        LLM(file)
-
-
 @pytest.mark.parametrize("count", [2**30, 2**34])
 def test_a_list_as_long_as_the_file_is_not_read(count: int, tmp_path: Path) -> None:
     """Bytes of a large file would become many times as much memory of Python, until the system ends the process."""
@@ -370,14 +363,14 @@ def test_a_list_as_long_as_the_file_is_not_read(count: int, tmp_path: Path) -> N
         read_header(path)
 
 
-def test_any_damage_in_the_header_is_a_typed_error(file: Path) -> None:
+def test_any_damage_in_the_header_is_a_typed_error(plain: Path, tmp_path: Path) -> None:
     """Bytes of names, lengths and kinds are overwritten, by a seed: what can be noticed is refused, nothing crashes."""
-    rng = random.Random(7)
+    file, rng = Path(shutil.copy(plain, tmp_path / "m.gguf")), random.Random(7)
     size, start = file.stat().st_size, read_header(file).data_start
     front = file.read_bytes()[:start]
     marks = [found.start() for found in re.finditer(rb"(general|llama|tokenizer|blk|token_embd)\.", front)]
     refused = 0
-    for _ in range(120):
+    for _ in range(60):
         damaged = bytearray(front)
         for _ in range(rng.randint(1, 3)):
             damaged[max(0, rng.choice(marks) + rng.randint(-12, 60))] = rng.choice([0, 1, 255, rng.randrange(256)])
@@ -389,15 +382,21 @@ def test_any_damage_in_the_header_is_a_typed_error(file: Path) -> None:
             read_tokenizer(header)
         except ForetokenError:
             refused += 1
-    assert refused > 40
+    assert refused > 20
 
 
 @pytest.mark.parametrize(
-    ("version", "message"), [(1, "of GGUF version 1"), (9, "of GGUF version 9"), (3 << 24, "is big-endian")]
+    ("place", "given", "message"),
+    [
+        (4, struct.pack("<I", 1), "of GGUF version 1"),
+        (4, struct.pack("<I", 9), "of GGUF version 9"),
+        (4, struct.pack("<I", 3 << 24), "is big-endian"),
+        (16, struct.pack("<Q", 2**60), "damaged"),  # the number of entries
+    ],
 )
-def test_other_versions(version: int, message: str, file: Path) -> None:
+def test_other_versions_and_sizes(place: int, given: bytes, message: str, file: Path) -> None:
     data = bytearray(file.read_bytes())
-    data[4:8] = struct.pack("<I", version)
+    data[place : place + len(given)] = given
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match=message):
         LLM(file)
@@ -406,7 +405,7 @@ def test_other_versions(version: int, message: str, file: Path) -> None:
 def test_types_that_cannot_be_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import gguf
 
-    written = write_llama(tmp_path / "m.gguf", Kind.Q8_0, num_hidden_layers=1)
+    written = write_llama(tmp_path / "m.gguf", Kind.Q8_0)
 
     def refuse(data: Any, kind: Kind) -> Any:
         if kind == Kind.Q8_0:
@@ -438,7 +437,7 @@ def test_a_type_of_a_later_day(file: Path) -> None:
     ],
 )
 def test_files_that_are_no_whole_model(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
-    written = write_llama(tmp_path / "m.gguf", metadata=metadata, num_hidden_layers=1)
+    written = write_llama(tmp_path / "m.gguf", metadata=metadata)
     with pytest.raises(CheckpointError, match=message):
         LLM(written.path)
 
@@ -466,8 +465,8 @@ def test_an_architecture_that_is_not_known(file: Path) -> None:
 
 @pytest.mark.parametrize("package", NEEDED)
 def test_a_missing_package_is_named_with_the_command(
-    package: str, plain: Path, monkeypatch: pytest.MonkeyPatch
+    package: str, silent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("foretoken.gguf.find_spec", lambda name: None if name == package else object())
     with pytest.raises(ConfigError, match=rf"needs {package}, .*: python -m pip install \"foretoken\[gguf\]\""):
-        LLM(plain)
+        LLM(silent)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from foretoken.native.packed_matmul import CodesMatrix
 from foretoken.testing import hostile_kernels
 from foretoken.testing.hostile import KINDS
 from gguf_files import write_llama
+from quantised_files import assert_close
 
 GREEDY = SamplingParams(temperature=0.0, seed=7, max_tokens=24)
 SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=24)
@@ -65,25 +65,32 @@ def test_logits_are_those_of_the_dequantised_weights(kind: Kind, tmp_path: Path)
     """With heads whose rows llama.cpp interleaves, tied embeddings or not, and no weight left in its full size."""
     is_tied = kind in (Kind.Q8_0, Kind.Q4_K)
     written = write_llama(tmp_path / "m.gguf", kind, tie_word_embeddings=is_tied)
-    ids = torch.arange(40)[None] * 37 % 4096
     loaded = load_model(written.path, dtype="float32", weights="stored")
     assert loaded.quantization == "stored"
-    assert loaded.types == f"15 of {kind.name}"
+    assert loaded.types == f"8 of {kind.name}"
     layer = loaded.model.model.layers[0]
     assert not any(each.weight.stride()[0] for each in (layer.mlp.up_proj, layer.self_attn.q_proj))
-    with torch.inference_mode():
-        got, want = loaded.model(input_ids=ids).logits, written.model(input_ids=ids).logits
-    assert float((got - want).norm() / want.norm()) < 1e-3  # activations have 16 bits
+    assert_close(loaded.model, written.model)
+
+
+def test_a_model_of_the_zoo_in_another_dtype_than_it_was_converted_into_comes_from_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was rounded to bfloat16 is another model in float32 than the blocks are."""
+    written = write_llama(tmp_path / "m.gguf", Kind.Q4_1)
+    monkeypatch.setattr(zoo, "stored_file", lambda name: written.path)
+    loaded = load_model("zoo:tiny", dtype="float32", weights="stored", with_tokenizer=False)
+    assert loaded.types == "8 of Q4_1"
+    assert_close(loaded.model, written.model)
 
 
 @needs_kernels
-@pytest.mark.parametrize("params", [GREEDY, COOL], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q6_K], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(("kind", "params"), [(Kind.Q4_1, GREEDY), (Kind.Q6_K, COOL)], ids=["Q4_1", "Q6_K"])
 def test_bits_are_those_of_plain_decoding_whatever_stock_kernels_do(
     kind: Kind, params: SamplingParams, tmp_path: Path
 ) -> None:
     """Trees and chains for five rows of other lengths beside plain rows alone."""
-    written = write_llama(tmp_path / "m.gguf", kind, kinds={"attn_v": Kind.Q8_0}, vocab_size=512)
+    written = write_llama(tmp_path / "m.gguf", kind, kinds={"attn_v": Kind.Q8_0}, num_hidden_layers=2)
     with hostile_kernels(*KINDS):
         loaded = load_model(written.path, dtype="float32", weights="stored", with_tokenizer=False)
         study = Study(loaded.model, prompts=PROMPTS, execution="auto", max_num_seqs=len(PROMPTS))
@@ -98,13 +105,13 @@ def test_texts_with_drafts_are_those_without(tmp_path: Path) -> None:
     plain = LLM(write_llama(tmp_path / "m.gguf", Kind.Q4_1).path, weights="stored")
     assert plain.target.execution.program is not None, plain.target.execution.why_no_program
     info = plain.model_info
-    assert (info.quantization, info.weight_types) == ("stored", "15 of Q4_1")
+    assert (info.quantization, info.weight_types) == ("stored", "8 of Q4_1")
     assert info.bits_per_weight == 5.0  # as in the file
-    for params in (GREEDY, SAMPLED):
-        want = [output.outputs[0].token_ids for output in plain.generate(PROMPTS, params)]
-        for method in ("ngram", "jacobi", "token_recycling", "suffix"):
-            llm = plain.with_speculative_config({"method": method, "length_policy": "fixed"})
-            assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)] == want, method
+    params = [GREEDY, SAMPLED, SAMPLED, GREEDY, SAMPLED]
+    want = [output.outputs[0].token_ids for output in plain.generate(PROMPTS, params)]
+    for method in ("jacobi", "token_recycling"):
+        llm = plain.with_speculative_config({"method": method, "length_policy": "fixed"})
+        assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)] == want, method
     with pytest.raises(ConfigError, match="4-bit weights already"):
         plain.with_speculative_config("quantized_self")
 
@@ -112,26 +119,20 @@ def test_texts_with_drafts_are_those_without(tmp_path: Path) -> None:
 def test_mixed_types_are_read_and_what_has_no_kernel_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As in Q4_K_M, where values have more bits than queries and keys; IQ types and halves keep their full size."""
     kinds = {"attn_v": Kind.Q6_K, "blk.1.ffn_down": Kind.Q6_K, "ffn_up": Kind.IQ4_NL, "output.weight": Kind.F16}
-    written = write_llama(tmp_path / "m.gguf", Kind.Q4_K, kinds=kinds)
+    written = write_llama(tmp_path / "m.gguf", Kind.Q4_K, kinds=kinds, num_hidden_layers=2)
     with caplog.at_level("INFO", "foretoken"):
         llm = LLM(written.path, dtype="float32", weights="stored")
     assert "stored weights (7 of Q4_K and 3 of Q6_K; dequantised are 2 of IQ4_NL;" in caplog.text
-    ids = torch.arange(40)[None] * 37 % 4096
-    with torch.inference_mode():
-        got, want = llm.target.shadow(input_ids=ids).logits, written.model(input_ids=ids).logits
-    assert float((got - want).norm() / want.norm()) < 1e-3
-    texts = [each.generate([[5, 6, 7] * 5], GREEDY)[0].outputs[0].token_ids for each in (llm, LLM(written.path))]
-    assert len(texts[0]) == len(texts[1])
+    assert_close(llm.target.shadow, written.model)
 
 
 def test_rows_that_differ_less_than_the_dtype_shows_are_not_mistaken(tmp_path: Path) -> None:
     """Every weight is found by its values: two layers that are equal, and rows that are, do no harm."""
-    written = write_llama(tmp_path / "m.gguf", Kind.Q8_0, num_hidden_layers=1)
+    written = write_llama(tmp_path / "m.gguf", Kind.Q8_0)
     header = read_header(written.path)
     data = bytearray(written.path.read_bytes())
     of = {tensor.name: header.data_start + tensor.offset for tensor in header.tensors}
     size = 128 * 256 // 32 * 34
-    data[of["blk.0.attn_v.weight"] :][:size] = data[of["blk.0.attn_k.weight"] :][:size]
     place, key = of["blk.0.attn_v.weight"], of["blk.0.attn_k.weight"]
     data[place : place + size] = data[key : key + size]
     data[key : key + 272] = data[key + 272 : key + 544]  # two rows alike
@@ -139,29 +140,25 @@ def test_rows_that_differ_less_than_the_dtype_shows_are_not_mistaken(tmp_path: P
     stored = load_model(written.path, dtype="float32", weights="stored")
     plain = load_model(written.path, dtype="float32")
     assert stored.types == "8 of Q8_0"
-    ids = torch.arange(40)[None] * 37 % 4096
-    with torch.inference_mode():
-        got, want = stored.model(input_ids=ids).logits, plain.model(input_ids=ids).logits
-    assert float((got - want).norm() / want.norm()) < 1e-3
+    assert_close(stored.model, plain.model)
 
 
 def test_the_command_line_takes_them(tmp_path: Path) -> None:
-    path = write_llama(tmp_path / "m.gguf", Kind.Q4_0, num_hidden_layers=1).path
-    result = CliRunner().invoke(app, ["info", "--model", str(path), "--weights", "stored", "--json"])
+    asked = ["info", "--model", str(write_llama(tmp_path / "m.gguf", Kind.Q4_0).path), "--weights", "stored"]
+    result = CliRunner().invoke(app, [*asked, "--json"])
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["model"]["weight_types"] == "8 of Q4_0"
-    result = CliRunner().invoke(app, ["info", "--model", str(path), "--weights", "stored"])
+    result = CliRunner().invoke(app, asked)
     assert "stored (8 of Q4_0), 4.50 bits each" in " ".join(result.stdout.split())
 
 
 @needs_kernels
 @pytest.mark.skipif(not zoo.is_available("smollm2"), reason="smollm2 is not installed")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])
 def test_smollm2_runs_in_its_4_bits(dtype: str) -> None:
-    """It is kept as it was converted into bfloat16, which in float32 is another model than the file's."""
     llm = LLM("zoo:smollm2", weights="stored", dtype=dtype)
     assert llm.model_info.weight_types == "210 of Q4_1 and 1 of Q8_0"
-    assert llm.generate("A dog", GREEDY)[0].finished
+    assert llm.generate("A dog", {"temperature": 0, "max_tokens": 4})[0].finished
 
 
 @pytest.mark.parametrize(
@@ -179,7 +176,7 @@ def test_what_cannot_be_done_is_refused_by_name(model: str | None, options: dict
 
 
 def test_a_file_without_blocks_is_refused(tmp_path: Path) -> None:
-    path = write_llama(tmp_path / "m.gguf", Kind.F16, num_hidden_layers=1).path
+    path = write_llama(tmp_path / "m.gguf", Kind.F16).path
     with pytest.raises(ConfigError, match=r"holds no matrix that is multiplied as it lies \(it holds F16, F32;"):
         LLM(path, weights="stored")
 
@@ -209,34 +206,9 @@ def changed(path: Path, name: str, **fields: int) -> None:
 def test_headers_that_lie_are_refused(
     fields: dict[str, int], error: type[ForetokenError], message: str, tmp_path: Path
 ) -> None:
-    path = write_llama(tmp_path / "m.gguf", Kind.Q4_1, num_hidden_layers=1).path
+    path = write_llama(tmp_path / "m.gguf", Kind.Q4_1).path
     size = path.stat().st_size
     changed(path, "blk.0.ffn_up.weight", **fields)
     assert path.stat().st_size == size
     with pytest.raises(error, match=message):
         LLM(path, weights="stored")
-
-
-def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
-    path = write_llama(tmp_path / "m.gguf", Kind.Q4_1, num_hidden_layers=1).path
-    path.write_bytes(path.read_bytes()[:-2000])
-    with pytest.raises(CheckpointError, match="truncated"):
-        LLM(path, weights="stored")
-
-
-def test_damaged_descriptions_of_tensors_are_read_or_refused_by_name(tmp_path: Path) -> None:
-    """Sizes, types and offsets are overwritten, by a seed: files are read or refused, and nothing crashes."""
-    path = write_llama(tmp_path / "m.gguf", Kind.Q4_1, num_hidden_layers=1, vocab_size=512).path
-    whole, rng = path.read_bytes(), np.random.default_rng(7)
-    marks = [found.end() for found in re.finditer(rb"(blk\.0\.[a-z_]+|token_embd|output)\.weight", whole)]
-    refused = 0
-    for _ in range(24):
-        damaged = bytearray(whole)
-        for _ in range(rng.integers(1, 3)):
-            damaged[marks[rng.integers(len(marks))] + rng.integers(32)] = rng.choice([0, 1, 2, 8, 255])
-        path.write_bytes(damaged)
-        try:
-            load_model(path, dtype="float32", weights="stored", with_tokenizer=False)
-        except ForetokenError:
-            refused += 1
-    assert refused > 8

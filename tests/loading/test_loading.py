@@ -103,50 +103,42 @@ def test_what_is_no_name_is_refused(model: Any) -> None:
 # -- damage ----------------------------------------------------------------------------------------------------------
 
 
-def test_truncated_weights(checkpoint: Path) -> None:
-    weights = checkpoint / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:50_000])
-    with pytest.raises(CheckpointError, match="truncated or damaged: download or copy it again") as caught:
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model.safetensors", lambda given: given[:50_000], "truncated or damaged: download or copy it again"),
+        ("model.safetensors", None, r"the weights of .* cannot be loaded"),
+        ("config.json", None, r"the configuration of .* needs config\.json"),
+        ("config.json", lambda given: b"{", "the configuration of"),
+    ],
+)
+def test_a_damaged_file_is_named(
+    file: str, content: Callable[[bytes], bytes] | None, message: str, checkpoint: Path
+) -> None:
+    given = (checkpoint / file).read_bytes()
+    (checkpoint / file).unlink() if content is None else (checkpoint / file).write_bytes(content(given))
+    with pytest.raises(CheckpointError, match=message) as caught:
         LLM(checkpoint)
     assert str(checkpoint) in str(caught.value)
-
-
-def test_absent_weights(checkpoint: Path) -> None:
-    (checkpoint / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"the weights of .* cannot be loaded"):
-        LLM(checkpoint)
-
-
-def test_a_directory_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"the configuration of .* needs config\.json"):
-        LLM(tmp_path)
-
-
-def test_a_config_that_is_no_json(checkpoint: Path) -> None:
-    (checkpoint / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="the configuration of"):
-        LLM(checkpoint)
-
-
-def test_an_unknown_architecture(checkpoint: Path) -> None:
-    edit(checkpoint, model_type="lllama")
-    with pytest.raises(CheckpointError, match="lllama"):
-        LLM(checkpoint)
-
-
-def test_weights_that_are_missing_do_not_start_out_random(checkpoint: Path) -> None:
-    edit(checkpoint, num_hidden_layers=2)
-    with pytest.raises(CheckpointError, match=r"lacks 9 weights of its configuration \(model\.layers\.1\."):
-        LLM(checkpoint)
+    with pytest.raises(CheckpointError, match=str(checkpoint)):
+        LLM("zoo:tiny", {"method": "draft_model", "model": str(checkpoint)})
 
 
 @pytest.mark.parametrize(
-    ("count", "message"), [(-1, "states -1 layers"), (0, "states 0 layers"), (10**7, r"hold \d+ ")]
+    ("changes", "message"),
+    [
+        ({"model_type": "lllama"}, "lllama"),
+        ({"num_hidden_layers": 2}, r"lacks 9 weights of its configuration \(model\.layers\.1\."),
+        ({"num_hidden_layers": -1}, r"config\.json of .*states -1 layers"),
+        ({"num_hidden_layers": 0}, r"config\.json of .*states 0 layers"),
+        ({"num_hidden_layers": 10**7}, r"config\.json of .*hold \d+ "),
+        ({"intermediate_size": 353}, "the weights of"),
+    ],
 )
-def test_layers_that_no_file_can_hold_are_refused(count: int, message: str, checkpoint: Path) -> None:
-    """Before modules are made of each, which took all memory."""
-    edit(checkpoint, num_hidden_layers=count)
-    with pytest.raises(CheckpointError, match=rf"config\.json of .*{message}"):
+def test_a_config_of_another_model_is_refused(changes: dict[str, Any], message: str, checkpoint: Path) -> None:
+    """Weights that are missing do not start out random, and no modules are made of more layers than files can hold."""
+    edit(checkpoint, **changes)
+    with pytest.raises(CheckpointError, match=message):
         LLM(checkpoint)
 
 
@@ -244,12 +236,6 @@ def test_scales_without_a_layout_are_refused(checkpoint: Path) -> None:
     rounded = {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1)}
     save_file({**tensors, **rounded}, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"up_proj\.weight_scale_inv, .*does not say how they were made"):
-        LLM(checkpoint)
-
-
-def test_weights_of_another_shape(checkpoint: Path) -> None:
-    edit(checkpoint, intermediate_size=353)
-    with pytest.raises(CheckpointError, match="the weights of"):
         LLM(checkpoint)
 
 
@@ -393,8 +379,6 @@ def test_a_drafter_has_its_own_dtype_and_is_never_wider_than_its_target(
     assert dtypes(LLM("zoo:tiny", config, dtype="float32")) == ("float32", "float32")
     mixed = LLM(single, config, tokenizer="zoo:tiny")
     assert dtypes(mixed) == ("float32", "bfloat16")
-    plain = mixed.with_speculative_config(None).generate("Once upon", GREEDY)[0].outputs[0].token_ids
-    assert mixed.generate("Once upon", GREEDY)[0].outputs[0].token_ids == plain
     assert dtypes(LLM("zoo:tiny", {**config, "dtype": "float32"})) == ("bfloat16", "float32")
 
 
@@ -502,10 +486,9 @@ def test_loaded_models_without_tokenizers_are_compared_by_size() -> None:
 @pytest.mark.parametrize(("target_size", "drafter_size"), [(60, 64), (64, 60)])
 def test_padded_vocabularies_give_the_plain_tokens(target_size: int, drafter_size: int) -> None:
     target, drafter = toy_model(target_size), toy_model(drafter_size, seed=1)
-    prompts = [[1, 2, 3], [5, 6]]
+    llm, prompts = LLM(target, {"model": drafter, "num_draft_branches": 2}), [[1, 2, 3], [5, 6]]
     for params in (GREEDY, SamplingParams(max_tokens=12, seed=3)):
-        plain = LLM(target).generate(prompts, params)
-        drafted = LLM(target, {"model": drafter, "num_draft_branches": 2}).generate(prompts, params)
+        plain, drafted = (each.generate(prompts, params) for each in (llm.with_speculative_config(None), llm))
         assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in plain]
 
 
@@ -516,9 +499,3 @@ def test_the_drafter_of_the_zoo_is_the_default_and_another_may_be_named() -> Non
     loaded = LLM("zoo:tiny", {"model": LlamaForCausalLM.from_pretrained(zoo.path("tiny", "draft"))})
     outputs = [llm.generate("A dog", GREEDY)[0].outputs[0].token_ids for llm in (own, named, loaded)]
     assert outputs[0] == outputs[1] == outputs[2]
-
-
-def test_a_damaged_drafter_is_named(checkpoint: Path) -> None:
-    (checkpoint / "model.safetensors").write_bytes(b"short")
-    with pytest.raises(CheckpointError, match=str(checkpoint)):
-        LLM("zoo:tiny", {"method": "draft_model", "model": str(checkpoint)})

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -120,25 +119,24 @@ def test_threads_that_were_chosen_stay(torch_threads: list[int], monkeypatch: py
 
 # ---- how long threads wait ------------------------------------------------------------------------------------------
 
-SAYS = "import {first}, {second}, os; print(os.environ.get('GOMP_SPINCOUNT'), os.environ.get('OMP_WAIT_POLICY'))"
+SAYS = "import sys, {}; from os import environ; print(*map(environ.get, {}), 'torch' in sys.modules)"
+VARIABLES = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
 
 
 @pytest.mark.parametrize(
-    ("first", "chosen", "said"),
+    ("modules", "chosen", "said"),
     [
-        ("foretoken", {}, f"{machine.SPINS} None"),
-        ("torch", {}, "None None"),
-        ("foretoken", {"GOMP_SPINCOUNT": "7"}, "7 None"),
-        ("foretoken", {"OMP_WAIT_POLICY": "active"}, "None active"),
+        ("foretoken", {}, f"{machine.SPINS} None False"),
+        ("torch, foretoken", {}, "None None True"),
+        ("foretoken", {"GOMP_SPINCOUNT": "7"}, "7 None False"),
+        ("foretoken", {"OMP_WAIT_POLICY": "active"}, "None active False"),
     ],
     ids=str,
 )
-def test_brief_waits_are_asked_for_before_torch_is_imported(first: str, chosen: dict[str, str], said: str) -> None:
-    kept = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    program = SAYS.format(first=first, second="torch" if first == "foretoken" else "foretoken")
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={**kept, **chosen}, capture_output=True, text=True, check=True
-    )
+def test_brief_waits_are_asked_for_before_torch_is_imported(modules: str, chosen: dict[str, str], said: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES} | chosen
+    command = [sys.executable, "-c", SAYS.format(modules, VARIABLES)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == said
 
 
@@ -237,13 +235,6 @@ def kernels() -> native.Library:
     if found is None:
         pytest.skip("no kernels here")
     return found
-
-
-@pytest.fixture
-def threads_of_torch() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def products(kernels: native.Library) -> list[tuple[NativeMatrix, torch.Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,10 @@ SCALES = {
 def llama_config(**changes: Any) -> LlamaConfig:
     """Wide enough for the widest blocks (256)."""
     sizes = {
-        "vocab_size": 4096,
+        "vocab_size": 512,
         "hidden_size": 256,
         "intermediate_size": 256,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 64,
@@ -70,6 +71,7 @@ def write_llama(
     path: Path,
     kind: Kind = Kind.F32,
     *,
+    speaks: bool = False,
     metadata: dict[str, Any] | None = None,
     kinds: dict[str, Kind] | None = None,
     **changes: Any,
@@ -77,11 +79,12 @@ def write_llama(
     """Write a random Llama whose matrices are stored as ``kind``.
 
     Args:
+      speaks: whether it has the tokenizer of zoo:tiny, and as many tokens: reading it takes most of the time of a load.
       metadata: more entries, or others; None leaves one out.
       kinds: of matrices that are stored otherwise, by a part of their name in the file.
       changes: of the config.
     """
-    config = llama_config(**changes)
+    config = llama_config(**({"vocab_size": 4096} if speaks else {}), **changes)
     model = strengthen(LlamaForCausalLM(config).eval(), 1, 0.05)
     writer = gguf.GGUFWriter(path, "llama")
     entries = {
@@ -96,7 +99,7 @@ def write_llama(
         "llama.rope.freq_base": config.rope_parameters["rope_theta"],
         "llama.rope.dimension_count": config.head_dim,
         "llama.vocab_size": config.vocab_size,
-        **tokenizer_entries(),
+        **(tokenizer_entries() if speaks else {}),
         **(metadata or {}),
     }
     for key, value in entries.items():
@@ -119,6 +122,7 @@ def write_llama(
     return Written(path, model)
 
 
+@cache
 def tokenizer_entries() -> dict[str, Any]:
     """The tokenizer of zoo:tiny, as a GGUF file describes it."""
     folder = zoo.path("tiny", "tokenizer")

@@ -29,3 +29,19 @@ def write_quantised(folder: Path, model: PreTrainedModel, settings: dict[str, An
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = {**model.config.to_dict(), "architectures": [type(model).__name__], "quantization_config": settings}
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def change_settings(folder: Path, **changes: Any) -> None:
+    """Let the configuration say something else of the weights."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"].update(changes)
+    file.write_text(json.dumps(config))
+
+
+def assert_close(model: PreTrainedModel, wanted: PreTrainedModel, most: float = 1e-3) -> None:
+    """Logits are those of the weights that whole numbers stand for; activations have 16 bits."""
+    ids = torch.arange(40)[None] * 37 % 512
+    with torch.inference_mode():
+        got, want = model(ids).logits, wanted(ids).logits
+    assert float((got - want).norm() / want.norm()) < most
