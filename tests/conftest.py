@@ -45,6 +45,13 @@ def _few_threads() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def threads_of_torch() -> Iterator[None]:
+    """A test may change their number."""
+    yield
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _ungoverned() -> Iterator[None]:
     """Drafts are as long as they may be, whatever the machine; tests of the governor ask for ``_governed``."""

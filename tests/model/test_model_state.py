@@ -30,61 +30,36 @@ def function() -> None:
     pass
 
 
-def changes(kind: str) -> tuple[Any, Any]:
-    """A value, and what it is changed to."""
-    tensor = torch.zeros(3)
-    shared = [1, 2]
-    return {
-        "flag": (False, True),
-        "minus one and two": (-1, -2),  # whose hashes are equal
-        "number": (1.0, 2.0),
-        "text": ("one", "two"),
-        "nothing": (None, 0.5),
-        "list": ([1, 2], [1, 3]),
-        "deque": (deque([1]), deque([2])),
-        "set": ({"a"}, {"b"}),
-        "nested": ({"one": [1, {"two": (3, 4)}]}, {"one": [1, {"two": (3, 5)}]}),
-        "key": ({"one": 1}, {"two": 1}),
-        "order": ({"one": 1, "two": 2}, {"two": 2, "one": 1}),
-        "dataclass": (Settings(1.0, ["a"]), Settings(1.0, ["b"])),
-        "array": (np.arange(3), np.arange(3)[::-1]),
-        "tensor": (tensor, torch.zeros(3)),
-        "function": (function, changes),
-        "partial": (functools.partial(function, 1), functools.partial(function, 2)),
-        "method": (shared.append, shared.remove),
-        "module": (nn.ReLU(), nn.GELU()),
-        "dtype": (torch.float32, torch.float16),
-    }[kind]
+SHARED = [1, 2]
+CHANGES: dict[str, tuple[Any, Any]] = {
+    "flag": (False, True),
+    "minus one and two": (-1, -2),  # whose hashes are equal
+    "number": (1.0, 2.0),
+    "text": ("one", "two"),
+    "nothing": (None, 0.5),
+    "list": ([1, 2], [1, 3]),
+    "deque": (deque([1]), deque([2])),
+    "set": ({"a"}, {"b"}),
+    "nested": ({"one": [1, {"two": (3, 4)}]}, {"one": [1, {"two": (3, 5)}]}),
+    "key": ({"one": 1}, {"two": 1}),
+    "order": ({"one": 1, "two": 2}, {"two": 2, "one": 1}),
+    "dataclass": (Settings(1.0, ["a"]), Settings(1.0, ["b"])),
+    "array": (np.arange(3), np.arange(3)[::-1]),
+    "tensor": (torch.zeros(3), torch.zeros(3)),
+    "function": (function, Settings),
+    "partial": (functools.partial(function, 1), functools.partial(function, 2)),
+    "method": (SHARED.append, SHARED.remove),
+    "module": (nn.ReLU(), nn.GELU()),
+    "dtype": (torch.float32, torch.float16),
+}
+"""Values, and what they are changed to."""
 
 
-KINDS = [
-    "flag",
-    "minus one and two",
-    "number",
-    "text",
-    "nothing",
-    "list",
-    "deque",
-    "set",
-    "nested",
-    "key",
-    "order",
-    "dataclass",
-    "array",
-    "tensor",
-    "function",
-    "partial",
-    "method",
-    "module",
-    "dtype",
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CHANGES)
 def test_an_attribute_of_any_module_shows(kind: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
     layer = model[1][0]
-    before, after = changes(kind)
+    before, after = CHANGES[kind]
     without = ModelState.of(model)
     layer.value = before
     first = ModelState.of(model)

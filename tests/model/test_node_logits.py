@@ -7,16 +7,21 @@ from functools import lru_cache
 import pytest
 import torch
 
-from architectures import ARCHITECTURES, target_model
+from architectures import ALWAYS, ARCHITECTURES, target_model
 from foretoken.model.lm import CausalLM
 from harness import adapter, node_logit_error, tolerance
 
-CASES = [(name, attention) for name, arch in ARCHITECTURES.items() for attention in arch.attention]
+CASES = [
+    pytest.param(name, attention, is_tree, marks=() if is_tree or name in ALWAYS else pytest.mark.full)
+    for name, arch in ARCHITECTURES.items()
+    for attention in arch.attention
+    for is_tree in (False, True)
+]
+"""Trees of all, and chains where architectures differ in kind."""
 
 
 @pytest.mark.every_version
-@pytest.mark.parametrize("is_tree", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize(("name", "attention"), CASES)
+@pytest.mark.parametrize(("name", "attention", "is_tree"), CASES)
 def test_node_logits_equal_those_of_plain_text(name: str, attention: str, is_tree: bool) -> None:
     """Four rounds over two ragged rows, prefilled in chunks: the error stays at the rounding of float64."""
     assert node_logit_error(name, attention, is_tree) < tolerance(name, attention)
@@ -28,8 +33,7 @@ def packed(name: str, attention: str) -> CausalLM:
     return CausalLM(target_model(name, attention, torch.float32), execution="packed")
 
 
-@pytest.mark.parametrize("is_tree", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize(("name", "attention"), CASES)
+@pytest.mark.parametrize(("name", "attention", "is_tree"), CASES)
 def test_packed_execution_gives_the_same_node_logits(name: str, attention: str, is_tree: bool) -> None:
     """Every linear layer packed, however small, grouped attention included: the rounding of float32 remains."""
     lm = packed(name, attention)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
-from architectures import ARCHITECTURES, VOCAB_SIZE, draft_model, target_model
+from architectures import ARCHITECTURES, VOCAB_SIZE, draft_model, in_turns, target_model
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
@@ -122,17 +123,20 @@ ALONE = (0, 1)
 """Neighbours, hence one greedy row and one sampled."""
 
 
-SOME = [pytest.param(name, marks=pytest.mark.full if name in VARIANTS else ()) for name in ARCHITECTURES]
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_single_precision_differs_at_ties_only(name: str) -> None:
-    check_single_precision(name, mixed(name), ALONE)
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_half_precision_differs_at_near_ties_only(name: str, record_property: pytest.FixtureRequest) -> None:
-    record_property("divergences", check_half_precision(name, mixed(name), ALONE))
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        pytest.param(*each.values, marks=pytest.mark.full if each.values[0] in VARIANTS else each.marks)
+        for each in in_turns(["single", "half"])
+    ],
+)
+def test_other_precisions_differ_at_near_ties_only(
+    name: str, precision: str, record_property: Callable[[str, object], None]
+) -> None:
+    if precision == "single":
+        check_single_precision(name, mixed(name), ALONE)
+    else:
+        record_property("divergences", check_half_precision(name, mixed(name), ALONE))
 
 
 @pytest.mark.parametrize(
@@ -147,8 +151,8 @@ def test_strict_half_precision_differs_nowhere(name: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_prompt_in_every_precision(name: str, mode: str, record_property: pytest.FixtureRequest) -> None:
-    """The three tests above with every prompt in every mode, in a batch and alone."""
+def test_every_prompt_in_every_precision(name: str, mode: str, record_property: Callable[[str, object], None]) -> None:
+    """The tests above with every prompt in every mode, in a batch and alone."""
     every_row = tuple(range(len(PROMPTS)))
     check_single_precision(name, requests(mode), every_row)
     record_property("divergences", check_half_precision(name, requests(mode), every_row))

@@ -65,9 +65,10 @@ def drafted(model: PreTrainedModel, **options: Any) -> list[int]:
 
 def assert_decoded_as_it_is(model: PreTrainedModel, **options: Any) -> None:
     """The text of plain ``generate``; in bfloat16, where near-ties may fall otherwise, its logits."""
-    assert drafted(model, **options)
+    found = drafted(model, **options)
+    assert found
     if model.lm_head.weight.dtype == torch.float32:
-        assert drafted(model, **options) == plain(model)
+        assert found == plain(model)
     lm = CausalLM(model, execution=options.get("execution", "auto"))
     want = model(IDS).logits.float()
     got = lm.forward(Nodes.from_chains(IDS.tolist()), lm.new_cache(1)).float()
@@ -169,8 +170,7 @@ def with_wrapped_weights(linear: nn.Linear) -> nn.Linear:
 # -- accepted ----------------------------------------------------------------------------------------------------------
 
 
-@DTYPES
-@pytest.mark.parametrize("new", [Quantised, with_wrapped_weights])
+@pytest.mark.parametrize(("new", "dtype"), [(Quantised, torch.bfloat16), (with_wrapped_weights, torch.float32)])
 def test_quantised_weights_run_as_they_are(new: Callable[[nn.Linear], nn.Module], dtype: torch.dtype) -> None:
     """And linears beside them are packed as ever. The first version packed what only looked like floats."""
     model = replaced(dense_model(dtype), new)
@@ -209,8 +209,7 @@ def test_a_quantised_model_drafts_for_itself_with_what_it_has() -> None:
 # -- refused -----------------------------------------------------------------------------------------------------------
 
 
-@DTYPES
-@pytest.mark.parametrize("new", [RoundedTogether, RoundedButForOutliers])
+@pytest.mark.parametrize(("new", "dtype"), [(RoundedTogether, torch.bfloat16), (RoundedButForOutliers, torch.float32)])
 def test_rows_that_are_rounded_together_are_refused(new: type[Quantised], dtype: torch.dtype) -> None:
     model = replaced(dense_model(dtype), new)
     want = plain(model)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from architectures import ARCHITECTURES, REFUSED, in_turns, target_model
+from architectures import ARCHITECTURES, REFUSED, in_turns
 from foretoken import LLM, speculate
 from foretoken.classic.sampling import autoregressive_generate
 from foretoken.config.sampling import SamplingParams
@@ -283,9 +283,3 @@ class FailsOnPlainText(Odd):
 def test_a_model_that_fails_by_itself_is_told_apart_from_one_that_cannot_draft() -> None:
     with pytest.raises(ProbeError, match=r"FailsOnPlainText fails on plain text.*NoneType"):
         CausalLM(odd_model(FailsOnPlainText), execution="eager")
-
-
-def test_the_probe_costs_a_few_forwards() -> None:
-    """And leaves no trace in the count of forwards."""
-    lm = CausalLM(target_model("llama"), execution="eager")
-    assert lm.num_forwards == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import mmap
 from collections.abc import Callable
 from itertools import pairwise
@@ -69,14 +68,11 @@ def test_memory_is_given_back_with_the_last_tensor(monkeypatch: pytest.MonkeyPat
     one, two = (pages.empty((1000,), torch.uint8) for _ in range(2))
     memory = pages._shared._memory
     del one
-    gc.collect()
     assert memory() is not None
     part = two[5:9]
     del two
-    gc.collect()
     assert memory() is not None
     del part
-    gc.collect()
     assert memory() is None
     assert pages.empty((7,), torch.uint8).fill_(1).sum() == 7
 

@@ -107,6 +107,7 @@ class TestNativeMatrix:
             weight[39, 63] = other
             torch.testing.assert_close(NativeMatrix(weight, None, kernels).dense().float(), weight, equal_nan=True)
 
+    @pytest.mark.usefixtures("threads_of_torch")
     @pytest.mark.parametrize("num_rows", [1, 20, 131])
     @pytest.mark.parametrize("inputs", [64, 37])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -115,16 +116,13 @@ class TestNativeMatrix:
     ) -> None:
         packed, _, _ = matrix(kernels, 200, inputs, dtype)
         x = torch.randn(num_rows, inputs).to(packed.compute_dtype)
-        expected, before = packed(x), torch.get_num_threads()
-        try:
-            for count in (1, 2, 3):
-                torch.set_num_threads(count)
-                assert torch.equal(packed(x), expected), count
-                for places in (1, 3, 8):
-                    elsewhere = torch.empty(x.numel() + places, dtype=x.dtype)[places:].view(x.shape).copy_(x)
-                    assert torch.equal(packed(elsewhere), expected), (count, places)
-        finally:
-            torch.set_num_threads(before)
+        expected = packed(x)
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(packed(x), expected), count
+            for places in (1, 3, 8):
+                elsewhere = torch.empty(x.numel() + places, dtype=x.dtype)[places:].view(x.shape).copy_(x)
+                assert torch.equal(packed(elsewhere), expected), (count, places)
 
     def test_takes_inputs_of_any_layout_and_none_at_all(self, kernels: native.Library) -> None:
         packed, _, _ = matrix(kernels, 40, 64, torch.float32)
@@ -235,6 +233,7 @@ class TestDecodeAttention:
             exact = rows.exact(row, node, number)
             assert ((result[number] - exact).abs() <= ROUNDING[dtype] * (exact.abs() + 0.5)).all(), (row, node)
 
+    @pytest.mark.usefixtures("threads_of_torch")
     @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
     @pytest.mark.parametrize("step", STEPS, ids=lambda step: str(step[0]))
     def test_a_node_has_the_same_bits_alone_at_other_places_and_on_more_threads(
@@ -246,18 +245,14 @@ class TestDecodeAttention:
         """As a node of a draft among siblings, and later, when its ancestors have moved to the front of their row."""
         rows = Step(*step, dtype, loose=MOST_NODES)
         result = rows.run(kernels)
-        before = torch.get_num_threads()
         for row, node, number in rows.nodes():
             columns = rows.visible[row, node, : rows.columns[row]].nonzero()[:, 0]
             keys, values = (buffer[row : row + 1][:, :, columns] for buffer in (rows.keys, rows.values))
             query = rows.query[:, :, number : number + 1]
-            try:
-                for threads in (1, 2, 3):
-                    torch.set_num_threads(threads)
-                    alone = DecodeAttention(kernels, [1], [len(columns)])(query, keys, values, None, None)
-                    assert torch.equal(alone[0], result[number]), (row, node, threads)
-            finally:
-                torch.set_num_threads(before)
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                alone = DecodeAttention(kernels, [1], [len(columns)])(query, keys, values, None, None)
+                assert torch.equal(alone[0], result[number]), (row, node, threads)
 
     @pytest.mark.parametrize("window", [None, 150], ids=["whole", "sliding"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -306,6 +301,7 @@ class TestDecodeAttention:
         assert result[1].isnan().all()
         assert torch.equal(result[[0, 2, 3, 4]], clean[[0, 2, 3, 4]])
 
+    @pytest.mark.usefixtures("threads_of_torch")
     @pytest.mark.parametrize("size", [64, 20])
     @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
     @pytest.mark.parametrize("threads", [1, 2])
@@ -315,17 +311,13 @@ class TestDecodeAttention:
         """As a sibling of a draft may be whose own decoding nobody asks for: 0 * inf is NaN."""
         rows = Step([3], [200], (4, 2), size, dtype)
         rows.visible[0, :, 190:195], rows.visible[0, 1, 190:195] = False, True
-        before = torch.get_num_threads()
         torch.set_num_threads(threads)
-        try:
-            clean = rows.run(kernels)
-            for hidden in (torch.inf, torch.nan):
-                rows.values[0, 1, 192, 3] = hidden
-                result = rows.run(kernels)
-                assert torch.equal(result[[0, 2]], clean[[0, 2]])
-                assert not result[1, 2:, 3].isfinite().any()
-        finally:
-            torch.set_num_threads(before)
+        clean = rows.run(kernels)
+        for hidden in (torch.inf, torch.nan):
+            rows.values[0, 1, 192, 3] = hidden
+            result = rows.run(kernels)
+            assert torch.equal(result[[0, 2]], clean[[0, 2]])
+            assert not result[1, 2:, 3].isfinite().any()
 
     def test_scratch_stays_within_bounds(self, kernels: native.Library) -> None:
         """However many nodes and columns there are; a node of a large step has the bits that it has alone."""
@@ -415,7 +407,9 @@ def test_a_product_of_several_layers_runs_and_splits() -> None:
         assert product.num_bytes == 64 * 64 * dtype.itemsize
 
 
-@pytest.mark.parametrize("most", ["AVX2", "AVX512_CORE"])
+@pytest.mark.parametrize(
+    "most", [pytest.param("AVX2", marks=pytest.mark.full), "AVX512_CORE"]
+)  # test_instruction_sets.py decodes by AVX2
 def test_a_lesser_cpu_decodes_the_same_text(most: str) -> None:
     """In a process that is held to fewer instructions, with the kernels of these."""
     code = (

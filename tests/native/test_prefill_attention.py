@@ -118,23 +118,21 @@ class TestPrefillAttention:
         error = (prompt.run(kernels, window).double() - exact).abs()
         assert (error <= ROUNDING[dtype] * (exact.abs() + 1)).all()
 
+    @pytest.mark.usefixtures("threads_of_torch")
     @pytest.mark.parametrize("window", [None, 50])
     @pytest.mark.parametrize("form", PROMPTS, ids=lambda form: str(form[0]))
     def test_a_node_has_the_same_bits_in_other_chunks_and_on_more_threads(
         self, kernels: native.Library, dtype: torch.dtype, form: Form, window: int | None
     ) -> None:
         prompt = Prompt(dtype, *form)
-        whole, place, before = prompt.run(kernels, window), 0, torch.get_num_threads()
-        try:
-            for threads, (row, count) in enumerate(enumerate(prompt.counts), start=1):
-                torch.set_num_threads(threads)
-                cuts = sorted({0, count // 3, count // 2 + 1, count})
-                for first, last in pairwise(cuts):
-                    alone = prompt.part(row, first, last).run(kernels, window)
-                    assert torch.equal(alone, whole[place + first : place + last]), (row, first)
-                place += count
-        finally:
-            torch.set_num_threads(before)
+        whole, place = prompt.run(kernels, window), 0
+        for threads, (row, count) in enumerate(enumerate(prompt.counts), start=1):
+            torch.set_num_threads(threads)
+            cuts = sorted({0, count // 3, count // 2 + 1, count})
+            for first, last in pairwise(cuts):
+                alone = prompt.part(row, first, last).run(kernels, window)
+                assert torch.equal(alone, whole[place + first : place + last]), (row, first)
+            place += count
 
     def test_large_scores_and_a_nan_stay_with_their_node(self, kernels: native.Library, dtype: torch.dtype) -> None:
         prompt = Prompt(dtype, [50], [200], (3, 1), 64, 64)

@@ -84,18 +84,16 @@ def test_the_largest_come_in_order(dtype: torch.dtype) -> None:
 
 
 @needs_kernels
+@pytest.mark.usefixtures("threads_of_torch")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_share_the_rows_and_change_nothing(dtype: torch.dtype) -> None:
     table = rows(dtype)
     keys = [noise.row_key(row, row) for row in range(len(table))]
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            columns, sums = kernels.gumbel_best(table, 0.7, keys, 3)
-            found.append([kernels.argmax(table), kernels.best(table[:5], 7, [4, 0, 1]), columns, sums])
-    finally:
-        torch.set_num_threads(before)
+    found = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        columns, sums = kernels.gumbel_best(table, 0.7, keys, 3)
+        found.append([kernels.argmax(table), kernels.best(table[:5], 7, [4, 0, 1]), columns, sums])
     for other in found[1:]:
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
 

@@ -237,6 +237,15 @@ ALWAYS = frozenset({"llama", "gemma3", "gpt2"})
 """What the fast part has of them: rotary positions, windows and learned positions."""
 
 
+def kinds_of(chosen: Collection[str]) -> list[Any]:
+    """All architectures, those that are not chosen in the whole matrix alone."""
+    return [pytest.param(name, marks=() if name in chosen else pytest.mark.full) for name in ARCHITECTURES]
+
+
+OF_EACH_CACHE = ALWAYS | {"qwen2-sliding", "phi3-longrope", "falcon-multi-query", "mixtral", "gpt-oss", "deepseek-v3"}
+"""What differs in the keys and values that it keeps: windows, scaled positions, one head, experts, latent heads."""
+
+
 def in_turns(others: Iterable[str], each: int = 1, whole: Collection[str] = (), marks: Any = ()) -> list[Any]:
     """Pairs (name, other): what differs in kind always, the rest of the product in the whole matrix.
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from architectures import ARCHITECTURES, target_model
+from architectures import ALWAYS, ARCHITECTURES, OF_EACH_CACHE, kinds_of, target_model
 from foretoken.errors import ShapeError
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import CausalLM, Nodes
@@ -27,7 +27,11 @@ from harness import (
     tree_of,
 )
 
-NAMES = list(ARCHITECTURES)
+CHAINS_OF_SOME = [
+    pytest.param(name, is_tree, marks=() if is_tree or name in ALWAYS else pytest.mark.full)
+    for name in ARCHITECTURES
+    for is_tree in (False, True)
+]
 PROBE = tree_of((-1, 0, 0, 1), 31)
 
 
@@ -58,8 +62,7 @@ def verify_error(name: str, session: Session) -> float:
     return largest_difference([logits], [[reference_node_logits(model, text, PROBE) for text in session.texts]])
 
 
-@pytest.mark.parametrize("is_tree", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "is_tree"), CHAINS_OF_SOME)
 def test_every_commit_leaves_the_state_of_a_fresh_prefill(name: str, is_tree: bool) -> None:
     session = Session.start(adapter(name), PREFIXES)
     limit = tolerance(name)
@@ -70,7 +73,7 @@ def test_every_commit_leaves_the_state_of_a_fresh_prefill(name: str, is_tree: bo
         assert state_error(name, session) < limit
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", kinds_of(OF_EACH_CACHE))
 def test_rollback_leaves_the_state_of_a_fresh_prefill(name: str) -> None:
     """Rolled-back rows go on with other tokens, over the columns of the forgotten ones."""
     session = Session.start(adapter(name), PREFIXES)
@@ -84,7 +87,7 @@ def test_rollback_leaves_the_state_of_a_fresh_prefill(name: str) -> None:
     assert verify_error(name, session) < limit
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", kinds_of(OF_EACH_CACHE))
 def test_rows_join_leave_move_and_fork_while_others_run(name: str) -> None:
     session = Session.start(adapter(name), [*PREFIXES, random_ids(4, 51)])
     cache, texts = session.cache, session.texts
@@ -120,8 +123,6 @@ def test_rows_join_leave_move_and_fork_while_others_run(name: str) -> None:
 
 
 def _feed_rows(session: Session, first_row: int, chains: list[list[int]]) -> None:
-    from foretoken.model.lm import Nodes
-
     session.lm.forward(Nodes.from_chains(chains), session.cache, first_row=first_row, keep=slice(0, 0))
     session.cache.commit([range(len(chain)) for chain in chains], first_row)
     for text, chain in zip(session.texts[first_row:], chains, strict=True):

@@ -21,7 +21,6 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from foretoken.errors import ConfigError, UnsupportedModelError
-from foretoken.model.cache.ragged import KVCache
 from foretoken.model.execution import execution, packing
 from foretoken.model.execution.attention import GROUPED_SDPA, grouped_sdpa
 from foretoken.model.execution.execution import apply_execution, choose_execution
@@ -208,27 +207,6 @@ class TestPacked:
         assert (execution.num_packed_layers > 0) == (dtype != torch.float64)
         assert got.dtype == want.dtype == dtype
         assert relative_error(got, want) < ROUNDING[dtype]
-
-    @pytest.mark.parametrize("bias", [False, True])
-    @pytest.mark.parametrize(
-        ("in_features", "out_features"), [(64, 64), (37, 100), (1024, 512), (333, 777), (256, 4096)]
-    )
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-    def test_equals_linear_for_any_number_of_rows(
-        self, dtype: torch.dtype, in_features: int, out_features: int, bias: bool
-    ) -> None:
-        """Which of them have the same bits is the machine's affair, and measured: see test_kernels."""
-        torch.manual_seed(0)
-        layer = nn.Linear(in_features, out_features, bias=bias, dtype=dtype)
-        packed = PackedLinear.of(layer)
-        rows = torch.randn(300, in_features, dtype=dtype)
-        exact = F.linear(rows.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double())
-        with torch.inference_mode():
-            for count in (*range(1, 18), 24, 32, 33, 64, 100, 128, 257):
-                assert relative_error(packed(rows[:count]), exact[:count]) < ROUNDING.get(dtype, 1e-2), count
-            shaped = packed(rows[:6].view(2, 3, -1))
-        assert shaped.shape == (2, 3, out_features)
-        assert relative_error(shaped, exact[:6].view(2, 3, -1)) < ROUNDING.get(dtype, 1e-2)
 
     def test_no_rows_give_no_rows(self) -> None:
         """An expert that no token chose runs over nothing."""
@@ -465,11 +443,3 @@ class TestGroupedAttention:
         assert execution.uses_grouped_attention == is_taken
         assert (copied.config._attn_implementation == GROUPED_SDPA) == is_taken
         assert model.config._attn_implementation == implementation
-
-
-def chains(lm: CausalLM, lengths: list[int]) -> KVCache:
-    """A cache that holds prompts of the given lengths."""
-    cache = lm.new_cache(len(lengths), capacity=64)
-    lm.forward(Nodes.from_chains([list(range(3, 3 + length)) for length in lengths]), cache, keep=slice(0, 0))
-    cache.commit([range(length) for length in lengths])
-    return cache

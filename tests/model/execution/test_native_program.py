@@ -330,6 +330,7 @@ def test_rows_further_down_in_a_cache() -> None:
         assert torch.equal(found[row, : len(chain)], alone[0])
 
 
+@pytest.mark.usefixtures("threads_of_torch")
 @pytest.mark.parametrize("least_shared", [0, native_program.LEAST_SHARED])
 def test_threads_share_a_model_on_any_number_of_threads(least_shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a forward keeps threads together for its products, more than there are processors to run them."""
@@ -340,7 +341,6 @@ def test_threads_share_a_model_on_any_number_of_threads(least_shared: int, monke
     def logits(number: int) -> torch.Tensor:
         return lm.forward(forests[number], filled(lm, LENGTHS[: len(TREES[number])]))
 
-    before = torch.get_num_threads()
     wants = [logits(number) for number in range(len(TREES))]
     failed: list[int] = []
 
@@ -353,7 +353,6 @@ def test_threads_share_a_model_on_any_number_of_threads(least_shared: int, monke
         thread.start()
     for thread in threads:
         thread.join()
-    torch.set_num_threads(before)
     assert not failed
     assert program_of(lm).num_runs > 50
 
