@@ -51,7 +51,7 @@ _HOME = {
     "RequestOutput": "sessions.outputs",
     "SamplingParams": "config.sampling",
     "SpeculativeConfig": "config.speculative",
-    "Stream": "sessions.stream",
+    "Stream": "sessions.runner",
     "StreamOutput": "sessions.outputs",
     "StructuredOutputs": "config.structured",
     "Trajectory": "views.trajectory",

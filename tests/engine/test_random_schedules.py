@@ -143,7 +143,7 @@ def run_schedule(seed: int, lm: CausalLM, config: EngineConfig | None = None) ->
     return requests
 
 
-COVERING = (0, 1, 4, 7, 8, 10, 19)
+COVERING = (0, 1, 2, 4, 7, 8, 10, 19)
 """Seeds whose schedules have a drafter of every kind."""
 
 

@@ -299,7 +299,14 @@ def test_impossible_compositions_are_refused(config: dict[str, Any], message: st
         SpeculativeConfig(**config)
 
 
-@pytest.mark.parametrize("method", ["suffix+eagle3", "medusa+eagle3"])
+RECALLING = [
+    "suffix+eagle3",
+    "medusa+eagle3",
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("eagle3+suffix", "auto")),
+]
+
+
+@pytest.mark.parametrize("method", RECALLING)
 def test_a_head_among_several_drafters_recalls_what_it_recalls_alone(method: str) -> None:
     """It recalls one token less than it is asked for, so the parts once agreed on nothing, and chats were read anew."""
 
