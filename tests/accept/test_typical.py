@@ -11,6 +11,7 @@ import torch
 
 from foretoken.accept.rules import match, rejection, threshold, typical
 from foretoken.config.acceptance import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, RULES, TypicalLimits
+from foretoken.engine.accepting import BY_DRAFT
 from foretoken.errors import ShapeError
 from foretoken.tree import DraftTree
 
@@ -138,6 +139,12 @@ def test_its_bias_is_as_large_as_what_it_makes_certain() -> None:
 
 def test_only_this_rule_is_lossy() -> None:
     assert [name for name, rule in RULES.items() if not rule.is_lossless] == ["typical"]
+
+
+def test_every_rule_is_carried_out_as_itself() -> None:
+    """One without a place of its own once ran as rejection, or as block."""
+    assert {**BY_DRAFT, "match": match, "typical": typical}.keys() == RULES.keys()
+    assert {name: rule.__name__ for name, rule in BY_DRAFT.items()} == {"standard": "rejection", "block": "block"}
 
 
 def test_laws_of_another_tree_are_refused() -> None:

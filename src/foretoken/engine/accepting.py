@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from foretoken.accept.rules import RejectionNoise, Verdict, block, match, rejection, typical, walk
-from foretoken.config.acceptance import RULES, TYPICAL, TypicalLimits
+from foretoken.config.acceptance import BLOCK, RULES, STANDARD, TYPICAL, TypicalLimits
 from foretoken.engine.sequence import Sequence
 from foretoken.law.sampling import argmax, choose, choose_at, probs
 from foretoken.model.nodes import Logits, NodeLogits
@@ -15,6 +15,9 @@ from foretoken.tree import DraftTree
 
 Choices = list[tuple[int, ...]]
 """The target's own token at every node of every row; -1 where there is no usable distribution."""
+
+BY_DRAFT = {STANDARD.name: rejection, BLOCK.name: block}
+"""Rules that are handed the draft with its law, the target's distribution at a node, and noise."""
 
 
 def accept_rows(
@@ -59,7 +62,7 @@ def _accept_sampled(
     if rule == TYPICAL.name:
         return typical(tree, target_probs, limits)
     noise = RejectionNoise(row.seed, row.num_steps, len(row.token_ids))
-    return (rejection if RULES[rule].takes_trees else block)(tree, target_probs, noise)
+    return BY_DRAFT[rule](tree, target_probs, noise)
 
 
 def choose_all(rows: Seq[Sequence], trees: Seq[DraftTree], logits: Logits) -> Choices:
