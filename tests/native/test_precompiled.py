@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from foretoken.folders import cache_folder
-from foretoken.native import build
+from foretoken.native import build, compiler
 from foretoken.native import library as native
 
 INSTRUCTION = native.instruction_set()
@@ -26,7 +26,7 @@ class Wheel:
         assert INSTRUCTION is not None
         self.folder, self.file = folder, folder / f"{INSTRUCTION.lower()}.so"
         folder.mkdir()
-        with build.compiled("kernels", INSTRUCTION, build.SOURCES, build.HEADERS) as made:
+        with build.compiled("kernels", INSTRUCTION, compiler.SOURCES, compiler.HEADERS) as made:
             shutil.copyfile(made, self.file)
         self.say()
 

@@ -531,10 +531,12 @@ def test_smollm2_brings_a_head_of_eagle3() -> None:
 
 
 def test_a_skipped_test_of_smollm2_fails_where_set_up_has_installed_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    pytestconfig: pytest.Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    import conftest
-
+    conftest = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))  # other rooms have their own
     file = tmp_path / "test_it.py"
     bodies = {"skips": "pytest.skip('no reason')", "runs": "pass"}
     tests = (f"@pytest.mark.smollm2\ndef test_{name}():\n    {body}\n" for name, body in bodies.items())
