@@ -13,7 +13,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 FORETOKEN_TEST_SMOLLM2=$$(ca
 # loading, tokenizers, templates, and models that are written for it. The rest runs on the newest alone
 FOLLOW_TRANSFORMERS = tests/test_llm.py tests/hf tests/unit/test_package.py \
 	$(addprefix tests/classic/test_,classic_generate.py classic_modules.py classic_vocabularies.py) \
-	$(addprefix tests/cli/test_,cli_prompts.py) tests/drafters/lm/test_draft_chains.py \
+	tests/cli/test_cli_prompts.py tests/drafters/lm/test_draft_chains.py \
 	$(addprefix tests/drafters/,heads/test_eagle_architectures.py selfdraft/test_self_draft.py) \
 	$(addprefix tests/engine/test_,features.py identity.py memory_limits.py prompt_logprobs.py structured.py) \
 	tests/gguf/test_gguf.py tests/gguf/test_stored.py \

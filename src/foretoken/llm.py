@@ -25,7 +25,6 @@ from foretoken.config.speculative import SpeculativeConfig
 from foretoken.config.structured import StructuredOutputs
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
-from foretoken.engine.exclusive_use import makes_on_cpu
 from foretoken.engine.memory import MemoryUse
 from foretoken.engine.profiles import Profile
 from foretoken.engine.stats import StepProfile, Totals
@@ -38,6 +37,7 @@ from foretoken.loading.sources import check_parts
 from foretoken.loading.stored import save_compressed
 from foretoken.machine import collector_paused
 from foretoken.model.cache.prefixes import PrefixStore
+from foretoken.model.default_device import makes_on_cpu
 from foretoken.model.dtypes import check_kv_cache_dtype
 from foretoken.model.execution.execution import check_kind
 from foretoken.model.execution.rounding import check_quantization, check_weights

@@ -1,42 +1,13 @@
-"""Exclusive use of an object: at most one call is inside, and none that has been cut off; and where tensors are made
-inside for which no device is named: on the CPU, whatever default device a caller has set."""
+"""Exclusive use of an object: at most one call is inside, and none that has been cut off."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
 from types import FrameType
-from typing import ParamSpec, TypeVar
-
-import torch
 
 from foretoken import forking
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def cpu_by_default() -> AbstractContextManager[object]:
-    """Inside, tensors are made on the CPU where no device is named.
-
-    Kernels are handed addresses of tensors made here; one of ``torch.set_default_device("cuda")`` or "meta" has none
-    that they could read.
-    """
-    context: AbstractContextManager[object] = torch.device("cpu")
-    return nullcontext() if torch.get_default_device().type == "cpu" else context
-
-
-def makes_on_cpu(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function run inside `cpu_by_default`."""
-
-    @wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        with cpu_by_default():
-            return function(*args, **kwargs)
-
-    return wrapped
+from foretoken.model.default_device import cpu_by_default
 
 
 class ExclusiveUse:

@@ -24,7 +24,6 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.exclusive_use import makes_on_cpu
 from foretoken.engine.stats import SequenceStats
 from foretoken.errors import ConfigError, CopyError, PromptError
 from foretoken.hf import refusals
@@ -34,6 +33,7 @@ from foretoken.hf.rows import Columns, Endings, check_positions, read_rows
 from foretoken.loading.adapters import ADAPTERS, Adapter
 from foretoken.loading.models import load_tokenizer
 from foretoken.loading.pairing import Drafting
+from foretoken.model.default_device import makes_on_cpu
 from foretoken.model.dtypes import check_kv_cache_dtype
 from foretoken.model.execution.rounding import check_quantization
 from foretoken.model.lm import CausalLM

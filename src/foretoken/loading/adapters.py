@@ -19,9 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import forking
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.engine.exclusive_use import makes_on_cpu
 from foretoken.loading.info import Loaded, model_name
 from foretoken.loading.pairing import Drafting, Pairing
+from foretoken.model.default_device import makes_on_cpu
 from foretoken.model.lm import CausalLM
 
 MAX_DRAFTINGS = 4

@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.engine.engine import Engine
-from foretoken.engine.exclusive_use import ExclusiveUse, makes_on_cpu
+from foretoken.engine.exclusive_use import ExclusiveUse
 from foretoken.engine.stats import SequenceStats, StepProfile
 from foretoken.errors import CopyError, EngineBusyError, PromptError
+from foretoken.model.default_device import makes_on_cpu
 from foretoken.sessions.outputs import RequestOutput, StreamOutput
 from foretoken.sessions.payoff import PayoffWatch
 from foretoken.sessions.prompts import Prompt

@@ -16,8 +16,8 @@ from foretoken.classic.rounds import Decoding, Draft, ProcessedLaw
 from foretoken.classic.trace import begin_trace
 from foretoken.classic.utils import printing
 from foretoken.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor
-from foretoken.engine.exclusive_use import makes_on_cpu
 from foretoken.errors import ConfigError, TreeError
+from foretoken.model.default_device import makes_on_cpu
 
 __all__ = ["ngram_assisted_speculative_generate"]
 

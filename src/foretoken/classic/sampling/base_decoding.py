@@ -17,8 +17,8 @@ from foretoken.classic.rounds import Decoding, ProcessedLaw
 from foretoken.classic.trace import Step, begin_trace
 from foretoken.classic.utils import printing
 from foretoken.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor
-from foretoken.engine.exclusive_use import makes_on_cpu
 from foretoken.errors import ConfigError, NumericsError
+from foretoken.model.default_device import makes_on_cpu
 
 __all__ = ["autoregressive_generate", "beam_search_generate"]
 

@@ -18,8 +18,8 @@ from foretoken.classic.trace import begin_trace
 from foretoken.classic.utils import printing
 from foretoken.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor
 from foretoken.drafters.lengths import EgagLength, normalised_entropy
-from foretoken.engine.exclusive_use import makes_on_cpu
 from foretoken.loading.pairing import check_vocab_sizes
+from foretoken.model.default_device import makes_on_cpu
 from foretoken.model.lm import fit_vocabulary
 
 __all__ = ["max_fn", "speculative_generate"]
