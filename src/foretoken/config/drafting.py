@@ -18,6 +18,11 @@ def acceptance(rules: Iterable[AcceptanceRule], help: str) -> Any:
     return option(one_of(tuple(rule.name for rule in rules), aliases), MATCH.name, help)
 
 
+def draft_sampling(help: str) -> Any:
+    """The field ``draft_sample_method`` of methods that can draw from a law of their own."""
+    return option(one_of(("greedy", "probabilistic"), {"gumbel": "probabilistic"}), "probabilistic", help)
+
+
 GOVERNED = "governed"
 FIXED = "fixed"
 

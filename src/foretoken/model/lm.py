@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from foretoken.config.engine import Promise
-from foretoken.errors import UnsupportedModelError
+from foretoken.errors import ShapeError, UnsupportedModelError
 from foretoken.machine import return_free_memory
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.capture import Output, Recorder, Wanted
@@ -295,7 +295,10 @@ class CausalLM:
           depths: how many tokens are wanted of every row.
           num_columns, names: columns of logits that count, and their tokens int64 (V,); None for their numbers.
         Returns: the tokens of every row, fewer where logits are no numbers; None where this takes modules.
+        Raises: ShapeError for a chain without a token.
         """
+        if not all(chains):
+            raise ShapeError(f"row {list(map(len, chains)).index(0)} has no token behind which its chain could go on")
         check_autocast(self.device)
         program = self.execution.program
         found = None if program is None else program.chains(chains, cache, depths, num_columns, names)

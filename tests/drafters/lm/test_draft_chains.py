@@ -28,6 +28,7 @@ from foretoken.engine.drafter import StepResult
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stopping import StopChecker
+from foretoken.errors import ShapeError
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.law.processors import SamplingLaw
 from foretoken.model.lm import CausalLM
@@ -82,6 +83,12 @@ def test_chains_are_the_argmaxes_of_logits(dtype: torch.dtype, reduced: bool) ->
             text.append(min(want[-1], V - 1))
         assert found[row] == want
     assert cache.lengths == [0, 0, 0]  # what is kept is for the caller to say
+
+
+def test_a_chain_needs_a_token_to_begin_with() -> None:
+    lm = adapter()
+    with pytest.raises(ShapeError, match="row 1 has no token"):
+        lm.chains([TEXT[:4], []], lm.new_cache(2), [3, 3], V, None)
 
 
 def test_a_chain_ends_where_logits_are_no_numbers() -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from foretoken.config.acceptance import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, RULES
-from foretoken.config.drafting import DraftOptions, ModelOptions, acceptance, draft_length, node_limit
+from foretoken.config.drafting import DraftOptions, ModelOptions, acceptance, draft_length, draft_sampling, node_limit
 from foretoken.config.method import Contents, methods, recognized_in
-from foretoken.config.options import anything, number, one_of, option
+from foretoken.config.options import anything, number, option
 from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.drafters.parts.reduced_output import VocabularyOptions
 from foretoken.errors import CheckpointError, ConfigError
@@ -61,9 +61,7 @@ class HeadOptions(DraftOptions, ModelOptions, VocabularyOptions):
         help="the tree: a published one (mc_sim_7b_63, ...), widths such as 4x2x1, paths of ranks such as "
         "[[0], [0, 0], [1]], or a file of foretoken tune tree; by default the best one for usual accuracies",
     )
-    draft_sample_method: str = option(
-        one_of(("greedy", "probabilistic"), {"gumbel": "probabilistic"}),
-        "probabilistic",
+    draft_sample_method: str = draft_sampling(
         "greedy takes the likeliest tokens of a head, probabilistic draws from its law, with the target's noise",
     )
     rejection_sample_method: str = acceptance(

@@ -228,7 +228,6 @@ class DraftModelDrafter(Drafter):
     def _unseen(self, drafts: Seq[GrowingDraft]) -> tuple[list[CachedRow], list[list[int]]]:
         """Places of rows in front, and what is to be fed of their texts, which is short."""
         places = self._rows.align([draft.row.id for draft in drafts])
-        self._cache.rollback([place.trunk for place in places])
         for draft, place in zip(drafts, places, strict=True):
             tokens = draft.row.token_ids
             if len(tokens) - place.trunk > PREFILL_CHUNK:

@@ -10,8 +10,8 @@ from math import inf, log
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from foretoken.config.acceptance import RULES
-from foretoken.config.drafting import BranchOptions, depth_within, node_limit
-from foretoken.config.options import flag, number, one_of, option, whole
+from foretoken.config.drafting import BranchOptions, depth_within, draft_sampling, node_limit
+from foretoken.config.options import flag, number, option, whole
 from foretoken.drafters.length_options import ANY_LOOK, LengthOptions
 from foretoken.drafters.lengths import NOTHING, Fixed, LengthPolicy, policy_of
 from foretoken.drafters.parts.candidates import SHARPNESS, Candidates, Parents, Scored
@@ -386,9 +386,7 @@ class GrowthOptions(LengthOptions, BranchOptions):
         help="power of the drafter's law where draft_rerank ranks nodes for a greedy target; 1 is the law itself. By "
         "default that by which first choices are right as often as they are said to be",
     )
-    draft_sample_method: str = option(
-        one_of(("greedy", "probabilistic"), {"gumbel": "probabilistic"}),
-        "probabilistic",
+    draft_sample_method: str = draft_sampling(
         "greedy takes the argmax of the drafter, probabilistic draws from its law",
     )
 
