@@ -566,10 +566,7 @@ def test_a_real_model_calls_what_it_must() -> None:
             ]
             sent = {"tools": tools, "n": 2, "seed": number, "temperature": number % 2, "max_tokens": 300}
             sent |= {"parallel_tool_calls": number % 4 < 2}
-            found = ask(server, **sent)
-            chunks = streamed(server, **sent)
-            for choice in found.choices:
-                assert told(choice) == {key: chunks[choice.index][key] for key in ("calls", "reason")}
+            for choice in ask(server, **sent).choices:
                 if choice.finish_reason == "tool_calls":
                     check_calls(choice, parameters)
                     num_ended += 1

@@ -219,7 +219,7 @@ def tiny() -> LLM:
 
 @pytest.mark.slow
 def test_answers_under_load_are_those_of_single_requests(start: Callable[..., Running]) -> None:
-    soak(start, 120, tiny())
+    soak(start, 64, tiny())
 
 
 @pytest.mark.full

@@ -106,7 +106,7 @@ app(["serve", "zoo:tiny", "--port", "0"])
 """
 
 
-@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.parametrize("signals", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_an_end_around_compiled_code_is_no_abort(signals: int) -> None:
     """The interpreter's own end throws a thread out of ATen; `terminate called` and status -6 came of it."""
     with subprocess.Popen([sys.executable, "-c", COMPUTES], stderr=subprocess.PIPE, text=True) as process:
