@@ -67,6 +67,10 @@ def llm() -> LLM:
     return LLM("zoo:tiny", {"method": "ngram", "num_speculative_tokens": 4}, dtype="float32")
 
 
+LAWS: dict[Any, Callable[..., np.ndarray[Any, Any]]] = {}
+"""What all decoders draw from, by prompt and settings."""
+
+
 class Decoder:
     """Speculative decoding as a textbook has it, by a draft of likely tokens; with a defect, or without."""
 
@@ -83,15 +87,19 @@ class Decoder:
 
     def _law(self, prompt: list[int], output: list[int], params: SamplingParams) -> np.ndarray[Any, Any]:
         """Of the next token; a point where the text is greedy."""
-        key = tuple(prompt), tuple(output), params.temperature, params.repetition_penalty, params.top_k, params.top_p
-        key += (params.presence_penalty, params.frequency_penalty, str(params.logit_bias), params.min_p)
+        asked = tuple(prompt), params.temperature, params.repetition_penalty, params.top_k, params.top_p
+        asked += (params.presence_penalty, params.frequency_penalty, str(params.logit_bias), params.min_p)
+        key = asked, tuple(output)
         if key not in self._laws:
             fields = ["repetition_penalty", "top_k", "top_p", "presence_penalty", "frequency_penalty", "logit_bias"]
             fields += [] if self._defect.startswith("min-p") else ["min_p"]
             own = SamplingParams(
                 temperature=params.temperature or 1.0, **{name: getattr(params, name) for name in fields}
             )
-            probs = ReferenceLaw(self._llm.target, prompt, own)(tuple(output))
+            shared = asked, "min_p" in fields
+            if shared not in LAWS:
+                LAWS[shared] = functools.cache(ReferenceLaw(self._llm.target, prompt, own))
+            probs = LAWS[shared](tuple(output)).copy()
             if self._defect == "penalties of the prompt":
                 probs[list(set(prompt))] *= np.exp(-params.presence_penalty)
             if self._defect.startswith("min-p") and probs.max() >= params.min_p:
