@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,6 +29,7 @@ from foretoken.native.codes import Codes
 from foretoken.native.library import library
 from foretoken.native.packed_matmul import CodesMatrix, Facts
 from gguf_files import write_llama
+from programs import forked
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels here")
 
@@ -295,36 +296,28 @@ def test_stored_weights_of_a_gguf_file_are_kept(tmp_path: Path, cache: Path, kin
     assert_same(other, LLM(file, weights="stored"))
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from foretoken import LLM, SamplingParams
-from foretoken.loading import packed_copy
-packed_copy.cache_folder = lambda *parts: Path(sys.argv[2], *parts)  # kernels stay where they are
-print("ready", flush=True)
-sys.stdin.readline()
-llm = LLM(sys.argv[1], "ngram", cache_packed=True)
-print(llm.generate([[5, 6, 7] * 3], SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].token_ids)
-"""
-
-
-def test_two_processes_may_write_one_copy(tmp_path: Path) -> None:
+def test_two_processes_may_write_one_copy(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Each to a file of its own, which becomes the copy when it is whole: nothing else is left, and the texts agree."""
     folder = saved(tmp_path / "model")
-    command = [sys.executable, "-c", WRITER, str(folder), str(tmp_path / "both")]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    writers = [subprocess.Popen(command, **pipes) for _ in range(2)]
-    for each in writers:
-        assert each.stdout is not None
-        assert each.stdout.readline() == "ready\n"
-    for each in writers:
-        assert each.stdin is not None
-        each.stdin.write("go\n")
-        each.stdin.flush()
-    texts = [each.communicate()[0] for each in writers]
-    assert [each.returncode for each in writers] == [0, 0]
-    assert len(set(texts)) == 1
-    (file,) = (tmp_path / "both" / "packed").iterdir()
+    meeting, replace_file = get_context("fork").Barrier(2, timeout=120), os.replace
+
+    def when_both_are_written(source: Any, target: Any) -> None:
+        meeting.wait()
+        replace_file(source, target)
+
+    def warnings() -> list[str]:
+        return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+    def text() -> tuple[list[int], list[str]]:
+        monkeypatch.setattr(tensor_file.os, "replace", when_both_are_written)
+        llm = LLM(folder, "ngram", cache_packed=True)
+        return list(llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids), warnings()
+
+    one, other = forked(text, text)
+    assert one == other == (one[0], [])
+    (file,) = cache.iterdir()
     assert tensor_file.TensorFile(file).read()
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
+import gc
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from foretoken.loading.models import load_model
+from foretoken.machine import return_free_memory
+from foretoken.model.execution.packing import packed_products
 from foretoken.native.library import library
+from programs import forked
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="memory of a process is read from /proc"),
@@ -20,26 +24,23 @@ pytestmark = [
 
 CONSTANT = 16 * 2**20
 """Bytes besides weights, whatever their number: rows that are in work, and pages that are read ahead."""
-MEASURE = """
-import json, sys
-from pathlib import Path
-import torch
-from foretoken.loading.models import load_model
-from foretoken.model.execution.packing import packed_products
-from transformers import LlamaConfig, LlamaForCausalLM
 
-def memory(key):
+
+def memory(key: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
 
-folder, rounded, small = sys.argv[1:]
-load_model(small, quantization=rounded, with_tokenizer=False)  # imports, and everything that is made once
-Path("/proc/self/clear_refs").write_text("5")
-before = memory("VmRSS")
-loaded = load_model(folder, quantization=rounded, with_tokenizer=False)
-weights = sum(product.num_bytes for product in packed_products(loaded.model))
-print(json.dumps([weights, memory("VmRSS") - before, memory("VmHWM") - before]))
-"""
+
+def measured(folder: Path, small: Path, rounded: str) -> tuple[int, int, int]:
+    """Bytes of the weights, and by how much memory is larger in the end and at its height."""
+    load_model(small, quantization=rounded, with_tokenizer=False)  # everything that is made once
+    gc.collect()
+    return_free_memory()  # what the tests before this one have freed must not be taken again uncounted
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    loaded = load_model(folder, quantization=rounded, with_tokenizer=False)
+    weights = sum(product.num_bytes for product in packed_products(loaded.model))
+    return weights, memory("VmRSS") - before, memory("VmHWM") - before
 
 
 def saved(folder: Path, *, width: int, layers: int) -> Path:
@@ -67,10 +68,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.parametrize("rounded", ["int8", "int4"])
 def test_rounding_takes_little_beside_the_weights_that_it_leaves(folders: tuple[Path, Path], rounded: str) -> None:
     """Of 190 MB in bfloat16, weights are read, rounded, packed and let go piece by piece."""
-    large, small = folders
-    run = [sys.executable, "-c", MEASURE, str(large), rounded, str(small)]
-    found = subprocess.run(run, capture_output=True, text=True, check=True)
-    weights, resident, peak = json.loads(found.stdout.splitlines()[-1])
+    ((weights, resident, peak),) = forked(partial(measured, *folders, rounded))
     assert weights > 5e7
     assert resident <= weights * 1.15 + CONSTANT
     assert peak <= weights * 1.15 + CONSTANT

@@ -407,9 +407,8 @@ def test_a_product_of_several_layers_runs_and_splits() -> None:
         assert product.num_bytes == 64 * 64 * dtype.itemsize
 
 
-@pytest.mark.parametrize(
-    "most", [pytest.param("AVX2", marks=pytest.mark.full), "AVX512_CORE"]
-)  # test_instruction_sets.py decodes by AVX2
+@pytest.mark.full  # test_instruction_sets.py decodes by AVX2 in a process of its own, test_tree_bits.py by every set
+@pytest.mark.parametrize("most", ["AVX2", "AVX512_CORE"])
 def test_a_lesser_cpu_decodes_the_same_text(most: str) -> None:
     """In a process that is held to fewer instructions, with the kernels of these."""
     code = (

@@ -1,4 +1,4 @@
-"""The command line in a process of its own: a fork of this one, which need not load torch again.
+"""The command line, or functions, in processes of their own: forks of this one, which need not load torch again.
 
 Real streams, signals, exit codes and terminals; what an interpreter does before its first line has tests elsewhere.
 """
@@ -11,8 +11,9 @@ import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from multiprocessing import get_context
 from typing import Any, NoReturn
 
 from foretoken.__main__ import main
@@ -84,3 +85,28 @@ def ran(arguments: list[str], *, input: Any = None, **options: Any) -> subproces
     with started(arguments, **given) as process:
         output, errors = process.communicate(input, timeout=300)
     return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
+
+
+def forked(*functions: Callable[[], Any]) -> list[Any]:
+    """What functions return, each in a process of its own, all at the same time; none may take longer than minutes."""
+    context = get_context("fork")
+    processes, ends = [], []
+    for function in functions:
+        end, other = context.Pipe(duplex=False)
+        process = context.Process(target=lambda function=function, other=other: other.send(function()), daemon=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+        other.close()
+        processes.append(process)
+        ends.append(end)
+    try:
+        assert all(end.poll(300) for end in ends), "a process hangs"
+        found = [end.recv() for end in ends]  # EOFError where one has failed, which has said why
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [0] * len(processes)
+        return found
+    finally:
+        for process in processes:
+            process.kill()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from foretoken.model.cache.ragged import KVCache
 from foretoken.model.capture import Wanted
 from foretoken.model.execution import compiled_layers
 from foretoken.model.execution.compiled_layers import CompiledLayer, worth_compiling
+from foretoken.model.execution.inductor import Segment
 from foretoken.model.execution.native_program import NativeProgram
 from foretoken.model.execution.packing import can_pack as can_pack_here
 from foretoken.model.lm import CausalLM
@@ -31,6 +30,7 @@ from foretoken.model.nodes import Nodes
 from foretoken.native import library as native
 from foretoken.native.build import cpp_compiler
 from foretoken.tree import DraftTree
+from programs import forked
 
 pytestmark = [
     pytest.mark.skipif(not can_pack_here(), reason="only packed models are compiled"),
@@ -296,42 +296,40 @@ def test_two_threads_compile_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == mine
 
 
-FORK = """
-import os, sys, threading, torch
-sys.path.insert(0, sys.argv[1])
-from architectures import ARCHITECTURES
-from compiled_models import ALL, FAST, UNCOMPILED
-from foretoken.model.lm import CausalLM
-from foretoken.model.nodes import Nodes
-
-def logits(lm):
+def logits(lm: CausalLM) -> torch.Tensor:
     return lm.forward(Nodes.from_chains([[3, 4, 5]]), lm.new_cache(1))
 
-def make():
-    model = ARCHITECTURES["llama"].build("sdpa", torch.float32)
-    made.append(CausalLM(model, execution="compiled", probe=False))
-    made[0].execution.make_ready()
 
-made = []
-thread = threading.Thread(target=make)
-thread.start()
-if os.fork() == 0:
-    os._exit(0)
-assert os.wait()[1] == 0
-thread.join()
-want = logits(made[0])
-if os.fork() == 0:
-    os._exit(0 if torch.equal(logits(made[0]), want) else 3)
-assert os.wait()[1] == 0
-print(made[0].execution.num_compiled)
-"""
+def status_of(fork: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+
+
+def compile_and_fork() -> tuple[int, int, int]:
+    """How a fork ends that is made while layers are compiled, one that decodes by them, and how many they are."""
+    made, is_inside, may_go_on = [], threading.Event(), threading.Event()
+    compile_segment = compiled_layers.compile_segment
+
+    def compile_slowly(*given: Any) -> Segment:
+        is_inside.set()
+        may_go_on.wait(60)
+        return compile_segment(*given)
+
+    compiled_layers._graphs.clear()
+    compiled_layers.compile_segment = compile_slowly
+    thread = threading.Thread(target=lambda: made.append(compiled(build("llama"), probe=False)))
+    thread.start()
+    is_inside.wait(60)
+    early = os.fork()
+    if not early:
+        os._exit(0)
+    may_go_on.set()
+    thread.join()
+    want = logits(made[0])
+    late = os.fork()
+    if not late:
+        os._exit(0 if torch.equal(logits(made[0]), want) else 3)
+    return status_of(early), status_of(late), made[0].execution.num_compiled
 
 
 def test_processes_fork_while_and_after_layers_are_compiled() -> None:
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-    }  # OpenMP's threads do not survive a fork, whatever runs in them
-    command = [sys.executable, "-c", FORK, str(Path(__file__).parents[2] / "support")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.stdout.strip() == "2", done.stderr
+    assert forked(compile_and_fork) == [(0, 0, 2)]

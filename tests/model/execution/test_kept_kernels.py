@@ -8,13 +8,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from compiled_models import build
 from foretoken import machine
 from foretoken.folders import cache_folder, locked
-from foretoken.model.execution import inductor
+from foretoken.model.execution import compiled_layers, inductor
 from foretoken.model.execution.inductor import LISTING, folder_name, whole
+from foretoken.model.lm import CausalLM
 from foretoken.native import build as compiling
 
 
@@ -102,6 +105,32 @@ def test_a_folder_is_of_one_kind_of_machine(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(found) == 4
 
 
+needs_a_compiler = pytest.mark.skipif(compiling.cpp_compiler() is None, reason="nothing is compiled here")
+
+
+@needs_a_compiler
+def test_layers_are_compiled_inside_of_such_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To load half of a library killed the process, and an empty one left the layers uncompiled at every start."""
+    monkeypatch.setattr(compiled_layers, "cache_folder", tmp_path.joinpath)
+    monkeypatch.setattr(compiled_layers, "_graphs", {})
+    leave(kept := tmp_path / "inductor" / folder_name(), one="library", two="library")
+    seen = []
+
+    def compile_nothing(tracer: Any, folder: Path, num_threads: int) -> None:
+        seen.append((folder, sorted(file.name for file in (folder / "deep").glob("*"))))
+        (folder / "three").write_text("library")
+
+    monkeypatch.setattr(compiled_layers.LayerGraph, "of", compile_nothing)
+    model = build("llama")
+    for text in ("library", "lib", ""):
+        if (kept / "deep").exists():
+            (kept / "deep" / "one").write_text(text)
+        compiled_layers._graphs.clear()
+        CausalLM(model, execution="compiled", probe=False).execution.make_ready()
+        assert "three" in left(kept)
+    assert seen == [(kept, ["one", "two"]), (kept, []), (kept, [])]
+
+
 KERNELS = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -115,9 +144,10 @@ print(lm.execution.num_compiled, lm.forward(Nodes.from_chains([[3, 4, 5]]), lm.n
 """
 
 
-@pytest.mark.skipif(compiling.cpp_compiler() is None, reason="nothing is compiled here")
+@pytest.mark.full
+@needs_a_compiler
 def test_libraries_that_end_too_early_are_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To load half of one killed the process, and an empty one left the layers uncompiled at every start."""
+    """By inductor, in processes of their own."""
     for part in ("native", "inductor"):  # those take longer to compile, and these other tests have compiled
         if cache_folder(part).exists():
             shutil.copytree(cache_folder(part), tmp_path / part)

@@ -69,6 +69,7 @@ if not has_onednn:  # as in wheels for Apple silicon
 import foretoken
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.model.execution.packing import cpu_has_bfloat16
+from foretoken.native.build import instruction_set
 
 llm = LLM("zoo:tiny", "draft_model+ngram")
 params = SamplingParams(temperature=0, max_tokens=24)
@@ -81,8 +82,16 @@ except foretoken.ForetokenError as error:
     refused = str(error)
 info = llm.model_info
 dtype, kind = info.dtype, info.execution
-print(json.dumps([kind, dtype, cpu_has_bfloat16(), found == plain or dtype != "float32", len(found), refused]))
+is_equal = found == plain or dtype != "float32"
+print(json.dumps([kind, dtype, cpu_has_bfloat16(), is_equal, len(found), refused, instruction_set()]))
 """
+
+ENVIRONMENT = {
+    "ATEN_CPU_CAPABILITY": "default",  # so that there are no kernels of our own, which are for AVX2 and more
+    "PYTHONPATH": str(Path(foretoken.__file__).parents[1]),
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 @pytest.mark.parametrize(
@@ -95,15 +104,15 @@ def test_the_package_works_where_the_operators_of_x86_are_missing(
     """Importing it once asked for an operator that torch's builds for Apple silicon lack."""
     done = subprocess.run(
         [sys.executable, "-c", ELSEWHERE, machine, str(has_onednn)],
-        env={"PYTHONPATH": str(Path(foretoken.__file__).parents[1]), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env=ENVIRONMENT,
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    kind, dtype, has_bfloat16, is_equal, length, refused = json.loads(done.stdout)
-    assert (kind, is_equal, length) == ("eager", True, 24)
+    kind, dtype, has_bfloat16, is_equal, length, refused, kernels = json.loads(done.stdout)
+    assert (kind, is_equal, length, kernels) == ("eager", True, 24, None)
     assert machine in refused
     assert has_bfloat16 == (dtype == "bfloat16")
     assert has_onednn or dtype == "float32"
