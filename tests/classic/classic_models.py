@@ -97,15 +97,16 @@ class Choices:
 
 
 def enumerated(
-    run: Callable[[], Sequence[int]], monkeypatch: pytest.MonkeyPatch, max_runs: int = 100_000
+    run: Callable[[], Sequence[int]], monkeypatch: pytest.MonkeyPatch, max_runs: int = 100_000, *, reads: bool = False
 ) -> dict[tuple[int, ...], float]:
     """The exact law of ``run()``'s output: every draw of a classic function is taken every way.
 
-    Draws of the processor, acceptance tests, and the random tokens of storages branch; logits are remembered by text.
+    Draws of the processor, acceptance tests, and the random tokens of storages branch; logits are remembered by text,
+    unless every run ``reads`` again.
     """
     law: dict[tuple[int, ...], float] = {}
     scripts: list[list[int]] = [[]]
-    with every_choice(monkeypatch) as begin:
+    with every_choice(monkeypatch, reads) as begin:
         for num_runs in itertools.count(1):
             assert num_runs < max_runs
             choices = begin(scripts.pop())
@@ -118,7 +119,7 @@ def enumerated(
 
 
 @contextmanager
-def every_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[int]], Choices]]:
+def every_choice(monkeypatch: pytest.MonkeyPatch, reads: bool = False) -> Iterator[Callable[[list[int]], Choices]]:
     current: list[Choices] = []
     last_draft: list[Draft] = []
     propose = ModelProposer.propose
@@ -147,7 +148,8 @@ def every_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[int
         return current[-1]
 
     with monkeypatch.context() as patch:
-        remember_logits(patch)
+        if not reads:
+            remember_logits(patch)
         patch.setattr(ModelProposer, "propose", watched_propose)
         patch.setattr(ProcessedLaw, "sample", sample)
         patch.setattr(TorchNoise, "uniform", uniform)

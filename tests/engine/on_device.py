@@ -52,7 +52,8 @@ RULES: dict[str, dict[str, Any]] = {
     "view that changes": {"method": "sparse_kv", "kv_budget": 24, "kv_refresh": 4},
     "view that is voted for": {"method": "sparse_kv", "kv_selector": "snapkv", "kv_budget": 24, "kv_window": 8},
 }
-GREEDY = SamplingParams(temperature=0.0, seed=7, max_tokens=12)
+LENGTH = 8
+GREEDY = SamplingParams(temperature=0.0, seed=7, max_tokens=LENGTH)
 SAMPLED = replace(GREEDY, temperature=1.0, top_p=0.4)
 MODES = {"greedy": GREEDY, "sampled": SAMPLED}
 PARAMS = {
@@ -71,6 +72,12 @@ PARAMS = {
     "chosen": replace(SAMPLED, structured_outputs=StructuredOutputs(choice=["yes", 'no "maybe"'])),
 }  # fmt: skip
 full = pytest.mark.full
+OFTEN = {
+    *("token_recycling", "lookahead", "jacobi", "layer_skip", "sparse_kv", "draft_model, tree"),
+    *("medusa", "hydra++", "eagle", "eagle3", "suffix+eagle3"),
+}
+"""What lays something of its own out on a device; other methods look up on the host, or are these in another order.
+Chains of a draft model are in `RULES`, those of a lookup in what is transferred."""
 
 
 @cache
@@ -91,7 +98,7 @@ def on_cpu(*names: str) -> list[Any]:
 
 def in_turn(names: tuple[str, ...]) -> list[SamplingParams]:
     """Parameters of every row; those that begin later end sooner."""
-    return [replace(PARAMS[names[row % len(names)]], max_tokens=12 if row < 4 else 4) for row in range(len(TEXTS))]
+    return [replace(PARAMS[names[row % len(names)]], max_tokens=LENGTH if row < 4 else 4) for row in range(len(TEXTS))]
 
 
 def num_accepted(texts: list[Any]) -> int:
@@ -165,7 +172,7 @@ def test_every_method_is_tried() -> None:
 @pytest.mark.parametrize(
     "modes", [("greedy", "sampled"), pytest.param(("sampled", "greedy"), marks=full)], ids=" beside ".join
 )
-@pytest.mark.parametrize("name", DECODING)
+@pytest.mark.parametrize("name", [name if name in OFTEN else pytest.param(name, marks=full) for name in DECODING])
 def test_every_method_says_what_plain_decoding_on_the_cpu_says(name: str, modes: tuple[str, ...]) -> None:
     """Ragged rows, more than run at a time, greedy ones beside sampled ones."""
     texts = llm().with_speculative_config(DECODING[name]).generate(TEXTS, in_turn(modes))
@@ -234,7 +241,7 @@ def test_texts_are_drafted_for_in_half_precision() -> None:
     half = LLM("zoo:tiny", "suffix+eagle3", device=DEVICE, dtype="bfloat16")
     for params in MODES.values():
         texts = half.generate(TEXTS, replace(params, ignore_eos=True))
-        assert [len(text.outputs[0].token_ids) for text in texts] == [12] * len(TEXTS)
+        assert [len(text.outputs[0].token_ids) for text in texts] == [LENGTH] * len(TEXTS)
         assert num_accepted(texts) > 0
 
 
@@ -255,17 +262,21 @@ def test_every_architecture_decodes(name: str) -> None:
 # -- other faces ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["ngram", "eagle3"])
+@pytest.mark.parametrize("method", ["eagle3", pytest.param("ngram", marks=full)])
 def test_the_hook_gives_tensors_of_the_device(method: str) -> None:
     """Sequences, scores and logits of ``model.generate``, greedy and sampled."""
     model = AutoModelForCausalLM.from_pretrained(zoo.path("tiny", "target"), dtype=torch.float32).to(DEVICE).eval()
     head = {} if method == "ngram" else {"model": str(root() / "tiny" / method)}
     ids = torch.tensor([llm().tokenizer(TEXTS[0]).input_ids], device=DEVICE)
-    plain = model.generate(ids, max_new_tokens=12, do_sample=False)
+    plain = model.generate(ids, max_new_tokens=LENGTH, do_sample=False)
     wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     for do_sample in (False, True):
         found = model.generate(
-            ids, max_new_tokens=12, do_sample=do_sample, custom_generate=foretoken.speculate(method, **head), **wanted
+            ids,
+            max_new_tokens=LENGTH,
+            do_sample=do_sample,
+            custom_generate=foretoken.speculate(method, **head),
+            **wanted,
         )
         tensors = [found.sequences, *found.scores, *found.logits]
         assert {tensor.device.type for tensor in tensors} == {DEVICE}
@@ -283,7 +294,7 @@ def test_the_hook_gives_tensors_of_the_device(method: str) -> None:
 )
 def test_the_classic_functions_say_what_they_say_on_the_cpu(processor: Any, uses_cache: bool) -> None:
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4]
-    options = {"max_gen_len": 12, "logits_processor": processor, "use_cache": uses_cache}
+    options = {"max_gen_len": LENGTH, "logits_processor": processor, "use_cache": uses_cache}
 
     def everything(move: Callable[[Any], Any]) -> list[Any]:
         target, drafter = move(toy_model()), move(perturbed(toy_model(), 0.1, seed=1))
@@ -312,7 +323,7 @@ def test_the_server_answers() -> None:
 
 
 def ask(server: Running, model: str) -> str:
-    body = {"model": model, "prompt": TEXTS[0], "max_tokens": 12, "temperature": 0}
+    body = {"model": model, "prompt": TEXTS[0], "max_tokens": LENGTH, "temperature": 0}
     return str(server.post("/v1/completions", **body).json()["choices"][0]["text"])
 
 
@@ -329,7 +340,9 @@ def test_generate_and_info_name_the_device(monkeypatch: pytest.MonkeyPatch) -> N
     times = costs.forward_times
     monkeypatch.setattr(costs, "forward_times", lambda forwards, _: times(forwards, 1, warm_ups=0))
     model = ("--model", "zoo:tiny", "--device", DEVICE, "--dtype", "float32", "--json")
-    found = json.loads(foretoken_does("generate", TEXTS[0], *model, "--max-new-tokens", "12", "--temperature", "0"))
+    found = json.loads(
+        foretoken_does("generate", TEXTS[0], *model, "--max-new-tokens", str(LENGTH), "--temperature", "0")
+    )
     assert found["text"] == on_cpu("greedy")[0].outputs[0].text
     assert "sim:0" in foretoken_does("info", *model)
 
