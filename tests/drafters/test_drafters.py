@@ -11,7 +11,7 @@ import pytest
 
 import eagle_heads
 import toy_heads
-from drafting import made
+from drafting import check_conforms, made
 from foretoken.drafters.heads.eagle import EagleDrafter
 from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foretoken.drafters.lengths import Fixed, Heuristic
@@ -165,7 +165,7 @@ def by_kind(names: Iterable[str]) -> list[Any]:
 @pytest.mark.parametrize("name", by_kind(KINDS))
 def test_drafter_conforms(name: str) -> None:
     """At two depths; every ending inside a draft is tried at the deeper."""
-    check_drafter(DRAFTERS[name], target(), depths=(1, 5))
+    check_conforms(DRAFTERS[name], target(), depths=(1, 5))
 
 
 @pytest.mark.full

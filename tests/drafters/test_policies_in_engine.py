@@ -14,6 +14,7 @@ from test_rejection_law import (  # the exact law of a vocabulary of four, and t
 from test_rejection_law import drafter_model as few_drafter
 from test_rejection_law import p_value_of
 
+from drafting import check_conforms
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lengths import Confidence, Fixed, LengthPolicy, make_policy
@@ -22,7 +23,7 @@ from foretoken.drafters.lookup.nasd import NasdDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.engine import Engine
 from foretoken.model.lm import CausalLM
-from foretoken.testing import GREEDY, PROMPTS, SAMPLED, check_drafter, decode, toy_model
+from foretoken.testing import GREEDY, PROMPTS, SAMPLED, decode, toy_model
 from foretoken.tree import DraftTree
 from toys import VOCAB_SIZE, small, target
 
@@ -55,7 +56,7 @@ CONFORMING = (("acceptance", 1), ("adaedl", 2))
     ],
 )
 def test_drafter_conforms(name: str, num_branches: int) -> None:
-    check_drafter(lambda depth: drafter(POLICIES[name](depth), num_branches=num_branches), target(), depths=(1, 5))
+    check_conforms(lambda depth: drafter(POLICIES[name](depth), num_branches=num_branches), target(), depths=(1, 5))
 
 
 @pytest.mark.parametrize("policy", ["confidence", "acceptance"])

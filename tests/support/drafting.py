@@ -1,8 +1,10 @@
-"""Drafters by the name of their method."""
+"""Drafters by the name of their method, and whether they conform."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 from foretoken.config.method import methods
 from foretoken.drafters.iterate.jacobi import JacobiDrafter
@@ -12,6 +14,10 @@ from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.lookup.rest import RestDrafter
 from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.model.lm import CausalLM
+from foretoken.testing import MakeDrafter, check_drafter, conformance, decode
+from foretoken.testing.conformance import Trace
 
 CLASSES: dict[str, type[Any]] = {
     "ngram": NGramDrafter,
@@ -40,3 +46,23 @@ def made(method: str, length: int | None = None, *given: Any, cls: type[Any] | N
     if length is not None:
         chosen["num_speculative_tokens"] = length
     return (cls or CLASSES[method])(*given, options(**chosen), **own)
+
+
+def check_conforms(make_drafter: MakeDrafter, target: CausalLM, depths: tuple[int, ...]) -> None:
+    """`check_drafter`, where each target is decoded without drafts once for all drafters.
+
+    Not for faults in what plain decoding runs through as well: they would stay in what is kept.
+    """
+
+    def decoded(target: CausalLM, drafter: Any, requests: Any, **others: Any) -> Trace:
+        if type(drafter) is EmptyDrafter and not others:
+            return _plain(target, tuple(requests))
+        return decode(target, drafter, requests, **others)
+
+    with patch.object(conformance, "decode", decoded):
+        check_drafter(make_drafter, target, depths=depths)
+
+
+@cache
+def _plain(target: CausalLM, requests: Any) -> Trace:
+    return decode(target, EmptyDrafter(), requests)

@@ -219,9 +219,10 @@ def check_drafter(make_drafter: MakeDrafter, target: CausalLM, *, depths: Iterab
     depths = tuple(depths)
     for params in (GREEDY, SAMPLED):
         plain = _decode_all(target, EmptyDrafter(), params)
-        for depth in depths:
-            check_identity(make_drafter(depth), target, params, plain, f"K={depth}")
         deepest = max(depths)
+        for depth in depths:
+            if depth != deepest:  # see below
+                check_identity(make_drafter(depth), target, params, plain, f"K={depth}")
         check_single_rows(make_drafter, deepest, target, params, plain)
         check_endings(make_drafter, deepest, target, params, plain)
         check_rows_come_and_go(make_drafter(deepest), target, params, plain)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafting import made
+from drafting import check_conforms, made
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.compose.first import FirstDrafter
@@ -28,7 +28,7 @@ from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.llm import LLM
 from foretoken.model.cache.prefixes import PrefixStore
-from foretoken.testing import GREEDY, PROMPTS, SAMPLED, check_drafter, decode
+from foretoken.testing import GREEDY, PROMPTS, SAMPLED, decode
 from foretoken.tree import DraftTree
 from toys import VOCAB_SIZE, small, target
 
@@ -250,7 +250,7 @@ NESTED = ("suffix+token-recycling", "nasd>jacobi+draft-model")
     "name", [pytest.param(name, marks=() if name in NESTED else pytest.mark.full) for name in compositions()]
 )
 def test_compositions_conform(name: str) -> None:
-    check_drafter(compositions()[name], target(), depths=(1, 3))
+    check_conforms(compositions()[name], target(), depths=(1, 3))
 
 
 def test_a_union_accepts_at_least_what_its_better_part_does() -> None:

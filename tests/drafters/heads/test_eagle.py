@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from covering import pairwise
+from drafting import check_conforms
 from eagle_heads import HandsOn, Unrolled, logits_of, model, random_head, streams_of, target, trained
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
@@ -29,7 +30,7 @@ from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.lm import CausalLM
 from foretoken.model.masks import Masks
 from foretoken.model.nodes import Nodes
-from foretoken.testing import GREEDY, PROMPTS, SAMPLED, check_drafter, compare, decode
+from foretoken.testing import GREEDY, PROMPTS, SAMPLED, compare, decode
 from foretoken.tree import DraftTree
 from mutants import Apply, replaced, skipped, with_arguments, with_result, wrapped
 
@@ -60,7 +61,7 @@ def chains(head: EagleHead, depth: int) -> EagleDrafter:
 def test_chains_and_hopeless_heads_conform(generation: int, is_hopeless: bool) -> None:
     """A chain of a head that knows the text, a tree of one that knows nothing."""
     make = partial(drafter, random_head(generation)) if is_hopeless else partial(chains, trained(generation))
-    check_drafter(make, target(), depths=(2,) if is_hopeless else (3,))
+    check_conforms(make, target(), depths=(2,) if is_hopeless else (3,))
 
 
 @pytest.mark.parametrize(*pairwise(generation=[1, 3], make=[drafter, chains], params=[GREEDY, SAMPLED]))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from test_eagle import check_accepted_to_the_end, from_scratch
 
+from drafting import check_conforms
 from eagle_heads import VOCAB_SIZE, HandsOn, kept_vocabulary, logits_of, model, random_head, target, trained
 from foretoken import LLM, SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
@@ -29,7 +30,7 @@ from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_layouts import write_eagle
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.lm import CausalLM
-from foretoken.testing import GREEDY, PROMPTS, SAMPLED, check_drafter, toy_model
+from foretoken.testing import GREEDY, PROMPTS, SAMPLED, toy_model
 from foretoken.tree import DraftTree
 
 EAGLE_TREE = RankTree.published("eagle")
@@ -44,12 +45,12 @@ def drafter(
 
 @pytest.mark.slow
 def test_smaller_trees_conform() -> None:
-    check_drafter(partial(drafter, trained(1), max_nodes=7), target(), depths=(3,))
+    check_conforms(partial(drafter, trained(1), max_nodes=7), target(), depths=(3,))
 
 
 @pytest.mark.full
 def test_hopeless_heads_conform() -> None:
-    check_drafter(partial(drafter, random_head(1)), target(), depths=(2, 5))
+    check_conforms(partial(drafter, random_head(1)), target(), depths=(2, 5))
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -20,6 +20,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from drafting import check_conforms
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lengths import Fixed, LengthPolicy
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
@@ -34,7 +35,7 @@ from foretoken.law.processors import SamplingLaw
 from foretoken.model.lm import CausalLM
 from foretoken.model.nodes import Nodes
 from foretoken.native import library as native
-from foretoken.testing import GREEDY, SAMPLED, check_drafter, toy_model
+from foretoken.testing import GREEDY, SAMPLED, toy_model
 from foretoken.testing.toys import strengthen
 
 V = 320
@@ -202,7 +203,7 @@ def test_every_text_stays(branches: int) -> None:
         assert lm.execution.program is not None
         return DraftModelDrafter(lm, target_vocab_size=V, num_speculative_tokens=depth, num_branches=branches)
 
-    check_drafter(make, target(torch.float32), depths=(1, 4))
+    check_conforms(make, target(torch.float32), depths=(1, 4))
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -14,6 +14,7 @@ import torch
 from test_identity import MODES, PROMPTS, plain, plain_mixed, row_modes, run, run_mixed
 
 from architectures import ARCHITECTURES, VOCAB_SIZE, in_turns
+from drafting import check_conforms
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lengths import Fixed
@@ -27,7 +28,7 @@ from foretoken.model.execution.packing import PackedLinear, PackedProduct, packe
 from foretoken.model.lm import CausalLM, Nodes
 from foretoken.model.sublayers import Sublayers
 from foretoken.native.codes import Codes
-from foretoken.testing import check_drafter, compare, decode, toy_model
+from foretoken.testing import compare, decode, toy_model
 from harness import adapter, drafted
 
 SKIPPED = LayerSet((1,), (0,))
@@ -80,7 +81,7 @@ def test_self_drafting_changes_no_token_in_any_mode(name: str, drafter: str, mod
 )
 def test_self_drafters_conform(make: Callable[..., SelfDrafter], num_branches: int) -> None:
     target = CausalLM(toy_model(64), execution="eager")
-    check_drafter(lambda depth: make(depth, 64, num_branches=num_branches), target, depths=(1, 4))
+    check_conforms(lambda depth: make(depth, 64, num_branches=num_branches), target, depths=(1, 4))
 
 
 @pytest.mark.parametrize("acceptance", ["standard", "block"])

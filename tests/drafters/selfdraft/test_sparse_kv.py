@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from architectures import VOCAB_SIZE, in_turns, target_model
 from compiled_models import build
-from drafting import made
+from drafting import check_conforms, made
 from foretoken import LLM
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.compose.union import UnionDrafter
@@ -34,7 +34,7 @@ from foretoken.model.lm import CausalLM, Nodes
 from foretoken.model.support import cache_argument
 from foretoken.model.votes import Voter
 from foretoken.native.build import cpp_compiler
-from foretoken.testing import check_drafter, compare, toy_model
+from foretoken.testing import compare, toy_model
 from foretoken.tree import DraftTree
 from harness import adapter, first_attention, random_ids, tolerance
 
@@ -90,7 +90,7 @@ SHAPES = [
 @pytest.mark.parametrize(("selector", "num_branches"), SHAPES)
 def test_sparse_drafters_conform(selector: str, num_branches: int) -> None:
     target = CausalLM(toy_model(64), execution="eager")
-    check_drafter(lambda depth: sparse(selector, depth, 64, num_branches=num_branches), target, depths=(1, 4))
+    check_conforms(lambda depth: sparse(selector, depth, 64, num_branches=num_branches), target, depths=(1, 4))
 
 
 # -- the view ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from test_identity import PROMPTS, plain_mixed, row_modes, run_mixed
 from test_sparse_kv import SHAPES, columns_of, draft_of, model_over_kept_keys, naive_choice, view
 
 from architectures import VOCAB_SIZE, draft_model, target_model
-from drafting import made
+from drafting import check_conforms, made
 from foretoken import LLM
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.compose.union import UnionDrafter
@@ -26,7 +26,7 @@ from foretoken.errors import ConfigError, ShapeError, UnsupportedModelError
 from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.cache.views import ViewCache
 from foretoken.model.lm import CausalLM
-from foretoken.testing import GREEDY, check_drafter, compare, decode, perturbed, toy_model
+from foretoken.testing import GREEDY, compare, decode, perturbed, toy_model
 from foretoken.tree import DraftTree
 from harness import draft_adapter, first_attention, random_ids
 
@@ -74,7 +74,7 @@ def toy_target() -> CausalLM:
 
 @pytest.mark.parametrize(("selector", "num_branches"), SHAPES)
 def test_small_models_over_a_view_conform(selector: str, num_branches: int) -> None:
-    check_drafter(lambda depth: small(toy(), selector, depth, num_branches=num_branches), toy_target(), depths=(1, 4))
+    check_conforms(lambda depth: small(toy(), selector, depth, num_branches=num_branches), toy_target(), depths=(1, 4))
 
 
 # -- the view ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from test_identity import PROMPTS
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from drafting import check_conforms
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.none import EmptyDrafter
@@ -20,7 +21,7 @@ from foretoken.engine.engine import Engine
 from foretoken.errors import ConfigError, ShapeError
 from foretoken.llm import LLM
 from foretoken.model.lm import CausalLM, Nodes
-from foretoken.testing import check_drafter, compare, decode, strengthen
+from foretoken.testing import compare, decode, strengthen
 from harness import drafted
 
 VOCAB_SIZE = 64
@@ -58,7 +59,7 @@ REQUESTS = [
 
 @pytest.mark.parametrize("num_branches", [3, pytest.param(1, marks=pytest.mark.full)])
 def test_searching_conforms(num_branches: int) -> None:
-    check_drafter(lambda depth: swift(depth, num_branches=num_branches), target(), depths=(3,))
+    check_conforms(lambda depth: swift(depth, num_branches=num_branches), target(), depths=(3,))
 
 
 @pytest.mark.parametrize("num_scored", [1, 4, 32])
