@@ -67,11 +67,14 @@ FACES: dict[str, Callable[[PreTrainedModel], Callable[[], list[int]]]] = {
 }
 
 
-FOLLOWERS = [face for face in FACES if face != "LLM"]
-"""With prefixes it does all that it does without."""
+WHOLE = {"hook, eager", "LLM with prefixes"}
+"""That stand in the whole matrix alone, as the hook, packed, and prefixes, eager, stand in every run."""
 
 
-@pytest.mark.parametrize("face", FOLLOWERS)
+@pytest.mark.parametrize(
+    "face",  # with prefixes an LLM does all that it does without
+    [pytest.param(face, marks=pytest.mark.full if face in WHOLE else ()) for face in FACES if face != "LLM"],
+)
 def test_switched_and_merged_adapters_are_followed(face: str) -> None:
     """PEFT merges through ``.data``: no version counter counts that, but a list of what is merged changes.
 
