@@ -117,7 +117,7 @@ def test_a_copy_is_the_model(tmp_path: Path, name: str, way: dict[str, str], cap
     assert_same(made, plain)
 
 
-@pytest.mark.parametrize("way", [{}, {"quantization": "int8"}])
+@pytest.mark.parametrize("way", [{}, pytest.param({"quantization": "int8"}, marks=pytest.mark.full)])
 def test_a_model_of_the_zoo_and_its_drafter(way: dict[str, str], cache: Path) -> None:
     plain = LLM("zoo:tiny", "draft_model", **way)
     for number in range(2):

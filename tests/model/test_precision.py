@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from architectures import ALWAYS, ARCHITECTURES, VOCAB_SIZE, draft_model, in_turns, target_model
+from architectures import ALWAYS, ARCHITECTURES, VARIANTS, VOCAB_SIZE, draft_model, in_turns, target_model
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
@@ -120,10 +120,6 @@ def check_strict(name: str, asked: list[Request], alone: tuple[int, ...]) -> Non
 
 LONGER = frozenset({"gpt2", "qwen3", "mistral-filled", "gpt-neox", "olmo2", "granite"})
 """Whose logits test_strict.py compares bit for bit, over longer texts."""
-VARIANTS = frozenset(
-    {"qwen2-sliding", "mistral-window", "phi3-longrope", "falcon-multi-query", "smollm3-sliding", "starcoder2-filled"}
-)
-"""Of architectures that stand here, too; windows and their masks are gemma3's and gpt-oss's as well."""
 ALONE = (0, 1)
 """Neighbours, hence one greedy row and one sampled."""
 

@@ -98,7 +98,7 @@ LONG = ("llama", "gpt2", "qwen3", "gemma3", "mistral-filled", "gpt-neox", "olmo2
 @pytest.mark.parametrize(
     ("name", "dtype", "params"),
     [
-        pytest.param(name, dtype, params, marks=() if name == "llama" or place == turn % 4 else pytest.mark.full)
+        pytest.param(name, dtype, params, marks=() if place == turn % 4 else pytest.mark.full)
         for turn, name in enumerate(LONG)
         for place, (dtype, params) in enumerate(product([torch.bfloat16, torch.float32], [GREEDY, SAMPLED]))
     ],

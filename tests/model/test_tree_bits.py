@@ -163,7 +163,9 @@ def test_every_node_of_a_ragged_batch_is_plain_decoding(name: str, dtype: torch.
     assert kernels in lm.execution.describe()
 
 
-@pytest.mark.parametrize(*pairwise(name=NAMES, rounded=ROUNDED, kernels=SETS), ids=str, indirect=["kernels"])
+@pytest.mark.parametrize(
+    *pairwise(name=["llama", "gemma3", "gpt2"], rounded=ROUNDED, kernels=SETS), ids=str, indirect=["kernels"]
+)
 def test_every_node_is_plain_decoding_over_rounded_keys_and_values(
     name: str, rounded: tuple[torch.dtype, str], kernels: str
 ) -> None:
@@ -180,9 +182,9 @@ def test_every_node_is_plain_decoding_over_rounded_keys_and_values(
     [
         pytest.param(name, dtype, chosen, marks=pytest.mark.slow if is_taken else pytest.mark.full)
         for name in MODELS
-        for number, chosen in enumerate(SETS)
-        for place, dtype in enumerate(DTYPES)
-        for is_taken in [name == "llama" and place == number % 2]
+        for chosen in SETS
+        for dtype in DTYPES
+        for is_taken in [name == "llama" and dtype == torch.bfloat16]
     ],
     ids=str,
     indirect=["kernels"],
@@ -190,7 +192,7 @@ def test_every_node_is_plain_decoding_over_rounded_keys_and_values(
 def test_every_node_is_plain_decoding_in_compiled_layers(
     name: str, dtype: torch.dtype, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where modules run: somebody watches them, for instance."""
+    """Where modules run: somebody watches them, for instance. In float32 test_compiled.py has chains of ragged rows."""
     monkeypatch.setattr(NativeProgram, "is_possible", False)
     lm = CausalLM(model(name, dtype), execution="compiled")
     lm.execution.make_ready()

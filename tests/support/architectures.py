@@ -237,6 +237,12 @@ ALWAYS = frozenset({"llama", "gemma3", "gpt2"})
 """What the fast part has of them: rotary positions, windows and learned positions."""
 
 
+VARIANTS = frozenset(
+    {"qwen2-sliding", "mistral-window", "phi3-longrope", "falcon-multi-query", "smollm3-sliding", "starcoder2-filled"}
+)
+"""Of architectures that stand there, too, by the same code; windows are gemma3's and gpt-oss's as well."""
+
+
 def kinds_of(chosen: Collection[str]) -> list[Any]:
     """All architectures, those that are not chosen in the whole matrix alone."""
     return [pytest.param(name, marks=() if name in chosen else pytest.mark.full) for name in ARCHITECTURES]

@@ -20,7 +20,7 @@ from friendly import friendly_kernels
 
 VOCAB_SIZE = 512  # a tall product
 PROMPTS = [[5, 6, 7] * 25, [9, 10, 11, 12] * 3, [3], [8, 300, 40] * 30, [500, 400]]
-GREEDY = SamplingParams(temperature=0.0, seed=7, max_tokens=40)
+GREEDY = SamplingParams(temperature=0.0, seed=7, max_tokens=24)
 
 
 def cell(kind: str, execution: str) -> Cell:
