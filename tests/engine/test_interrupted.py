@@ -60,18 +60,21 @@ def interrupted(llm: LLM, place: int) -> tuple[list[BaseException], list[tuple[A
 @pytest.mark.parametrize(
     "config",
     [
-        {"method": "ngram", "prompt_lookup_min": 1, "length_policy": "fixed"},
         {"method": "layer_skip", "exit_layer": 1, "length_policy": "fixed"},
+        pytest.param({"method": "ngram", "prompt_lookup_min": 1, "length_policy": "fixed"}, marks=pytest.mark.full),
     ],
     ids=lambda config: config["method"],
 )
 def test_what_ctrl_c_has_left_disturbs_no_later_step(config: Any) -> None:
+    """The edges are those of any method."""
     llm = LLM(toy_model(seed=3), config)
     expected = LLM(toy_model(seed=3)).generate(PROMPT, PARAMS)[0].outputs[0].token_ids
     _, edges = interrupted(llm, 0)
     ends = {edge: place for place, edge in enumerate(edges, 1)}
     places = sorted({*ends.values(), *(1 + edges.index(edge) for edge in ends)})  # first and last of each line
     assert len(places) > 4
+    gc.collect()
+    gc.freeze()  # what others hold, which every collection below would walk through
     for place in places:
         left, _ = interrupted(llm, place)
         tokens: list[int] = []
