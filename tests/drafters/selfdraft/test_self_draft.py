@@ -13,6 +13,7 @@ import pytest
 import torch
 from test_identity import MODES, PROMPTS, plain, plain_mixed, row_modes, run, run_mixed
 
+import toys
 from architectures import ARCHITECTURES, VOCAB_SIZE, in_turns
 from drafting import check_conforms
 from foretoken.config.engine import EngineConfig
@@ -80,8 +81,7 @@ def test_self_drafting_changes_no_token_in_any_mode(name: str, drafter: str, mod
     ],
 )
 def test_self_drafters_conform(make: Callable[..., SelfDrafter], num_branches: int) -> None:
-    target = CausalLM(toy_model(64), execution="eager")
-    check_conforms(lambda depth: make(depth, 64, num_branches=num_branches), target, depths=(1, 4))
+    check_conforms(lambda depth: make(depth, 64, num_branches=num_branches), toys.target(), depths=(1, 4))
 
 
 @pytest.mark.parametrize("acceptance", ["standard", "block"])

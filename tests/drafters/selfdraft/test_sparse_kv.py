@@ -10,6 +10,7 @@ import torch
 from test_identity import PROMPTS, plain_mixed, row_modes, run_mixed
 from transformers import DynamicCache
 
+import toys
 from architectures import VOCAB_SIZE, in_turns, target_model
 from compiled_models import build
 from drafting import check_conforms, made
@@ -67,12 +68,17 @@ OWN_ATTENTION = ("gemma2", "gpt-oss", "falcon", "falcon-multi-query")
 
 
 def everywhere(drafters: Iterable[str]) -> list[Any]:
-    """Architectures with the first of these drafters, and with others that can run on them by turns."""
-    return [
-        pytest.param(*pair.values, marks=pair.marks or pytest.mark.slow) if pair.values[0] != "llama" else pair
-        for pair in in_turns(drafters, 1, ["streaming"])
-        if "streaming" in pair.values[1] or pair.values[0] not in OWN_ATTENTION
-    ]
+    """Architectures with one that can run on them by turns, and in the whole matrix with all of these."""
+    found = []
+    for pair in in_turns(drafters):
+        name, drafter = pair.values
+        if name not in OWN_ATTENTION:
+            found.append(pytest.param(name, drafter, marks=pair.marks or pytest.mark.slow if name != "llama" else ()))
+        elif "streaming" in drafter:
+            found.append(
+                pytest.param(name, drafter, marks=pytest.mark.slow if drafter == "streaming" else pytest.mark.full)
+            )
+    return found
 
 
 @pytest.mark.parametrize(("name", "drafter"), everywhere(DRAFTERS))
@@ -89,8 +95,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(("selector", "num_branches"), SHAPES)
 def test_sparse_drafters_conform(selector: str, num_branches: int) -> None:
-    target = CausalLM(toy_model(64), execution="eager")
-    check_conforms(lambda depth: sparse(selector, depth, 64, num_branches=num_branches), target, depths=(1, 4))
+    check_conforms(lambda depth: sparse(selector, depth, 64, num_branches=num_branches), toys.target(), depths=(1, 4))
 
 
 # -- the view ------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from test_identity import PROMPTS, plain_mixed, row_modes, run_mixed
 from test_sparse_kv import SHAPES, columns_of, draft_of, model_over_kept_keys, naive_choice, view
 
+import toys
 from architectures import VOCAB_SIZE, draft_model, target_model
 from drafting import check_conforms, made
 from foretoken import LLM
@@ -62,19 +62,11 @@ def test_a_small_model_over_a_part_of_its_cache_changes_no_token(name: str, draf
     compare(run_mixed(name, made), plain_mixed(name), f"{name}, {drafter}, rows {row_modes(name)}")
 
 
-@cache
-def toy(scale: float = 0.1) -> CausalLM:
-    return CausalLM(perturbed(toy_model(TOY), scale, seed=2), execution="eager")
-
-
-@cache
-def toy_target() -> CausalLM:
-    return CausalLM(toy_model(TOY), execution="eager")
-
-
 @pytest.mark.parametrize(("selector", "num_branches"), SHAPES)
 def test_small_models_over_a_view_conform(selector: str, num_branches: int) -> None:
-    check_conforms(lambda depth: small(toy(), selector, depth, num_branches=num_branches), toy_target(), depths=(1, 4))
+    check_conforms(
+        lambda depth: small(toys.small(), selector, depth, num_branches=num_branches), toys.target(), depths=(4,)
+    )
 
 
 # -- the view ------------------------------------------------------------------------------------------------------
@@ -150,7 +142,7 @@ def test_what_a_step_reads_does_not_grow_with_the_text(selector: str) -> None:
     """Over 150 tokens: forwards run over the budget, what is kept besides, and a draft; choices come seldom."""
     own = CausalLM(perturbed(toy_model(TOY), 0.1, seed=2), execution="eager")
     drafter = Watched(own, view=view(selector), target_vocab_size=TOY, policy=Fixed(3))
-    engine = Engine(toy_target(), drafter)
+    engine = Engine(toys.target(), drafter)
     (row,) = engine.add_request(random_ids(30, 1, TOY), replace(GREEDY, max_tokens=120, ignore_eos=True))
     list(engine.run())
     assert row.stats.num_accepted_draft_tokens > 0
@@ -199,8 +191,8 @@ def test_a_step_makes_one_target_forward_and_at_most_k_of_the_small_model() -> N
 
 def test_a_budget_that_holds_the_whole_text_accepts_everything() -> None:
     """The small model is the target, and K = 3: 13 tokens after the first chunk are four steps of 4 at most."""
-    drafter = DraftModelDrafter(toy(0.0), view=view("streaming", 64), target_vocab_size=TOY, policy=Fixed(3))
-    engine = Engine(toy_target(), drafter)
+    drafter = DraftModelDrafter(toys.small(0.0), view=view("streaming", 64), target_vocab_size=TOY, policy=Fixed(3))
+    engine = Engine(toys.target(), drafter)
     rows = [
         engine.add_request([t % TOY for t in p], replace(GREEDY, max_tokens=16, ignore_eos=True))[0] for p in PROMPTS
     ]
@@ -211,7 +203,7 @@ def test_a_budget_that_holds_the_whole_text_accepts_everything() -> None:
 def test_a_text_that_goes_on_finds_what_was_read_over_the_view() -> None:
     """Two turns with kept prefixes: the second reads its own text only, and says what it says without any."""
     store, own = PrefixStore(2), CausalLM(perturbed(toy_model(TOY), 0.1, seed=2), execution="eager")
-    engine = Engine(toy_target(), small(own), prefixes=store)
+    engine = Engine(toys.target(), small(own), prefixes=store)
     (row,) = engine.add_request(random_ids(40, 1, TOY), replace(GREEDY, max_tokens=30, ignore_eos=True))
     list(engine.run())
     text = [*row.token_ids, *random_ids(5, 2, TOY)]
@@ -222,7 +214,7 @@ def test_a_text_that_goes_on_finds_what_was_read_over_the_view() -> None:
     assert again.num_cached_tokens >= 60
     assert drafter._rows[again.id].trunk == len(text) - 1
     list(engine.run())
-    plain = decode(toy_target(), small(own), [(tuple(text), replace(GREEDY, max_tokens=20, ignore_eos=True))])
+    plain = decode(toys.target(), small(own), [(tuple(text), replace(GREEDY, max_tokens=20, ignore_eos=True))])
     assert plain.outputs["0.0"] == tuple(again.output_ids)
 
 
@@ -232,8 +224,8 @@ def test_a_text_that_is_longer_than_the_small_models_context_goes_on_without_dra
     own = CausalLM(narrow, execution="eager")
     prompts = [random_ids(30, 1, TOY), random_ids(60, 2, TOY), random_ids(4, 3, TOY)]
     requests = [(tuple(prompt), replace(GREEDY, max_tokens=40, ignore_eos=True)) for prompt in prompts]
-    found = decode(toy_target(), small(own, "snapkv"), requests)
-    assert found.outputs == decode(toy_target(), made("ngram", 1), requests).outputs
+    found = decode(toys.target(), small(own, "snapkv"), requests)
+    assert found.outputs == decode(toys.target(), made("ngram", 1), requests).outputs
 
 
 # -- options -------------------------------------------------------------------------------------------------------
@@ -279,7 +271,7 @@ def test_small_models_with_an_attention_of_their_own_are_refused_by_name() -> No
 
 
 def test_a_view_gives_back_only_what_it_holds() -> None:
-    lm = toy_target()
+    lm = toys.target()
     cache, whole = ViewCache(lm.num_layers, num_rows=1), lm.new_cache(1)
     cache.offsets[0] = 5
     with pytest.raises(ShapeError, match="holds 0 columns; 5 are missing of row 0"):

@@ -62,7 +62,7 @@ def test_searching_conforms(num_branches: int) -> None:
     check_conforms(lambda depth: swift(depth, num_branches=num_branches), target(), depths=(3,))
 
 
-@pytest.mark.parametrize("num_scored", [1, 4, 32])
+@pytest.mark.parametrize("num_scored", [1, 32, pytest.param(4, marks=pytest.mark.full)])
 def test_searching_changes_no_token(num_scored: int) -> None:
     """Greedy and sampled rows of different length in one batch, every step with a pass of another set."""
     lm, drafter = target(), swift(num_scored=num_scored)
