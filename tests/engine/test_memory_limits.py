@@ -161,22 +161,22 @@ def test_a_share_is_of_what_the_limits_of_the_process_leave() -> None:
 
 
 def run_out_of_memory() -> None:
-    """128 samples of 1,000 tokens want 280 MB and find 140: without a plan the call fails, and later ones run.
+    """64 samples of 1,000 tokens want 140 MB and find 70: without a plan the call fails, and later ones run.
 
-    With a plan for a seventh of it all of them finish, and say what they say where there is room.
+    With a plan for two sevenths of it all of them finish, and say what they say where there is room.
     """
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
     target = CausalLM(toy_model(VOCAB_SIZE, max_position_embeddings=4096, **sizes), execution="eager")
     prompt = text(1, 1000)
 
     def samples(num_rows: int, **config: Any) -> tuple[Engine, list[Sequence]]:
-        engine = Engine(target, made("ngram", 3), EngineConfig(max_num_seqs=128, **config))
+        engine = Engine(target, made("ngram", 3), EngineConfig(max_num_seqs=64, **config))
         return engine, engine.add_request(prompt, SamplingParams(n=num_rows, max_tokens=4, seed=1, ignore_eos=True))
 
     plain, few = samples(3)
     list(plain.run())
-    with address_space(140_000_000):
-        engine, rows = samples(128)
+    with address_space(70_000_000):
+        engine, rows = samples(64)
         with pytest.raises((MemoryError, RuntimeError), match="allocate"):
             list(engine.run())
         assert {row.finish_reason for row in rows} == {"abort"}
@@ -186,8 +186,8 @@ def run_out_of_memory() -> None:
         assert again.finish_reason == "length"
     del engine
     gc.collect()
-    with address_space(140_000_000):
-        planned, rows = samples(128, max_kv_bytes=20_000_000)
+    with address_space(70_000_000):
+        planned, rows = samples(64, max_kv_bytes=20_000_000)
         list(planned.run())
         assert planned.cache.num_bytes <= 20_000_000
     assert {row.finish_reason for row in rows} == {"length"}

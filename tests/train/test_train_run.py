@@ -119,7 +119,7 @@ def test_a_dry_run_lets_the_target_ask_few_prompts_and_keeps_none(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["hydra", "draft_model"])
+@pytest.mark.parametrize("method", ["hydra", pytest.param("draft_model", marks=pytest.mark.full)])
 def test_a_run_that_was_killed_goes_on_to_the_same_weights(method: str, tmp_path: Path) -> None:
     """kill -9 as soon as a checkpoint lies there, wherever the process is then. What is not killed runs in this one."""
     weights = []

@@ -197,10 +197,10 @@ def target(dtype: torch.dtype) -> CausalLM:
 @pytest.mark.parametrize("branches", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_every_text_stays(branches: int) -> None:
     """By the conformance suite, with a drafter that is right now and then."""
+    lm = CausalLM(toy_model(V, dtype=torch.float32, seed=1, **SIZES), execution="packed", probe=False)
+    assert lm.execution.program is not None
 
     def make(depth: int) -> DraftModelDrafter:
-        lm = CausalLM(toy_model(V, dtype=torch.float32, seed=1, **SIZES), execution="packed", probe=False)
-        assert lm.execution.program is not None
         return DraftModelDrafter(lm, target_vocab_size=V, num_speculative_tokens=depth, num_branches=branches)
 
     check_conforms(make, target(torch.float32), depths=(1, 4))
