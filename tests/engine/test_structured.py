@@ -177,7 +177,7 @@ def test_rules_that_keep_the_law_alone_keep_to_the_grammar(rule: str) -> None:
     greedy = made.generate(PROMPTS, replace(GREEDY, structured_outputs=WANTED["json"]))
     check_equal(greedy, masked("greedy", "json"))
     for name in ("json", "choice"):
-        params = replace(PARAMS["sampled"], n=8, structured_outputs=WANTED[name])
+        params = replace(PARAMS["sampled"], n=4, structured_outputs=WANTED[name])
         outputs = made.generate(PROMPTS, params)
         for output in outputs:
             check_matches(name, output)

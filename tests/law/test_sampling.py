@@ -409,11 +409,18 @@ class TestTruncation:
 
 class TestLaw:
     @pytest.mark.parametrize(
-        "values",
-        [{}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1, "repetition_penalty": 1.3}],
-        ids=str,
+        ("values", "key"),
+        [
+            pytest.param(
+                values, key, marks=() if key == "seed" or not values else pytest.mark.full, id=f"{key}-{values}"
+            )
+            for key in ("seed", "position")
+            for values in (
+                *({}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.8}),
+                {"min_p": 0.1, "repetition_penalty": 1.3},
+            )
+        ],
     )
-    @pytest.mark.parametrize("key", ["seed", "position"])
     def test_choices_have_the_law(self, values: dict[str, Any], key: str) -> None:
         """Chi-square of 8,000 choices over seeds, or over positions, against `probs`. False alarm 1e-7 per case."""
         logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5, 1.5, -2.0, 0.3]])

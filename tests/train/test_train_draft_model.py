@@ -225,7 +225,7 @@ def test_prompts_become_a_drafter_that_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_drafter_whose_vocabulary_has_no_eos_is_refused(tmp_path: Path) -> None:
-    llm = LLM("zoo:tiny", "none")
+    llm = LLM("zoo:tiny", "none", dtype="float32", execution="eager")
     parts = parts_of(llm.target, (0,))
     vocabulary = DraftVocabulary.of(range(10, 200), parts.vocab_size)
     DraftModelRecipe(new_small_model(parts, SmallPlan(from_layers=(0,))), parts, vocabulary).save(tmp_path, {})
