@@ -114,11 +114,11 @@ def small(rows: int) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["match", "standard"])
 def test_the_law_is_that_of_generate(method: str) -> None:
-    """Two tokens of 1200 samples on each side, 36 outcomes, chi-square test of homogeneity.
+    """Two tokens of 800 samples on each side, 36 outcomes, chi-square test of homogeneity.
 
     A right law fails with a chance below 1e-4; the seeds are fixed, so it fails always or never.
     """
-    model, inputs = small(1200)
+    model, inputs = small(800)
     options = {**inputs, "do_sample": True, "max_new_tokens": 2, "temperature": 1.5, "top_k": 5}
     hook = speculate("draft_model", model=perturbed(model, 0.5), rejection_sample_method=method)
     torch.manual_seed(0)

@@ -31,13 +31,13 @@ def first_attention(name: str) -> str:
 
 
 @cache
-def adapter(name: str, attention: str = "", execution: str = "") -> CausalLM:
+def adapter(name: str, attention: str = "", execution: str = "", *, probe: bool = True) -> CausalLM:
     """The float64 adapter of a tiny model; shared, so not to be changed.
 
     By default packed, where that can be: in float64 no linear layer is, but attention and lists of nodes are ours.
     """
     execution = execution or ("packed" if can_pack() else "eager")
-    return CausalLM(target_model(name, attention or first_attention(name)), execution=execution)
+    return CausalLM(target_model(name, attention or first_attention(name)), execution=execution, probe=probe)
 
 
 @cache
