@@ -163,6 +163,24 @@ def test_what_a_plain_step_of_several_rows_takes_is_seen_soon(num_rows: int, num
     assert world.sizes[:24].count(num_rows) == num_plain
 
 
+def test_a_plain_step_that_is_due_decides_what_follows_it_too() -> None:
+    """Where steps are short, the next decision comes only steps later; until then an older one was followed."""
+    one, text = governor(FLAT), list(range(LENGTH))
+    row: Any = SimpleNamespace(id=0, text=text, place=20, is_finished=False)
+    due = []
+    for _ in range(40):
+        place, one.habit.depth = row.place, 0
+        (budget,) = one.budgets([row], [Budget(8)], num_nodes)
+        trees = one.trimmed([row], [Guesser(lambda place: 1.0).draft(text, place, 0, budget)], num_nodes)
+        row.place += len(trees[0])
+        output: Any = SimpleNamespace(row=row, token_ids=tuple(text[place : row.place]), num_accepted=len(trees[0]) - 1)
+        one.learn(trees, [output], num_nodes, drafting_seconds=0.002 * bool(budget), other_seconds=0.026)
+        row.place = 20
+        due += [one.habit.depth] * (budget == 0)
+    assert due
+    assert all(due)
+
+
 def test_decisions_repeat_where_the_clock_does() -> None:
     sizes = []
     for _ in range(2):

@@ -205,25 +205,34 @@ class Governor:
         cost, probe = self.costs.draft(num_rows, cap), min(cap, PROBE_DEPTH)
         if cost is None:
             return probe
+        depth = self._expected_depth(rows, budgets, cap, cost, num_nodes)
+        self.habit.depth = depth
         if self._is_plain_due(num_rows, num_nodes):
             return 0
-        price = self._price(num_rows, num_nodes)
-        if cost * price <= LITTLE * sum(self._weights):
-            self.habit.depth = sys.maxsize
-            return cap
-        depth = self._best_depth(rows, budgets, cap, price, num_nodes)
-        if not depth:  # by the mean of drafts; some of those with scores may be sure of themselves
-            worth = self._value.value * num_rows
-            depth = next(
-                (some for some in (cap, probe) if worth > (self.costs.draft(num_rows, some) or 0.0) * price), 0
-            )
-        if depth and (cost - (self.costs.draft(num_rows, depth) or 0.0)) * price <= LITTLE * num_rows:
-            depth = sys.maxsize
-        self.habit.depth = depth
         if depth:
             return depth
         self._is_probing = self._affords(self._cost_of_probe(num_rows, probe, num_nodes))
         return probe if self._is_probing else 0
+
+    def _expected_depth(
+        self, rows: Seq[Sequence], budgets: Seq[Budget], cap: int, cost: float, num_nodes: NumNodes
+    ) -> int:
+        """How deep drafts are to be, 0 where none are expected to pay; more than any where depth is nearly free.
+
+        Args:
+          cost: seconds of the deepest.
+        """
+        num_rows, price = len(rows), self._price(len(rows), num_nodes)
+        if cost * price <= LITTLE * sum(self._weights):
+            return sys.maxsize
+        depth = self._best_depth(rows, budgets, cap, price, num_nodes)
+        if not depth:  # by the mean of drafts; some of those with scores may be sure of themselves
+            worth = self._value.value * num_rows
+            some_depths = (cap, min(cap, PROBE_DEPTH))
+            depth = next((some for some in some_depths if worth > (self.costs.draft(num_rows, some) or 0.0) * price), 0)
+        if depth and (cost - (self.costs.draft(num_rows, depth) or 0.0)) * price <= LITTLE * num_rows:
+            return sys.maxsize
+        return depth
 
     def _cost_of_probe(self, num_rows: int, depth: int, num_nodes: NumNodes) -> float:
         """Plain steps that drafting so deep takes, and verifying where that is not known; 1 at most of what is not."""
