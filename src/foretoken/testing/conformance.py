@@ -221,7 +221,7 @@ def check_drafter(make_drafter: MakeDrafter, target: CausalLM, *, depths: Iterab
         plain = _decode_all(target, EmptyDrafter(), params)
         deepest = max(depths)
         for depth in depths:
-            if depth != deepest:  # see below
+            if depth != deepest:  # a fresh drafter of that runs below
                 check_identity(make_drafter(depth), target, params, plain, f"K={depth}")
         check_single_rows(make_drafter, deepest, target, params, plain)
         check_endings(make_drafter, deepest, target, params, plain)
