@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from architectures import ALWAYS, ARCHITECTURES, VARIANTS, VOCAB_SIZE, draft_model, in_turns, target_model
+from architectures import ALWAYS, ARCHITECTURES, VARIANTS, VOCAB_SIZE, but_variants, draft_model, in_turns, target_model
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
@@ -127,10 +127,7 @@ ALONE = (0, 1)
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [
-        pytest.param(*each.values, marks=pytest.mark.full if each.values[0] in VARIANTS else each.marks)
-        for each in in_turns(["single", "half"])
-    ],
+    but_variants(in_turns(["single", "half"])),
 )
 def test_other_precisions_differ_at_near_ties_only(
     name: str, precision: str, record_property: Callable[[str, object], None]

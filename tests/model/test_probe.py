@@ -15,7 +15,7 @@ import transformers
 from test_mutations import MUTATIONS
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from architectures import ALWAYS, ARCHITECTURES, VARIANTS, Architecture, in_turns
+from architectures import ALWAYS, ARCHITECTURES, Architecture, but_variants, in_turns
 from foretoken import LLM, zoo
 from foretoken.errors import ProbeError
 from foretoken.model import lm as model_module
@@ -39,10 +39,7 @@ MAX_FORWARDS, MAX_WIDTH = 12, 20
 NUM_SEEDS = 20
 TRAINED = [("zoo:tiny", "float32", 1), ("zoo:tiny:draft", "float16", 1), ("zoo:smollm2", "bfloat16", 1)]
 
-EVERYWHERE = [
-    pytest.param(*each.values, marks=pytest.mark.full if each.values[0] in VARIANTS else each.marks)
-    for each in in_turns(DTYPES)
-]
+EVERYWHERE = but_variants(in_turns(DTYPES))
 """What the probe compares runs in float32, whatever the dtype; a third of the architectures show all that is done in
 the others."""
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from architectures import ARCHITECTURES, REFUSED, VARIANTS, in_turns
+from architectures import ARCHITECTURES, REFUSED, but_variants, in_turns
 from foretoken import LLM, speculate
 from foretoken.classic.sampling import autoregressive_generate
 from foretoken.config.sampling import SamplingParams
@@ -170,10 +170,7 @@ def assert_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "execution"),
-    [
-        pytest.param(*each.values, marks=pytest.mark.full if each.values[0] in VARIANTS else each.marks)
-        for each in in_turns(["eager", "packed"])
-    ],
+    but_variants(in_turns(["eager", "packed"])),
 )
 def test_the_users_model_stays_as_it_is(name: str, execution: str) -> None:
     """Weights, configs, hooks, modes and methods, in float32; also its own logits afterwards."""

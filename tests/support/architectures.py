@@ -273,6 +273,14 @@ def in_turns(others: Iterable[str], each: int = 1, whole: Collection[str] = (), 
     ]
 
 
+def but_variants(pairs: Iterable[Any]) -> list[Any]:
+    """Pairs of `in_turns`, those of `VARIANTS` in the whole matrix alone."""
+    return [
+        pytest.param(*pair.values, marks=pytest.mark.full if pair.values[0] in VARIANTS else pair.marks)
+        for pair in pairs
+    ]
+
+
 REFUSED: dict[str, Architecture] = {
     "bloom": Architecture("Bloom", _only(hidden_size=64, n_layer=2, n_head=4, **_IDS), attention=("eager",)),
     "falcon-alibi": Architecture(

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from architectures import ARCHITECTURES, VARIANTS, in_turns
+from architectures import ARCHITECTURES, but_variants, in_turns
 from foretoken.drafters.parts.layer_set import LayerSet, skipping
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.cache.views import ViewCache
@@ -111,10 +111,7 @@ def close(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        pytest.param(*each.values, marks=pytest.mark.full if each.values[0] in VARIANTS else each.marks)
-        for each in in_turns(["float32", "bfloat16", "float16"])
-    ],
+    but_variants(in_turns(["float32", "bfloat16", "float16"])),
 )
 def test_architectures_compute_what_their_modules_do(name: str, dtype: str) -> None:
     """And a node has its bits in any tree, row and batch."""
