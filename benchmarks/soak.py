@@ -40,7 +40,8 @@ from torch import nn
 from foretoken import LLM, SamplingParams
 from foretoken.config.engine import EngineConfig
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.context import DrafterContext, make_drafter
+from foretoken.drafters import make_drafter
+from foretoken.drafters.context import DrafterContext
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.cost_model import CostModel
 from foretoken.engine.drafter import Drafter

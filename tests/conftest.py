@@ -16,8 +16,7 @@ import torch
 from architectures import ALWAYS, ARCHITECTURES, REFUSED
 from foretoken import zoo
 from foretoken.errors import ConfigError
-from foretoken.loading.models import is_zoo, load_model
-from foretoken.loading.packed_copy import adapter_of
+from foretoken.loading.models import adapter_of, is_zoo, load_model
 from foretoken.model.execution.packing import can_pack
 from foretoken.testing import governed, ungoverned
 from foretoken.zoo.conversion import weights_file

@@ -21,8 +21,7 @@ from foretoken.folders import append_lines, filling, is_no_room, keep_json, keep
 from foretoken.heads.checkpoint import write_checkpoint
 from foretoken.loading.stored import save_compressed
 from foretoken.native.library import library
-from foretoken.train.answers import Answering
-from foretoken.train.plan import Plan
+from foretoken.train.plan import Answering, Plan
 from foretoken.train.run import Training
 from foretoken.views.traceplot import keep_picture, require_matplotlib
 from foretoken.views.trajectory import write_text

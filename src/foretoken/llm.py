@@ -30,8 +30,8 @@ from foretoken.engine.profiles import Profile
 from foretoken.engine.stats import StepProfile, Totals
 from foretoken.errors import CopyError
 from foretoken.loading.info import announce, announce_notes, describe, eos_token_ids
-from foretoken.loading.models import is_zoo, load_model, load_tokenizer
-from foretoken.loading.packed_copy import adapter_of, check_cache_packed
+from foretoken.loading.models import adapter_of, is_zoo, load_model, load_tokenizer
+from foretoken.loading.packed_copy import check_cache_packed
 from foretoken.loading.pairing import Pairing, applicable
 from foretoken.loading.sources import check_parts
 from foretoken.loading.stored import save_compressed
@@ -181,7 +181,15 @@ class LLM:
         self._speculate(config)
         title = None if speculative_config is None else config.title
         kept = self.promise if config.is_speculative and config.rule.keeps_tokens else None
-        announce(self.model_info, title, loaded, self.drafting, kept, is_dtype_chosen=dtype != "auto")
+        announce(
+            self.model_info,
+            title,
+            loaded,
+            kept,
+            drafter=self.drafting.info,
+            heads=self.drafting.heads,
+            is_dtype_chosen=dtype != "auto",
+        )
         if is_zoo(model):
             announce_notes(str(model), [part.method for part in config.parts])
 

@@ -12,7 +12,8 @@ import pytest
 
 from foretoken.bench.drafting import CONFIGS, PhraseText, draft_cost, draft_costs, opened
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.context import DrafterContext, drafter_factory
+from foretoken.drafters import drafter_factory
+from foretoken.drafters.context import DrafterContext
 from foretoken.engine.drafter import Drafter
 from foretoken.model.lm import CausalLM
 from foretoken.retrieval.datastore import Datastore

@@ -38,7 +38,6 @@ from foretoken.drafters.lengths import (
     entropy,
     make_policy,
     normalised_entropy,
-    policy_of,
 )
 from foretoken.errors import ConfigError
 
@@ -361,24 +360,21 @@ def test_settings_arrive_at_the_policy() -> None:
         acceptance_momentum=0.25,
         threshold_momentum=0.75,
     )
-    policy = policy_of(config.options, 7)
+    policy = config.options.new_policy(7)
     assert isinstance(policy, Acceptance)
     assert policy.rule == ThresholdRule("paper", 0.7, 0.05, 0.25, 0.75)
     assert (policy.num_tokens, policy.threshold_of(row()), policy._state(row()).acceptance_rate) == (7, 0.6, 0.5)
-    egag = policy_of(
-        SpeculativeConfig(
-            method="draft_model",
-            length_policy="egag",
-            length_policy_mode="paper",
-            min_draft_tokens=2,
-            egag_ema_beta=0.9,
-        ).options,
-        6,
-    )
+    egag = SpeculativeConfig(
+        method="draft_model",
+        length_policy="egag",
+        length_policy_mode="paper",
+        min_draft_tokens=2,
+        egag_ema_beta=0.9,
+    ).options.new_policy(6)
     assert isinstance(egag, Egag)
     assert egag.formula == EgagLength(2, 6, 0.9)
     assert not egag.is_calibrated
-    adaedl = policy_of(SpeculativeConfig(method="draft_model", length_policy="adaedl", entropy_scale=0.4).options, 6)
+    adaedl = SpeculativeConfig(method="draft_model", length_policy="adaedl", entropy_scale=0.4).options.new_policy(6)
     assert isinstance(adaedl, AdaEDL)
     assert (adaedl.entropy_scale, adaedl.threshold) == (0.4, 0.7)
 

@@ -15,7 +15,8 @@ from foretoken import LLM, SamplingParams, speculate
 from foretoken.cli.writers import summary
 from foretoken.config.engine import EngineConfig
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.context import DrafterContext, make_drafter
+from foretoken.drafters import make_drafter
+from foretoken.drafters.context import DrafterContext
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine import costs, governing, governor
 from foretoken.engine.cost_model import FEW, CostCurve, CostModel

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 import eagle_heads
 import toy_heads
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.context import DrafterContext, make_drafter
+from foretoken.drafters import make_drafter
+from foretoken.drafters.context import DrafterContext
 from foretoken.drafters.heads.eagle import EagleDrafter
 from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foretoken.drafters.lengths import Fixed

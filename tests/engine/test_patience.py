@@ -16,7 +16,8 @@ from soak import Moody
 import toy_heads
 from foretoken.config.engine import EngineConfig
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.context import DrafterContext, make_drafter
+from foretoken.drafters import make_drafter
+from foretoken.drafters.context import DrafterContext
 from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.rank_tree import RankTree

@@ -16,7 +16,8 @@ import pytest
 
 from foretoken.llm import LLM
 from foretoken.serve.answering import answer
-from foretoken.serve.bridge import Bridge, Ticket
+from foretoken.serve.backend import Ticket
+from foretoken.serve.bridge import Bridge
 from foretoken.serve.completions import read_completion
 from foretoken.serve.served import Offer
 from foretoken.serve.settings import ServerSettings

@@ -23,7 +23,7 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.errors import ConfigError
 from foretoken.llm import LLM
 from foretoken.serve.app import Application
-from foretoken.serve.bridge import Ticket
+from foretoken.serve.backend import Ticket
 from foretoken.serve.errors import ApiError, stopping
 from foretoken.serve.metrics import ClusterMetrics
 from foretoken.serve.ray.affinity import Affinity

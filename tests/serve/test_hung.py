@@ -22,7 +22,7 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.engine.stats import SequenceStats
 from foretoken.errors import ConfigError
 from foretoken.llm import LLM
-from foretoken.serve.bridge import Ticket
+from foretoken.serve.backend import Ticket
 from foretoken.serve.errors import ApiError
 from foretoken.serve.metrics import ClusterMetrics
 from foretoken.serve.ray.failover import CALLER, SILENT_SECONDS, Caller, ClusterBridge

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from foretoken.llm import LLM
-from foretoken.serve.bridge import deliver_all
+from foretoken.serve.backend import deliver_all
 from foretoken.serve.completions import KNOWN
 from foretoken.serve.fields import IGNORED, REFUSED, WITHOUT_EFFECT
 from foretoken.serve.responses import KNOWN as OF_RESPONSES

@@ -20,9 +20,8 @@ from foretoken.config.engine import EngineConfig
 from foretoken.errors import CheckpointError, PromptError
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.testing import toy_model
-from foretoken.train.answers import Answering
 from foretoken.train.examples import evaluation_digests, is_evaluation
-from foretoken.train.plan import Plan
+from foretoken.train.plan import Answering, Plan
 from foretoken.train.run import Training
 from foretoken.train.start import frequent_tokens
 from foretoken.zoo.manifest import HEADS, root

@@ -24,8 +24,7 @@ from foretoken.engine.outputs import RowOutput
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import SequenceStats
 from foretoken.loading.info import Loaded, eos_token_ids
-from foretoken.loading.models import is_zoo
-from foretoken.loading.packed_copy import adapter_of
+from foretoken.loading.models import adapter_of, is_zoo
 from foretoken.loading.pairing import Pairing
 from foretoken.model.lm import CausalLM
 

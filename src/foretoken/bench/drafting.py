@@ -20,7 +20,8 @@ from foretoken.accept.rules import match
 from foretoken.bench.trial import no_garbage_collection
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.context import DrafterContext, drafter_factory
+from foretoken.drafters import drafter_factory
+from foretoken.drafters.context import DrafterContext
 from foretoken.engine.drafter import Budget, Drafter, Features, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stopping import StopChecker

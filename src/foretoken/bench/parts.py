@@ -20,7 +20,8 @@ from foretoken.bench.tables import BatchRow, EfficiencyTable, ProfileCell, Row, 
 from foretoken.bench.trial import Arm, Sampling, Trial, compare, in_groups, interleave
 from foretoken.bench.workload import BenchPrompt, asked_again, load_prompts, read_questions, repeated_share, select
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.context import DrafterContext, drafter_factory
+from foretoken.drafters import drafter_factory
+from foretoken.drafters.context import DrafterContext
 from foretoken.engine.engine import EngineConfig
 from foretoken.errors import ForetokenError
 from foretoken.loading.defaults import default_keys

@@ -82,7 +82,7 @@ class SearchJob:
         """
         from foretoken.bench.models import load_scaled
         from foretoken.errors import ConfigError
-        from foretoken.loading.packed_copy import adapter_of
+        from foretoken.loading.models import adapter_of
         from foretoken.tune.layer_sets import Space, require_optuna
         from foretoken.tune.objective import Task
 
@@ -205,7 +205,8 @@ def _config(draft_keys: dict[str, Any], layer_set: LayerSet | None) -> Any:
 
 
 def _drafter_of(target: CausalLM, draft_keys: dict[str, Any]) -> Callable[[LayerSet], Any]:
-    from foretoken.drafters.context import DrafterContext, drafter_factory
+    from foretoken.drafters import drafter_factory
+    from foretoken.drafters.context import DrafterContext
 
     return lambda layer_set: drafter_factory(_config(draft_keys, layer_set), DrafterContext(target))()
 

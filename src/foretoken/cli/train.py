@@ -101,9 +101,8 @@ def train(
     folder can be named as --draft-model afterwards.
     """
     with exit_codes(), ExitStack() as stack:
-        from foretoken.train.answers import Answering
         from foretoken.train.draft_model import SmallPlan
-        from foretoken.train.plan import Plan
+        from foretoken.train.plan import Answering, Plan
         from foretoken.train.run import Training
 
         plan = Plan(

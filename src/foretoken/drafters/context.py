@@ -1,4 +1,4 @@
-"""From a `SpeculativeConfig` to a drafter, and what drafters are made from."""
+"""What drafters are made from."""
 
 from __future__ import annotations
 
@@ -13,14 +13,9 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from foretoken.config.speculative import SpeculativeConfig
-    from foretoken.engine.drafter import Drafter
     from foretoken.model.lm import CausalLM
 
 T = TypeVar("T")
-
-DrafterFactory = Callable[[], "Drafter"]
-"""Makes a new drafter without state on every call."""
 
 
 @dataclass(frozen=True)
@@ -68,20 +63,3 @@ class DrafterContext:
                 f"method {method!r} drafts trees, and {self.target.name} verifies chains only; use one that drafts "
                 "chains: ngram, nasd, jacobi or draft_model"
             )
-
-
-def make_drafter(config: SpeculativeConfig, context: DrafterContext) -> Drafter:
-    """A drafter without state.
-
-    Raises: ConfigError if the config asks for something that the context does not have.
-    """
-    return config.definition.build(config.options, context)
-
-
-def drafter_factory(config: SpeculativeConfig, context: DrafterContext) -> DrafterFactory:
-    """Return a function that makes a new drafter on every call.
-
-    Raises: ConfigError if the config asks for something that the context does not have.
-    """
-    make_drafter(config, context)  # refuse now, not later
-    return lambda: make_drafter(config, context)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from foretoken.config.drafting import GOVERNED, policy_choice
 from foretoken.config.options import Options, number, one_of, option, whole
-from foretoken.drafters.lengths import CONFIDENCE, LAW, NOTHING, POLICIES
+from foretoken.drafters.lengths import CONFIDENCE, LAW, NOTHING, POLICIES, LengthPolicy, make_policy
 from foretoken.errors import ConfigError
 
 ANY_LOOK = frozenset({NOTHING, CONFIDENCE, LAW})
@@ -85,3 +85,7 @@ class LengthOptions(Options):
         """The arguments of the policy that are given."""
         given = {argument: getattr(self, key) for key, argument in POLICIES[self.policy].keys.items()}
         return {argument: value for argument, value in given.items() if value is not None}
+
+    def new_policy(self, longest: int) -> LengthPolicy:
+        """The policy that is asked for, around a longest draft."""
+        return make_policy(self.policy, longest, **self.policy_settings)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from foretoken.drafters.length_options import LengthOptions
 else:
     torch = Lazy("torch")
 
@@ -49,7 +48,7 @@ class LengthPolicy(ABC):
 
     Attributes:
       looks_at: the input that ``keep_drafting`` needs: nothing, the confidence (largest probability), or the whole law.
-      keys: its options -> its arguments; see `LengthOptions`.
+      keys: its options -> its arguments; see `foretoken.drafters.length_options`.
       modes: allowed values of ``length_policy_mode``.
 
     Exactness: a stopping time. ``go_on`` may look at everything before the forward, ``keep_drafting`` at the law of the
@@ -626,11 +625,6 @@ POLICIES: dict[str, type[LengthPolicy]] = {
     policy.name: policy for policy in (Fixed, Heuristic, Bass, Confidence, Egag, AdaEDL, Acceptance)
 }
 """Every policy by its name; the first argument is the longest draft."""
-
-
-def policy_of(options: LengthOptions, longest: int) -> LengthPolicy:
-    """The policy that options ask for, around a longest draft."""
-    return make_policy(options.policy, longest, **options.policy_settings)
 
 
 def make_policy(name: str, num_tokens: int, **settings: float | str) -> LengthPolicy:

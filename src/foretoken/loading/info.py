@@ -20,7 +20,6 @@ from foretoken.native.threads import threads_note
 if TYPE_CHECKING:
     from foretoken.config.engine import Promise
     from foretoken.loading.packed_copy import PackedCopy
-    from foretoken.loading.pairing import Drafting
 
 LARGEST_BITS = 12
 """Of a weight, scales included, that is multiplied as it was rounded."""
@@ -233,23 +232,25 @@ def announce(
     info: ModelInfo,
     title: str | None,
     loaded: Loaded,
-    drafting: Drafting,
     promise: Promise | None,
     *,
+    drafter: ModelInfo | None = None,
+    heads: Iterable[str] = (),
     is_dtype_chosen: bool,
 ) -> None:
     """Log in one line what was loaded and how it decodes; see `load_line`.
 
     Args:
       promise: of texts with drafts; None where there are none, or the rule of acceptance keeps no tokens.
+      drafter, heads: that draft; see `load_line`.
     """
     line = load_line(
         info,
         title,
         stored_dtype=loaded.stored_dtype,
         is_dtype_chosen=is_dtype_chosen,
-        drafter=drafting.info,
-        heads=drafting.heads,
+        drafter=drafter,
+        heads=heads,
         promise="" if promise is None else promise.describe(),
         threads=threads_note(),
     )

@@ -24,11 +24,12 @@ from foretoken.gguf.tokenizer import read_tokenizer
 from foretoken.loading.checkpoint_errors import as_checkpoint_error, check_shards
 from foretoken.loading.info import Loaded, model_name
 from foretoken.loading.layouts import LAYOUTS, method_of, settings_of
-from foretoken.loading.packed_copy import PackedCopy, taken
+from foretoken.loading.packed_copy import PackedCopy
 from foretoken.loading.sources import TOKENIZER_FILES, ZOO, Source, has_tokenizer, resolve
 from foretoken.loading.stored import load_codes
 from foretoken.model.dtypes import choose_dtype, stored_dtype
 from foretoken.model.execution.rounding import STORED, check_quantization, check_weights, quantize_weights
+from foretoken.model.lm import CausalLM
 from foretoken.model.support import check_unwrapped
 from foretoken.native.threads import keep_to_quota
 from foretoken.progress import no_progress_bars
@@ -92,7 +93,8 @@ def load_model(
     tokenizer = load_tokenizer_of(source, part) if with_tokenizer else None
     copy = PackedCopy.of(source, blocks, place, chosen, quantization, weights) if cache_packed else None
     if copy is not None and (kept := copy.read()) is not None:
-        return taken(Loaded.of(kept[0], source.name, True, tokenizer, stored), copy, kept[1])
+        found = Loaded.of(kept[0], source.name, True, tokenizer, stored)
+        return replace(found, **kept[1], packed_copy=copy, is_from_copy=True)
     types = None
     if is_whole:
         with as_checkpoint_error(source, "weights"):
@@ -114,6 +116,22 @@ def load_model(
     if quantization is not None:
         quantize_weights(found.model, quantization, dtype=chosen, release_originals=True)
     return found
+
+
+def adapter_of(loaded: Loaded, execution: str, kv_cache_dtype: str = "auto") -> CausalLM:
+    """The adapter of a model that was loaded; its packed weights are kept where that was asked for."""
+    lm = CausalLM(
+        loaded.model,
+        execution=execution,
+        release_originals=loaded.is_owned,
+        quantization=loaded.quantization,
+        kv_cache_dtype=kv_cache_dtype,
+    )
+    copy = loaded.packed_copy
+    if copy is not None and not loaded.is_from_copy:
+        names = ("num_parameters", "weight_bytes", "quantization", "types")
+        copy.keep(lm, loaded.model, {name: getattr(loaded, name) for name in names})
+    return lm
 
 
 def is_zoo(model: object) -> bool:

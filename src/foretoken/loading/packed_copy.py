@@ -14,7 +14,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,6 @@ from foretoken.progress import no_progress_bars
 
 if TYPE_CHECKING:
     from foretoken.gguf.header import Header
-    from foretoken.loading.info import Loaded
 
 
 logger = logging.getLogger("foretoken")
@@ -162,27 +161,6 @@ class PackedCopy:
             "packed weights of %s are kept in %s (%.1f MB, %.1f s)", self.name, self.file, self.num_bytes / 1e6, seconds
         )
         return True
-
-
-def adapter_of(loaded: Loaded, execution: str, kv_cache_dtype: str = "auto") -> CausalLM:
-    """The adapter of a model that was loaded; its packed weights are kept where that was asked for."""
-    lm = CausalLM(
-        loaded.model,
-        execution=execution,
-        release_originals=loaded.is_owned,
-        quantization=loaded.quantization,
-        kv_cache_dtype=kv_cache_dtype,
-    )
-    copy = loaded.packed_copy
-    if copy is not None and not loaded.is_from_copy:
-        names = ("num_parameters", "weight_bytes", "quantization", "types")
-        copy.keep(lm, loaded.model, {name: getattr(loaded, name) for name in names})
-    return lm
-
-
-def taken(found: Loaded, copy: PackedCopy, facts: Mapping[str, Any]) -> Loaded:
-    """What is known of a model that a copy gave."""
-    return replace(found, **facts, packed_copy=copy, is_from_copy=True)
 
 
 # -- all that are kept ---------------------------------------------------------------------------------------------

@@ -13,16 +13,16 @@ from transformers import PreTrainedTokenizerBase
 from foretoken import zoo
 from foretoken.config.method import Method, methods, recognized
 from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters import DrafterFactory, drafter_factory
 from foretoken.drafters.compose.auto import FREE
-from foretoken.drafters.context import DrafterContext, DrafterFactory, drafter_factory
+from foretoken.drafters.context import DrafterContext
 from foretoken.engine import governing
 from foretoken.engine.costs import facts_of
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.profiles import Profile
 from foretoken.errors import ConfigError, ForetokenError, TokenizerMismatchError
 from foretoken.loading.info import Loaded, ModelInfo, describe
-from foretoken.loading.models import load_model, tokenizer_beside
-from foretoken.loading.packed_copy import adapter_of
+from foretoken.loading.models import adapter_of, load_model, tokenizer_beside
 from foretoken.model.execution.execution import Execution
 from foretoken.model.lm import CausalLM
 

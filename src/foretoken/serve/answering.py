@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response
 
 from foretoken.beginnings import shared_length
-from foretoken.serve.bridge import Ticket
+from foretoken.serve.backend import Ticket
 from foretoken.serve.errors import ApiError
 from foretoken.sessions.outputs import FrozenList, StreamOutput, speculative_metrics
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from foretoken.serve.asking import Asking
-    from foretoken.serve.bridge import Backend, Ticket
+    from foretoken.serve.backend import Backend, Ticket
     from foretoken.serve.form import Form
     from foretoken.serve.settings import ServerSettings
     from foretoken.sessions.outputs import RequestOutput, StreamOutput

@@ -35,7 +35,7 @@ from foretoken.views.token_view import page
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from foretoken.serve.bridge import Backend, Figures
+    from foretoken.serve.backend import Backend, Figures
     from foretoken.serve.served import Served
     from foretoken.serve.settings import ServerSettings
 

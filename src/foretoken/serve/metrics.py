@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
-    from foretoken.serve.bridge import Ticket
+    from foretoken.serve.backend import Ticket
     from foretoken.sessions.outputs import StreamOutput
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from foretoken.llm import LLM
-    from foretoken.serve.bridge import Backend, Figures
+    from foretoken.serve.backend import Backend, Figures
     from foretoken.serve.served import Served
     from foretoken.serve.settings import ServerSettings
 

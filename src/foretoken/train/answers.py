@@ -17,31 +17,9 @@ from foretoken.sessions.prompts import chat_prompt
 from foretoken.train.examples import TrainingPrompt, prompt_ids, read_prompts
 
 if TYPE_CHECKING:
-    from foretoken.train.plan import Plan
+    from foretoken.train.plan import Answering, Plan
 
 _MARK = "\u2402prompt\u2402"
-
-
-@dataclass(frozen=True)
-class Answering:
-    """How answers are made.
-
-    Args:
-      max_new_tokens: beyond which they are cut.
-      temperature: of every second one; the others are greedy.
-      seed: of these.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 0.8
-    seed: int = 0
-
-    def params(self, number: int) -> SamplingParams:
-        if number % 2 == 0:
-            return SamplingParams(temperature=0.0, max_tokens=self.max_new_tokens)
-        return SamplingParams(
-            temperature=self.temperature, top_p=0.95, max_tokens=self.max_new_tokens, seed=self.seed + number
-        )
 
 
 def answered(

@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from foretoken.config.sampling import SamplingParams
 from foretoken.errors import ConfigError
-from foretoken.train.answers import Answering
 from foretoken.train.draft_model import SmallPlan
-from foretoken.train.recipe import NUM_LAYERS
-from foretoken.train.start import WITH_LAYER
+from foretoken.train.recipe import NUM_LAYERS, WITH_LAYER
 
 POSITIVE = ("epochs", "batch_tokens", "learning_rate", "draft_vocabulary", "num_heads", "num_steps", "evaluate_tokens")
 """Numbers that have to be above 0."""
@@ -19,12 +18,34 @@ FORWARD_TOKENS = 32_768
 """Tokens of a forward where nothing is said, on an accelerator: every call takes longer than few tokens do there."""
 
 
+@dataclass(frozen=True)
+class Answering:
+    """How answers are made.
+
+    Args:
+      max_new_tokens: beyond which they are cut.
+      temperature: of every second one; the others are greedy.
+      seed: of these.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.8
+    seed: int = 0
+
+    def params(self, number: int) -> SamplingParams:
+        if number % 2 == 0:
+            return SamplingParams(temperature=0.0, max_tokens=self.max_new_tokens)
+        return SamplingParams(
+            temperature=self.temperature, top_p=0.95, max_tokens=self.max_new_tokens, seed=self.seed + number
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What is to be trained, and how.
 
     Args:
-      method: see `foretoken.train.start.METHODS`.
+      method: see `foretoken.train.recipe.METHODS`.
       out: folder of everything that is made; a run that was begun there goes on.
       prompts: file or folder; None for prompts of the target's own alone.
       own_prompts: how many prompts the target asks itself.

@@ -84,6 +84,12 @@ class Texts:
         return states[rows, (self.entries + distance).clamp(max=states.shape[1] - 1)].flatten(0, 1)
 
 
+METHODS = ("medusa", "hydra", "hydra++", "eagle", "eagle2", "eagle3", "draft_model")
+"""Methods whose drafters can be trained; "eagle2" makes the heads of "eagle"."""
+
+WITH_LAYER = ("hydra++", "eagle", "eagle2", "eagle3")
+"""Methods whose heads have a decoder layer of their own."""
+
 NUM_LAYERS = {"medusa": 1, "hydra": 1, "hydra++": 4, "draft_model": 4}
 """Layers of a drafter by method, where nothing is said: of the MLP of every head, as published, or of a draft model."""
 

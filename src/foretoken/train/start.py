@@ -22,16 +22,10 @@ from foretoken.model.lm import CausalLM
 from foretoken.train.draft_model import DraftModelRecipe, new_small_model
 from foretoken.train.examples import Example
 from foretoken.train.head_recipes import Eagle3Recipe, EagleRecipe, HydraRecipe, MedusaRecipe
-from foretoken.train.recipe import NUM_LAYERS, Recipe, TargetParts
+from foretoken.train.recipe import METHODS, NUM_LAYERS, Recipe, TargetParts
 
 if TYPE_CHECKING:
     from foretoken.train.plan import Plan
-
-METHODS = ("medusa", "hydra", "hydra++", "eagle", "eagle2", "eagle3", "draft_model")
-"""Methods whose drafters can be trained; "eagle2" makes the heads of "eagle"."""
-
-WITH_LAYER = ("hydra++", "eagle", "eagle2", "eagle3")
-"""Methods whose heads have a decoder layer of their own."""
 
 _LAYER = (
     "input_layernorm",

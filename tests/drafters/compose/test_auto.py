@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters import drafter_factory
 from foretoken.drafters.compose.auto import AutoDrafter
-from foretoken.drafters.context import DrafterContext, drafter_factory
+from foretoken.drafters.context import DrafterContext
 from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.engine.cost_model import CostModel
 from foretoken.engine.drafter import Budget, ContextDrafter, StepResult

@@ -15,7 +15,8 @@ from drafting import made
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.context import DrafterContext, drafter_factory
+from foretoken.drafters import drafter_factory
+from foretoken.drafters.context import DrafterContext
 from foretoken.drafters.iterate.jacobi import PromptTokens
 from foretoken.drafters.iterate.lookahead import (
     LONGEST_REST,

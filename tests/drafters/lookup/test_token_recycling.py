@@ -18,7 +18,8 @@ from drafting import made
 from foretoken import LLM
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.context import DrafterContext, drafter_factory
+from foretoken.drafters import drafter_factory
+from foretoken.drafters.context import DrafterContext
 from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter, best_tree, filled, last_of_all
 from foretoken.drafters.parts.adjacency import AdjacencyMatrix
 from foretoken.drafters.parts.rank_tree import RankTree, TreeShape

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from foretoken.config.drafting import node_limit
 from foretoken.config.method import Method, recognized
 from foretoken.config.options import anything, option
+from foretoken.drafters import make_drafter
 from foretoken.drafters.compose.union import merged
-from foretoken.drafters.context import make_drafter
 from foretoken.drafters.parts.composite import CompositeDrafter, CompositeOptions
 from foretoken.engine.drafter import Budget, StepResult
 from foretoken.errors import ConfigError

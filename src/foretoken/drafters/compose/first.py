@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from foretoken.config.method import Method
 from foretoken.config.options import number, option
-from foretoken.drafters.context import make_drafter
+from foretoken.drafters import make_drafter
 from foretoken.drafters.parts.composite import CompositeDrafter, CompositeOptions
 from foretoken.tree import DraftTree
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from foretoken.config.drafting import node_limit
 from foretoken.config.method import Method
-from foretoken.drafters.context import make_drafter
+from foretoken.drafters import make_drafter
 from foretoken.drafters.parts.composite import CompositeDrafter, CompositeOptions
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree

@@ -11,7 +11,7 @@ from foretoken.config.drafting import DraftOptions, draft_length
 from foretoken.config.method import Method
 from foretoken.config.options import one_of, option
 from foretoken.drafters.length_options import LengthOptions
-from foretoken.drafters.lengths import LengthPolicy, PlannedDrafter, policy_of
+from foretoken.drafters.lengths import LengthPolicy, PlannedDrafter
 from foretoken.engine.drafter import Budget, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
@@ -98,7 +98,7 @@ class JacobiDrafter(PlannedDrafter["Guesses"]):
         length_policy: LengthPolicy | None = None,
     ) -> None:
         self.options = options or JacobiOptions()
-        super().__init__(length_policy or policy_of(self.options, self.options.num_speculative_tokens))
+        super().__init__(length_policy or self.options.new_policy(self.options.num_speculative_tokens))
         if self.options.initial_guess == "random" and vocab_size is None:
             raise ConfigError('initial_guess="random" needs the vocab_size of the target; give it')
         self._vocab_size = vocab_size or 0

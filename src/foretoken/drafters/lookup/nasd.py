@@ -14,7 +14,7 @@ from foretoken.config.method import Method
 from foretoken.config.options import flag, number, one_of, option, path, whole
 from foretoken.drafters.iterate.jacobi import random_token
 from foretoken.drafters.length_options import LengthOptions
-from foretoken.drafters.lengths import CONFIDENCE, NOTHING, LengthPolicy, PlannedDrafter, policy_of
+from foretoken.drafters.lengths import CONFIDENCE, NOTHING, LengthPolicy, PlannedDrafter
 from foretoken.drafters.parts.ngram_storage import RUNNER_UP_WEIGHT, STORAGES, Guess, NGramStorage
 from foretoken.drafters.parts.state_file import check_writable, warned
 from foretoken.engine.drafter import Budget, StepResult
@@ -92,7 +92,7 @@ class NasdDrafter(PlannedDrafter[NGramStorage]):
     ) -> None:
         self.options = options = options or NasdOptions()
         depth = depth_within(options.num_speculative_tokens, options.max_draft_nodes, options.num_draft_branches)
-        super().__init__(length_policy or policy_of(options, depth))
+        super().__init__(length_policy or options.new_policy(depth))
         if (options.unknown == "random" or options.state_file is not None) and vocab_size is None:
             raise ConfigError('unknown="random" and state_file need the vocab_size of the target; give it')
         self._vocab_size = vocab_size or 0

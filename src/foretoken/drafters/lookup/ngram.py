@@ -10,7 +10,7 @@ from foretoken.config.drafting import DraftOptions, draft_length, node_limit
 from foretoken.config.method import Method
 from foretoken.config.options import one_of, option, whole
 from foretoken.drafters.length_options import LengthOptions
-from foretoken.drafters.lengths import LengthPolicy, PlannedDrafter, policy_of
+from foretoken.drafters.lengths import LengthPolicy, PlannedDrafter
 from foretoken.drafters.parts.suffix_index import MATCHES, SuffixIndex
 from foretoken.engine.drafter import Budget
 from foretoken.engine.sequence import Sequence
@@ -76,7 +76,7 @@ class NGramDrafter(PlannedDrafter[SuffixIndex]):
 
     def __init__(self, options: NGramOptions | None = None, *, length_policy: LengthPolicy | None = None) -> None:
         self.options = options or NGramOptions()
-        super().__init__(length_policy or policy_of(self.options, self.options.num_speculative_tokens))
+        super().__init__(length_policy or self.options.new_policy(self.options.num_speculative_tokens))
 
     def new_state(self, row: Sequence) -> SuffixIndex:
         orders = range(self.options.prompt_lookup_min, self.options.prompt_lookup_max + 1)

@@ -9,7 +9,7 @@ from foretoken.config.drafting import BranchOptions, branches, draft_length, nod
 from foretoken.config.method import Method
 from foretoken.config.options import flag, option, path, whole
 from foretoken.drafters.length_options import LengthOptions
-from foretoken.drafters.lengths import LengthPolicy, PlannedDrafter, policy_of
+from foretoken.drafters.lengths import LengthPolicy, PlannedDrafter
 from foretoken.engine.drafter import Budget
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
@@ -88,7 +88,7 @@ class RestDrafter(PlannedDrafter[SuffixAutomaton | None]):
         self, datastore: Datastore, options: RestOptions | None = None, *, length_policy: LengthPolicy | None = None
     ) -> None:
         self.options = options or RestOptions()
-        super().__init__(length_policy or policy_of(self.options, self.options.num_speculative_tokens))
+        super().__init__(length_policy or self.options.new_policy(self.options.num_speculative_tokens))
         self.datastore, self._lookup = datastore, self.options.lookup
 
     def new_state(self, row: Sequence) -> SuffixAutomaton | None:

@@ -11,7 +11,7 @@ from foretoken.config.drafting import BranchOptions, branches, draft_length, nod
 from foretoken.config.method import Method
 from foretoken.config.options import flag, number, option, path, whole
 from foretoken.drafters.length_options import LengthOptions
-from foretoken.drafters.lengths import LengthPolicy, PlannedDrafter, policy_of
+from foretoken.drafters.lengths import LengthPolicy, PlannedDrafter
 from foretoken.drafters.parts.state_file import check_writable, warned
 from foretoken.engine.drafter import Budget, StepResult
 from foretoken.engine.sequence import Sequence
@@ -82,7 +82,7 @@ class SuffixDrafter(PlannedDrafter[SuffixAutomaton]):
         length_policy: LengthPolicy | None = None,
     ) -> None:
         self.options = options or SuffixOptions()
-        super().__init__(length_policy or policy_of(self.options, self.options.num_speculative_tokens))
+        super().__init__(length_policy or self.options.new_policy(self.options.num_speculative_tokens))
         self.history = history
         self._state_file = None if self.options.state_file is None else Path(self.options.state_file).expanduser()
         if self._state_file is not None:

@@ -13,7 +13,7 @@ from foretoken.config.acceptance import RULES
 from foretoken.config.drafting import BranchOptions, depth_within, draft_sampling, node_limit
 from foretoken.config.options import flag, number, option, whole
 from foretoken.drafters.length_options import ANY_LOOK, LengthOptions
-from foretoken.drafters.lengths import NOTHING, Fixed, LengthPolicy, policy_of
+from foretoken.drafters.lengths import NOTHING, Fixed, LengthPolicy
 from foretoken.drafters.parts.candidates import SHARPNESS, Candidates, Parents, Scored
 from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.engine.drafter import Budget, StepResult
@@ -418,5 +418,5 @@ class GrowthOptions(LengthOptions, BranchOptions):
             "sample_method": self.draft_sample_method,
             "acceptance": self.rejection_sample_method,
             "sharpness": self.draft_sharpness,
-            "policy": policy_of(self, depth),
+            "policy": self.new_policy(depth),
         }

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from foretoken.serve.bridge import check_tokens
+from foretoken.serve.backend import check_tokens
 from foretoken.serve.errors import ApiError, ModelChanged
 from foretoken.serve.fair import PROMPT_COST, FairQueue
 from foretoken.serve.guards import ALLOWED_ID, REQUEST_ID
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from foretoken.llm import LLM
-    from foretoken.serve.bridge import Ticket
+    from foretoken.serve.backend import Ticket
     from foretoken.serve.metrics import ClusterMetrics
 
 logger = logging.getLogger("foretoken.serve")

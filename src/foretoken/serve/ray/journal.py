@@ -14,7 +14,7 @@ from foretoken.sessions.outputs import FrozenList
 
 if TYPE_CHECKING:
     from foretoken.config.sampling import SamplingParams
-    from foretoken.serve.bridge import Ticket
+    from foretoken.serve.backend import Ticket
     from foretoken.serve.metrics import ClusterMetrics
     from foretoken.sessions.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from foretoken.errors import ConfigError
-from foretoken.serve.bridge import Backend, Figures
+from foretoken.serve.backend import Backend, Figures
 from foretoken.serve.metrics import ClusterMetrics
 from foretoken.serve.ray.failover import Called, ClusterBridge
 from foretoken.serve.ray.messages import Distant

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Gauge
 
-from foretoken.serve.bridge import Bridge, Ticket
+from foretoken.serve.backend import Ticket
+from foretoken.serve.bridge import Bridge
 from foretoken.serve.errors import ApiError
 from foretoken.serve.metrics import OWN, Metrics
 from foretoken.serve.ray.messages import Begun, Ended, Facts, Message, News, Other, Refused, Taken, Work
