@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.budget import Budget
 from foretoken.engine.cost_model import CostModel
 from foretoken.engine.governing import LONGEST, Attention, Governing
@@ -90,7 +91,7 @@ def test_what_is_learned_at_the_next_decision_is_what_every_step_has_shown(monke
     governor = Governor(CostModel({1: 8.0, 8: 9.0, 32: 20.0}))
     scheduler: Any = SimpleNamespace(waiting=[], prefilling=[])
     forwards: Any = SimpleNamespace(num_nodes=lambda count: count)
-    governing = Governing(governor, forwards, scheduler)
+    governing = Governing(governor, EmptyDrafter(), forwards, scheduler)
     row: Any = SimpleNamespace(id=0, is_finished=False, token_ids=[1], num_remaining_tokens=500)
     clock: Any = SimpleNamespace(laps={"propose_seconds": 0.0, "verify_seconds": 0.002, "observe_seconds": 0.0})
     tree = DraftTree.chain(1, [2, 3], source="x")
@@ -99,12 +100,12 @@ def test_what_is_learned_at_the_next_decision_is_what_every_step_has_shown(monke
         (budget,) = governing.budgets([row], [Budget(4)])
         decided += governing.is_deciding
         if governing.is_deciding:
-            assert governor.pace.totals.num_steps == number  # all before it are known
+            assert governor.totals.num_steps == number  # all before it are known
         trees = governing.trimmed([row], [tree if budget else DraftTree.root(1)])
         row.is_finished = number == 199
         output: Any = SimpleNamespace(row=row, token_ids=(2, 9))
         governing.learn(trees, [output], clock)
-        counted.append(governor.pace.totals.num_steps)
+        counted.append(governor.totals.num_steps)
     assert 1 < decided < 200
     assert counted[-1] == 200
     assert governor.totals.num_tokens == 400

@@ -164,7 +164,7 @@ def _counting(kind: Any, made: list[Any]) -> Any:
 def test_prepared_beforehand_a_call_has_only_to_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts nothing, draws nothing, and leaves no adapter and no drafter to be made by the first call."""
     made: list[Any] = []
-    for place in ("foretoken.loading.adapters", "foretoken.loading.packed_copy"):
+    for place in ("foretoken.loading.adapters", "foretoken.loading.models"):
         monkeypatch.setattr(f"{place}.CausalLM", _counting(foretoken.model.lm.CausalLM, made))
     model, drafter = toy_model(), toy_model(seed=1)
     state = torch.get_rng_state()

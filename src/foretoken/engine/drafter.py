@@ -167,8 +167,12 @@ class Drafter(ABC):
         """Whether a request may be drafted for by what others have said: not where it has a salt (`Sequence`)."""
         return False
 
+    is_free: bool = False
+    """Whether its drafts cost next to nothing: it needs neither a model nor forwards."""
     arms: tuple[str, ...] = ()
     """Titles of the ways in which it can draft, where measured time is to choose among several."""
+    arm: int = 0
+    """Which of them it drafts in where nobody chooses."""
 
     def choose_arm(self, arm: int) -> None:
         """Draft in this way from now on."""

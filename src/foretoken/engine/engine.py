@@ -98,7 +98,7 @@ class Engine:
         self._scheduler = Scheduler(
             target, self.cache, self._drafting, self.config, plan=self.plan, prefixes=prefixes, owner=drafter
         )
-        self._governing = Governing(self.governor, self._forwards, self._scheduler)
+        self._governing = Governing(self.governor, drafter, self._forwards, self._scheduler)
         self._use = ExclusiveUse()
         self._is_broken = False
 

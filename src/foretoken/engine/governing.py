@@ -55,12 +55,16 @@ class Governing:
     those between, what it decided last is followed.
 
     Args:
+      drafter: is told in which of its ways to draft.
       forwards: of the engine; they know how many nodes a step runs.
       scheduler: of the engine; it knows whether requests wait.
     """
 
-    def __init__(self, governor: AnyGovernor | None, forwards: Forwards, scheduler: Scheduler) -> None:
+    def __init__(
+        self, governor: AnyGovernor | None, drafter: Drafter, forwards: Forwards, scheduler: Scheduler
+    ) -> None:
         self._governor = governor
+        self._drafter = drafter
         self._scheduler = scheduler
         self._forwards = forwards
         self._attention = Attention()
@@ -114,6 +118,8 @@ class Governing:
                 is_closed=not self._scheduler.waiting and not self._scheduler.prefilling,
                 context=sum(len(row.token_ids) for row in rows) / max(len(rows), 1),
             )
+            if self._governor.arm is not None:
+                self._drafter.choose_arm(self._governor.arm)
         else:
             self._allowed = self._governor.habit.budgets(budgets)
         self._own_seconds = perf_counter() - start
@@ -280,12 +286,11 @@ def new_governor(target: CausalLM, drafter: Drafter, profile: Profile | None = N
         logger.warning("the profile was measured otherwise (%s): its costs are not used", difference)
     curve = profile.curve() if profile is not None and difference is None else None
     costs = CostModel(cost_curve(target), partial(forget_curve, facts)) if curve is None else CostModel(curve)
-    if len(drafter.arms) > 1:
-        return MethodBandit(drafter, costs)
-    governor = Governor(costs)
+    bandit = MethodBandit(drafter, costs) if drafter.arms else None
+    governor = Governor(costs) if bandit is None else bandit.governors[drafter.arm]
     if drafter.usual_acceptance is not None:
         for depth in range(1, KINDS + 1):
             governor.acceptance.expect(drafter.name, depth, drafter.usual_acceptance, USUAL_TRIALS)
     if profile is not None and profile.method == drafter.name:
         profile.teach(governor, has_costs=difference is None)
-    return governor
+    return bandit or governor

@@ -149,11 +149,14 @@ class Governor:
     Randomness: none; decisions depend on measured times.
     """
 
+    arm: int | None = None
+    """Of the drafter's ways to draft, the one to take; it is not chosen here."""
+
     def __init__(self, costs: CostModel, *, title: str = "") -> None:
         self.title = title
         self.costs = costs
         self.acceptance = AcceptanceModel()
-        self.pace = Pace()
+        self._paces: dict[int, Pace] = {}  # by magnitude of rows
         self.habit = Habit()
         self.patience = Patience()
         self._credit = float(FEW)  # plain steps that may go into drafts which are not expected to pay
@@ -429,7 +432,7 @@ class Governor:
         """Count steps, those between two decisions too."""
         self._since_plain = self._since_plain + steps.num_steps if steps.num_drafted == steps.num_steps else 0
         self._credit += SHARE * steps.num_steps
-        self.pace.add(steps, self._plain_seconds)
+        self._pace.add(steps, self._plain_seconds)
 
     def follow(self, outputs: Seq[RowOutput], drafts: Seq[DraftTree] = ()) -> None:
         """Hold drafts against the tokens that have come, whoever drafted them.
@@ -463,7 +466,18 @@ class Governor:
     @property
     def totals(self) -> Totals:
         """Counts of all steps."""
-        return self.pace.totals + self.patience.totals
+        return sum((pace.totals for pace in self._paces.values()), start=self.patience.totals)
+
+    def gain(self, num_rows: int) -> float:
+        """Speed of late by that of plain decoding, of about so many rows; 1 where there were none."""
+        pace = self._paces.get(num_rows.bit_length())
+        return 1.0 if pace is None else pace.gain
+
+    @property
+    def _pace(self) -> Pace:
+        """Of steps like the last one."""
+        num_rows = 0 if self._last is None else self._last[0]
+        return self._paces.setdefault(num_rows.bit_length(), Pace())
 
     def describe(self) -> str | None:
         """What is decided at present, and why; None before the first step."""
@@ -473,8 +487,9 @@ class Governor:
             return self.patience.describe()
         num_rows, num_nodes = self._last
         plain = self._plain(num_rows, num_nodes)
-        drafts = self.pace.share >= LITTLE
-        length = max(1, round(self.pace.length)) if drafts else 2 * PROBE_DEPTH
+        pace = self._pace
+        drafts = pace.share >= LITTLE
+        length = max(1, round(pace.length)) if drafts else 2 * PROBE_DEPTH
         size, least = num_nodes((length + 1) * num_rows), num_nodes(num_rows)
         reasons = [f"verify({size})/verify({least}) = {self.costs.verify(num_rows, size) / plain:.2f}"]
         draft = self.costs.draft(num_rows, length)
@@ -485,7 +500,7 @@ class Governor:
         else:
             reasons.append("nothing was drafted so far")
         rows = "" if num_rows == 1 else f" with {num_rows} rows"
-        what = f"drafting in {self.pace.share:.0%} of the steps" if drafts else "not drafting"
+        what = f"drafting in {pace.share:.0%} of the steps" if drafts else "not drafting"
         return f"{what}{rows}: {', '.join(reasons)}"
 
     def _plain(self, num_rows: int, num_nodes: NumNodes) -> float:
@@ -494,7 +509,7 @@ class Governor:
 
     def _price(self, num_rows: int, num_nodes: NumNodes) -> float:
         """Tokens that a second brings otherwise: at the speed of late, or plainly, which is always at hand."""
-        return max(1.0, self.pace.gain) * num_rows / self._plain(num_rows, num_nodes)
+        return max(1.0, self.gain(num_rows)) * num_rows / self._plain(num_rows, num_nodes)
 
 
 def _steps_left(row: Sequence) -> float:

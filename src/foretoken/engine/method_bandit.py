@@ -23,28 +23,81 @@ TURN = 8
 mostly show what the first step of a drafter costs."""
 
 
+class _Turns:
+    """Whose turn it is in batches of about so many rows, and how many steps of it are left.
+
+    Args:
+      num_arms: among which is chosen.
+      arm: that begins.
+    """
+
+    def __init__(self, num_arms: int, arm: int) -> None:
+        self.arm = arm
+        self._steps = [0] * num_arms
+        self._credits = [0.0] * num_arms
+        self._left = 2 * TURN
+        self._turn = 2 * TURN  # steps of the last turn
+
+    def choose(self, gains: Seq[float]) -> None:
+        """The arm for the next step, where a turn has ended, by the speed of every arm."""
+        if self._left > 0:
+            return
+        self._turn = TURN - self._left
+        self._left = TURN
+        untried = [arm for arm in range(len(gains)) if not self.is_tried(arm)]
+        if untried:
+            self.arm, self._left = untried[0], 2 * TURN
+            return
+        best = max(range(len(gains)), key=gains.__getitem__)
+        self.arm = best
+        for arm, gain in enumerate(gains):
+            loss = self._turn * (1.0 - gain / gains[best])
+            if arm != best and self._credits[arm] > loss:
+                self._credits[arm] = 0.0
+                self.arm = arm
+                return
+
+    def count(self, num_steps: int) -> None:
+        """Steps have run."""
+        for arm in range(len(self._credits)):
+            if arm != self.arm:
+                self._credits[arm] += num_steps * SHARE / (len(self._credits) - 1)
+        self._steps[self.arm] += num_steps
+        self._left -= num_steps
+
+    def is_tried(self, arm: int) -> bool:
+        """Whether an arm has had the steps that every one gets."""
+        return self._steps[arm] >= 2 * TURN
+
+
 class MethodBandit:
     """Chooses among the arms of a drafter, each of which has a governor of its own.
 
-    The arm whose tokens took the least time of late runs; the others get a turn as often as `SHARE` of the time, for
-    all of them together, allows for what they are expected to lose, so that one which has become better is noticed.
+    The arm whose tokens took the least time of late runs, in batches of about as many rows: what pays for one row does
+    not for eight. The others get a turn as often as `SHARE` of the time, for all of them together, allows for what they
+    are expected to lose, so that one which has become better is noticed.
 
     Args:
       drafter: has two or more ``arms``.
       costs: of steps without a draft, for all of them.
 
+    Attributes:
+      governors: of the arms.
+
     Exactness, randomness: as of `Governor`.
     """
 
     def __init__(self, drafter: Drafter, costs: CostModel) -> None:
-        self._drafter = drafter
-        self._arms = [Governor(costs.beside(), title=title) for title in drafter.arms]
-        self._steps = [0] * len(self._arms)
-        self.patience = Patience(len(self._arms))
-        self._credits = [0.0] * len(self._arms)
-        self._active = 0
-        self._left = 2 * TURN
-        self._turn = 2 * TURN  # steps of the last turn
+        self.governors = [Governor(costs.beside(), title=title) for title in drafter.arms]
+        self.patience = Patience(len(self.governors) - 1)
+        self._num_rows = 1
+        self._turns = _Turns(len(self.governors), drafter.arm)
+        self._turns_of: dict[int, _Turns] = {}  # by magnitude of rows
+
+    @property
+    def arm(self) -> int:
+        """The one whose turn it is."""
+        return self._turns.arm
 
     def budgets(
         self,
@@ -56,28 +109,15 @@ class MethodBandit:
         context: float = 0.0,
     ) -> list[Budget]:
         """Choose who drafts; what may be drafted for every row."""
-        if self._left <= 0:
-            self._turn = TURN - self._left
-            self._choose()
-        self._drafter.choose_arm(self._active)
+        size = len(rows).bit_length()
+        if size not in self._turns_of:
+            self._turns_of[size] = _Turns(len(self.governors), self._turns.arm)
+        self._num_rows, self._turns = len(rows), self._turns_of[size]
+        self._turns.choose(self._gains())
         return self._current.budgets(rows, budgets, num_nodes, is_closed=is_closed, context=context)
 
-    def _choose(self) -> None:
-        """The arm for the next steps."""
-        self._left = TURN
-        untried = [arm for arm, count in enumerate(self._steps) if count < 2 * TURN]
-        if untried:
-            self._active, self._left = untried[0], 2 * TURN
-            return
-        gains = [arm.pace.gain for arm in self._arms]
-        best = max(range(len(gains)), key=gains.__getitem__)
-        self._active = best
-        for arm, gain in enumerate(gains):
-            loss = self._turn * (1.0 - gain / gains[best])
-            if arm != best and self._credits[arm] > loss:
-                self._credits[arm] = 0.0
-                self._active = arm
-                return
+    def _gains(self) -> list[float]:
+        return [governor.gain(self._num_rows) for governor in self.governors]
 
     def trimmed(self, rows: Seq[Sequence], trees: Seq[DraftTree], num_nodes: NumNodes) -> list[DraftTree]:
         """The parts of drafts that are worth verifying."""
@@ -100,12 +140,12 @@ class MethodBandit:
         self._current.learn(trees, outputs, num_nodes, drafting_seconds=drafting_seconds, other_seconds=other_seconds)
         for governor in self._others:
             governor.follow(outputs)
-        self._count(1)
+        self._turns.count(1)
 
     def follow_steps(self, steps: Steps) -> None:
         """Count steps between two decisions."""
         self._current.follow_steps(steps)
-        self._count(steps.num_steps)
+        self._turns.count(steps.num_steps)
 
     def follow(self, outputs: Seq[RowOutput], drafts: Seq[DraftTree] = ()) -> None:
         """Hold drafts against the tokens that have come, see `Governor.follow`."""
@@ -119,15 +159,8 @@ class MethodBandit:
 
     def leave(self, rows: Seq[Sequence]) -> None:
         """Drop what is known of rows alone, see `Governor.leave`."""
-        for governor in self._arms:
+        for governor in self.governors:
             governor.leave(rows)
-
-    def _count(self, num_steps: int) -> None:
-        for arm in range(len(self._arms)):
-            if arm != self._active:
-                self._credits[arm] += num_steps * SHARE / (len(self._arms) - 1)
-        self._steps[self._active] += num_steps
-        self._left -= num_steps
 
     @property
     def habit(self) -> Habit:
@@ -137,23 +170,22 @@ class MethodBandit:
     @property
     def totals(self) -> Totals:
         """Counts of all arms together."""
-        return sum((arm.totals for arm in self._arms), start=self.patience.totals)
+        return sum((governor.totals for governor in self.governors), start=self.patience.totals)
 
     def describe(self) -> str | None:
         """What is decided at present, and why; None before the first step."""
         if not self.patience.is_attending:
             return self.patience.describe()
-        best = max(range(len(self._arms)), key=lambda arm: (self._steps[arm] >= 2 * TURN, self._arms[arm].pace.gain))
-        said = self._arms[best].describe()
-        others = [
-            f"{arm.title} {arm.pace.gain:.2f}" for arm, count in zip(self._arms, self._steps, strict=True) if count
-        ]
-        return None if said is None else f"{said}; speeds of late by plain decoding: {', '.join(others)}"
+        gains = self._gains()
+        best = max(range(len(gains)), key=lambda arm: (self._turns.is_tried(arm), gains[arm]))
+        said = self.governors[best].describe() or self._current.describe()
+        speeds = [f"{governor.title} {gain:.2f}" for governor, gain in zip(self.governors, gains, strict=True)]
+        return None if said is None else f"{said}; speeds of late by plain decoding: {', '.join(speeds)}"
 
     @property
     def _current(self) -> Governor:
-        return self._arms[self._active]
+        return self.governors[self.arm]
 
     @property
     def _others(self) -> list[Governor]:
-        return [governor for arm, governor in enumerate(self._arms) if arm != self._active]
+        return [governor for arm, governor in enumerate(self.governors) if arm != self.arm]

@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 
+from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters import drafter_factory
 from foretoken.drafters.compose.auto import AutoDrafter
+from foretoken.drafters.compose.first import FirstDrafter
+from foretoken.drafters.compose.union import UnionDrafter
 from foretoken.drafters.context import DrafterContext
 from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.engine.cost_model import CostModel
 from foretoken.engine.drafter import Budget, ContextDrafter, StepResult
+from foretoken.engine.engine import Engine
 from foretoken.engine.governor import Governor
 from foretoken.engine.method_bandit import MethodBandit
 from foretoken.errors import ConfigError
@@ -36,12 +40,14 @@ class Says(ContextDrafter):
 
 
 def drafter(*parts: Says, free: int) -> AutoDrafter:
-    return AutoDrafter(parts, [place < free for place in range(len(parts))])
+    for place, part in enumerate(parts):
+        part.is_free = place < free
+    return AutoDrafter(parts)
 
 
 def test_a_free_arm_and_one_for_every_other_part() -> None:
     assert drafter(Says("a", 1), Says("b", 2), Says("c", 3), Says("d", 4), free=2).arms == ("a+b", "a+b+c", "a+b+d")
-    assert drafter(Says("a", 1), Says("b", 2), free=2).arms == ("a+b",)
+    assert drafter(Says("a", 1), Says("b", 2), free=2).arms == ()
     assert drafter(Says("c", 1), Says("d", 2), free=0).arms == ("c", "d")
 
 
@@ -72,14 +78,15 @@ def run(governor: MethodBandit, one: AutoDrafter, arm_of_text: list[int], costs:
     arms = []
     for wanted in arm_of_text:
         budgets = governor.budgets([row], [Budget(1)], lambda count: count)
+        one.choose_arm(governor.arm)
         trees = one.propose([row], budgets)
         trees = governor.trimmed([row], trees, lambda count: count)
-        arms.append(one._arm)
+        arms.append(one.arm)
         token = one.parts[wanted].tokens[0]
         hit = trees[0].child(0, token) is not None
         tokens = (token, 0) if hit else (token,)
         output = SimpleNamespace(row=row, token_ids=tokens, num_accepted=int(hit))
-        drafting = costs[one.arms[one._arm]] if budgets[0] else 0.0
+        drafting = costs[one.arms[one.arm]] if budgets[0] else 0.0
         governor.learn(
             trees,
             [output],
@@ -109,6 +116,69 @@ def test_a_drafter_too_slow_to_pay_is_left_alone_though_it_is_right() -> None:
     governor = MethodBandit(one, CostModel({1: 0.02, 8: 0.027}))
     run(governor, one, [1] * 400, {"a": 0.0001, "c": 0.05})
     assert governor.totals.speedup == pytest.approx(1.0, abs=0.05)
+
+
+def run_rows(governor: MethodBandit, one: AutoDrafter, num_rows: int, num_steps: int, seconds_per_row: float) -> int:
+    """Decode rows of which part 1 is always right and costs so much for every row; steps in which it drafted."""
+    rows = [SimpleNamespace(id=i, token_ids=[9], is_finished=False, num_remaining_tokens=99) for i in range(num_rows)]
+    asked = 0
+    for _ in range(num_steps):
+        budgets = governor.budgets(rows, [Budget(1)] * num_rows, lambda count: count)
+        one.choose_arm(governor.arm)
+        trees = governor.trimmed(rows, one.propose(rows, budgets), lambda count: count)
+        asked += one.arm == 1 and budgets[0] > 0
+        outputs = [
+            SimpleNamespace(row=row, token_ids=(1,) if tree.child(0, 2) is None else (2, 0))
+            for row, tree in zip(rows, trees, strict=True)
+        ]
+        drafting = num_rows * seconds_per_row if one.arm == 1 and budgets[0] else 1e-4
+        governor.learn(trees, outputs, lambda count: count, drafting_seconds=drafting, other_seconds=0.02)
+    return asked
+
+
+def test_what_pays_for_one_row_is_not_chosen_for_eight_and_the_other_way_round() -> None:
+    """Of free drafts that are never right and one that always is, but takes 4 ms for every row."""
+    one = drafter(Says("a", 1), Says("b", 2), free=1)
+    governor = MethodBandit(one, CostModel({1: 0.02, 64: 0.0201}))
+    for _ in range(4):
+        run_rows(governor, one, 1, 60, 0.004)
+        run_rows(governor, one, 8, 60, 0.004)
+    assert run_rows(governor, one, 1, 60, 0.004) > 50
+    assert run_rows(governor, one, 8, 60, 0.004) < 10
+    assert run_rows(governor, one, 1, 60, 0.004) > 50
+
+
+def test_a_governor_that_serves_several_engines_tells_the_drafter_of_each() -> None:
+    """`generate` of transformers makes a drafter for every call, of which only the first was told."""
+    target = CausalLM(toy_model(), execution="eager")
+    makes = [UnionDrafter([Says("a", 1), SuffixDrafter()]) for _ in range(2)]
+    makes[0].choose_arm(0)
+    governor = MethodBandit(makes[0], CostModel({1: 1.0, 64: 1.0}))
+    assert governor.governors[0].title == "suffix"
+    assert makes[1].arm == 1
+    for one in makes:
+        engine = Engine(target, one, governor=governor)
+        engine.add_request([5, 6, 7], SamplingParams(max_tokens=4, temperature=0.0))
+        list(engine.run())
+        assert one.arm == governor.arm == 0
+
+
+def test_a_union_of_free_parts_and_others_drafts_with_all_unless_told() -> None:
+    parts = Says("a", 1), Says("b", 2), Says("c", 3)
+    parts[1].is_free = True
+    for made, titles in ((UnionDrafter(parts), ("b", "a+b+c")), (FirstDrafter(parts, 9.0), ("b", "a>b>c"))):
+        assert (made.arms, made.arm) == (titles, 1)
+        asked = [part.num_asked for part in parts]
+        row = SimpleNamespace(id=0, token_ids=[9])
+        made.propose([row], [Budget(2)])
+        assert [part.num_asked - before for part, before in zip(parts, asked, strict=True)] == [1, 1, 1]
+        made.choose_arm(0)
+        (tree,) = made.propose([row], [Budget(2)])
+        assert tree.tokens == (9, 2)
+        assert [part.num_asked - before for part, before in zip(parts, asked, strict=True)] == [1, 2, 1]
+    for part in parts:
+        part.is_free = False
+    assert UnionDrafter(parts).arms == FirstDrafter(parts).arms == ()
 
 
 def test_a_model_that_is_given_is_one_more_to_choose_from() -> None:

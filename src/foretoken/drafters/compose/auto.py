@@ -11,8 +11,8 @@ from foretoken.config.drafting import node_limit
 from foretoken.config.method import Method, recognized
 from foretoken.config.options import anything, option
 from foretoken.drafters import make_drafter
-from foretoken.drafters.compose.union import merged
-from foretoken.drafters.parts.composite import CompositeDrafter, CompositeOptions
+from foretoken.drafters.compose.union import UnionDrafter
+from foretoken.drafters.parts.composite import CompositeOptions
 from foretoken.engine.drafter import Budget, StepResult
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree
@@ -32,8 +32,6 @@ ENOUGH = 2.0  # tokens that a draft must promise, by experience, for later parts
 LITTLE = 0.03  # tokens per step, about what asking one takes
 SELDOM = 4
 SHARE = 0.08  # of the newest step in what a part adds
-LOOKUP = ("ngram", "nasd", *FREE)
-"""Methods that need neither a model nor forwards, and cost next to nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +62,7 @@ class AutoOptions(CompositeOptions):
             )
 
 
-class AutoDrafter(CompositeDrafter):
+class AutoDrafter(UnionDrafter):
     """Drafts with what is free, and with at most one of the others: the one whose tokens took the least time.
 
     Free parts cost time, too: one after the first is not asked for a row where the draft so far promises enough, and in
@@ -75,7 +73,6 @@ class AutoDrafter(CompositeDrafter):
 
     Args:
       parts: drafters.
-      is_free: of every part, whether it is always asked.
       max_nodes: of the merged tree, root included.
 
     Exactness: lossless under "match", which takes any tree. Randomness: of the parts; the choice depends on time.
@@ -83,23 +80,17 @@ class AutoDrafter(CompositeDrafter):
 
     name = "auto"
 
-    def __init__(self, parts: Seq[Drafter], is_free: Seq[bool], max_nodes: int = AutoOptions.max_draft_nodes) -> None:
-        super().__init__(parts)
-        free = tuple(part for part, one in enumerate(is_free) if one)
-        others = [part for part, one in enumerate(is_free) if not one]
-        self._asked = [(*free, part) for part in others]
-        if free:
-            self._asked.insert(0, free)
-        self.arms = tuple("+".join(parts[part].name for part in arm) for arm in self._asked)
-        self._max_nodes = max_nodes
-        self._arm = 0
-        self._later = free[1:]
+    def __init__(self, parts: Seq[Drafter], max_nodes: int = AutoOptions.max_draft_nodes) -> None:
+        super().__init__(parts, max_nodes)
+        self.arm = 0
+        self._later = [place for place, part in enumerate(self.parts) if part.is_free][1:]
         self._gains = dict.fromkeys(self._later, 1.0)
         self._was_asked: set[int] = set()
         self._num_asked = 0
 
-    def choose_arm(self, arm: int) -> None:
-        self._arm = arm
+    def _ways_with(self, free: tuple[int, ...]) -> list[tuple[int, ...]]:
+        others = [(*free, place) for place in range(len(self.parts)) if place not in free]
+        return [free, *others] if free else others
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         self._num_asked += 1
@@ -107,13 +98,10 @@ class AutoDrafter(CompositeDrafter):
         return super().propose(rows, budgets)
 
     def _budgets(self, place: int, by_part: Seq[Seq[DraftTree]], budgets: Seq[Budget]) -> Seq[Budget]:
-        nothing = [Budget(0)] * len(budgets)
-        if place not in self._asked[self._arm]:
-            return nothing
         if place not in self._later:
             return budgets
         is_due = self._gains[place] >= LITTLE or self._num_asked % SELDOM == 0
-        wanted = self._lacking(by_part, budgets, ENOUGH) if is_due else nothing
+        wanted = self._lacking(by_part, budgets, ENOUGH) if is_due else [Budget(0)] * len(budgets)
         if any(wanted):
             self._was_asked.add(place)
         return wanted
@@ -127,13 +115,6 @@ class AutoDrafter(CompositeDrafter):
             ]
             if added:
                 self._gains[place] += SHARE * (sum(added) / len(added) - self._gains[place])
-
-    def _combined(self, trees: Seq[DraftTree]) -> DraftTree:
-        found = [(place, tree) for place, tree in enumerate(trees) if len(tree) > 1]
-        if len(found) < 2:
-            return found[0][1] if found else trees[0]
-        scores = [self._calibrations[place].scores(tree) for place, tree in found]
-        return merged([tree for _, tree in found], scores, self._max_nodes, self.name)
 
 
 def build(options: AutoOptions, context: DrafterContext) -> Drafter:
@@ -150,7 +131,7 @@ def build(options: AutoOptions, context: DrafterContext) -> Drafter:
     parts = [make_drafter(part, context) for part in chosen]
     if len(parts) == 1:
         return parts[0]
-    return AutoDrafter(parts, [part.method in LOOKUP for part in chosen], options.max_draft_nodes)
+    return AutoDrafter(parts, options.max_draft_nodes)
 
 
 METHOD = Method(

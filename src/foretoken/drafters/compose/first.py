@@ -39,6 +39,7 @@ class FirstDrafter(CompositeDrafter):
     """
 
     name = "first"
+    sign = ">"
 
     def __init__(self, parts: Seq[Drafter], min_expected: float = FirstOptions.min_expected_tokens) -> None:
         super().__init__(parts)

@@ -49,8 +49,11 @@ class UnionDrafter(CompositeDrafter):
         self._max_nodes = max_nodes
 
     def _combined(self, trees: Seq[DraftTree]) -> DraftTree:
-        scores = [calibration.scores(tree) for calibration, tree in zip(self._calibrations, trees, strict=True)]
-        return merged(trees, scores, self._max_nodes, self.name)
+        found = [(place, tree) for place, tree in enumerate(trees) if len(tree) > 1]
+        if len(found) < 2:
+            return found[0][1] if found else trees[0]
+        scores = [self._calibrations[place].scores(tree) for place, tree in found]
+        return merged([tree for _, tree in found], scores, self._max_nodes, self.name)
 
 
 def merged(trees: Seq[DraftTree], scores: Seq[Seq[float]], max_nodes: int, source: str = "") -> DraftTree:

@@ -81,6 +81,7 @@ class NasdDrafter(PlannedDrafter[NGramStorage]):
     """
 
     name = "nasd"
+    is_free = True
 
     def __init__(
         self,

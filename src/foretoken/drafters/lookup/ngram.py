@@ -72,6 +72,7 @@ class NGramDrafter(PlannedDrafter[SuffixIndex]):
     """
 
     name = "ngram"
+    is_free = True
     drafts_from_text = True
 
     def __init__(self, options: NGramOptions | None = None, *, length_policy: LengthPolicy | None = None) -> None:

@@ -72,6 +72,7 @@ class SuffixDrafter(PlannedDrafter[SuffixAutomaton]):
     """
 
     name = "suffix"
+    is_free = True
     drafts_from_text = True
 
     def __init__(

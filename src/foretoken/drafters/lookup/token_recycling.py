@@ -80,6 +80,7 @@ class TokenRecyclingDrafter(ContextDrafter):
     """
 
     name = "token_recycling"
+    is_free = True
 
     def __init__(
         self, vocab_size: int, options: TokenRecyclingOptions | None = None, *, matrix: AdjacencyMatrix | None = None

@@ -73,11 +73,16 @@ class CompositeDrafter(WrappingDrafter):
     accepted path ends where its tree does, and features of nodes are those of its own. Features of the text are those
     of all that was committed, whoever proposed it.
 
+    Where some parts are free and others are not, there are two ways to draft, with the free ones alone or with all, of
+    which measured time chooses.
+
     Args:
       parts: two or more drafters, most trusted first.
 
     Raises: ConfigError for fewer than two.
     """
+
+    sign = "+"  # between the names of parts
 
     def __init__(self, parts: Seq[Drafter]) -> None:
         if len(parts) < 2:
@@ -85,6 +90,18 @@ class CompositeDrafter(WrappingDrafter):
         super().__init__(parts)
         self._calibrations = [Calibration() for _ in parts]
         self._proposed: dict[int, list[DraftTree]] = {}
+        self._ways = self._ways_with(tuple(place for place, part in enumerate(self.parts) if part.is_free))
+        self.arm = len(self._ways) - 1
+        if len(self._ways) > 1:
+            self.arms = tuple(self.sign.join(self.parts[place].name for place in way) for way in self._ways)
+
+    def _ways_with(self, free: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Places of the parts that draft together, way by way; the last one is taken where nobody chooses."""
+        everything = tuple(range(len(self.parts)))
+        return [free, everything] if 0 < len(free) < len(everything) else [everything]
+
+    def choose_arm(self, arm: int) -> None:
+        self.arm = arm
 
     def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
         """As many tokens as every part recalls."""
@@ -102,7 +119,9 @@ class CompositeDrafter(WrappingDrafter):
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         by_part: list[list[DraftTree]] = []
         for place, part in enumerate(self.parts):
-            by_part.append(part.propose(rows, self._budgets(place, by_part, budgets)))
+            is_asked = place in self._ways[self.arm]
+            allowed = self._budgets(place, by_part, budgets) if is_asked else [Budget(0)] * len(budgets)
+            by_part.append(part.propose(rows, allowed))
         proposed = [list(trees) for trees in zip(*by_part, strict=True)]
         self._proposed.update(zip((row.id for row in rows), proposed, strict=True))
         return [self._combined(trees).planned(_last_plan(trees)) for trees in proposed]
