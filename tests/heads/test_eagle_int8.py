@@ -195,12 +195,19 @@ def test_a_draft_in_one_call_is_the_draft_level_by_level(
 @pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=str)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["eagle3", "eagle"])
-def test_texts_stay_what_they_are(name: str, params: Any, dtype: torch.dtype) -> None:
-    """Four ragged rows together, which are fed level by level, and each alone."""
+@pytest.mark.parametrize("is_small", [True, False], ids=["row by row", "level by level"])
+def test_texts_stay_what_they_are(
+    is_small: bool, name: str, params: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four ragged rows together, fed level by level where the head is large, and each alone."""
+    monkeypatch.setattr("foretoken.drafters.heads.eagle.SMALL_BYTES", math.inf if is_small else 0)
     plain = decoded(EmptyDrafter(), params, dtype=dtype)
     made = drafter(head(name, dtype=dtype))
     assert made.states.native is not None
+    together, grow = [], made.growth.grow
+    monkeypatch.setattr(made.growth, "grow", lambda drafts, *given: together.append(drafts) or grow(drafts, *given))
     assert decoded(made, params, dtype=dtype) == plain
+    assert bool(together) == (not is_small)
     assert [decoded(made, params, [prompt], dtype)[0] for prompt in TEXTS] == plain
     assert not made.states._owed
 
