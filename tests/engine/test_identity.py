@@ -197,13 +197,17 @@ def test_what_always_runs_covers_what_differs() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("name", NAMES)
-def test_drafting_changes_no_token_in_any_mode(name: str, drafter: str, mode: str) -> None:
-    """Five ragged rows of one mode; penalties, bans, minimum lengths and EOS see every node's own path."""
-    trace = run(name, DRAFTERS[drafter](name), mode)
-    compare(drafted(trace), plain(name, mode), f"{name}, {drafter}, {mode}")
+def test_drafting_changes_no_token_in_any_mode(name: str, drafter: str) -> None:
+    """Five ragged rows of one mode; penalties, bans, minimum lengths and EOS see every node's own path.
+
+    A lookup finds nothing in texts that never repeat, but in some mode every drafter does.
+    """
+    traces = {mode: run(name, DRAFTERS[drafter](name), mode) for mode in MODES}
+    for mode, trace in traces.items():
+        compare(trace, plain(name, mode), f"{name}, {drafter}, {mode}")
+    assert any(trace.num_accepted for trace in traces.values()), "no draft token was accepted"
 
 
 @pytest.mark.full
