@@ -63,12 +63,14 @@ def test_self_drafting_changes_no_token(name: str, drafter: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_self_drafting_changes_no_token_in_any_mode(name: str, drafter: str, mode: str) -> None:
-    """The whole product: five rows of one mode."""
-    compare(drafted(run(name, DRAFTERS[drafter](), mode)), plain(name, mode), f"{name}, {drafter}, {mode}")
+def test_self_drafting_changes_no_token_in_any_mode(name: str, drafter: str) -> None:
+    """The whole product: five rows of one mode, in some of which drafts are accepted."""
+    traces = {mode: run(name, DRAFTERS[drafter](), mode) for mode in MODES}
+    for mode, trace in traces.items():
+        compare(trace, plain(name, mode), f"{name}, {drafter}, {mode}")
+    assert any(trace.num_accepted for trace in traces.values()), "no draft token was accepted"
 
 
 @pytest.mark.parametrize(
