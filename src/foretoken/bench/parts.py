@@ -20,7 +20,7 @@ from foretoken.bench.tables import BatchRow, EfficiencyTable, ProfileCell, Row, 
 from foretoken.bench.trial import Arm, Sampling, Trial, compare, in_groups, interleave
 from foretoken.bench.workload import BenchPrompt, asked_again, load_prompts, read_questions, repeated_share, select
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters import drafter_factory
+from foretoken.drafters import make_drafter
 from foretoken.drafters.context import DrafterContext
 from foretoken.engine.engine import EngineConfig
 from foretoken.errors import ForetokenError
@@ -135,7 +135,7 @@ class Suite:
         """
         parsed = SpeculativeConfig.parse(config)
         context = DrafterContext(self.target, drafter or self.drafter, self.pair.tokenizer, self.pair.zoo_name)
-        made = drafter_factory(parsed, context)()
+        made = make_drafter(parsed, context)
         engine = EngineConfig(
             max_num_seqs=num_rows, acceptance=parsed.rejection_sample_method, typical=parsed.typical_limits
         )

@@ -205,10 +205,10 @@ def _config(draft_keys: dict[str, Any], layer_set: LayerSet | None) -> Any:
 
 
 def _drafter_of(target: CausalLM, draft_keys: dict[str, Any]) -> Callable[[LayerSet], Any]:
-    from foretoken.drafters import drafter_factory
+    from foretoken.drafters import make_drafter
     from foretoken.drafters.context import DrafterContext
 
-    return lambda layer_set: drafter_factory(_config(draft_keys, layer_set), DrafterContext(target))()
+    return lambda layer_set: make_drafter(_config(draft_keys, layer_set), DrafterContext(target))
 
 
 def words(layer_set: LayerSet) -> str:

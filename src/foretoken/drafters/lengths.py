@@ -23,7 +23,6 @@ from foretoken.tree import DraftPlan, DraftTree
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
 else:
     torch = Lazy("torch")
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from foretoken.serve.asking import Asking
-    from foretoken.serve.backend import Backend, Ticket
+    from foretoken.serve.backend import Backend
     from foretoken.serve.form import Form
     from foretoken.serve.settings import ServerSettings
     from foretoken.sessions.outputs import RequestOutput, StreamOutput

@@ -9,7 +9,7 @@ import pytest
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters import drafter_factory
+from foretoken.drafters import make_drafter
 from foretoken.drafters.compose.auto import AutoDrafter
 from foretoken.drafters.compose.first import FirstDrafter
 from foretoken.drafters.compose.union import UnionDrafter
@@ -68,7 +68,7 @@ def test_where_only_chains_are_verified_what_is_left_drafts_alone() -> None:
     """Its one part that drafts chains was once refused as one drafter where several are combined."""
     target = CausalLM(toy_model(), execution="eager")
     target.supports_trees = False
-    made = drafter_factory(SpeculativeConfig("auto"), DrafterContext(target))()
+    made = make_drafter(SpeculativeConfig("auto"), DrafterContext(target))
     assert isinstance(made, SuffixDrafter)
 
 
