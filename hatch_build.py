@@ -1,7 +1,7 @@
 """What builds of the package add to it: the long description, and compiled kernels in platform wheels.
 
 The description is the README as it reads where its relative links lead nowhere. A wheel has kernels where
-``FORETOKEN_WHEEL=x86_64`` is set (``make wheels``), and is for every Python and every platform otherwise.
+``FOREDRAFT_WHEEL=x86_64`` is set (``make wheels``), and is for every Python and every platform otherwise.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-PLATFORM_VARIABLE = "FORETOKEN_WHEEL"
+PLATFORM_VARIABLE = "FOREDRAFT_WHEEL"
 ZIG = "ziglang==0.17.1"
 GLIBC = "2.28"  # the oldest that torch's own wheels run on
 COMPILER = ("-m", "ziglang", "c++", "-target", f"x86_64-linux-gnu.{GLIBC}")
 """Clang with the libraries of an old system: what it makes is the same on every machine, and links to glibc alone."""
-EXPORTED = "{ global: foretoken_*; local: *; };\n"
+EXPORTED = "{ global: foredraft_*; local: *; };\n"
 """What a library shows to others: nothing of the C++ library inside it."""
 
 WHERE = (
@@ -91,9 +91,9 @@ class Kernels(BuildHookInterface):
             raise ValueError(
                 f"{PLATFORM_VARIABLE}={platform}: kernels are written for x86_64 alone; unset it elsewhere"
             )
-        self.folder = tempfile.TemporaryDirectory(prefix="foretoken-wheel-")
+        self.folder = tempfile.TemporaryDirectory(prefix="foredraft-wheel-")
         for file in precompile(Path(self.root, "src"), Path(self.folder.name)):
-            build_data["force_include"][str(file)] = f"foretoken/native/precompiled/{file.name}"
+            build_data["force_include"][str(file)] = f"foredraft/native/precompiled/{file.name}"
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-manylinux_{GLIBC.replace('.', '_')}_x86_64"
 
@@ -110,7 +110,7 @@ def precompile(source: Path, folder: Path) -> list[Path]:
     """
     sys.path.insert(0, str(source))
     try:
-        from foretoken.native.compiler import OPTIONS, SOURCES, compile_library, file_digest, library_digest, options_of
+        from foredraft.native.compiler import OPTIONS, SOURCES, compile_library, file_digest, library_digest, options_of
     finally:
         sys.path.remove(str(source))
     made, exported = {}, folder / "exported.map"

@@ -1,4 +1,4 @@
-"""A cluster of `foretoken serve --replicas` under load and under fire: what clients see, beside what they should.
+"""A cluster of `foredraft serve --replicas` under load and under fire: what clients see, beside what they should.
 
     python benchmarks/cluster.py kill --model zoo:tiny --rounds 20
     python benchmarks/cluster.py overhead --model zoo:smollm2
@@ -12,11 +12,11 @@
     python benchmarks/cluster.py router
 
 "nodes" kills raylets of a cluster of three and a head, "absent" all of them; "overload" has one client ask for far more
-than can be done, beside one that sends single requests; "job" kills two workers of `foretoken generate --out
---replicas`; "chats" counts what replicas had read before. "update" runs `foretoken.serve.ray.build` behind Ray's own
+than can be done, beside one that sends single requests; "job" kills two workers of `foredraft generate --out
+--replicas`; "chats" counts what replicas had read before. "update" runs `foredraft.serve.ray.build` behind Ray's own
 proxy: while clients ask without a break, another drafter is deployed, replicas come and go, or another model comes, and
 nobody may see an error. "scale" deploys the shipped file and lets load come and go. Every
-text is compared with the one that `foretoken.LLM` gives for the same request in this process.
+text is compared with the one that `foredraft.LLM` gives for the same request in this process.
 
 "router" simulates replicas, up to 1,000, around the real router: chats come at random, each turn repeats the
 conversation before it, at `LOAD` times the rate at which replicas would be busy if nothing had been read before.
@@ -54,9 +54,9 @@ import httpx
 import yaml
 from serve import Address, Answered, Turn, load, prompts_of
 
-from foretoken.config.sampling import SamplingParams
-from foretoken.llm import LLM
-from foretoken.serve.ray.affinity import Affinity
+from foredraft.config.sampling import SamplingParams
+from foredraft.llm import LLM
+from foredraft.serve.ray.affinity import Affinity
 
 START_SECONDS = 240.0
 MOST_STOPPED = 0.5
@@ -199,7 +199,7 @@ class Cluster:
         """Process ids by name, of those that the page of figures knows."""
         headers = {"Authorization": "Bearer one"}  # where there are keys, this is one
         page = httpx.get(f"{self.address}/metrics", timeout=60, headers=headers).text
-        lines = [line for line in page.splitlines() if line.startswith("foretoken:replica_info{")]
+        lines = [line for line in page.splitlines() if line.startswith("foredraft:replica_info{")]
         labels = [dict(re.findall(r'(\w+)="([^"]*)"', line)) for line in lines]
         found = {label["replica"]: int(label["pid"]) for label in labels}
         return {name: pid for name, pid in found.items() if is_running(pid)}
@@ -227,7 +227,7 @@ def cluster(
     model: str, num_replicas: int | None, *options: str, env: Mapping[str, str] | None = None
 ) -> Iterator[Cluster]:
     """A server that runs; plain `serve` without replicas. It ends with the block, whatever happens."""
-    command = [sys.executable, "-m", "foretoken", "serve", model, "--port", "0", *options]
+    command = [sys.executable, "-m", "foredraft", "serve", model, "--port", "0", *options]
     if num_replicas is not None:
         command += ["--replicas", str(num_replicas)]
     process = subprocess.Popen(
@@ -253,7 +253,7 @@ def cluster(
     listener.start()
     try:
         found.wait(START_SECONDS)
-        address = next((re.findall(r"http://[\d.:]+", line)[0] for line in said if "foretoken: serving" in line), None)
+        address = next((re.findall(r"http://[\d.:]+", line)[0] for line in said if "foredraft: serving" in line), None)
         if address is None:
             raise RuntimeError(f"the server did not start: {''.join(said)[-3000:]}")
         yield Cluster(address, process)
@@ -635,7 +635,7 @@ def job(options: argparse.Namespace) -> int:
         lines = [f"{draw.choice(PROMPTS)} {place} {draw.choice(PROMPTS)}" for place in range(options.prompts)]
         prompts.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in lines), encoding="utf-8")
         command = [
-            sys.executable, "-m", "foretoken", "generate", "--model", options.model, "--raw",
+            sys.executable, "-m", "foredraft", "generate", "--model", options.model, "--raw",
             "--method", options.method, "--max-new-tokens", str(options.max_tokens), "--temperature", "1",
             "--seed", "5", "--prompts-file", str(prompts),
         ]  # fmt: skip
@@ -696,8 +696,8 @@ def chats(options: argparse.Namespace) -> int:
     import ray
     from ray import serve
 
-    from foretoken.serve.ray import deployment
-    from foretoken.serve.ray.launch import start_ray
+    from foredraft.serve.ray import deployment
+    from foredraft.serve.ray.launch import start_ray
 
     talks = _talks(options.data, options.prompts, options.turns)
     llm = {
@@ -756,7 +756,7 @@ def chats(options: argparse.Namespace) -> int:
         time.sleep(2.0)  # until replicas have told their figures
         page = httpx.get(f"http://127.0.0.1:{port}/0/metrics", timeout=60).text
         for way in WAYS:
-            told = rf'^foretoken:request_queue_time_seconds_count\{{.*model_name="{way}".*\}} (\S+)$'
+            told = rf'^foredraft:request_queue_time_seconds_count\{{.*model_name="{way}".*\}} (\S+)$'
             counts = [float(each) for each in re.findall(told, page, re.M)]
             ratios = [one / other for one, other in zip(firsts[way], firsts[WAYS[-1]], strict=True)]
             print(
@@ -777,7 +777,7 @@ def chats(options: argparse.Namespace) -> int:
 BLOCK, KEPT, ROWS, LOAD = 64, 8, 16, 0.6
 """Of a simulated replica: tokens of a block, texts whose beginnings it keeps, requests at once, and how busy it is."""
 PROMPT_SECONDS, TOKEN_SECONDS = 1.5e-3, 25e-3
-"""For a token of a prompt that is not kept, and for one of an answer: measured on `foretoken serve`."""
+"""For a token of a prompt that is not kept, and for one of an answer: measured on `foredraft serve`."""
 FIRST_TURN, ANSWER, NUM_REQUESTS = 400, 100, 20_000
 """Tokens, and requests of all chats."""
 
@@ -1122,8 +1122,8 @@ def update(options: argparse.Namespace) -> int:
     import ray
     from ray import serve
 
-    from foretoken.serve.ray import build
-    from foretoken.serve.ray.launch import start_ray
+    from foredraft.serve.ray import build
+    from foredraft.serve.ray.launch import start_ray
 
     bodies = [request_of(place, options.max_tokens) for place in range(options.streams)]
     models = [options.model, *([options.other] if options.other else [])]
@@ -1160,7 +1160,7 @@ def update(options: argparse.Namespace) -> int:
         with ThreadPoolExecutor(len(bodies)) as pool:
             for label, change in changes:
                 config |= change
-                serve.run(build(config), name="foretoken", route_prefix="/")
+                serve.run(build(config), name="foredraft", route_prefix="/")
                 if label == "deployed":
                     clients = [pool.submit(ask, place) for place in range(len(bodies))]
                 time.sleep(10.0)

@@ -27,22 +27,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foretoken.bench.models import load_pair
-from foretoken.bench.provenance import provenance
-from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.lookup.ngram import NGramDrafter
-from foretoken.drafters.lookup.suffix import SuffixDrafter, SuffixOptions
-from foretoken.engine.budget import Budget
-from foretoken.engine.cost_model import CostModel
-from foretoken.engine.costs import cost_curve
-from foretoken.engine.drafter import Drafter
-from foretoken.engine.governor import Governor
-from foretoken.engine.outputs import RowOutput
-from foretoken.engine.stats import Steps
-from foretoken.model.lm import CausalLM
-from foretoken.tree import DraftTree
-from foretoken.tune.counting import num_nodes
-from foretoken.tune.walk import RecordedText, Walk
+from foredraft.bench.models import load_pair
+from foredraft.bench.provenance import provenance
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.lookup.ngram import NGramDrafter
+from foredraft.drafters.lookup.suffix import SuffixDrafter, SuffixOptions
+from foredraft.engine.budget import Budget
+from foredraft.engine.cost_model import CostModel
+from foredraft.engine.costs import cost_curve
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.governor import Governor
+from foredraft.engine.outputs import RowOutput
+from foredraft.engine.stats import Steps
+from foredraft.model.lm import CausalLM
+from foredraft.tree import DraftTree
+from foredraft.tune.counting import num_nodes
+from foredraft.tune.walk import RecordedText, Walk
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 16)
 NODES = (2, 3, 4, 6, 8, 12, 16, 24)

@@ -9,7 +9,7 @@ A cell is a method, a dtype, a mode of exactness, a temperature and a batch size
 alone; the cell says how many texts have its bits, log-probabilities included, how far apart the law puts the tokens at
 which the others part from it, how many tokens a step gives by those that it gives under exactness="relaxed", where
 nothing is cut, and how many draft tokens were accepted. Stock kernels round by the shape of their call meanwhile
-(`foretoken.testing.hostile_kernels`), so that nothing is kept by luck; --stock leaves them as they are. No times are
+(`foredraft.testing.hostile_kernels`), so that nothing is kept by luck; --stock leaves them as they are. No times are
 taken: a busy machine will do. Methods that the model brings nothing for are left out by name. The exit status is 3
 where a promise was broken, or drafts were cut.
 """
@@ -28,14 +28,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from foretoken import LLM, SamplingParams
-from foretoken.bench.provenance import provenance
-from foretoken.errors import ConfigError
-from foretoken.model.lm import CausalLM
-from foretoken.native.build import instruction_set
-from foretoken.testing import hostile_kernels, token_gap, ungoverned
-from foretoken.testing.divergence import NEAR_TIES
-from foretoken.testing.hostile import KINDS
+from foredraft import LLM, SamplingParams
+from foredraft.bench.provenance import provenance
+from foredraft.errors import ConfigError
+from foredraft.model.lm import CausalLM
+from foredraft.native.build import instruction_set
+from foredraft.testing import hostile_kernels, token_gap, ungoverned
+from foredraft.testing.divergence import NEAR_TIES
+from foredraft.testing.hostile import KINDS
 
 METHODS: Mapping[str, str | Mapping[str, Any]] = {
     **{
@@ -127,7 +127,7 @@ class Cell:
     """What one method made of all prompts.
 
     Args:
-      promise: kind, as `foretoken.config.engine.Promise` has it.
+      promise: kind, as `foredraft.config.engine.Promise` has it.
       num_equal: texts with the bits of plain decoding, of ``num_texts``.
       first_difference: in words; empty where there is none.
       gaps: of tokens that differ from those of plain decoding.

@@ -29,8 +29,8 @@ from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
 
-from foretoken import LLM, SamplingParams
-from foretoken.bench.workload import read_questions
+from foredraft import LLM, SamplingParams
+from foredraft.bench.workload import read_questions
 
 EVENT = re.compile(rb"^data: (\{.*\})\r?$", re.MULTILINE)
 MANNERS = ("", "Please explain: ", "Tell me in detail. ", "I would like to know. ", "Answer at length. ")

@@ -37,32 +37,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from foretoken import LLM, SamplingParams
-from foretoken.config.engine import EngineConfig
-from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters import make_drafter
-from foretoken.drafters.context import DrafterContext
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.cost_model import CostModel
-from foretoken.engine.drafter import Drafter
-from foretoken.engine.engine import Engine
-from foretoken.engine.governing import AnyGovernor
-from foretoken.engine.governor import Governor, Patience
-from foretoken.engine.memory import bytes_per_token
-from foretoken.engine.method_bandit import MethodBandit
-from foretoken.engine.sequence import Sequence
-from foretoken.heads.checkpoint import write_checkpoint
-from foretoken.heads.eagle import EagleHead, EagleShape, default_streams
-from foretoken.heads.eagle_layouts import write_eagle
-from foretoken.heads.layers import LayerShape
-from foretoken.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
-from foretoken.heads.medusa_hydra_layouts import write_hydra, write_medusa
-from foretoken.model.cache.prefixes import PrefixStore
-from foretoken.model.cache.ragged import KVCache
-from foretoken.model.lm import CausalLM
-from foretoken.retrieval.build import from_tokens
-from foretoken.testing import check_cache_lengths, perturbed, toy_model
-from foretoken.tree import DraftTree
+from foredraft import LLM, SamplingParams
+from foredraft.config.engine import EngineConfig
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.drafters import make_drafter
+from foredraft.drafters.context import DrafterContext
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.cost_model import CostModel
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.engine import Engine
+from foredraft.engine.governing import AnyGovernor
+from foredraft.engine.governor import Governor, Patience
+from foredraft.engine.memory import bytes_per_token
+from foredraft.engine.method_bandit import MethodBandit
+from foredraft.engine.sequence import Sequence
+from foredraft.heads.checkpoint import write_checkpoint
+from foredraft.heads.eagle import EagleHead, EagleShape, default_streams
+from foredraft.heads.eagle_layouts import write_eagle
+from foredraft.heads.layers import LayerShape
+from foredraft.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
+from foredraft.heads.medusa_hydra_layouts import write_hydra, write_medusa
+from foredraft.model.cache.prefixes import PrefixStore
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.lm import CausalLM
+from foredraft.retrieval.build import from_tokens
+from foredraft.testing import check_cache_lengths, perturbed, toy_model
+from foredraft.tree import DraftTree
 
 FIRST_ID = 1 << 40
 """Where ids of rows begin: no other number is as large, so that those which drafters keep can be found."""
@@ -552,7 +552,7 @@ def main() -> None:
     parser.add_argument("--drain-every", type=int, help="requests between two readings of memory; 50, of a model 10")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    logging.getLogger("foretoken").setLevel(logging.ERROR)  # faults are told by the hundred
+    logging.getLogger("foredraft").setLevel(logging.ERROR)  # faults are told by the hundred
     torch.set_num_threads(1)
     rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:

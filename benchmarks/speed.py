@@ -9,10 +9,10 @@
 kinds: plain decoding and all methods, governed as by default, decode the same groups of prompts in turns, A B B A; ends
 of text are passed over, tokens are compared. A cell is the ratio of the sums of seconds per token over the groups of a
 kind, with a bootstrap interval over them; the last ones are the geometric mean of the kinds. The parts of Spec-Bench
-that are chat count as one kind, "random" is tokens drawn evenly. Methods are named as in ``foretoken bench --methods``;
+that are chat count as one kind, "random" is tokens drawn evenly. Methods are named as in ``foredraft bench --methods``;
 "wrong" drafts random tokens at no cost. What governors learn they keep from prompt to prompt, as in an `LLM`.
 
-classic: the functions of `foretoken.classic` beside their own autoregressive one and `model.generate`, with and without
+classic: the functions of `foredraft.classic` beside their own autoregressive one and `model.generate`, with and without
 a cache, greedy, prompts included. "kept" storages have seen the prompts before, as on a second call.
 
 neighbours: how much slower decoding and loading are beside others, by what they take alone. "two" are two processes of
@@ -42,27 +42,27 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from foretoken import LLM, SamplingParams
-from foretoken.bench.arms import EngineArm, OwnArms
-from foretoken.bench.candidates import PLAIN, PLAIN_CANDIDATE, MethodCandidate, read_candidates
-from foretoken.bench.equality import check
-from foretoken.bench.models import inflated, load_pair, scaled
-from foretoken.bench.provenance import provenance
-from foretoken.bench.trial import Arm, Run, Sampling, Trial, bootstrap, compare, in_groups, interleave
-from foretoken.bench.workload import BenchPrompt, load_prompts, read_questions, select
-from foretoken.classic import last_trace
-from foretoken.classic.ngram_assisted import NGramStorage, ngram_assisted_speculative_generate
-from foretoken.classic.sampling import autoregressive_generate, beam_search_generate, speculative_generate
-from foretoken.cli.choosing import USUAL
-from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.drafter import Budget, ContextDrafter
-from foretoken.engine.sequence import Sequence as Row
-from foretoken.errors import ForetokenError
-from foretoken.loading.models import load_model
-from foretoken.tree import DraftTree
-from foretoken.tune.choosing import Choice
-from foretoken.tune.tuning import Tuning
+from foredraft import LLM, SamplingParams
+from foredraft.bench.arms import EngineArm, OwnArms
+from foredraft.bench.candidates import PLAIN, PLAIN_CANDIDATE, MethodCandidate, read_candidates
+from foredraft.bench.equality import check
+from foredraft.bench.models import inflated, load_pair, scaled
+from foredraft.bench.provenance import provenance
+from foredraft.bench.trial import Arm, Run, Sampling, Trial, bootstrap, compare, in_groups, interleave
+from foredraft.bench.workload import BenchPrompt, load_prompts, read_questions, select
+from foredraft.classic import last_trace
+from foredraft.classic.ngram_assisted import NGramStorage, ngram_assisted_speculative_generate
+from foredraft.classic.sampling import autoregressive_generate, beam_search_generate, speculative_generate
+from foredraft.cli.choosing import USUAL
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.drafter import Budget, ContextDrafter
+from foredraft.engine.sequence import Sequence as Row
+from foredraft.errors import ForedraftError
+from foredraft.loading.models import load_model
+from foredraft.tree import DraftTree
+from foredraft.tune.choosing import Choice
+from foredraft.tune.tuning import Tuning
 
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 RANDOM, WRONG = "random", "wrong"
@@ -101,7 +101,7 @@ def kinds(options: argparse.Namespace) -> None:
     for one in candidates:
         try:
             made[one.name] = own.drafters_of(one.config)
-        except ForetokenError as error:
+        except ForedraftError as error:
             print(f"{one.name} is left out: {error}", file=sys.stderr)
     every = [PLAIN_CANDIDATE, *(one for one in candidates if one.name in made)]
     if WRONG in options.methods:
@@ -361,7 +361,7 @@ WORKER = """
 import sys, time
 if {torch_first}:
     import torch
-from foretoken import LLM, SamplingParams
+from foredraft import LLM, SamplingParams
 started = time.perf_counter()
 llm = LLM({model!r})
 arms = {{method: llm.with_speculative_config(method) for method in {methods!r}}}
@@ -546,8 +546,8 @@ def main() -> None:
     parser.add_argument("--draft-model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--execution", default="auto")
-    parser.add_argument("--scale", default="none", help="of a toy, as in foretoken bench")
-    parser.add_argument("--prompts-file", type=Path, help="as in foretoken bench")
+    parser.add_argument("--scale", default="none", help="of a toy, as in foredraft bench")
+    parser.add_argument("--prompts-file", type=Path, help="as in foredraft bench")
     parser.add_argument("--kinds", nargs="+", default=KINDS[:-1])
     parser.add_argument("--methods", nargs="+")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])

@@ -35,22 +35,22 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from foretoken import SamplingParams, zoo
-from foretoken.bench.provenance import provenance
-from foretoken.config.engine import EngineConfig
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.engine import Engine
-from foretoken.loading.models import load_model
-from foretoken.loading.packed_copy import adapter_of
-from foretoken.model.cache.ragged import KVCache
-from foretoken.model.execution import compiled_layers
-from foretoken.model.execution.compiled_layers import CompiledLayers
-from foretoken.model.execution.forwards import linears, replacement
-from foretoken.model.execution.packing import PackedLinear, dense_weight
-from foretoken.model.execution.rounding import ROUNDINGS, STORED, roundable, take_codes
-from foretoken.model.lm import CausalLM
-from foretoken.model.nodes import Nodes
-from foretoken.native.codes import Codes, Form, StoredCodes, Unrounded, times_halves
+from foredraft import SamplingParams, zoo
+from foredraft.bench.provenance import provenance
+from foredraft.config.engine import EngineConfig
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.engine import Engine
+from foredraft.loading.models import load_model
+from foredraft.loading.packed_copy import adapter_of
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.execution import compiled_layers
+from foredraft.model.execution.compiled_layers import CompiledLayers
+from foredraft.model.execution.forwards import linears, replacement
+from foredraft.model.execution.packing import PackedLinear, dense_weight
+from foredraft.model.execution.rounding import ROUNDINGS, STORED, roundable, take_codes
+from foredraft.model.lm import CausalLM
+from foredraft.model.nodes import Nodes
+from foredraft.native.codes import Codes, Form, StoredCodes, Unrounded, times_halves
 
 RAGGED = (60, 400)
 SINGLE, HALF, BYTE, MULTIPLE = torch.float32, torch.float16, torch.uint8, torch.int8

@@ -37,22 +37,22 @@ from typing import Any
 
 import torch
 
-from foretoken import LLM, SamplingParams
-from foretoken.beginnings import first_difference
-from foretoken.bench.equality import gap_of
-from foretoken.bench.provenance import provenance
-from foretoken.bench.trial import Sampling, bootstrap
-from foretoken.bench.workload import read_questions
-from foretoken.config.engine import EngineConfig
-from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.drafter import Budget, ContextDrafter, Drafter
-from foretoken.engine.engine import Engine
-from foretoken.engine.sequence import Sequence
-from foretoken.engine.stats import SequenceStats
-from foretoken.model.lm import CausalLM, Nodes
-from foretoken.train.examples import read_prompts
-from foretoken.tree import DraftTree
+from foredraft import LLM, SamplingParams
+from foredraft.beginnings import first_difference
+from foredraft.bench.equality import gap_of
+from foredraft.bench.provenance import provenance
+from foredraft.bench.trial import Sampling, bootstrap
+from foredraft.bench.workload import read_questions
+from foredraft.config.engine import EngineConfig
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.drafter import Budget, ContextDrafter, Drafter
+from foredraft.engine.engine import Engine
+from foredraft.engine.sequence import Sequence
+from foredraft.engine.stats import SequenceStats
+from foredraft.model.lm import CausalLM, Nodes
+from foredraft.train.examples import read_prompts
+from foredraft.tree import DraftTree
 
 ARGMAX, BIGRAM, CHAIN = "argmax", "bigram", "chain"
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
@@ -350,7 +350,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, action="append", default=[])
     parser.add_argument("--rows", type=int, default=8, help="prompts that are decoded together")
-    parser.add_argument("--bigram", type=Path, help="prompts with answers of the target, as of foretoken train")
+    parser.add_argument("--bigram", type=Path, help="prompts with answers of the target, as of foredraft train")
     parser.add_argument("--timed", type=int, default=0, help="prompts that are decoded alone too, to time their steps")
     parser.add_argument("--against", default="", help="method whose tau is taken from that of others")
     parser.add_argument(

@@ -4,9 +4,9 @@
     python dev/house.py --way ngram eagle3 [--model zoo:smollm2] [--files] [--json]
 
 A way is that of a second ``LLM.generate`` of one prompt, when all is loaded, compiled and seen: the Python files of
-foretoken in which a function is called, in any thread, with their whole lengths, and the calls. It takes no times: any
+foredraft in which a function is called, in any thread, with their whole lengths, and the calls. It takes no times: any
 machine will do. Lines are all lines; words of documents are split at white space, tables and code included. The way is
-that of the foretoken that is imported: with another checkout first on PYTHONPATH, and ``--root``, that one is counted.
+that of the foredraft that is imported: with another checkout first on PYTHONPATH, and ``--root``, that one is counted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def python_files(folder: Path) -> list[Path]:
 
 def counted(root: Path) -> dict[str, Any]:
     """Figures of a checkout, from its files alone."""
-    source = root / "src" / "foretoken"
+    source = root / "src" / "foredraft"
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in python_files(source)]
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     functions = [
@@ -104,10 +104,10 @@ class Footprints:
 
 def way(model: str, dtype: str, method: str) -> dict[str, Any]:
     """What a second call walks through, in a process that has done nothing else."""
-    import foretoken
-    from foretoken import LLM, SamplingParams
+    import foredraft
+    from foredraft import LLM, SamplingParams
 
-    package = Path(foretoken.__file__).parent
+    package = Path(foredraft.__file__).parent
     llm = LLM(model, method, dtype=dtype)
     prompt = llm.chat_prompt([{"role": "user", "content": PROMPT}])
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -14,12 +14,12 @@ from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parents[1]
 
-project = "foretoken"
-author = "foretoken developers"
-project_copyright = "foretoken developers, Apache-2.0"
+project = "foredraft"
+author = "foredraft developers"
+project_copyright = "foredraft developers, Apache-2.0"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 root_doc = "README"
-include_patterns = ["*.md", "docs/**", "dev/**.md", "examples/**.md", "src/foretoken/zoo/**.md"]
+include_patterns = ["*.md", "docs/**", "dev/**.md", "examples/**.md", "src/foredraft/zoo/**.md"]
 exclude_patterns = ["build", "dist", ".*", "tests", "benchmarks", "**/__pycache__"]
 
 myst_heading_anchors = 4
@@ -33,7 +33,7 @@ python_maximum_signature_line_length = 80
 
 html_theme = "pydata_sphinx_theme"
 html_context = {"default_mode": "auto"}
-html_title = "foretoken"
+html_title = "foredraft"
 html_show_sourcelink = False
 html_copy_source = False
 html_show_search_summary = False  # it would read pages, which a browser refuses on a file system
@@ -42,7 +42,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_sidebars: dict[str, list[str]] = {"**": ["pages.html"]}
 html_theme_options = {
-    "logo": {"text": "foretoken"},
+    "logo": {"text": "foredraft"},
     "navbar_center": [],
     "navbar_end": ["theme-switcher"],
     "navbar_persistent": ["search-field"],
@@ -70,7 +70,7 @@ def captioned_pages() -> list[tuple[str, list[str]]]:
         for caption, rows in tables
     ]
     found.insert(2, ("Methods", _by_name("docs/methods/*.md")))
-    found.append(("Reference", sorted(_pages("docs/api/*.rst"), key=lambda page: page != "docs/api/foretoken")))
+    found.append(("Reference", sorted(_pages("docs/api/*.rst"), key=lambda page: page != "docs/api/foredraft")))
     found.append(("Develop", ["CONTRIBUTING", "CHANGELOG", "dev/README", *_pages("dev/[a-z]*.md")]))
     found.append(("Measurements", _by_name("dev/measurements/*.md")))
     found.append(("Beside the pages", _by_name("dev/log/*.md") + _pages("examples/*/*.md") + _pages("src/**/*.md")))
@@ -134,7 +134,7 @@ def write_entrance(app: Sphinx, error: Exception | None) -> None:
     """index.html, by which a folder of pages is opened."""
     if error is None and app.builder.name == "html":
         refresh = f'<meta http-equiv="refresh" content="0; url={root_doc}.html">'
-        text = f'<!doctype html><html lang="en"><title>foretoken</title>{refresh}</html>'
+        text = f'<!doctype html><html lang="en"><title>foredraft</title>{refresh}</html>'
         (app.outdir / "index.html").write_text(text, encoding="utf-8")
 
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence as Seq
 from html import escape
 from pathlib import Path
 
-from foretoken import LLM, SamplingParams
-from foretoken.engine.drafter import StepResult
-from foretoken.engine.sequence import Sequence
-from foretoken.tree import DraftTree
+from foredraft import LLM, SamplingParams
+from foredraft.engine.drafter import StepResult
+from foredraft.engine.sequence import Sequence
+from foredraft.tree import DraftTree
 
 ROW_HEIGHT, LETTER, GAP, MARGIN = 18, 6.6, 26, 8
 

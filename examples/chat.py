@@ -1,6 +1,6 @@
 """Talk in turns: the model's answer goes back into the messages, and the next one drafts from all that was said."""
 
-from foretoken import LLM, SamplingParams
+from foredraft import LLM, SamplingParams
 
 llm = LLM("zoo:tiny", speculative_config="suffix")
 params = SamplingParams(temperature=0, max_tokens=24)

@@ -1,9 +1,9 @@
 """The plain functions: greedy speculative decoding says what greedy decoding says, and the trace tells how."""
 
-from foretoken import zoo
-from foretoken.classic import last_trace
-from foretoken.classic.sampling import autoregressive_generate, speculative_generate
-from foretoken.classic.utils.logits_processor import GreedyProcessor
+from foredraft import zoo
+from foredraft.classic import last_trace
+from foredraft.classic.sampling import autoregressive_generate, speculative_generate
+from foredraft.classic.utils.logits_processor import GreedyProcessor
 
 target, drafter, tokenizer = zoo.load("tiny")
 inputs = tokenizer("The capital of France").input_ids

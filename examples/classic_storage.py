@@ -1,7 +1,7 @@
 """A storage of n-grams as drafter: it learns from one answer and drafts the next."""
 
-from foretoken import zoo
-from foretoken.classic.ngram_assisted import NGramStorage, ngram_assisted_speculative_generate
+from foredraft import zoo
+from foredraft.classic.ngram_assisted import NGramStorage, ngram_assisted_speculative_generate
 
 target, _, tokenizer = zoo.load("tiny")
 storage = NGramStorage(n=3, vocab_size=target.config.vocab_size)

@@ -1,6 +1,6 @@
 """Plain and speculative decoding of the same prompts: equal tokens, fewer steps."""
 
-from foretoken import LLM, SamplingParams
+from foredraft import LLM, SamplingParams
 
 PROMPTS = ["Once upon a time there was a dog", "<|user|>How do I use the command tar?\n<|assistant|>"]
 params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=48, seed=11)

@@ -4,7 +4,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from foretoken import LLM, SamplingParams
+from foredraft import LLM, SamplingParams
 
 folder = Path(tempfile.mkdtemp())
 questions = folder / "prompts.jsonl"

@@ -4,9 +4,9 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM
 
-from foretoken import LLM, SamplingParams
-from foretoken.verify import FunctionSubject, TransformersSubject, verify
-from foretoken.zoo import path
+from foredraft import LLM, SamplingParams
+from foredraft.verify import FunctionSubject, TransformersSubject, verify
+from foredraft.zoo import path
 
 llm = LLM("zoo:tiny", dtype="float32")  # plain decoding, the reference
 prompts = ["Once upon a time there was a boy. Once upon a time there was a girl. Once upon a"]

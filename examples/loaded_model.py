@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM
 
-from foretoken import LLM, SamplingParams, zoo
+from foredraft import LLM, SamplingParams, zoo
 
 target = AutoModelForCausalLM.from_pretrained(zoo.path("tiny", "target"), dtype=torch.float32)
 drafter = AutoModelForCausalLM.from_pretrained(zoo.path("tiny", "draft"), dtype=torch.float32)

@@ -2,7 +2,7 @@
 
 from transformers import TextStreamer
 
-from foretoken import speculate, zoo
+from foredraft import speculate, zoo
 
 model, drafter, tokenizer = zoo.load("tiny")
 inputs = tokenizer("Once upon a time there was a little girl who", return_tensors="pt")

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from foretoken import LLM, SamplingParams
-from foretoken.verify import FunctionSubject, verify
+from foredraft import LLM, SamplingParams
+from foredraft.verify import FunctionSubject, verify
 
 llm = LLM("zoo:tiny", "ngram", dtype="float32")
 Rule = Callable[[Tensor, int, torch.Generator], int]

@@ -1,6 +1,6 @@
 """Stream one text and show what the drafter proposed in brackets."""
 
-from foretoken import LLM, SamplingParams
+from foredraft import LLM, SamplingParams
 
 llm = LLM("zoo:tiny", speculative_config="draft_model")
 params = SamplingParams(temperature=0, max_tokens=40)

@@ -7,7 +7,7 @@ from pathlib import Path
 from openai import OpenAI
 
 TEMPLATE = Path(__file__).parent / "serve" / "hermes.jinja"
-COMMAND = [sys.executable, "-m", "foretoken", "serve", "zoo:smollm2", "--port", "8765"]
+COMMAND = [sys.executable, "-m", "foredraft", "serve", "zoo:smollm2", "--port", "8765"]
 COMMAND += ["--tool-call-parser", "hermes", "--chat-template", str(TEMPLATE)]
 
 weather = {

@@ -4,14 +4,14 @@ import subprocess
 import sys
 import tempfile
 
-from foretoken import LLM, SamplingParams
+from foredraft import LLM, SamplingParams
 
 folder = tempfile.mkdtemp() + "/head"
 options = "--target zoo:tiny --own-prompts 24 --max-new-tokens 24 --batch-tokens 64 --draft-vocabulary-size 512"
 command = [
     sys.executable,
     "-m",
-    "foretoken",
+    "foredraft",
     "train",
     "medusa",
     *options.split(),

@@ -14,21 +14,21 @@ import pytest
 import torch
 
 from architectures import ALWAYS, ARCHITECTURES, REFUSED
-from foretoken import zoo
-from foretoken.errors import ConfigError
-from foretoken.loading.models import adapter_of, is_zoo, load_model
-from foretoken.model.execution.packing import can_pack
-from foretoken.testing import governed, ungoverned
-from foretoken.zoo.conversion import weights_file
+from foredraft import zoo
+from foredraft.errors import ConfigError
+from foredraft.loading.models import adapter_of, is_zoo, load_model
+from foredraft.model.execution.packing import can_pack
+from foredraft.testing import governed, ungoverned
+from foredraft.zoo.conversion import weights_file
 
 TESTS = Path(__file__).resolve().parent
 sys.path += [str(room) for room in TESTS.rglob("*/") if any(room.glob("test_*.py"))]  # tests that others begin with
 CACHE = TESTS.parent / ".cache"
-os.environ.setdefault("FORETOKEN_CACHE", str(CACHE))  # not the user's; one for all versions and workers
+os.environ.setdefault("FOREDRAFT_CACHE", str(CACHE))  # not the user's; one for all versions and workers
 
 _PACKAGE = zoo.manifest("smollm2").package
 HAS_SMOLLM2 = _PACKAGE is not None and weights_file(_PACKAGE) is not None
-NEEDS_SMOLLM2 = HAS_SMOLLM2 or bool(os.environ.get("FORETOKEN_TEST_SMOLLM2"))
+NEEDS_SMOLLM2 = HAS_SMOLLM2 or bool(os.environ.get("FOREDRAFT_TEST_SMOLLM2"))
 """Whether set-up has installed the weights of zoo:smollm2, so that a test of it that is skipped has failed."""
 
 
@@ -137,8 +137,8 @@ def _loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
             _ADAPTED[id(loaded)] = held, lm = options, adapter_of(loaded, *options)
         return lm if held == options else adapter_of(load_model(given[0], **dict(given[1:])), *options)
 
-    monkeypatch.setattr("foretoken.llm.load_model", load)
-    monkeypatch.setattr("foretoken.llm.adapter_of", adapt)
+    monkeypatch.setattr("foredraft.llm.load_model", load)
+    monkeypatch.setattr("foredraft.llm.adapter_of", adapt)
 
 
 @pytest.fixture(scope="module")

@@ -13,18 +13,18 @@ from rich.console import Console
 from safetensors.torch import load_file
 from test_broken_steps import TOY_PARAMS, expected_of_toy, given, tokens, toy
 
-from foretoken import LLM
-from foretoken.bench.report import Report
-from foretoken.drafters.parts.rank_tree import RankTree
-from foretoken.errors import CheckpointError, ConfigError
-from foretoken.folders import append_lines, filling, is_no_room, keep_json, keep_text
-from foretoken.heads.checkpoint import write_checkpoint
-from foretoken.loading.stored import save_compressed
-from foretoken.native.library import library
-from foretoken.train.plan import Answering, Plan
-from foretoken.train.run import Training
-from foretoken.views.traceplot import keep_picture, require_matplotlib
-from foretoken.views.trajectory import write_text
+from foredraft import LLM
+from foredraft.bench.report import Report
+from foredraft.drafters.parts.rank_tree import RankTree
+from foredraft.errors import CheckpointError, ConfigError
+from foredraft.folders import append_lines, filling, is_no_room, keep_json, keep_text
+from foredraft.heads.checkpoint import write_checkpoint
+from foredraft.loading.stored import save_compressed
+from foredraft.native.library import library
+from foredraft.train.plan import Answering, Plan
+from foredraft.train.run import Training
+from foredraft.views.traceplot import keep_picture, require_matplotlib
+from foredraft.views.trajectory import write_text
 from small_disk import room_for
 
 PROMPTS = "\n".join(

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from foretoken import LLM, SamplingParams, SpeculativeConfig, speculate, zoo
-from foretoken.cli.conversation import Conversation
-from foretoken.errors import ConfigError, CorpusError, PromptError
-from foretoken.model.lm import CausalLM
-from foretoken.retrieval.build import build
-from foretoken.testing import toy_model
+from foredraft import LLM, SamplingParams, SpeculativeConfig, speculate, zoo
+from foredraft.cli.conversation import Conversation
+from foredraft.errors import ConfigError, CorpusError, PromptError
+from foredraft.model.lm import CausalLM
+from foredraft.retrieval.build import build
+from foredraft.testing import toy_model
 
 
 def test_text_with_half_a_surrogate_pair_is_refused_by_place() -> None:

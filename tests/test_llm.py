@@ -13,15 +13,15 @@ import pytest
 import torch
 from transformers import LogitsProcessor
 
-import foretoken
-from foretoken import LLM, SamplingParams, zoo
-from foretoken.config.foreign import LLM_ALIASES, LLM_ARGUMENTS
-from foretoken.engine.stats import SequenceStats
-from foretoken.errors import ConfigError, ContextLengthError, EngineBusyError, NumericsError, PromptError
-from foretoken.loading.info import dtype_note
-from foretoken.sessions.outputs import speculative_metrics
-from foretoken.sessions.prompts import spellings
-from foretoken.testing import toy_model
+import foredraft
+from foredraft import LLM, SamplingParams, zoo
+from foredraft.config.foreign import LLM_ALIASES, LLM_ARGUMENTS
+from foredraft.engine.stats import SequenceStats
+from foredraft.errors import ConfigError, ContextLengthError, EngineBusyError, NumericsError, PromptError
+from foredraft.loading.info import dtype_note
+from foredraft.sessions.outputs import speculative_metrics
+from foredraft.sessions.prompts import spellings
+from foredraft.testing import toy_model
 
 STORY = "Once upon a time there was a"
 QUESTION = "How many apples does Tom have? Tom has"
@@ -51,12 +51,12 @@ def ids(outputs: list[Any]) -> list[tuple[int, ...]]:
 
 
 def test_public_names_are_sorted_and_exist() -> None:
-    assert foretoken.__all__ == sorted(foretoken.__all__, key=lambda name: (not name.isupper(), name))
-    for name in foretoken.__all__:
-        assert getattr(foretoken, name).__name__ == name
-        assert name in dir(foretoken)
+    assert foredraft.__all__ == sorted(foredraft.__all__, key=lambda name: (not name.isupper(), name))
+    for name in foredraft.__all__:
+        assert getattr(foredraft, name).__name__ == name
+        assert name in dir(foredraft)
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
-        foretoken.Nonsense  # noqa: B018
+        foredraft.Nonsense  # noqa: B018
 
 
 # -- results ---------------------------------------------------------------------------------------------------------
@@ -560,7 +560,7 @@ def test_one_line_says_what_was_loaded_and_how_it_decodes(
     caplog: pytest.LogCaptureFixture, config: Any, ending: str
 ) -> None:
     """An LLM once decoded plainly, and in another dtype than the checkpoint's, without a word about it."""
-    with caplog.at_level("INFO", "foretoken"):
+    with caplog.at_level("INFO", "foredraft"):
         LLM("zoo:tiny", config, dtype="float32", execution="eager")
     (line,) = caplog.messages
     start = "zoo:tiny: 5.5 M parameters, float32 (as asked; the checkpoint is bfloat16), eager, "
@@ -571,7 +571,7 @@ def test_one_line_says_what_was_loaded_and_how_it_decodes(
 
 
 def test_the_load_line_of_a_loaded_model_names_its_class(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "foretoken"):
+    with caplog.at_level("INFO", "foredraft"):
         LLM(toy_model(), "ngram")
     (line,) = caplog.messages
     assert line.startswith("LlamaForCausalLM: 0.")

@@ -16,8 +16,8 @@ import pytest
 import torch
 from promise import Said, Study, gap_of
 
-from foretoken import SamplingParams, zoo
-from foretoken.loading.models import load_tokenizer
+from foredraft import SamplingParams, zoo
+from foredraft.loading.models import load_tokenizer
 
 pytestmark = [pytest.mark.smollm2, pytest.mark.usefixtures("_loaded_once")]
 

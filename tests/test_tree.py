@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.errors import TreeError
-from foretoken.tree import DraftTree
+from foredraft.errors import TreeError
+from foredraft.tree import DraftTree
 
 # 1 -> 5 -> 6
 #        -> 7 -> 8

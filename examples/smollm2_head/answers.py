@@ -20,8 +20,8 @@ from prompts import load_tokenizer, packed, shingles
 from safetensors.torch import load_file
 from torch import Tensor
 
-from foretoken import zoo
-from foretoken.heads.layers import rotated
+from foredraft import zoo
+from foredraft.heads.layers import rotated
 
 EOS = 2
 MIN_P = 0.05

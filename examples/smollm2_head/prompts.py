@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from foretoken import zoo
-from foretoken.train.examples import is_evaluation
+from foredraft import zoo
+from foredraft.train.examples import is_evaluation
 
 MARK = "\u2402turn\u2402"
 LONGEST = 640

@@ -14,7 +14,7 @@ from answers import rows_of
 from prompts import load_tokenizer
 from train import is_held_out
 
-from foretoken.train.examples import is_evaluation, prompt_digest
+from foredraft.train.examples import is_evaluation, prompt_digest
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Trains EAGLE-3's head for SmolLM2 on millions of its answers, many texts at a time, on a GPU.
 
-What is computed is what `foretoken train eagle3` computes: soft cross entropy against the target's law at several steps
+What is computed is what `foredraft train eagle3` computes: soft cross entropy against the target's law at several steps
 of a draft. Features come from a bare forward of the target, in the step that needs them, and rates follow the clock, so
 that the time that is given is used to its end. The head is written at every measurement.
 """
@@ -26,17 +26,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from foretoken import zoo
-from foretoken.heads.checkpoint import write_checkpoint
-from foretoken.heads.eagle import EagleHead, EagleShape, default_streams
-from foretoken.heads.eagle_layouts import write_eagle
-from foretoken.heads.layers import LayerShape
-from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.train.examples import Example
-from foretoken.train.head_recipes import unrolled
-from foretoken.train.losses import DistilledOutput
-from foretoken.train.recipe import TargetParts, Texts
-from foretoken.train.start import begin_as
+from foredraft import zoo
+from foredraft.heads.checkpoint import write_checkpoint
+from foredraft.heads.eagle import EagleHead, EagleShape, default_streams
+from foredraft.heads.eagle_layouts import write_eagle
+from foredraft.heads.layers import LayerShape
+from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.train.examples import Example
+from foredraft.train.head_recipes import unrolled
+from foredraft.train.losses import DistilledOutput
+from foredraft.train.recipe import TargetParts, Texts
+from foredraft.train.start import begin_as
 
 VOCABULARY_SIZE = 49_152
 

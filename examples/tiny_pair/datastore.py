@@ -1,6 +1,6 @@
 """The datastore of zoo:tiny: a small part of what the pair was trained on, in the same formats.
 
-    python examples/tiny_pair/datastore.py --corpora CORPORA --out src/foretoken/zoo/tiny/datastore
+    python examples/tiny_pair/datastore.py --corpora CORPORA --out src/foredraft/zoo/tiny/datastore
 
 It takes documents of each
 source in a shuffled order up to a number of characters. Held-out documents stay out, and no evaluation set is among
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from texts import END_OF_TEXT, documents, held_out
 
-from foretoken.loading.models import load_tokenizer
-from foretoken.retrieval.build import build
+from foredraft.loading.models import load_tokenizer
+from foredraft.retrieval.build import build
 
 CHARACTERS = {
     "gsm8k": 700_000,

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from foretoken.heads.checkpoint import read_checkpoint, write_checkpoint
+from foredraft.heads.checkpoint import read_checkpoint, write_checkpoint
 
 
 def rounded(tensor: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def rounded(tensor: Tensor) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--heads", type=Path, required=True, help="folder that foretoken train wrote")
+    parser.add_argument("--heads", type=Path, required=True, help="folder that foredraft train wrote")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     found = read_checkpoint(options.heads)

@@ -1,4 +1,4 @@
-"""Train a small Llama on texts, with the trainer of foretoken: the target of zoo:tiny, or one of its shape.
+"""Train a small Llama on texts, with the trainer of foredraft: the target of zoo:tiny, or one of its shape.
 
     python examples/tiny_pair/target.py --texts TEXTS --init TARGET_DIR --out RUN --tokens 25000000
 
@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from foretoken.train.examples import Example
-from foretoken.train.features import Streams
-from foretoken.train.losses import Part, hard
-from foretoken.train.trainer import Schedule, Trainer
+from foredraft.train.examples import Example
+from foredraft.train.features import Streams
+from foredraft.train.losses import Part, hard
+from foredraft.train.trainer import Schedule, Trainer
 
 MIXTURE = {
     "dialogue": 0.26,

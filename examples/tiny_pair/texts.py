@@ -5,7 +5,7 @@
 CORPORA is a folder of xz-compressed JSON lines with a field ``text``, named as `FORMATS` lists them; all are public,
 and the README beside the weights names their origins and licences. Every document stands in ``SOURCE.train.jsonl`` or
 ``SOURCE.valid.jsonl``: the split is a hash of the document, so it does not move when a source grows or is reordered.
-``beginnings.jsonl`` has the beginnings of training documents, prompts for ``foretoken train --raw``.
+``beginnings.jsonl`` has the beginnings of training documents, prompts for ``foredraft train --raw``.
 
 - conversation: ``<|user|>question\\n<|assistant|>answer<|end|>\\n``, one such pair per exchange;
 - every document, conversations included, ends with ``<|endoftext|>``.

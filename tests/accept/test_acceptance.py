@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from foretoken import LLM, SamplingParams, SpeculativeConfig
-from foretoken.cli.writers import as_record
-from foretoken.config.acceptance import RULES, TypicalLimits
-from foretoken.config.engine import EngineConfig
-from foretoken.engine.drafter import Budget
-from foretoken.engine.engine import Engine
-from foretoken.errors import ConfigError
-from foretoken.model.lm import CausalLM
-from foretoken.testing import PerfectDrafter, toy_model
+from foredraft import LLM, SamplingParams, SpeculativeConfig
+from foredraft.cli.writers import as_record
+from foredraft.config.acceptance import RULES, TypicalLimits
+from foredraft.config.engine import EngineConfig
+from foredraft.engine.drafter import Budget
+from foredraft.engine.engine import Engine
+from foredraft.errors import ConfigError
+from foredraft.model.lm import CausalLM
+from foredraft.testing import PerfectDrafter, toy_model
 
 
 def test_names_and_aliases_are_different_and_stay() -> None:

@@ -17,24 +17,24 @@ import torch
 from scipy.stats import chisquare
 
 from drafting import made
-from foretoken.accept import rules as rule_noise
-from foretoken.accept import rules as verify
-from foretoken.config.engine import EngineConfig
-from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.heads.eagle import EagleDrafter
-from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
-from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts.rank_tree import RankTree
-from foretoken.engine.drafter import Drafter
-from foretoken.engine.engine import Engine
-from foretoken.heads.eagle import EagleHead, EagleShape
-from foretoken.heads.layers import LayerShape
-from foretoken.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
-from foretoken.law import noise
-from foretoken.model.lm import CausalLM
-from foretoken.testing import perturbed, toy_model
+from foredraft.accept import rules as rule_noise
+from foredraft.accept import rules as verify
+from foredraft.config.engine import EngineConfig
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.heads.eagle import EagleDrafter
+from foredraft.drafters.heads.medusa_hydra import MultiHeadDrafter
+from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.lm.draft_model import DraftModelDrafter
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.drafters.parts.rank_tree import RankTree
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.engine import Engine
+from foredraft.heads.eagle import EagleHead, EagleShape
+from foredraft.heads.layers import LayerShape
+from foredraft.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
+from foredraft.law import noise
+from foredraft.model.lm import CausalLM
+from foredraft.testing import perturbed, toy_model
 
 VOCAB_SIZE = 4
 PROMPT = (0, 3, 0, 3, 1, 0, 3)

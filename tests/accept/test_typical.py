@@ -9,11 +9,11 @@ import random
 import pytest
 import torch
 
-from foretoken.accept.rules import match, rejection, threshold, typical
-from foretoken.config.acceptance import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, RULES, TypicalLimits
-from foretoken.engine.accepting import BY_DRAFT
-from foretoken.errors import ShapeError
-from foretoken.tree import DraftTree
+from foredraft.accept.rules import match, rejection, threshold, typical
+from foredraft.config.acceptance import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, RULES, TypicalLimits
+from foredraft.engine.accepting import BY_DRAFT
+from foredraft.errors import ShapeError
+from foredraft.tree import DraftTree
 
 LIMITS = TypicalLimits()
 

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch import Tensor
 
-from foretoken.accept import rules as verify
-from foretoken.accept.rules import RejectionNoise, Verdict, block, inverse, match, rejection, residual, walk, without
-from foretoken.errors import ProbabilityError, ShapeError, TreeError
-from foretoken.law.noise import Purpose, stream_key, uniform
-from foretoken.tree import DraftTree
+from foredraft.accept import rules as verify
+from foredraft.accept.rules import RejectionNoise, Verdict, block, inverse, match, rejection, residual, walk, without
+from foredraft.errors import ProbabilityError, ShapeError, TreeError
+from foredraft.law.noise import Purpose, stream_key, uniform
+from foredraft.tree import DraftTree
 from mutants import Apply, replaced, with_arguments, with_result
 
 HORIZON = 3  # tokens whose joint law is compared: two drafted levels and the bonus

@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 
 from drafting import made
-from foretoken.bench.accepted import AcceptedLengths, Position, accepted_lengths, expected_length, shown
-from foretoken.bench.arms import EngineArm
-from foretoken.bench.report import show
-from foretoken.bench.trial import Sampling
-from foretoken.model.lm import CausalLM
-from foretoken.testing import PROMPTS, toy_model
+from foredraft.bench.accepted import AcceptedLengths, Position, accepted_lengths, expected_length, shown
+from foredraft.bench.arms import EngineArm
+from foredraft.bench.report import show
+from foredraft.bench.trial import Sampling
+from foredraft.model.lm import CausalLM
+from foredraft.testing import PROMPTS, toy_model
 
 
 def lengths_of(*steps: tuple[int, int, int]) -> AcceptedLengths:

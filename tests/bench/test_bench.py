@@ -17,14 +17,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from drafting import made
-from foretoken import zoo
-from foretoken.beginnings import first_difference
-from foretoken.bench import equality, forwards, models, report, workload
-from foretoken.bench.arms import EngineArm, TransformersArm
-from foretoken.bench.drafting import DraftCost
-from foretoken.bench.models import Pair
-from foretoken.bench.parts import Settings, Suite, UnequalOutputsError
-from foretoken.bench.tables import (
+from foredraft import zoo
+from foredraft.beginnings import first_difference
+from foredraft.bench import equality, forwards, models, report, workload
+from foredraft.bench.arms import EngineArm, TransformersArm
+from foredraft.bench.drafting import DraftCost
+from foredraft.bench.models import Pair
+from foredraft.bench.parts import Settings, Suite, UnequalOutputsError
+from foredraft.bench.tables import (
     BatchRow,
     EfficiencyTable,
     ProfileCell,
@@ -34,13 +34,13 @@ from foretoken.bench.tables import (
     drafting_table,
     profile_table,
 )
-from foretoken.bench.trial import Arm, Comparison, Run, Sampling, Trial, bootstrap, compare, interleave
-from foretoken.cli import bench as cli
-from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.engine import EngineConfig
-from foretoken.errors import ConfigError, PromptError
-from foretoken.model.lm import CausalLM
+from foredraft.bench.trial import Arm, Comparison, Run, Sampling, Trial, bootstrap, compare, interleave
+from foredraft.cli import bench as cli
+from foredraft.drafters.lm.draft_model import DraftModelDrafter
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.engine import EngineConfig
+from foredraft.errors import ConfigError, PromptError
+from foredraft.model.lm import CausalLM
 from gguf_files import write_llama
 
 PROMPT = tuple(range(40, 60))

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from foretoken.bench.drafting import CONFIGS, PhraseText, draft_cost, draft_costs, opened
-from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters import drafter_factory
-from foretoken.drafters.context import DrafterContext
-from foretoken.engine.drafter import Drafter
-from foretoken.model.lm import CausalLM
-from foretoken.retrieval.datastore import Datastore
-from foretoken.retrieval.manifest import DatastoreManifest
-from foretoken.testing import toy_model
+from foredraft.bench.drafting import CONFIGS, PhraseText, draft_cost, draft_costs, opened
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.drafters import drafter_factory
+from foredraft.drafters.context import DrafterContext
+from foredraft.engine.drafter import Drafter
+from foredraft.model.lm import CausalLM
+from foredraft.retrieval.datastore import Datastore
+from foredraft.retrieval.manifest import DatastoreManifest
+from foredraft.testing import toy_model
 
 VOCAB_SIZE = 512
 NUM_STEPS = 12
@@ -100,7 +100,7 @@ def test_a_step_reads_a_bounded_end_of_the_text(name: str, context: tuple[Drafte
 
 def test_work_that_grows_with_the_text_is_seen(context: tuple[DrafterContext, str]) -> None:
     """The two counters notice a drafter that looks at everything, by slices, by iteration or in a loop of its own."""
-    from foretoken.drafters.lookup.ngram import NGramDrafter
+    from foredraft.drafters.lookup.ngram import NGramDrafter
 
     class Copying(NGramDrafter):
         def observe(self, rows: Any, results: Any) -> None:

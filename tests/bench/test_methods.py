@@ -15,16 +15,16 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from foretoken.bench import report
-from foretoken.bench.arms import EngineArm
-from foretoken.bench.candidates import MethodCandidate, read_candidates, split_outside_brackets
-from foretoken.bench.equality import Departure, Equality
-from foretoken.bench.methods import Methods, MethodsSettings
-from foretoken.bench.outcome import MethodRow, MethodsOutcome, RefusedMethod, advise, by_kind, ranked
-from foretoken.bench.trial import Comparison, Run, Sampling, bootstrap
-from foretoken.cli import bench as cli
-from foretoken.config.speculative import SpeculativeConfig
-from foretoken.errors import ConfigError
+from foredraft.bench import report
+from foredraft.bench.arms import EngineArm
+from foredraft.bench.candidates import MethodCandidate, read_candidates, split_outside_brackets
+from foredraft.bench.equality import Departure, Equality
+from foredraft.bench.methods import Methods, MethodsSettings
+from foredraft.bench.outcome import MethodRow, MethodsOutcome, RefusedMethod, advise, by_kind, ranked
+from foredraft.bench.trial import Comparison, Run, Sampling, bootstrap
+from foredraft.cli import bench as cli
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.errors import ConfigError
 
 SETTINGS = MethodsSettings(num_prompts=2, max_new_tokens=8, sampling=Sampling(ignore_eos=True))
 
@@ -298,7 +298,7 @@ def test_an_interrupted_comparison_shows_and_keeps_what_it_has(tmp_path: Path, m
 
 
 def test_the_model_that_is_taken_by_default_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.zoo.default", lambda: "zoo:tiny")
+    monkeypatch.setattr("foredraft.zoo.default", lambda: "zoo:tiny")
     found = invoke("--quick", "--dtype", "float32", "--methods", "ngram", "--kinds", "poetry")
     assert found.exit_code == 2
     assert "measuring zoo:tiny" in found.stderr

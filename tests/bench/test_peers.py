@@ -18,18 +18,18 @@ import pytest
 from rich.console import Console
 from test_methods import invoke
 
-from foretoken.bench import report
-from foretoken.bench.candidates import MethodCandidate
-from foretoken.bench.peers import client, environments
-from foretoken.bench.peers.client import HERE, Launch, Worker, WorkerError
-from foretoken.bench.peers.environments import PEERS, check_installed, make, read_peers
-from foretoken.bench.peers.export import Exported
-from foretoken.bench.peers.outcome import Heat, PeerRow, RaceOutcome
-from foretoken.bench.peers.race import Race, RaceSettings
-from foretoken.bench.peers.workers.foretoken_worker import Own
-from foretoken.bench.workload import BenchPrompt
-from foretoken.errors import ConfigError
-from foretoken.folders import cache_folder
+from foredraft.bench import report
+from foredraft.bench.candidates import MethodCandidate
+from foredraft.bench.peers import client, environments
+from foredraft.bench.peers.client import HERE, Launch, Worker, WorkerError
+from foredraft.bench.peers.environments import PEERS, check_installed, make, read_peers
+from foredraft.bench.peers.export import Exported
+from foredraft.bench.peers.outcome import Heat, PeerRow, RaceOutcome
+from foredraft.bench.peers.race import Race, RaceSettings
+from foredraft.bench.peers.workers.foredraft_worker import Own
+from foredraft.bench.workload import BenchPrompt
+from foredraft.errors import ConfigError
+from foredraft.folders import cache_folder
 
 FAKE = """
 import json, os
@@ -155,11 +155,11 @@ OWN = [entry("plain", slow=0.02), entry("ngram", LOOKUP, slow=0.008, tuned=0.01)
 
 def test_ratios_are_those_of_the_times_and_texts_come_first(track: Track) -> None:
     peer = [entry("plain", slow=0.01), entry("lookup", LOOKUP, slow=0.004, departs_at=3)]
-    outcome = track.run([track.launch("foretoken", OWN), track.launch("other", peer)])
+    outcome = track.run([track.launch("foredraft", OWN), track.launch("other", peer)])
     (heat,) = outcome.heats
     assert {one.what: (one.arm, one.base, round(one.comparison.ratio, 6)) for one in heat.verdicts} == {
-        "plain": ("foretoken plain", "other plain", 0.5),
-        "best without a second model": ("foretoken ngram", "other lookup", 0.5),
+        "plain": ("foredraft plain", "other plain", 0.5),
+        "best without a second model": ("foredraft ngram", "other lookup", 0.5),
     }
     found = rows(outcome)
     assert found["other plain"].tokens_per_second == pytest.approx(100)
@@ -176,7 +176,7 @@ def test_ratios_are_those_of_the_times_and_texts_come_first(track: Track) -> Non
 
 def test_what_is_known_after_each_prompt_can_be_shown(track: Track) -> None:
     known: list[RaceOutcome] = []
-    with track.race([track.launch("foretoken", OWN), track.launch("other", [entry("plain")])]) as race:
+    with track.race([track.launch("foredraft", OWN), track.launch("other", [entry("plain")])]) as race:
         race.run(prompts(), known.append)
     assert [len(outcome.heats[0].prompts) for outcome in known] == [1, 2, 2]
     assert [outcome.heats[0].is_complete for outcome in known] == [False, False, True]
@@ -187,9 +187,9 @@ def test_what_is_known_after_each_prompt_can_be_shown(track: Track) -> None:
 
 
 def test_every_prompt_runs_forwards_and_backwards_in_separate_processes(track: Track) -> None:
-    track.run([track.launch("foretoken", OWN), track.launch("other", [entry("plain")])], num_prompts=1)
+    track.run([track.launch("foredraft", OWN), track.launch("other", [entry("plain")])], num_prompts=1)
     timed = [(engine, arm) for engine, arm, ids in track.decoded() if ids == [[1, 2]]]
-    order = [("foretoken", "plain"), ("foretoken", "ngram"), ("other", "plain")]
+    order = [("foredraft", "plain"), ("foredraft", "ngram"), ("other", "plain")]
     assert timed == [*order, *order, *reversed(order)]  # the first three are the warm-up
 
 
@@ -198,7 +198,7 @@ def test_settings_and_best_arms_are_chosen_on_prompts_that_do_not_count(track: T
     ways = {"early": [0.01, 0.001], "late": [0.0001, 0.002], "broken": None}
     peer = [entry("plain"), {"name": "lookup", "kind": LOOKUP, "ways": ways}]
     peer.append(entry("other lookup", LOOKUP, slow=0.0001, tuned=0.5))
-    outcome = track.run([track.launch("foretoken", OWN), track.launch("other", peer)])
+    outcome = track.run([track.launch("foredraft", OWN), track.launch("other", peer)])
     assert rows(outcome)["other lookup"].settings == "way early"
     tried = outcome.tried["other lookup"]
     assert tried["way early"] == pytest.approx({"on_first": 1000, "on_all": 1000})
@@ -209,7 +209,7 @@ def test_settings_and_best_arms_are_chosen_on_prompts_that_do_not_count(track: T
 
 def test_quantised_arms_are_shown_apart(track: Track) -> None:
     peer = [entry("plain"), entry("plain int4", slow=0.001, counts=False)]
-    outcome = track.run([track.launch("foretoken", OWN[:1]), track.launch("other", peer)])
+    outcome = track.run([track.launch("foredraft", OWN[:1]), track.launch("other", peer)])
     plain = {one.base: one.counts for one in outcome.heats[0].verdicts if one.what == "plain"}
     assert plain == {"other plain": True, "other plain int4": False}
     text = shown(outcome)
@@ -220,26 +220,26 @@ def test_quantised_arms_are_shown_apart(track: Track) -> None:
 def test_own_quantised_arms_are_compared_with_those_of_others(track: Track) -> None:
     own = [OWN[0], entry("plain int8", slow=0.002, counts=False)]
     peer = [entry("plain"), entry("plain q8_0", slow=0.004, counts=False)]
-    outcome = track.run([track.launch("foretoken", own), track.launch("other", peer)])
+    outcome = track.run([track.launch("foredraft", own), track.launch("other", peer)])
     plain = {(one.arm, one.base): one.counts for one in outcome.heats[0].verdicts if one.what == "plain"}
     assert plain == {
-        ("foretoken plain", "other plain"): True,
-        ("foretoken plain", "other plain q8_0"): False,
-        ("foretoken plain int8", "other plain q8_0"): False,
+        ("foredraft plain", "other plain"): True,
+        ("foredraft plain", "other plain q8_0"): False,
+        ("foredraft plain int8", "other plain q8_0"): False,
     }
 
 
 def test_what_was_not_timed_is_a_dash_with_its_reason(track: Track) -> None:
     own = [OWN[0], entry("ngram", LOOKUP, at_once=True)]
-    outcome = track.run([track.launch("foretoken", own), track.launch("other", [entry("plain")])])
+    outcome = track.run([track.launch("foredraft", own), track.launch("other", [entry("plain")])])
     text = shown(outcome, 200)
     assert "all tokens came with the first emission" in text
-    assert [one.arm for one in outcome.heats[0].verdicts] == ["foretoken plain"] * 2
+    assert [one.arm for one in outcome.heats[0].verdicts] == ["foredraft plain"] * 2
 
 
 @pytest.mark.parametrize("width", [80, 140])
 def test_nothing_is_cut_off(track: Track, width: int) -> None:
-    launches = [track.launch("foretoken", OWN), track.launch("other", [entry("plain"), entry("lookup", LOOKUP)])]
+    launches = [track.launch("foredraft", OWN), track.launch("other", [entry("plain"), entry("lookup", LOOKUP)])]
     text = shown(track.run(launches), width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
@@ -251,23 +251,23 @@ def test_nothing_is_cut_off(track: Track, width: int) -> None:
 @pytest.mark.parametrize(("dtype", "is_wrong"), [("float32", True), ("bfloat16", False)])
 def test_own_texts_that_differ_in_float32_hide_all_speeds(track: Track, dtype: str, is_wrong: bool) -> None:
     own = [OWN[0], entry("ngram", LOOKUP, departs_at=2)]
-    outcome = track.run([track.launch("foretoken", own), track.launch("other", [entry("plain", departs_at=1)])], dtype)
-    assert outcome.wrong == (("foretoken ngram",) if is_wrong else ())
+    outcome = track.run([track.launch("foredraft", own), track.launch("other", [entry("plain", departs_at=1)])], dtype)
+    assert outcome.wrong == (("foredraft ngram",) if is_wrong else ())
     assert ("no speed is shown" in shown(outcome)) == is_wrong
     assert ("tok/s" in shown(outcome)) != is_wrong
 
 
 def test_own_arms_with_other_weights_are_not_held_to_the_texts_of_full_precision(track: Track) -> None:
     own = [OWN[0], entry("plain int8", counts=False, numerics="float32, int8 weights", departs_at=2)]
-    outcome = track.run([track.launch("foretoken", own), track.launch("other", [entry("plain")])], "float32")
+    outcome = track.run([track.launch("foredraft", own), track.launch("other", [entry("plain")])], "float32")
     assert outcome.wrong == ()
 
 
 def test_own_runs_that_differ_from_each_other_are_wrong_in_any_dtype(track: Track) -> None:
     """The control: the same field without the fault passes."""
-    outcome = track.run([track.launch("foretoken", OWN), track.launch("other", [entry("plain")])])
+    outcome = track.run([track.launch("foredraft", OWN), track.launch("other", [entry("plain")])])
     assert outcome.wrong == ()
-    with track.race([track.launch("foretoken", OWN), track.launch("other", [entry("plain")])]) as race:
+    with track.race([track.launch("foredraft", OWN), track.launch("other", [entry("plain")])]) as race:
         same = outcome.heats[0].rows[0].equality
         arm = type("Arm", (), {"worker": race._workers[0]})()
         assert not race._is_wrong(arm, same)
@@ -279,19 +279,19 @@ def test_own_runs_that_differ_from_each_other_are_wrong_in_any_dtype(track: Trac
 
 def test_engines_that_do_not_start_are_left_out_by_name(track: Track) -> None:
     launches = [
-        track.launch("foretoken", OWN),
+        track.launch("foredraft", OWN),
         track.launch("lame", [], broken="no such model"),
         track.launch("other", OWN),
     ]
     outcome = track.run(launches)
-    assert list(outcome.engines) == ["foretoken", "other"]
+    assert list(outcome.engines) == ["foredraft", "other"]
     assert "no such model" in outcome.missing["lame"]
     assert "missing  lame: " in shown(outcome, 500)
 
 
 def test_a_way_to_decode_of_which_nothing_works_is_left_out(track: Track) -> None:
     peer = [entry("plain"), {"name": "lookup", "kind": LOOKUP, "ways": {"first": None, "second": None}}]
-    outcome = track.run([track.launch("foretoken", OWN), track.launch("other", peer)])
+    outcome = track.run([track.launch("foredraft", OWN), track.launch("other", peer)])
     assert "other lookup" not in rows(outcome)
     assert "way second: does not work: no such kernel" in outcome.missing["other lookup"]
 
@@ -299,23 +299,23 @@ def test_a_way_to_decode_of_which_nothing_works_is_left_out(track: Track) -> Non
 def test_an_engine_that_dies_is_an_error_with_its_log(track: Track) -> None:
     other = track.launch("other", [entry("plain")], dies_at=[3, 4])
     with pytest.raises(WorkerError, match=r"other ended \(exit code 7\); its log is .*other.log"):
-        track.run([track.launch("foretoken", OWN), other])
+        track.run([track.launch("foredraft", OWN), other])
 
 
 def test_a_race_alone_is_no_race(track: Track) -> None:
     with pytest.raises(ConfigError, match="nothing to compare with"):
-        track.run([track.launch("foretoken", OWN), track.launch("lame", [], broken="broken")])
+        track.run([track.launch("foredraft", OWN), track.launch("lame", [], broken="broken")])
     with pytest.raises(WorkerError, match="ours is broken"):
-        track.run([track.launch("foretoken", [], broken="ours is broken"), track.launch("other", OWN)])
+        track.run([track.launch("foredraft", [], broken="ours is broken"), track.launch("other", OWN)])
 
 
 def test_too_few_prompts_are_refused(track: Track) -> None:
     with pytest.raises(ConfigError, match="4 prompts are to count and 1 are for choosing settings, and 4 have"):
-        track.run([track.launch("foretoken", OWN), track.launch("other", OWN)], num_prompts=4)
+        track.run([track.launch("foredraft", OWN), track.launch("other", OWN)], num_prompts=4)
 
 
 def test_workers_end_with_the_race(track: Track) -> None:
-    with track.race([track.launch("foretoken", OWN), track.launch("other", OWN)]) as race:
+    with track.race([track.launch("foredraft", OWN), track.launch("other", OWN)]) as race:
         processes = [worker._process for worker in race._workers]
         assert all(process.poll() is None for process in processes)
     assert [process.poll() for process in processes] == [0, 0]
@@ -327,7 +327,7 @@ def test_workers_end_with_the_race(track: Track) -> None:
 def test_batches_run_in_groups_beside_single_rows(track: Track) -> None:
     own = [entry("plain", slow=0.02), entry("plain, 2 rows", slow=0.005, num_rows=2)]
     peer = [entry("plain", slow=0.01), entry("plain, 2 rows", slow=0.004, num_rows=2, departs_at=3)]
-    launches = [track.launch("foretoken", own), track.launch("other", peer)]
+    launches = [track.launch("foredraft", own), track.launch("other", peer)]
     outcome = track.run(launches, batch_sizes=(2,), num_prompts=3)
     heat: Heat = outcome.heats[0]
     assert outcome.skipped == ()  # rows of batches go on past the end of their text
@@ -336,7 +336,7 @@ def test_batches_run_in_groups_beside_single_rows(track: Track) -> None:
     assert ratios == {
         ("plain", "other plain"): 0.5,
         ("plain, 2 rows", "other plain, 2 rows"): 0.8,
-        ("2 rows by one", "foretoken plain"): 4.0,
+        ("2 rows by one", "foredraft plain"): 4.0,
         ("2 rows by one", "other plain"): 2.5,
     }
     groups = [ids for engine, arm, ids in track.decoded() if (engine, arm) == ("other", "plain, 2 rows")]
@@ -424,12 +424,12 @@ def test_what_is_missing_is_named_with_the_command_that_installs_it(tmp_path: Pa
     arming = environments.Arming([MethodCandidate("ngram", {"method": "ngram"})], "auto", "default", False, (2,), (3,))
     exported = Exported(tmp_path, "a model", "bfloat16")
     found, missing = environments.launches(exported, "m", "none", "bfloat16", arming, PEERS.values(), tmp_path)
-    assert [launch.name for launch in found] == ["foretoken", "transformers"]
+    assert [launch.name for launch in found] == ["foredraft", "transformers"]
     assert missing["openvino"] == (
-        f"it is not installed; foretoken bench --make-peers openvino --peers-folder {tmp_path} does that"
+        f"it is not installed; foredraft bench --make-peers openvino --peers-folder {tmp_path} does that"
     )
     check_installed(PEERS.values(), tmp_path)
-    with pytest.raises(ConfigError, match="foretoken bench --make-peers llamacpp"):
+    with pytest.raises(ConfigError, match="foredraft bench --make-peers llamacpp"):
         check_installed([PEERS["llamacpp"]], tmp_path)
 
 
@@ -459,16 +459,16 @@ def test_all_engines_hold_the_same_precision(
 def test_workers_of_other_engines_import_nothing_of_this_package() -> None:
     """They run in environments that do not have it."""
     for path in (HERE / "workers").glob("*.py"):
-        if path.name in ("foretoken_worker.py", "transformers_worker.py"):
+        if path.name in ("foredraft_worker.py", "transformers_worker.py"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.level == 0:
-                assert not (node.module or "").startswith("foretoken"), path.name
+                assert not (node.module or "").startswith("foredraft"), path.name
             if isinstance(node, ast.ImportFrom) and node.level:
                 assert node.level == 1
                 assert (HERE / "workers" / f"{node.module}.py").exists()
             if isinstance(node, ast.Import):
-                assert not any(alias.name.startswith("foretoken") for alias in node.names), path.name
+                assert not any(alias.name.startswith("foredraft") for alias in node.names), path.name
 
 
 # -- the verb ----------------------------------------------------------------------------------------------------
@@ -478,7 +478,7 @@ def test_mistakes_end_with_2_before_anything_is_loaded(tmp_path: Path) -> None:
     folder = ("--peers-folder", str(tmp_path))
     for arguments, said in (
         (("--peers", "vllm", *folder), "choose among openvino"),
-        (("--peers", "openvino", *folder), "foretoken bench --make-peers openvino"),
+        (("--peers", "openvino", *folder), "foredraft bench --make-peers openvino"),
         (("--make-peers", "vllm", *folder), "choose among openvino"),
     ):
         found = invoke("--model", "zoo:tiny", *arguments)
@@ -492,7 +492,7 @@ def test_the_verb_races_beside_an_engine_in_an_environment_of_its_own(
 ) -> None:
     """This library and transformers are real here; the third engine is made up and says something else."""
     shutil.copytree(cache_folder("native"), tmp_path / "cache" / "native")  # they are not compiled again
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     track = Track(tmp_path)
     plan = {"name": "made up", "entries": [entry("plain", departs_at=0)], "calls": str(track.calls)}
     python = tmp_path / "envs" / "openvino" / "bin" / "python"
@@ -510,7 +510,7 @@ def test_the_verb_races_beside_an_engine_in_an_environment_of_its_own(
     found = invoke(*given, *narrow, *peers)
     assert found.exit_code == 0, found.output
     race = json.loads(output.read_text())["race"]
-    assert list(race["engines"]) == ["foretoken", "openvino", "transformers"]
+    assert list(race["engines"]) == ["foredraft", "openvino", "transformers"]
     assert list(race["missing"]) == ["llamacpp"]
     (heat,) = race["heats"]
     same = {row["arm"]: row["sameness"]["num_same_rows"] for row in heat["rows"]}

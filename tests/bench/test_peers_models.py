@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from foretoken import zoo
-from foretoken.bench.models import load_pair
-from foretoken.bench.peers import export as exporting
-from foretoken.bench.peers.export import Exported, cast, export, prompts_of
-from foretoken.bench.peers.workers.protocol import eos_token_ids, has_draft
-from foretoken.bench.workload import AGAIN
-from foretoken.errors import ConfigError
-from foretoken.loading.models import load_model
+from foredraft import zoo
+from foredraft.bench.models import load_pair
+from foredraft.bench.peers import export as exporting
+from foredraft.bench.peers.export import Exported, cast, export, prompts_of
+from foredraft.bench.peers.workers.protocol import eos_token_ids, has_draft
+from foredraft.bench.workload import AGAIN
+from foredraft.errors import ConfigError
+from foredraft.loading.models import load_model
 
 TARGET = zoo.path("zoo:tiny", "target")
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
     return tmp_path / "peers" / "models"
 
 
@@ -93,7 +93,7 @@ def test_casting_keeps_the_frequencies_of_rotations() -> None:
 @pytest.mark.parametrize(("kind", "error"), [("f32", 1e-4), ("q8_0", 0.5)])
 def test_a_converted_checkpoint_computes_what_it_did(tmp_path: Path, kind: str, error: float) -> None:
     """Read back by this library's own reader. A wrong order of rotated channels moves logits by several units."""
-    from foretoken.bench.peers.workers.to_gguf import convert
+    from foredraft.bench.peers.workers.to_gguf import convert
 
     load_model("zoo:tiny", dtype="float32").model.save_pretrained(tmp_path / "target")
     shutil.copy(TARGET / "tokenizer.json", tmp_path / "target")
@@ -108,7 +108,7 @@ def test_a_converted_checkpoint_computes_what_it_did(tmp_path: Path, kind: str, 
 
 def test_matrices_are_mixed_as_llama_cpp_mixes_them() -> None:
     """Q4_K_M of 30 layers with 576 inputs, 1536 in the middle, as of SmolLM2: what no K type fits is rounded less."""
-    from foretoken.bench.peers.workers.to_gguf import mixed_type
+    from foredraft.bench.peers.workers.to_gguf import mixed_type
 
     kinds = {
         (part, layer): mixed_type(f"blk.{layer}.{part}.weight", 1536 if part == "ffn_down" else 576, 30, True).name
@@ -136,7 +136,7 @@ def test_matrices_are_mixed_as_llama_cpp_mixes_them() -> None:
 def test_what_cannot_be_converted_is_refused(
     tmp_path: Path, file: str, change: dict[str, object], message: str
 ) -> None:
-    from foretoken.bench.peers.workers.to_gguf import convert
+    from foredraft.bench.peers.workers.to_gguf import convert
 
     folder = tmp_path / "target"
     shutil.copytree(TARGET, folder)

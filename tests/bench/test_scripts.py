@@ -10,12 +10,12 @@ import house
 import pytest
 import speed
 
-from foretoken.bench.trial import Arm, Run, Sampling, interleave
-from foretoken.bench.workload import BenchPrompt
+from foredraft.bench.trial import Arm, Run, Sampling, interleave
+from foredraft.bench.workload import BenchPrompt
 
 
 def test_the_house_is_counted_by_files_lines_classes_and_words(tmp_path: Path) -> None:
-    room = tmp_path / "src" / "foretoken" / "room"
+    room = tmp_path / "src" / "foredraft" / "room"
     room.mkdir(parents=True)
     (room / "one.py").write_text("class A:\n    def f(self):\n        return 1\n\n\nclass B: ...\n")
     (room / "two.py").write_text("class A: ...\n\n\ndef g():\n    return 2\n")

@@ -12,9 +12,9 @@ import tau
 import torch
 from tau import Found, kept, of_record
 
-from foretoken import LLM, SamplingParams
-from foretoken.bench.trial import Sampling
-from foretoken.engine.stats import SequenceStats
+from foredraft import LLM, SamplingParams
+from foredraft.bench.trial import Sampling
+from foredraft.engine.stats import SequenceStats
 
 
 def test_tau_positions_and_kinds_of_counts() -> None:

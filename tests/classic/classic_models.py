@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken.classic.ngram_assisted import INgramStorage, NGramStorage
-from foretoken.classic.reader import Reader
-from foretoken.classic.rounds import Draft, ProcessedLaw, TorchNoise
-from foretoken.classic.sampling.speculative_decoding import ModelProposer
-from foretoken.testing import perturbed, toy_model
+from foredraft.classic.ngram_assisted import INgramStorage, NGramStorage
+from foredraft.classic.reader import Reader
+from foredraft.classic.rounds import Draft, ProcessedLaw, TorchNoise
+from foredraft.classic.sampling.speculative_decoding import ModelProposer
+from foredraft.testing import perturbed, toy_model
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4]
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from classic_models import PROMPT, FixedStorage, drafter, target
 
-from foretoken.classic.ngram_assisted import (
+from foredraft.classic.ngram_assisted import (
     NGramStorage,
     OneLevelNGramStorage,
     ngram_assisted_speculative_generate,
 )
-from foretoken.classic.sampling import autoregressive_generate, beam_search_generate, speculative_generate
-from foretoken.classic.utils.caching import prune_cache
-from foretoken.classic.utils.logits_processor import (
+from foredraft.classic.sampling import autoregressive_generate, beam_search_generate, speculative_generate
+from foredraft.classic.utils.caching import prune_cache
+from foredraft.classic.utils.logits_processor import (
     GreedyProcessor,
     LogitsProcessor,
     MultinomialProcessor,
@@ -24,7 +24,7 @@ from foretoken.classic.utils.logits_processor import (
     TopKNucleusProcessor,
     TopKProcessor,
 )
-from foretoken.errors import (
+from foredraft.errors import (
     ConfigError,
     ContextLengthError,
     NumericsError,
@@ -35,7 +35,7 @@ from foretoken.errors import (
     UnsupportedModelError,
     UnsupportedStateError,
 )
-from foretoken.testing import toy_model
+from foredraft.testing import toy_model
 
 CALLS: dict[str, Callable[..., Any]] = {
     "autoregressive": lambda prompt, **options: autoregressive_generate(prompt, target(), **options),

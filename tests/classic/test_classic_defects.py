@@ -26,27 +26,27 @@ from classic_models import (
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.cache_utils import DynamicCache
 
-from foretoken.classic import last_trace, ngram_assisted, sampling
-from foretoken.classic.adapters import adapter_of
-from foretoken.classic.ngram_assisted import (
+from foredraft.classic import last_trace, ngram_assisted, sampling
+from foredraft.classic.adapters import adapter_of
+from foredraft.classic.ngram_assisted import (
     NGramStorage,
     OneLevelNGramStorage,
     ngram_assisted_speculative_generate,
 )
-from foretoken.classic.reader import Reader
-from foretoken.classic.sampling import autoregressive_generate, max_fn, speculative_generate
-from foretoken.classic.utils.caching import prune_cache
-from foretoken.classic.utils.logits_processor import (
+from foredraft.classic.reader import Reader
+from foredraft.classic.sampling import autoregressive_generate, max_fn, speculative_generate
+from foredraft.classic.utils.caching import prune_cache
+from foredraft.classic.utils.logits_processor import (
     GreedyProcessor,
     MultinomialProcessor,
     NucleusProcessor,
     TopKNucleusProcessor,
     TopKProcessor,
 )
-from foretoken.errors import ConfigError, ContextLengthError, UnsupportedModelError
-from foretoken.model.lm import CausalLM
-from foretoken.model.support import cache_argument
-from foretoken.testing import toy_model
+from foredraft.errors import ConfigError, ContextLengthError, UnsupportedModelError
+from foredraft.model.lm import CausalLM
+from foredraft.model.support import cache_argument
+from foredraft.testing import toy_model
 
 
 def ids(*tokens: int) -> torch.Tensor:

@@ -16,23 +16,23 @@ import torch
 from classic_models import PROMPT, drafter, hf_greedy, target
 from transformers.cache_utils import DynamicCache
 
-from foretoken import zoo
-from foretoken.classic import DraftedToken, Step, last_trace
-from foretoken.classic.ngram_assisted import (
+from foredraft import zoo
+from foredraft.classic import DraftedToken, Step, last_trace
+from foredraft.classic.ngram_assisted import (
     INgramStorage,
     NGramStorage,
     OneLevelNGramStorage,
     ngram_assisted_speculative_generate,
 )
-from foretoken.classic.sampling import (
+from foredraft.classic.sampling import (
     autoregressive_generate,
     beam_search_generate,
     max_fn,
     speculative_generate,
 )
-from foretoken.classic.utils import printing
-from foretoken.classic.utils.caching import prune_cache
-from foretoken.classic.utils.logits_processor import (
+from foredraft.classic.utils import printing
+from foredraft.classic.utils.caching import prune_cache
+from foredraft.classic.utils.logits_processor import (
     GreedyProcessor,
     LogitsProcessor,
     MultinomialProcessor,
@@ -40,7 +40,7 @@ from foretoken.classic.utils.logits_processor import (
     TopKNucleusProcessor,
     TopKProcessor,
 )
-from foretoken.model.support import cache_argument
+from foredraft.model.support import cache_argument
 
 WORDS = ["The", "capital", "of", "France", "is", "Paris", "Germany", "Berlin", "London"]
 
@@ -118,7 +118,7 @@ def test_modules_and_constructors() -> None:
         "utils.caching",
         "utils.printing",
     ):
-        importlib.import_module(f"foretoken.classic.{name}")
+        importlib.import_module(f"foredraft.classic.{name}")
     assert GreedyProcessor().temperature == 1.0
     assert MultinomialProcessor(0.5).temperature == 0.5
     assert TopKProcessor(0.5, 7).top_k == 7

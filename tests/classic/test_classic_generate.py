@@ -9,20 +9,20 @@ import pytest
 import torch
 from classic_models import PROMPT, FixedStorage, drafter, hf_greedy, target, tiny
 
-from foretoken.classic import last_trace
-from foretoken.classic.ngram_assisted import (
+from foredraft.classic import last_trace
+from foredraft.classic.ngram_assisted import (
     NGramStorage,
     OneLevelNGramStorage,
     ngram_assisted_speculative_generate,
 )
-from foretoken.classic.sampling import autoregressive_generate, beam_search_generate, speculative_generate
-from foretoken.classic.utils.logits_processor import (
+from foredraft.classic.sampling import autoregressive_generate, beam_search_generate, speculative_generate
+from foredraft.classic.utils.logits_processor import (
     GreedyProcessor,
     LogitsProcessor,
     MultinomialProcessor,
     TopKProcessor,
 )
-from foretoken.testing import perturbed, toy_model
+from foredraft.testing import perturbed, toy_model
 
 FUNCTIONS = ("autoregressive", "speculative", "ngram")
 
@@ -309,9 +309,9 @@ def test_the_length_penalty_favours_longer_outputs() -> None:
 
 @pytest.mark.parametrize("length", [1, 5, 20])
 def test_the_penalty_is_the_described_one(length: int) -> None:
-    from foretoken.classic.reader import reader_of
-    from foretoken.classic.request import Request
-    from foretoken.classic.sampling.base_decoding import BeamSearch
+    from foredraft.classic.reader import reader_of
+    from foredraft.classic.request import Request
+    from foredraft.classic.sampling.base_decoding import BeamSearch
 
     reader = reader_of(target(), keeps_cache=True)
     search = BeamSearch(Request.of(PROMPT, reader.model, 5, []), reader, 4, 3, 5.0, 1.2)

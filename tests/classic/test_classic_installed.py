@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from foretoken import zoo
-from foretoken.classic import PACKAGES, install
-from foretoken.errors import ConfigError
+from foredraft import zoo
+from foredraft.classic import PACKAGES, install
+from foredraft.errors import ConfigError
 
 IMPORTS = """\
 from ngram_assisted import ngram_assisted_speculative_generate
@@ -103,10 +103,10 @@ def test_names_are_those_of_the_package_whoever_imports_them() -> None:
     install()
     import ngram_assisted
 
-    from foretoken.classic import ngram_assisted as ours
+    from foredraft.classic import ngram_assisted as ours
 
     assert ngram_assisted is ours
-    assert sys.modules["utils.caching"] is sys.modules["foretoken.classic.utils.caching"]
+    assert sys.modules["utils.caching"] is sys.modules["foredraft.classic.utils.caching"]
 
 
 def test_modules_of_the_users_own_are_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

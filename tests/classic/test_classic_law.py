@@ -18,10 +18,10 @@ import torch
 from classic_models import difference, enumerated, plain_law, remember_logits, tiny
 from scipy.stats import chisquare
 
-from foretoken.accept import rules as verify
-from foretoken.classic.ngram_assisted import NGramStorage, ngram_assisted_speculative_generate
-from foretoken.classic.sampling import autoregressive_generate, speculative_generate
-from foretoken.classic.utils.logits_processor import (
+from foredraft.accept import rules as verify
+from foredraft.classic.ngram_assisted import NGramStorage, ngram_assisted_speculative_generate
+from foredraft.classic.sampling import autoregressive_generate, speculative_generate
+from foredraft.classic.utils.logits_processor import (
     LogitsProcessor,
     MultinomialProcessor,
     NucleusProcessor,

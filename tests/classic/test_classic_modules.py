@@ -15,12 +15,12 @@ from classic_models import PROMPT, difference, drafter, enumerated, hf_greedy, p
 from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM
 
-from foretoken.classic import last_trace
-from foretoken.classic.adapters import PlainModule, adapter_of, opened, ready
-from foretoken.classic.ngram_assisted import NGramStorage, ngram_assisted_speculative_generate
-from foretoken.classic.sampling import autoregressive_generate, beam_search_generate, speculative_generate
-from foretoken.classic.utils.logits_processor import GreedyProcessor, MultinomialProcessor
-from foretoken.errors import ContextLengthError, ShapeError, UnsupportedModelError
+from foredraft.classic import last_trace
+from foredraft.classic.adapters import PlainModule, adapter_of, opened, ready
+from foredraft.classic.ngram_assisted import NGramStorage, ngram_assisted_speculative_generate
+from foredraft.classic.sampling import autoregressive_generate, beam_search_generate, speculative_generate
+from foredraft.classic.utils.logits_processor import GreedyProcessor, MultinomialProcessor
+from foredraft.errors import ContextLengthError, ShapeError, UnsupportedModelError
 
 FORMS = {"tensor": lambda logits: logits, "object": lambda logits: SimpleNamespace(logits=logits)}
 

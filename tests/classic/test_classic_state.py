@@ -13,14 +13,14 @@ import torch
 from classic_models import PROMPT, drafter, hf_greedy, target
 from transformers import PreTrainedModel
 
-from foretoken.classic import last_trace
-from foretoken.classic.adapters import adapter_of
-from foretoken.classic.sampling import autoregressive_generate, speculative_generate
-from foretoken.classic.utils.logits_processor import MultinomialProcessor
-from foretoken.errors import PromptError
-from foretoken.loading.adapters import ADAPTERS
-from foretoken.model.lm import CausalLM
-from foretoken.testing import toy_model
+from foredraft.classic import last_trace
+from foredraft.classic.adapters import adapter_of
+from foredraft.classic.sampling import autoregressive_generate, speculative_generate
+from foredraft.classic.utils.logits_processor import MultinomialProcessor
+from foredraft.errors import PromptError
+from foredraft.loading.adapters import ADAPTERS
+from foredraft.model.lm import CausalLM
+from foredraft.testing import toy_model
 
 
 def test_a_model_is_probed_once(monkeypatch: Any) -> None:

@@ -10,10 +10,10 @@ import torch
 from classic_models import PROMPT, target
 from torch import Tensor
 
-from foretoken import zoo
-from foretoken.classic.adapters import adapter_of
-from foretoken.classic.reader import feed
-from foretoken.classic.survey import (
+from foredraft import zoo
+from foredraft.classic.adapters import adapter_of
+from foredraft.classic.reader import feed
+from foredraft.classic.survey import (
     TOPK,
     Datastore,
     PromptLookupCandidateGenerator,
@@ -21,9 +21,9 @@ from foretoken.classic.survey import (
     generate_medusa_buffers,
     tree_decoding,
 )
-from foretoken.drafters.parts.rank_tree import RankTree
-from foretoken.errors import ConfigError, ShapeError, TreeError
-from foretoken.retrieval.build import from_tokens
+from foredraft.drafters.parts.rank_tree import RankTree
+from foredraft.errors import ConfigError, ShapeError, TreeError
+from foredraft.retrieval.build import from_tokens
 
 CHOICES = [[0], [0, 0], [1], [0, 1], [0, 0, 0]]
 """Nodes 1 and 2 below the root, 3 and 4 below node 1, 5 below node 3."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.model.lm import CausalLM
-from foretoken.testing import toy_model
+from foredraft.model.lm import CausalLM
+from foredraft.testing import toy_model
 
 
 @pytest.mark.parametrize("vocab_size", [2, 3, 5, 13])

@@ -10,10 +10,10 @@ import torch
 from typer.testing import CliRunner
 
 from architectures import ARCHITECTURES
-from foretoken.cli import app
-from foretoken.config.method import methods
-from foretoken.llm import LLM
-from foretoken.testing import toy_model
+from foredraft.cli import app
+from foredraft.config.method import methods
+from foredraft.llm import LLM
+from foredraft.testing import toy_model
 
 HEADS = {name for name, method in methods().items() if method.drafts_with_heads}
 """Methods that need a head which somebody has trained for the target."""
@@ -35,7 +35,7 @@ def test_what_a_model_alone_lacks_is_named() -> None:
     assert set(lacking) == {"draft_model", "rest", "layer_skip"} | HEADS
     assert "needs a drafter" in str(lacking["draft_model"])
     assert "datastore" in str(lacking["rest"])
-    assert "foretoken tune" in str(lacking["layer_skip"])
+    assert "foredraft tune" in str(lacking["layer_skip"])
 
 
 def test_a_loaded_drafter_counts() -> None:

@@ -10,13 +10,13 @@ from functools import cache
 import pytest
 from typer.testing import CliRunner, Result
 
-from foretoken import LLM, SamplingParams
-from foretoken.cli import app
-from foretoken.cli.conversation import ChatTurn, Conversation
-from foretoken.cli.options import respell
-from foretoken.errors import ConfigError, ContextLengthError
-from foretoken.sessions.outputs import StreamOutput
-from foretoken.testing import toy_model
+from foredraft import LLM, SamplingParams
+from foredraft.cli import app
+from foredraft.cli.conversation import ChatTurn, Conversation
+from foredraft.cli.options import respell
+from foredraft.errors import ConfigError, ContextLengthError
+from foredraft.sessions.outputs import StreamOutput
+from foredraft.testing import toy_model
 
 QUESTIONS = ("Tell me a story about a lion and a mouse.", "What is your favorite movie?", "Who was it?")
 SHORT = SamplingParams(temperature=0, max_tokens=24)

@@ -1,4 +1,4 @@
-"""``foretoken chat`` in a real terminal: tmux for what is on the screen, a pseudo-terminal for Ctrl-C and the end."""
+"""``foredraft chat`` in a real terminal: tmux for what is on the screen, a pseudo-terminal for Ctrl-C and the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from programs import become
 
-CHAT = [sys.executable, "-m", "foretoken", "chat", "--model", "zoo:tiny", "--dtype", "float32", "--max-new-tokens"]
+CHAT = [sys.executable, "-m", "foredraft", "chat", "--model", "zoo:tiny", "--dtype", "float32", "--max-new-tokens"]
 PATIENCE = 90.0  # seconds, on a machine that does other things too
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ class Tmux:
     """A terminal of 100 x 40 on a server of its own."""
 
     def __init__(self, command: list[str]) -> None:
-        self._name = f"foretoken-{uuid.uuid4().hex[:8]}"
+        self._name = f"foredraft-{uuid.uuid4().hex[:8]}"
         self._tmux(
             "-f", "/dev/null", "new-session", "-d", "-x", "100", "-y", "40", f"{shlex.join(command)}; echo code $?; cat"
         )

@@ -20,14 +20,14 @@ import pytest
 from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 
-from foretoken import LLM, SamplingParams, SpeculativeConfig, zoo
-from foretoken.cli import app
-from foretoken.cli.comparison import WARM_UP, Lane
-from foretoken.cli.options import DEFAULTS, DraftingOptions, respell
-from foretoken.cli.running import choose_model
-from foretoken.loading.defaults import default_keys
-from foretoken.native.abi import MOST_NODES
-from foretoken.sessions.runner import Stream
+from foredraft import LLM, SamplingParams, SpeculativeConfig, zoo
+from foredraft.cli import app
+from foredraft.cli.comparison import WARM_UP, Lane
+from foredraft.cli.options import DEFAULTS, DraftingOptions, respell
+from foredraft.cli.running import choose_model
+from foredraft.loading.defaults import default_keys
+from foredraft.native.abi import MOST_NODES
+from foredraft.sessions.runner import Stream
 from programs import started
 
 STORY = "Once upon a time there was a"
@@ -80,7 +80,7 @@ def test_json_is_one_object_per_prompt_in_order(plain: LLM) -> None:
     outputs = plain.generate(prompts, SamplingParams(temperature=1, seed=5, max_tokens=12))
     assert [line["prompt"] for line in lines] == prompts
     assert [line["token_ids"] for line in lines] == [list(output.outputs[0].token_ids) for output in outputs]
-    assert result.stderr.startswith("foretoken: zoo:tiny: 5.5 M parameters, float32")
+    assert result.stderr.startswith("foredraft: zoo:tiny: 5.5 M parameters, float32")
     assert result.stderr.count("\n") == 1
     for line, output in zip(lines, outputs, strict=True):
         assert set(line) == {
@@ -286,7 +286,7 @@ def test_the_default_method_is_what_comes_with_the_model_else_auto() -> None:
 
 
 def test_a_head_inside_a_models_folder_is_found(tmp_path: Path) -> None:
-    """As ``foretoken train --out MODEL/eagle3`` leaves it; what else lies there is passed over."""
+    """As ``foredraft train --out MODEL/eagle3`` leaves it; what else lies there is passed over."""
     for name in ("draft", "notes"):
         (tmp_path / name).mkdir()
     shutil.copytree(zoo.path("tiny", "draft"), tmp_path / "draft", dirs_exist_ok=True)
@@ -325,7 +325,7 @@ def test_help_loads_nothing() -> None:
     verbs = ["generate", "chat", "demo", "info", "trajectory", "datastore build", "datastore query"]
     verbs += ["tune", "tune layer-skip", "tune tree", "serve", "verify", "bench", "train"]
     code = (
-        "import sys; from typer.testing import CliRunner; from foretoken.cli import app\n"
+        "import sys; from typer.testing import CliRunner; from foredraft.cli import app\n"
         f"for verb in {verbs}:\n"
         "    assert CliRunner().invoke(app, [*verb.split(), '--help']).exit_code == 0, verb\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
@@ -339,7 +339,7 @@ def test_defaults_are_those_of_sampling_params_but_two() -> None:
 
 
 def test_version_and_help() -> None:
-    assert run("--version").stdout.startswith("foretoken 0.")
+    assert run("--version").stdout.startswith("foredraft 0.")
     text = run("--help").stdout
     for verb in ("generate", "demo", "info", "bench"):
         assert verb in text
@@ -433,7 +433,7 @@ def test_demo_gives_no_speed_when_texts_differ(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_demo_labels_the_inflated_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.cli.demo.INFLATED", {"hidden_size": 512, "intermediate_size": 1024})
+    monkeypatch.setattr("foredraft.cli.demo.INFLATED", {"hidden_size": 512, "intermediate_size": 1024})
     options = [*TINY, "--num-prompts", "1", "--max-new-tokens", "4", "--dtype", "float32", "--json"]
     (report,) = records(run("demo", *options))
     assert re.search(r"inflated in width to \d+\.\d M parameters", report["model"])
@@ -469,7 +469,7 @@ def test_demo_refuses_before_it_loads(options: list[str], message: str) -> None:
 def test_demo_in_a_terminal(columns: int) -> None:
     """From the first second on something is on the screen; at the end questions, answers and the table stay there."""
     pty = pytest.importorskip("pty")
-    command = [sys.executable, "-m", "foretoken", *DEMO]
+    command = [sys.executable, "-m", "foredraft", *DEMO]
     pid, terminal = pty.fork()
     if pid == 0:
         os.execve(command[0], command, {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns)})

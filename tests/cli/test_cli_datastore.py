@@ -1,4 +1,4 @@
-"""``foretoken datastore``: the verbs, their JSON, their exit codes."""
+"""``foredraft datastore``: the verbs, their JSON, their exit codes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from foretoken import zoo
-from foretoken.cli import app
-from foretoken.drafters.lookup.rest import RestOptions
+from foredraft import zoo
+from foredraft.cli import app
+from foredraft.drafters.lookup.rest import RestOptions
 
 
 def run(*arguments: object, code: int = 0) -> Any:

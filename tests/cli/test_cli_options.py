@@ -9,9 +9,9 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from foretoken.cli import app as foretoken_app
-from foretoken.cli.options import SamplingOptions, takes_groups
-from foretoken.config.sampling import SamplingParams
+from foredraft.cli import app as foredraft_app
+from foredraft.cli.options import SamplingOptions, takes_groups
+from foredraft.config.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def test_every_verb_that_loads_a_target_can_be_told_in_what_weights() -> None:
         for child, below in getattr(command, "commands", {}).items():
             note(below, f"{name} {child}".strip())
 
-    note(typer.main.get_command(foretoken_app), "")
+    note(typer.main.get_command(foredraft_app), "")
     loading = {name for name, options in verbs.items() if "dtype" in options} - {"quantize"}
     assert loading == {
         *("generate", "chat", "serve", "demo", "info", "bench", "verify", "train", "trajectory"),

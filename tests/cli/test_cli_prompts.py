@@ -14,16 +14,16 @@ import typer
 from transformers import PreTrainedTokenizerBase
 from typer.testing import CliRunner, Result
 
-from foretoken import zoo
-from foretoken.cli import app
-from foretoken.cli.prompts import ask, check_template, looks_like_instruct, read_prompts
-from foretoken.cli.running import put_json, tolerate_encodings
-from foretoken.cli.writers import ending
-from foretoken.errors import ConfigError, PromptError
-from foretoken.loading.models import load_tokenizer
-from foretoken.sessions.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from foretoken.sessions.prompts import chat_text
-from foretoken.zoo.manifest import Manifest
+from foredraft import zoo
+from foredraft.cli import app
+from foredraft.cli.prompts import ask, check_template, looks_like_instruct, read_prompts
+from foredraft.cli.running import put_json, tolerate_encodings
+from foredraft.cli.writers import ending
+from foredraft.errors import ConfigError, PromptError
+from foredraft.loading.models import load_tokenizer
+from foredraft.sessions.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from foredraft.sessions.prompts import chat_text
+from foredraft.zoo.manifest import Manifest
 from programs import ran
 
 TINY = ["--model", "zoo:tiny", "--dtype", "float32", "--max-new-tokens", "4"]

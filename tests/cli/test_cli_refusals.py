@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from test_cli import run
 
-import foretoken.llm
-from foretoken.folders import check_place
-from foretoken.loading import models
+import foredraft.llm
+from foredraft.folders import check_place
+from foredraft.loading import models
 from programs import ran
 
 TINY = ["--model", "zoo:tiny"]
@@ -32,7 +32,7 @@ def _nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(foretoken.llm, "load_model", load)
+    monkeypatch.setattr(foredraft.llm, "load_model", load)
     monkeypatch.setattr(models, "load_model", load)
 
 
@@ -99,7 +99,7 @@ def test_prompts_and_options_are_refused_without_torch() -> None:
     code = f"""
 import sys
 from typer.testing import CliRunner
-from foretoken.cli import app
+from foredraft.cli import app
 print([CliRunner().invoke(app, one).exit_code for one in {refused!r}], "torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -134,7 +134,7 @@ def test_a_place_is_written_to_or_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def shell(line: str, unbuffered: str = "") -> subprocess.CompletedProcess[str]:
-    command = f"{sys.executable} -m foretoken {line}"
+    command = f"{sys.executable} -m foredraft {line}"
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     return subprocess.run(
         ["sh", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment
@@ -153,7 +153,7 @@ def test_a_standard_output_that_is_full_is_a_refusal(line: str, unbuffered: str)
     done = shell(f"{line} > {FULL}", unbuffered)
     assert done.returncode == 2
     assert done.stderr == (
-        "foretoken: ConfigError: standard output cannot be written (No space left on device), so what was to follow is "
+        "foredraft: ConfigError: standard output cannot be written (No space left on device), so what was to follow is "
         "lost; make room, or send it elsewhere\n"
     )
 
@@ -164,7 +164,7 @@ def test_a_standard_output_that_is_closed_is_a_refusal_at_once(line: str) -> Non
     done = shell(f"{line} >&-") if line == "--help" else ran(line.split(), closed=1)
     assert done.returncode == 2
     assert done.stderr == (
-        "foretoken: ConfigError: standard output is closed; give it a place, /dev/null for instance\n"
+        "foredraft: ConfigError: standard output is closed; give it a place, /dev/null for instance\n"
     )
 
 
@@ -177,7 +177,7 @@ def test_a_generation_whose_text_is_lost_says_so(form: str) -> None:
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     *_, last = done.stderr.splitlines()
-    assert last.startswith("foretoken: ConfigError: standard output cannot be written (No space left on device)")
+    assert last.startswith("foredraft: ConfigError: standard output cannot be written (No space left on device)")
 
 
 @needs_full
@@ -207,7 +207,7 @@ def test_a_reader_who_has_seen_enough_is_no_error(line: str) -> None:
 
 @pytest.mark.parametrize(("line", "unbuffered"), [("--help", ""), ("info --keys", "1"), ("info --keys --json", "")])
 def test_a_reader_who_never_began_is_no_error(line: str, unbuffered: str) -> None:
-    command = f"({sys.executable} -m foretoken {line}; echo $? >&2) | true"
+    command = f"({sys.executable} -m foredraft {line}; echo $? >&2) | true"
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, env=environment)
     assert done.stderr == "0\n"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from foretoken import LLM, SamplingParams
-from foretoken.cli import app
+from foredraft import LLM, SamplingParams
+from foredraft.cli import app
 
 pytestmark = [pytest.mark.smollm2, pytest.mark.slow, pytest.mark.usefixtures("_loaded_once")]
 
@@ -36,7 +36,7 @@ def plain() -> LLM:
 def test_a_question_is_answered(plain: LLM) -> None:
     result = run("generate", QUESTION, *SHORT)
     assert "Paris" in result.stdout
-    assert result.stderr.startswith("foretoken: zoo:smollm2: 134.5 M parameters, ")
+    assert result.stderr.startswith("foredraft: zoo:smollm2: 134.5 M parameters, ")
     assert "method suffix+eagle3 with the head zoo:smollm2, eagle3 (on board); " in result.stderr
     answer = record("generate", QUESTION, *SHORT)
     params = SamplingParams(temperature=0, max_tokens=16)

@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from foretoken import zoo
-from foretoken.bench.parts import UnequalOutputsError
-from foretoken.cli import app, comparison
-from foretoken.cli import bench as cli_bench
-from foretoken.ending import ENDING, finishing
-from foretoken.engine.engine import Engine
-from foretoken.folders import only_writer
-from foretoken.heads.checkpoint import write_checkpoint
-from foretoken.heads.medusa_hydra import HeadsShape, MedusaHeads
-from foretoken.heads.medusa_hydra_layouts import write_medusa
-from foretoken.tune.tuning import Tuning
+from foredraft import zoo
+from foredraft.bench.parts import UnequalOutputsError
+from foredraft.cli import app, comparison
+from foredraft.cli import bench as cli_bench
+from foredraft.ending import ENDING, finishing
+from foredraft.engine.engine import Engine
+from foredraft.folders import only_writer
+from foredraft.heads.checkpoint import write_checkpoint
+from foredraft.heads.medusa_hydra import HeadsShape, MedusaHeads
+from foredraft.heads.medusa_hydra_layouts import write_medusa
+from foredraft.tune.tuning import Tuning
 from programs import started
 from small_disk import room_for
 
@@ -68,9 +68,9 @@ def ended(arguments: list[str], is_time: Callable[[], bool], *numbers: signal.Si
 def test_ctrl_c_while_a_module_is_imported_is_130(tmp_path: Path) -> None:
     """Four of seventy ended by the signal instead: dataclasses run text, and CPython remembers Ctrl-C in that."""
     (tmp_path / "interrupted.py").write_text(
-        "import foretoken.cli\n"
-        "from foretoken.__main__ import main\n"
-        "foretoken.cli.main = lambda: exec('raise KeyboardInterrupt')\n"
+        "import foredraft.cli\n"
+        "from foredraft.__main__ import main\n"
+        "foredraft.cli.main = lambda: exec('raise KeyboardInterrupt')\n"
         "main()\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
@@ -94,7 +94,7 @@ def test_a_comparison_that_is_ended_keeps_its_rows(numbers: list[signal.Signals]
 def test_signals_that_a_process_was_started_to_ignore_stay_so() -> None:
     """``nohup`` and shells' jobs in the background."""
     code = (
-        "import signal; from foretoken.ending import *; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "import signal; from foredraft.ending import *; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "end_as_by_ctrl_c(); print([signal.getsignal(one).__class__.__name__ for one in ENDING])"
     )
@@ -104,7 +104,7 @@ def test_signals_that_a_process_was_started_to_ignore_stay_so() -> None:
 
 def test_a_second_signal_at_once_is_the_same_one() -> None:
     code = (
-        "import os, signal; from foretoken.ending import *\n"
+        "import os, signal; from foredraft.ending import *\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\nend_as_by_ctrl_c()\n"
         "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    print('first')\n"
         "os.kill(os.getpid(), signal.SIGINT)\nos.kill(os.getpid(), signal.SIGTERM)\nprint('kept')"
@@ -116,7 +116,7 @@ def test_a_second_signal_at_once_is_the_same_one() -> None:
 def test_a_signal_that_comes_where_nothing_can_be_raised_still_ends() -> None:
     """In destructors, and callbacks of the import system: Python told of it, and a benchmark ran to its end."""
     code = (
-        "import os, signal, sys, time; from foretoken.ending import *\n"
+        "import os, signal, sys, time; from foredraft.ending import *\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\nend_as_by_ctrl_c()\n"
         "class Dying:\n    def __del__(self):\n        os.kill(os.getpid(), signal.SIGINT)\n"
         "class Failing:\n    def __del__(self):\n        raise ValueError('told as ever')\n"
@@ -145,7 +145,7 @@ def test_ctrl_c_while_the_command_is_imported_is_no_traceback(tmp_path: Path) ->
     (tmp_path / "typer.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     done = subprocess.run(
-        [sys.executable, "-m", "foretoken", "info"],
+        [sys.executable, "-m", "foredraft", "info"],
         capture_output=True,
         text=True,
         env=environment,
@@ -172,7 +172,7 @@ def test_a_trace_is_written_however_its_text_ends(
     error: type[BaseException], traced: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``| head -1`` left none."""
-    from foretoken.cli.writers import TextWriter
+    from foredraft.cli.writers import TextWriter
 
     def write(self: TextWriter, *_: Any) -> None:
         raise error
@@ -186,7 +186,7 @@ def test_a_trace_is_written_however_its_text_ends(
 
 
 def test_texts_are_shown_where_the_trace_cannot_be_written(traced: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from foretoken.cli.tracing import TraceFile
+    from foredraft.cli.tracing import TraceFile
 
     monkeypatch.setattr(TraceFile, "note", end_at(3, TraceFile.note))
     with room_for(100):

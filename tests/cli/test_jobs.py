@@ -1,4 +1,4 @@
-"""``foretoken generate --out``: each prompt exactly once, in order, from where a run was broken off."""
+"""``foredraft generate --out``: each prompt exactly once, in order, from where a run was broken off."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from foretoken.cli import app
-from foretoken.cli import generate as jobs
-from foretoken.folders import only_writer
+from foredraft.cli import app
+from foredraft.cli import generate as jobs
+from foredraft.folders import only_writer
 
 OPTIONS = ["--model", "zoo:tiny", "--raw", "--max-new-tokens", "6", "--temperature", "1", "--seed", "5"]
 

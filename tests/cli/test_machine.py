@@ -1,4 +1,4 @@
-"""foretoken info without a model: what the machine has, what is missing, and what to do about it."""
+"""foredraft info without a model: what the machine has, what is missing, and what to do about it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import foretoken.native.build as build
-import foretoken.native.library as native
-from foretoken.cli import app
-from foretoken.cli import info as machine
+import foredraft.native.build as build
+import foredraft.native.library as native
+from foredraft.cli import app
+from foredraft.cli import info as machine
 
 
 def run(*arguments: str) -> Any:
@@ -27,7 +27,7 @@ def run(*arguments: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def _no_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.llm.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("foredraft.llm.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
 
 
 def test_the_machine_is_told_without_a_model() -> None:
@@ -95,15 +95,15 @@ def test_it_is_told_where_kernels_come_from(
 def test_a_missing_package_and_cache_have_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
     monkeypatch.setattr(machine, "_is_writable", lambda folder: False)
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "kept"))
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "kept"))
     missing = {one["what"]: one["remedy"] for one in json.loads(run("--json"))["missing"]}
-    assert missing["gguf"] == "python -m pip install 'foretoken[gguf]'"
-    assert missing["cache"] == "set FORETOKEN_CACHE to a folder that can be written"
+    assert missing["gguf"] == "python -m pip install 'foredraft[gguf]'"
+    assert missing["cache"] == "set FOREDRAFT_CACHE to a folder that can be written"
     assert "[gguf]" in run()  # not taken as markup
 
 
 def test_packed_copies_are_listed_with_their_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
     assert json.loads(run("--json"))["cache"]["packed_copies"] == []
     (tmp_path / "packed").mkdir()
     (tmp_path / "packed" / "m.packed").write_bytes(bytes(300_000))
@@ -115,7 +115,7 @@ def test_packed_copies_are_listed_with_their_size(monkeypatch: pytest.MonkeyPatc
 def test_a_terminal_that_does_not_tell_its_width_gets_everything() -> None:
     """With COLUMNS=0, as where `tput` has no terminal to ask, every verb and --help wrote nothing, with code 0."""
     done = subprocess.run(
-        [sys.executable, "-m", "foretoken", "info", "--keys", "--method", "ngram"],
+        [sys.executable, "-m", "foredraft", "info", "--keys", "--method", "ngram"],
         env={**os.environ, "COLUMNS": "0"},
         capture_output=True,
         text=True,

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from foretoken.config.method import Method, methods
-from foretoken.drafters.parts.growth import Growth, GrowthOptions
-from foretoken.engine.drafter import Drafter
-from foretoken.retrieval.datastore import Lookup
-from foretoken.retrieval.history import OutputHistory
+from foredraft.config.method import Method, methods
+from foredraft.drafters.parts.growth import Growth, GrowthOptions
+from foredraft.engine.drafter import Drafter
+from foredraft.retrieval.datastore import Lookup
+from foredraft.retrieval.history import OutputHistory
 
 OPTION_OF = {
     "max_nodes": ("max_draft_nodes",),

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from foretoken.config.written import read_text
-from foretoken.drafters.parts.layer_set import LayerSet
-from foretoken.drafters.parts.rank_tree import RankTree
-from foretoken.engine.profiles import Profile
-from foretoken.errors import ForetokenError
-from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.retrieval.corpus import find_files
-from foretoken.sessions.prompt_files import read_prompts_file
+from foredraft.config.written import read_text
+from foredraft.drafters.parts.layer_set import LayerSet
+from foredraft.drafters.parts.rank_tree import RankTree
+from foredraft.engine.profiles import Profile
+from foredraft.errors import ForedraftError
+from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.retrieval.corpus import find_files
+from foredraft.sessions.prompt_files import read_prompts_file
 
 TEXTS = {"deep": "[" * 100_000, "deep objects": '{"a":' * 50_000, "long": "9" * 5000}
 READERS: dict[str, Callable[[Path], Any]] = {
@@ -35,7 +35,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
 def test_what_cannot_be_parsed_is_refused_in_one_line(read: Callable[[Path], Any], text: str, tmp_path: Path) -> None:
     file = tmp_path / "given.jsonl"
     file.write_text(text)
-    with pytest.raises(ForetokenError) as refused:
+    with pytest.raises(ForedraftError) as refused:
         read(file)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 400
@@ -43,5 +43,5 @@ def test_what_cannot_be_parsed_is_refused_in_one_line(read: Callable[[Path], Any
 
 def test_ids_beyond_any_tensor_are_no_draft_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "ids.json").write_text(f"[1, {10**30}]")
-    with pytest.raises(ForetokenError, match="it holds other numbers"):
+    with pytest.raises(ForedraftError, match="it holds other numbers"):
         DraftVocabulary.load(tmp_path / "ids.json", 64)

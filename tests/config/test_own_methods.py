@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from test_wheel import build, wheel_of
 
-import foretoken.drafters.lookup
-from foretoken import LLM, SamplingParams, SpeculativeConfig
-from foretoken.config.method import methods
-from foretoken.model.lm import CausalLM
-from foretoken.testing import check_drafter, toy_model
+import foredraft.drafters.lookup
+from foredraft import LLM, SamplingParams, SpeculativeConfig
+from foredraft.config.method import methods
+from foredraft.model.lm import CausalLM
+from foredraft.testing import check_drafter, toy_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "echo_method"
-FILE = EXAMPLE / "src" / "foretoken_echo.py"
+FILE = EXAMPLE / "src" / "foredraft_echo.py"
 
 
 def run(site: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -34,7 +34,7 @@ def run(site: Path, *command: str) -> subprocess.CompletedProcess[str]:
 def test_a_package_adds_a_method_by_its_entry_point(tmp_path: Path) -> None:
     pytest.importorskip("hatchling")
     wheel_of(build(EXAMPLE, tmp_path / "built", 1)).extractall(tmp_path / "site")
-    keys = run(tmp_path / "site", "-m", "foretoken", "info", "--keys", "--method", "repeat_after", "--json")
+    keys = run(tmp_path / "site", "-m", "foredraft", "info", "--keys", "--method", "repeat_after", "--json")
     assert keys.returncode == 0, keys.stderr
     assert {name: value for name, value in json.loads(keys.stdout.splitlines()[0]).items() if name != "meaning"} == {
         "key": "echo_distance",
@@ -42,7 +42,7 @@ def test_a_package_adds_a_method_by_its_entry_point(tmp_path: Path) -> None:
         "defaults": {"echo": 4},
     }
     arguments = ("generate", "One, two, one, two,", "--model", "zoo:tiny", "--max-new-tokens", "12", "--json")
-    done = run(tmp_path / "site", "-m", "foretoken", *arguments, "--speculative-config", '{"echo_distance": 2}')
+    done = run(tmp_path / "site", "-m", "foredraft", *arguments, "--speculative-config", '{"echo_distance": 2}')
     assert done.returncode == 0, done.stderr
     plain = LLM("zoo:tiny").generate(arguments[1], SamplingParams(temperature=0, max_tokens=12))[0].outputs[0]
     assert json.loads(done.stdout)["token_ids"] == list(plain.token_ids)
@@ -53,9 +53,9 @@ def test_entry_points_that_cannot_be_used_are_left_out_with_a_warning(tmp_path: 
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
     (folder / "entry_points.txt").write_text(
-        "[foretoken.drafters]\nmissing = nowhere_at_all:METHOD\nother = json:dumps\ntaken = json:METHOD\n"
+        "[foredraft.drafters]\nmissing = nowhere_at_all:METHOD\nother = json:dumps\ntaken = json:METHOD\n"
     )
-    code = "from foretoken.config.method import methods; print(len(methods()))"
+    code = "from foredraft.config.method import methods; print(len(methods()))"
     done = run(tmp_path, "-c", code)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == len(methods())
@@ -71,7 +71,7 @@ def test_entry_points_that_cannot_be_used_are_left_out_with_a_warning(tmp_path: 
 def _file_in_a_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The file of the example, as if it lay beside the other lookups."""
     (tmp_path / "echo.py").write_text(FILE.read_text(encoding="utf-8"), encoding="utf-8")
-    monkeypatch.setattr(foretoken.drafters.lookup, "__path__", [*foretoken.drafters.lookup.__path__, str(tmp_path)])
+    monkeypatch.setattr(foredraft.drafters.lookup, "__path__", [*foredraft.drafters.lookup.__path__, str(tmp_path)])
     methods.cache_clear()
     yield
     methods.cache_clear()
@@ -103,7 +103,7 @@ def test_the_example_keeps_the_contract(monkeypatch: pytest.MonkeyPatch) -> None
 def test_reading_configs_costs_no_torch(tmp_path: Path) -> None:
     """Options, ranges and help of every method are there before anything large is imported."""
     code = (
-        "import sys; from foretoken import SpeculativeConfig; from foretoken.config.method import key_entries; "
+        "import sys; from foredraft import SpeculativeConfig; from foredraft.config.method import key_entries; "
         "SpeculativeConfig.parse('suffix+draft_model'); assert key_entries(); "
         "assert not {'torch', 'transformers'} & sys.modules.keys()"
     )

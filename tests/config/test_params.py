@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.config.foreign import METHODS_ELSEWHERE, SAMPLING_PARAMETERS, SPECULATIVE_KEYS
-from foretoken.config.method import method_aliases, methods
-from foretoken.config.sampling import SAMPLING_ALIASES, SamplingParams
-from foretoken.config.speculative import SpeculativeConfig, all_keys
-from foretoken.config.written import ALIASES
-from foretoken.errors import ConfigError
+from foredraft.config.foreign import METHODS_ELSEWHERE, SAMPLING_PARAMETERS, SPECULATIVE_KEYS
+from foredraft.config.method import method_aliases, methods
+from foredraft.config.sampling import SAMPLING_ALIASES, SamplingParams
+from foredraft.config.speculative import SpeculativeConfig, all_keys
+from foredraft.config.written import ALIASES
+from foredraft.errors import ConfigError
 
 
 class TestSamplingParams:

@@ -7,14 +7,14 @@ from collections.abc import Sequence as Seq
 import pytest
 import torch
 
-from foretoken.config.engine import EngineConfig
-from foretoken.config.sampling import SamplingParams
-from foretoken.engine.drafter import Drafter, Requirements, StepResult
-from foretoken.engine.engine import Engine
-from foretoken.engine.sequence import Sequence
-from foretoken.model.lm import CausalLM
-from foretoken.testing import decode, toy_model
-from foretoken.tree import DraftTree
+from foredraft.config.engine import EngineConfig
+from foredraft.config.sampling import SamplingParams
+from foredraft.engine.drafter import Drafter, Requirements, StepResult
+from foredraft.engine.engine import Engine
+from foredraft.engine.sequence import Sequence
+from foredraft.model.lm import CausalLM
+from foredraft.testing import decode, toy_model
+from foredraft.tree import DraftTree
 
 
 class Probing(Drafter):

@@ -15,18 +15,18 @@ from test_drafters import DRAFTERS
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
-from foretoken.config.engine import EngineConfig
-from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.compose.first import FirstDrafter
-from foretoken.drafters.compose.union import UnionDrafter
-from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.parts.layer_set import LayerSet
-from foretoken.drafters.parts.self_draft import SelfDrafter
-from foretoken.engine.drafter import Drafter
-from foretoken.engine.engine import Engine
-from foretoken.model.lm import CausalLM
-from foretoken.testing import PROMPTS, perturbed, toy_model
+from foredraft.config.engine import EngineConfig
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.compose.first import FirstDrafter
+from foredraft.drafters.compose.union import UnionDrafter
+from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.lm.draft_model import DraftModelDrafter
+from foredraft.drafters.parts.layer_set import LayerSet
+from foredraft.drafters.parts.self_draft import SelfDrafter
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.engine import Engine
+from foredraft.model.lm import CausalLM
+from foredraft.testing import PROMPTS, perturbed, toy_model
 from toys import VOCAB_SIZE, target
 
 TARGET_LAYERS, DRAFTER_LAYERS = 2, 1

@@ -15,23 +15,23 @@ import torch
 from test_drafters import VOCAB_SIZE, target
 
 from drafting import made
-from foretoken import LLM, SamplingParams
-from foretoken.drafters.compose.first import FirstDrafter
-from foretoken.drafters.compose.union import UnionDrafter
-from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.lookup.nasd import NGramStorage
-from foretoken.drafters.lookup.suffix import SuffixDrafter
-from foretoken.drafters.parts.draft import GrowingDraft
-from foretoken.drafters.parts.layer_set import LayerSet
-from foretoken.drafters.parts.self_draft import SelfDrafter
-from foretoken.engine.drafter import Drafter, Features, PromptChunk, Requirements, StepResult
-from foretoken.engine.engine import Engine
-from foretoken.engine.sequence import Sequence as Row
-from foretoken.errors import ConfigError, TokenizerMismatchError
-from foretoken.retrieval.datastore import Datastore
-from foretoken.retrieval.history import OutputHistory
-from foretoken.testing import PROMPTS, toy_model
-from foretoken.tree import DraftTree
+from foredraft import LLM, SamplingParams
+from foredraft.drafters.compose.first import FirstDrafter
+from foredraft.drafters.compose.union import UnionDrafter
+from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.lookup.nasd import NGramStorage
+from foredraft.drafters.lookup.suffix import SuffixDrafter
+from foredraft.drafters.parts.draft import GrowingDraft
+from foredraft.drafters.parts.layer_set import LayerSet
+from foredraft.drafters.parts.self_draft import SelfDrafter
+from foredraft.engine.drafter import Drafter, Features, PromptChunk, Requirements, StepResult
+from foredraft.engine.engine import Engine
+from foredraft.engine.sequence import Sequence as Row
+from foredraft.errors import ConfigError, TokenizerMismatchError
+from foredraft.retrieval.datastore import Datastore
+from foredraft.retrieval.history import OutputHistory
+from foredraft.testing import PROMPTS, toy_model
+from foredraft.tree import DraftTree
 from toys import datastore_of
 
 STORED = ((0, 1, 2, 3, 4, 5), (7, 2, 9, 9), (5, 6, 8))

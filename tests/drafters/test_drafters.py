@@ -12,16 +12,16 @@ import pytest
 import eagle_heads
 import toy_heads
 from drafting import check_conforms, made
-from foretoken.drafters.heads.eagle import EagleDrafter
-from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
-from foretoken.drafters.lengths import Fixed, Heuristic
-from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts.rank_tree import RankTree
-from foretoken.engine.drafter import Drafter
-from foretoken.retrieval.datastore import Datastore
-from foretoken.retrieval.history import OutputHistory
-from foretoken.testing import (
+from foredraft.drafters.heads.eagle import EagleDrafter
+from foredraft.drafters.heads.medusa_hydra import MultiHeadDrafter
+from foredraft.drafters.lengths import Fixed, Heuristic
+from foredraft.drafters.lm.draft_model import DraftModelDrafter
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.drafters.parts.rank_tree import RankTree
+from foredraft.engine.drafter import Drafter
+from foredraft.retrieval.datastore import Datastore
+from foredraft.retrieval.history import OutputHistory
+from foredraft.testing import (
     GREEDY,
     PROMPTS,
     SAMPLED,

@@ -18,10 +18,10 @@ import torch
 from promise import METHODS, Cell, Study
 
 from architectures import target_model
-from foretoken import LLM, SamplingParams
-from foretoken.errors import UnsupportedModelError
-from foretoken.native import library as native
-from foretoken.testing import hostile_kernels
+from foredraft import LLM, SamplingParams
+from foredraft.errors import UnsupportedModelError
+from foredraft.native import library as native
+from foredraft.testing import hostile_kernels
 from harness import random_ids
 
 GREEDY = SamplingParams(temperature=0.0, seed=7, max_tokens=16, ignore_eos=True)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drafting import made
-from foretoken.config.method import methods
-from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.length_options import policies_for
-from foretoken.drafters.lengths import (
+from foredraft.config.method import methods
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.drafters.length_options import policies_for
+from foredraft.drafters.lengths import (
     CONFIDENCE,
     FIRST_REFERENCE,
     LAW,
@@ -39,7 +39,7 @@ from foretoken.drafters.lengths import (
     make_policy,
     normalised_entropy,
 )
-from foretoken.errors import ConfigError
+from foredraft.errors import ConfigError
 
 VOCAB_SIZE = 1000
 

@@ -27,33 +27,33 @@ import test_suffix
 import test_swift
 import test_token_recycling
 
-from foretoken.drafters.compose import union
-from foretoken.drafters.compose.first import FirstDrafter
-from foretoken.drafters.iterate.jacobi import JacobiDrafter
-from foretoken.drafters.iterate.lookahead import GuessWindow, LookaheadDrafter
-from foretoken.drafters.lookup import token_recycling
-from foretoken.drafters.lookup.nasd import NasdDrafter
-from foretoken.drafters.lookup.ngram import NGramDrafter
-from foretoken.drafters.lookup.rest import RestDrafter
-from foretoken.drafters.lookup.suffix import SuffixDrafter
-from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
-from foretoken.drafters.parts import composite, suffix_index
-from foretoken.drafters.parts.adjacency import AdjacencyMatrix
-from foretoken.drafters.parts.composite import Calibration, CompositeDrafter
-from foretoken.drafters.parts.layer_set import LayerSet
-from foretoken.drafters.parts.self_draft import SelfDrafter
-from foretoken.drafters.parts.suffix_index import SuffixIndex
-from foretoken.drafters.selfdraft import layer_skip
-from foretoken.engine.drafter import Features, StepResult
-from foretoken.law import sampling
-from foretoken.model.cache.ragged import KVCache
-from foretoken.model.lm import CausalLM
-from foretoken.model.sublayers import SkippableLayers
-from foretoken.retrieval import suffix_tree
-from foretoken.retrieval.automaton import SuffixAutomaton
-from foretoken.retrieval.build import State
-from foretoken.retrieval.suffix_tree import SuffixTree
-from foretoken.tree import DraftTree
+from foredraft.drafters.compose import union
+from foredraft.drafters.compose.first import FirstDrafter
+from foredraft.drafters.iterate.jacobi import JacobiDrafter
+from foredraft.drafters.iterate.lookahead import GuessWindow, LookaheadDrafter
+from foredraft.drafters.lookup import token_recycling
+from foredraft.drafters.lookup.nasd import NasdDrafter
+from foredraft.drafters.lookup.ngram import NGramDrafter
+from foredraft.drafters.lookup.rest import RestDrafter
+from foredraft.drafters.lookup.suffix import SuffixDrafter
+from foredraft.drafters.lookup.token_recycling import TokenRecyclingDrafter
+from foredraft.drafters.parts import composite, suffix_index
+from foredraft.drafters.parts.adjacency import AdjacencyMatrix
+from foredraft.drafters.parts.composite import Calibration, CompositeDrafter
+from foredraft.drafters.parts.layer_set import LayerSet
+from foredraft.drafters.parts.self_draft import SelfDrafter
+from foredraft.drafters.parts.suffix_index import SuffixIndex
+from foredraft.drafters.selfdraft import layer_skip
+from foredraft.engine.drafter import Features, StepResult
+from foredraft.law import sampling
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.lm import CausalLM
+from foredraft.model.sublayers import SkippableLayers
+from foredraft.retrieval import suffix_tree
+from foredraft.retrieval.automaton import SuffixAutomaton
+from foredraft.retrieval.build import State
+from foredraft.retrieval.suffix_tree import SuffixTree
+from foredraft.tree import DraftTree
 from mutants import (
     Altered,
     Apply,

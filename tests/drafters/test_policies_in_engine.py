@@ -15,16 +15,16 @@ from test_rejection_law import drafter_model as few_drafter
 from test_rejection_law import p_value_of
 
 from drafting import check_conforms
-from foretoken.config.engine import EngineConfig
-from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.lengths import Confidence, Fixed, LengthPolicy, make_policy
-from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.lookup.nasd import NasdDrafter
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.engine import Engine
-from foretoken.model.lm import CausalLM
-from foretoken.testing import GREEDY, PROMPTS, SAMPLED, decode, toy_model
-from foretoken.tree import DraftTree
+from foredraft.config.engine import EngineConfig
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.lengths import Confidence, Fixed, LengthPolicy, make_policy
+from foredraft.drafters.lm.draft_model import DraftModelDrafter
+from foredraft.drafters.lookup.nasd import NasdDrafter
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.engine import Engine
+from foredraft.model.lm import CausalLM
+from foredraft.testing import GREEDY, PROMPTS, SAMPLED, decode, toy_model
+from foredraft.tree import DraftTree
 from toys import VOCAB_SIZE, small, target
 
 POLICIES: dict[str, Callable[[int], LengthPolicy]] = {
@@ -172,7 +172,7 @@ def test_rows_of_a_batch_have_lengths_of_their_own_and_share_the_forwards(
 
 def test_a_fixed_length_computes_no_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy is free where it does not look."""
-    from foretoken.law import sampling as module
+    from foredraft.law import sampling as module
 
     def never(*_: Any) -> None:
         raise AssertionError("log_probs was called")

@@ -20,22 +20,22 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import eagle_heads
-import foretoken
+import foredraft
 import simulated_device
 from architectures import ARCHITECTURES, target_model
-from foretoken import LLM, SamplingParams, StructuredOutputs, zoo
-from foretoken.classic.ngram_assisted import NGramStorage, OneLevelNGramStorage, ngram_assisted_speculative_generate
-from foretoken.classic.sampling import autoregressive_generate, speculative_generate
-from foretoken.classic.sampling.base_decoding import beam_search_generate
-from foretoken.classic.utils.logits_processor import GreedyProcessor, MultinomialProcessor
-from foretoken.cli import app
-from foretoken.config.method import methods
-from foretoken.engine import costs
-from foretoken.errors import ConfigError
-from foretoken.loading import models
-from foretoken.model.lm import CausalLM
-from foretoken.testing import perturbed, toy_model
-from foretoken.zoo.manifest import root
+from foredraft import LLM, SamplingParams, StructuredOutputs, zoo
+from foredraft.classic.ngram_assisted import NGramStorage, OneLevelNGramStorage, ngram_assisted_speculative_generate
+from foredraft.classic.sampling import autoregressive_generate, speculative_generate
+from foredraft.classic.sampling.base_decoding import beam_search_generate
+from foredraft.classic.utils.logits_processor import GreedyProcessor, MultinomialProcessor
+from foredraft.cli import app
+from foredraft.config.method import methods
+from foredraft.engine import costs
+from foredraft.errors import ConfigError
+from foredraft.loading import models
+from foredraft.model.lm import CausalLM
+from foredraft.testing import perturbed, toy_model
+from foredraft.zoo.manifest import root
 from harness import random_ids
 from serving import Running, running
 
@@ -276,7 +276,7 @@ def test_the_hook_gives_tensors_of_the_device(method: str) -> None:
             ids,
             max_new_tokens=LENGTH,
             do_sample=do_sample,
-            custom_generate=foretoken.speculate(method, **head),
+            custom_generate=foredraft.speculate(method, **head),
             **wanted,
         )
         tensors = [found.sequences, *found.scores, *found.logits]
@@ -315,7 +315,7 @@ def test_the_classic_functions_say_what_they_say_on_the_cpu(processor: Any, uses
 
 
 def test_the_server_answers() -> None:
-    from foretoken.serve.served import Offer
+    from foredraft.serve.served import Offer
 
     served = Offer.of(["tiny"], ["lookup=ngram", "plain=none"]).over(llm().with_speculative_config("eagle3"))
     with running(served) as server:
@@ -331,7 +331,7 @@ def ask(server: Running, model: str) -> str:
 # -- verbs ---------------------------------------------------------------------------------------------------------
 
 
-def foretoken_does(*arguments: str) -> str:
+def foredraft_does(*arguments: str) -> str:
     done = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
@@ -342,10 +342,10 @@ def test_generate_and_info_name_the_device(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(costs, "forward_times", lambda forwards, _: times(forwards, 1, warm_ups=0))
     model = ("--model", "zoo:tiny", "--device", DEVICE, "--dtype", "float32", "--json")
     found = json.loads(
-        foretoken_does("generate", TEXTS[0], *model, "--max-new-tokens", str(LENGTH), "--temperature", "0")
+        foredraft_does("generate", TEXTS[0], *model, "--max-new-tokens", str(LENGTH), "--temperature", "0")
     )
     assert found["text"] == on_cpu("greedy")[0].outputs[0].text
-    assert "sim:0" in foretoken_does("info", *model)
+    assert "sim:0" in foredraft_does("info", *model)
 
 
 @full
@@ -364,7 +364,7 @@ def test_bench_measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     """It takes the GPU where there is one."""
     monkeypatch.setattr(models, "choose_device", lambda _: torch.device(DEVICE))
     few = ("--num-prompts", "2", "--max-new-tokens", "8", "--repeats", "1", "--parts", "speed", "--parts", "equality")
-    foretoken_does("bench", "--model", "zoo:tiny", "--dtype", "float32", "--methods", "ngram,eagle3", *few)
+    foredraft_does("bench", "--model", "zoo:tiny", "--dtype", "float32", "--methods", "ngram,eagle3", *few)
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_a_head_is_trained_and_drafts(method: str, tmp_path: Path) -> None:
     )
     small = ("--max-new-tokens", "12", "--batch-tokens", "48", "--draft-vocabulary-size", "256", "--held-out", "8")
     on = ("--target", "zoo:tiny", "--device", DEVICE, "--dtype", "float32", "--evaluate-tokens", "8", "--json")
-    told = foretoken_does("train", method, "--prompts", str(prompts), "--raw", "--out", str(head), *small, *on)
+    told = foredraft_does("train", method, "--prompts", str(prompts), "--raw", "--out", str(head), *small, *on)
     assert json.loads(told.splitlines()[-1])["tau"] >= 1.0
     trained = llm().with_speculative_config({"model": str(head)})
     assert said(trained.generate(TEXTS, in_turn(("greedy",)))) == said(on_cpu("greedy"))

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from foretoken.engine.acceptance_model import AcceptanceModel
-from foretoken.tree import DraftTree
+from foredraft.engine.acceptance_model import AcceptanceModel
+from foredraft.tree import DraftTree
 
 
 def test_acceptance_is_learned_from_nodes_that_were_never_verified() -> None:

@@ -12,19 +12,19 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import LLM, SamplingParams
-from foretoken.config.method import methods
-from foretoken.engine.engine import Engine
-from foretoken.heads.checkpoint import write_checkpoint
-from foretoken.heads.eagle import EagleHead, EagleShape, default_streams
-from foretoken.heads.eagle_layouts import write_eagle
-from foretoken.heads.layers import LayerShape
-from foretoken.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
-from foretoken.heads.medusa_hydra_layouts import write_hydra, write_medusa
-from foretoken.model.cache.ragged import KVCache
-from foretoken.model.lm import CausalLM
-from foretoken.retrieval.build import from_tokens
-from foretoken.testing import toy_model
+from foredraft import LLM, SamplingParams
+from foredraft.config.method import methods
+from foredraft.engine.engine import Engine
+from foredraft.heads.checkpoint import write_checkpoint
+from foredraft.heads.eagle import EagleHead, EagleShape, default_streams
+from foredraft.heads.eagle_layouts import write_eagle
+from foredraft.heads.layers import LayerShape
+from foredraft.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
+from foredraft.heads.medusa_hydra_layouts import write_hydra, write_medusa
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.lm import CausalLM
+from foredraft.retrieval.build import from_tokens
+from foredraft.testing import toy_model
 
 PROMPTS = ["Once upon a time there was a", "How many apples does Tom have? Tom has", "A lion", "The", "Once upon a"]
 PARAMS = SamplingParams(temperature=1, max_tokens=8, seed=5)

@@ -11,19 +11,19 @@ from collections.abc import Sequence as Seq
 import pytest
 
 from drafting import made
-from foretoken.config.engine import EngineConfig
-from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.engine.budget import CAUSES, NOTHING_FOUND, Budget, Cuts, Limits
-from foretoken.engine.cost_model import CostCurve, CostModel
-from foretoken.engine.drafter import ContextDrafter, Drafter
-from foretoken.engine.engine import Engine
-from foretoken.engine.governor import Governor
-from foretoken.engine.memory import bytes_per_token
-from foretoken.engine.sequence import Sequence
-from foretoken.model.lm import CausalLM
-from foretoken.testing import toy_model
-from foretoken.tree import DraftPlan, DraftTree
+from foredraft.config.engine import EngineConfig
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.lm.draft_model import DraftModelDrafter
+from foredraft.engine.budget import CAUSES, NOTHING_FOUND, Budget, Cuts, Limits
+from foredraft.engine.cost_model import CostCurve, CostModel
+from foredraft.engine.drafter import ContextDrafter, Drafter
+from foredraft.engine.engine import Engine
+from foredraft.engine.governor import Governor
+from foredraft.engine.memory import bytes_per_token
+from foredraft.engine.sequence import Sequence
+from foredraft.model.lm import CausalLM
+from foredraft.testing import toy_model
+from foredraft.tree import DraftPlan, DraftTree
 
 TREE = DraftTree((9, 1, 2, 3, 4), (-1, 0, 0, 1, 2))
 

@@ -14,19 +14,19 @@ import torch
 
 from contained import CONTAINED, TEXTS, VOCAB_SIZE, draft_model, layer_skip, params, plain, run, target
 from drafting import made
-from foretoken import LLM, SamplingParams
-from foretoken.drafters.compose.union import UnionDrafter
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.drafter import Drafter
-from foretoken.engine.engine import Engine
-from foretoken.engine.governing import Governing
-from foretoken.engine.memory import bytes_per_token
-from foretoken.engine.sequence import Sequence
-from foretoken.errors import is_fatal, told
-from foretoken.model.cache.prefixes import PrefixStore
-from foretoken.model.lm import CausalLM
-from foretoken.testing import PerfectDrafter, check_cache_lengths, toy_model
-from foretoken.tree import DraftTree
+from foredraft import LLM, SamplingParams
+from foredraft.drafters.compose.union import UnionDrafter
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.engine import Engine
+from foredraft.engine.governing import Governing
+from foredraft.engine.memory import bytes_per_token
+from foredraft.engine.sequence import Sequence
+from foredraft.errors import is_fatal, told
+from foredraft.model.cache.prefixes import PrefixStore
+from foredraft.model.lm import CausalLM
+from foredraft.testing import PerfectDrafter, check_cache_lengths, toy_model
+from foredraft.tree import DraftTree
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "ngram": lambda: made("ngram", 4, prompt_lookup_min=1),
@@ -102,7 +102,7 @@ def test_an_error_that_cannot_be_told_is_told_by_its_type(caplog: pytest.LogCapt
             raise RuntimeError("not even this")
 
     drafter = raising(made("ngram", 4, prompt_lookup_min=1), "propose", lambda _: True, Unspeakable())
-    with caplog.at_level(logging.WARNING, logger="foretoken"):
+    with caplog.at_level(logging.WARNING, logger="foredraft"):
         rows = run(drafter)
     assert [row.output_ids for row in rows] == plain()
     assert {row.stats.drafter_error for row in rows} == {"Unspeakable"} == {told(Unspeakable())}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.engine.cost_model import CostCurve, CostModel
+from foredraft.engine.cost_model import CostCurve, CostModel
 
 
 def test_a_step_that_was_slow_for_once_moves_little() -> None:

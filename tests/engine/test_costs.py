@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foretoken.engine import costs
-from foretoken.engine.costs import Forward, filled_cache, forward_times, median_times, seconds_of
-from foretoken.model.lm import CausalLM
-from foretoken.testing import toy_model
+from foredraft.engine import costs
+from foredraft.engine.costs import Forward, filled_cache, forward_times, median_times, seconds_of
+from foredraft.model.lm import CausalLM
+from foredraft.testing import toy_model
 
 
 @pytest.fixture

@@ -12,15 +12,15 @@ import torch
 from test_broken_steps import CONFIGS, completed, given, mark_of
 
 from drafting import made
-from foretoken import LLM, SamplingParams
-from foretoken.config.engine import EngineConfig
-from foretoken.drafters.lookup.ngram import NGramDrafter
-from foretoken.engine.engine import Engine
-from foretoken.engine.forwards import Forwards
-from foretoken.engine.wrappers import GuardedDrafter
-from foretoken.errors import ContextLengthError, PromptError
-from foretoken.model.cache.ragged import KVCache
-from foretoken.testing import check_cache_lengths, toy_model
+from foredraft import LLM, SamplingParams
+from foredraft.config.engine import EngineConfig
+from foredraft.drafters.lookup.ngram import NGramDrafter
+from foredraft.engine.engine import Engine
+from foredraft.engine.forwards import Forwards
+from foredraft.engine.wrappers import GuardedDrafter
+from foredraft.errors import ContextLengthError, PromptError
+from foredraft.model.cache.ragged import KVCache
+from foredraft.testing import check_cache_lengths, toy_model
 
 PROMPTS = [[5, 6, 7, 5, 6, 7] * 4, [9, 3] * 9, [2, 4] * 11, [11]]
 LIMIT = 60

@@ -15,21 +15,21 @@ from test_broken_steps import Interrupt, breaking
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from drafting import made
-from foretoken.config.engine import EngineConfig
-from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine import decoding
-from foretoken.engine import engine as engine_module
-from foretoken.engine.drafter import Drafter
-from foretoken.engine.engine import Engine
-from foretoken.engine.forwards import Forwards
-from foretoken.engine.scheduler import Scheduler
-from foretoken.engine.sequence import Sequence as Row
-from foretoken.errors import ConfigError, NumericsError, TreeError
-from foretoken.model.lm import CausalLM
-from foretoken.testing import check_cache_lengths, perturbed, strengthen, toy_model
-from foretoken.tree import DraftTree
+from foredraft.config.engine import EngineConfig
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.lm.draft_model import DraftModelDrafter
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine import decoding
+from foredraft.engine import engine as engine_module
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.engine import Engine
+from foredraft.engine.forwards import Forwards
+from foredraft.engine.scheduler import Scheduler
+from foredraft.engine.sequence import Sequence as Row
+from foredraft.errors import ConfigError, NumericsError, TreeError
+from foredraft.model.lm import CausalLM
+from foredraft.testing import check_cache_lengths, perturbed, strengthen, toy_model
+from foredraft.tree import DraftTree
 
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4, 1, 5), (7,), (2, 7, 1, 8, 2, 8), (1, 6, 1))
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)

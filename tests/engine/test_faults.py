@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-import foretoken
+import foredraft
 from contained import CONTAINED, TEXTS, VOCAB_SIZE, draft_model, layer_skip, params, plain, run, target
 from drafting import made
-from foretoken import LLM, SamplingParams
-from foretoken.drafters.lookup.ngram import NGramDrafter
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.drafter import Drafter
-from foretoken.engine.engine import Engine
-from foretoken.errors import NumericsError, TreeError
-from foretoken.model.lm import CausalLM
-from foretoken.testing import check_drafter, toy_model
-from foretoken.tree import DraftTree
+from foredraft import LLM, SamplingParams
+from foredraft.drafters.lookup.ngram import NGramDrafter
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.engine import Engine
+from foredraft.errors import NumericsError, TreeError
+from foredraft.model.lm import CausalLM
+from foredraft.testing import check_drafter, toy_model
+from foredraft.tree import DraftTree
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "ngram": lambda: made("ngram", 4, prompt_lookup_min=1),
@@ -53,7 +53,7 @@ def test_a_failing_drafter_changes_no_token_and_rows_that_it_did_not_touch_are_d
 ) -> None:
     for number, after in ((1, True), (2, False)):
         caplog.clear()
-        with caplog.at_level(logging.WARNING, logger="foretoken"):
+        with caplog.at_level(logging.WARNING, logger="foredraft"):
             rows = run(failing(DRAFTERS[method](), verb, number, ValueError("out of ideas"), after=after))
         assert [row.output_ids for row in rows] == plain()
         assert {row.finish_reason for row in rows} == {"length"}
@@ -169,7 +169,7 @@ def test_a_drafter_names_itself_in_the_metrics_of_a_call(monkeypatch: pytest.Mon
 def test_generate_raises_as_transformers_does() -> None:
     model = toy_model(VOCAB_SIZE, dtype=torch.float32)
     ids = torch.tensor([TEXTS[0]])
-    for custom in (None, foretoken.speculate("ngram")):
+    for custom in (None, foredraft.speculate("ngram")):
         with pytest.raises(LookupError, match="no such state"):
             model.generate(
                 ids, max_new_tokens=8, do_sample=False, logits_processor=[broken_at(9)], custom_generate=custom

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from foretoken.engine.features import Features, RowFeatures, largest_ids, top_ids_of
-from foretoken.errors import ConfigError
-from foretoken.model.capture import Output
-from foretoken.model.nodes import NodeLogits
+from foredraft.engine.features import Features, RowFeatures, largest_ids, top_ids_of
+from foredraft.errors import ConfigError
+from foredraft.model.capture import Output
+from foredraft.model.nodes import NodeLogits
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -11,24 +11,24 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM, SamplingParams, speculate
-from foretoken.cli.writers import summary
-from foretoken.config.engine import EngineConfig
-from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters import make_drafter
-from foretoken.drafters.context import DrafterContext
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine import costs, governing, governor
-from foretoken.engine.cost_model import FEW, CostCurve, CostModel
-from foretoken.engine.costs import Forward, Prices
-from foretoken.engine.engine import Engine
-from foretoken.engine.governing import new_governor
-from foretoken.engine.governor import Governor
-from foretoken.engine.memory import bytes_per_token
-from foretoken.engine.method_bandit import MethodBandit
-from foretoken.model.lm import CausalLM
-from foretoken.testing import GREEDY, SAMPLED, perturbed, toy_model
-from foretoken.tree import DraftTree
+from foredraft import LLM, SamplingParams, speculate
+from foredraft.cli.writers import summary
+from foredraft.config.engine import EngineConfig
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.drafters import make_drafter
+from foredraft.drafters.context import DrafterContext
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine import costs, governing, governor
+from foredraft.engine.cost_model import FEW, CostCurve, CostModel
+from foredraft.engine.costs import Forward, Prices
+from foredraft.engine.engine import Engine
+from foredraft.engine.governing import new_governor
+from foredraft.engine.governor import Governor
+from foredraft.engine.memory import bytes_per_token
+from foredraft.engine.method_bandit import MethodBandit
+from foredraft.model.lm import CausalLM
+from foredraft.testing import GREEDY, SAMPLED, perturbed, toy_model
+from foredraft.tree import DraftTree
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [5], [9, 8, 7, 6, 5, 9, 8], [4, 4, 4, 4], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
 FREE = {1: 0.001, 512: 0.00101}
@@ -197,7 +197,7 @@ def test_the_hook_keeps_its_governor_between_calls() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
     return tmp_path / "costs"
 
 
@@ -366,7 +366,7 @@ def test_a_file_that_says_nothing_is_measured_again(folder: Path, monkeypatch: p
 @pytest.mark.usefixtures("_steady")
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "costs").write_text("in the way")
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
     assert 1 in costs.cost_curve(CausalLM(toy_model(64), execution="eager")).seconds
 
 

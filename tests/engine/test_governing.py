@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.budget import Budget
-from foretoken.engine.cost_model import CostModel
-from foretoken.engine.governing import LONGEST, Attention, Governing
-from foretoken.engine.governor import Governor
-from foretoken.tree import DraftTree
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.budget import Budget
+from foredraft.engine.cost_model import CostModel
+from foredraft.engine.governing import LONGEST, Attention, Governing
+from foredraft.engine.governor import Governor
+from foredraft.tree import DraftTree
 
 DECIDING, FOLLOWING = 100e-6, 8e-6
 
@@ -87,7 +87,7 @@ def test_drafts_are_learned_of_between_decisions_where_steps_are_long() -> None:
 def test_what_is_learned_at_the_next_decision_is_what_every_step_has_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps, drafts and tokens between decisions are counted by then, and at once where a row ends."""
     ticks = itertools.count()
-    monkeypatch.setattr("foretoken.engine.governing.perf_counter", lambda: next(ticks) * 10e-6)
+    monkeypatch.setattr("foredraft.engine.governing.perf_counter", lambda: next(ticks) * 10e-6)
     governor = Governor(CostModel({1: 8.0, 8: 9.0, 32: 20.0}))
     scheduler: Any = SimpleNamespace(waiting=[], prefilling=[])
     forwards: Any = SimpleNamespace(num_nodes=lambda count: count)

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from foretoken.engine.budget import Budget, Habit, _standings, best_counts, weights_of
-from foretoken.engine.cost_model import CostCurve, CostModel
-from foretoken.engine.governor import Governor
-from foretoken.engine.stats import SequenceStats, Steps
-from foretoken.tree import DraftTree
+from foredraft.engine.budget import Budget, Habit, _standings, best_counts, weights_of
+from foredraft.engine.cost_model import CostCurve, CostModel
+from foredraft.engine.governor import Governor
+from foredraft.engine.stats import SequenceStats, Steps
+from foredraft.tree import DraftTree
 
 FLAT = {1: 22.2, 5: 24.2, 16: 27.8, 32: 32.5, 64: 45.0}
 STEEP = {1: 20.0, 2: 28.0, 4: 38.0, 8: 60.0, 16: 110.0, 32: 210.0, 64: 400.0}

@@ -18,23 +18,23 @@ from torch.utils._pytree import tree_leaves
 
 import eagle_heads
 import toy_heads
-from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters import make_drafter
-from foretoken.drafters.context import DrafterContext
-from foretoken.drafters.heads.eagle import EagleDrafter
-from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
-from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.parts.eagle_rows import EagleRows
-from foretoken.drafters.parts.head_states import PrefixStates
-from foretoken.drafters.parts.rank_tree import RankTree
-from foretoken.engine.cost_model import CostModel
-from foretoken.engine.drafter import Drafter
-from foretoken.engine.engine import Engine
-from foretoken.engine.governor import Governor
-from foretoken.law.history import TokenArray
-from foretoken.model.lm import CausalLM
-from foretoken.sessions.session import TextStream
-from foretoken.testing import GREEDY, SAMPLED, perturbed, toy_model
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.drafters import make_drafter
+from foredraft.drafters.context import DrafterContext
+from foredraft.drafters.heads.eagle import EagleDrafter
+from foredraft.drafters.heads.medusa_hydra import MultiHeadDrafter
+from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.parts.eagle_rows import EagleRows
+from foredraft.drafters.parts.head_states import PrefixStates
+from foredraft.drafters.parts.rank_tree import RankTree
+from foredraft.engine.cost_model import CostModel
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.engine import Engine
+from foredraft.engine.governor import Governor
+from foredraft.law.history import TokenArray
+from foredraft.model.lm import CausalLM
+from foredraft.sessions.session import TextStream
+from foredraft.testing import GREEDY, SAMPLED, perturbed, toy_model
 
 VOCAB_SIZE = 64
 SHORT, LONG = 128, 3072

@@ -18,12 +18,12 @@ import torch
 
 from architectures import ALWAYS, ARCHITECTURES, LONGROPE_BORDER, VOCAB_SIZE, in_turns, target_model
 from drafting import made
-from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.drafter import Drafter
-from foretoken.retrieval.datastore import Datastore
-from foretoken.testing import PerfectDrafter, Trace, compare, decode
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.lm.draft_model import DraftModelDrafter
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.drafter import Drafter
+from foredraft.retrieval.datastore import Datastore
+from foredraft.testing import PerfectDrafter, Trace, compare, decode
 from harness import adapter, draft_adapter, drafted, first_attention, random_ids
 from toys import datastore_of
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM, SamplingParams
-from foretoken.testing import toy_model
+from foredraft import LLM, SamplingParams
+from foredraft.testing import toy_model
 
 PROMPT = [5, 6, 7, 5, 6, 9]
 PARAMS = SamplingParams(temperature=1, max_tokens=8, seed=5, ignore_eos=True)
@@ -26,7 +26,7 @@ class Cut:
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         is_edge = (code.co_name, event) in (("__enter__", "return"), ("__exit__", "call"))
-        if not is_edge or not ("contextlib" in code.co_filename or "foretoken" in code.co_filename):
+        if not is_edge or not ("contextlib" in code.co_filename or "foredraft" in code.co_filename):
             return
         block = frame.f_locals.get("self")
         self.edges.append((event, code, getattr(getattr(block, "gen", None), "gi_code", type(block)), *callers(frame)))

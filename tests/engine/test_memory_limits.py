@@ -18,19 +18,19 @@ import pytest
 import torch
 
 from drafting import made
-from foretoken import SamplingParams
-from foretoken.config.engine import EngineConfig, share_of
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.drafter import Drafter
-from foretoken.engine.engine import Engine
-from foretoken.engine.memory import available_on, bytes_per_token
-from foretoken.engine.sequence import Sequence
-from foretoken.model.cache.ragged import KVCache
-from foretoken.model.cache.storage import RaggedLayer
-from foretoken.model.lm import CausalLM
-from foretoken.testing import toy_model
-from foretoken.testing.divergence import token_gap
-from foretoken.tree import DraftTree
+from foredraft import SamplingParams
+from foredraft.config.engine import EngineConfig, share_of
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.engine import Engine
+from foredraft.engine.memory import available_on, bytes_per_token
+from foredraft.engine.sequence import Sequence
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.cache.storage import RaggedLayer
+from foredraft.model.lm import CausalLM
+from foredraft.testing import toy_model
+from foredraft.testing.divergence import token_gap
+from foredraft.tree import DraftTree
 
 VOCAB_SIZE = 32
 

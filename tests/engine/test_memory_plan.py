@@ -14,27 +14,27 @@ import torch
 import eagle_heads
 import toy_heads
 from drafting import made
-from foretoken import LLM, SamplingParams
-from foretoken.config.engine import EngineConfig, available_bytes, memory_size, share_of
-from foretoken.drafters.compose.union import UnionDrafter
-from foretoken.drafters.heads.eagle import EagleDrafter
-from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
-from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts.rank_tree import RankTree
-from foretoken.drafters.parts.self_draft import SelfDrafter
-from foretoken.drafters.parts.sparse_view import SparseView
-from foretoken.drafters.selfdraft.sparse_kv import USUAL_ACCEPTANCE
-from foretoken.engine import memory
-from foretoken.engine.drafter import Drafter
-from foretoken.engine.engine import Engine
-from foretoken.engine.memory import MemoryUse, available_on, bytes_per_token
-from foretoken.engine.sequence import Sequence
-from foretoken.errors import ConfigError, ContextLengthError
-from foretoken.model.cache.ragged import KVCache
-from foretoken.model.lm import CausalLM, Nodes
-from foretoken.testing import check_cache_lengths, toy_model
+from foredraft import LLM, SamplingParams
+from foredraft.config.engine import EngineConfig, available_bytes, memory_size, share_of
+from foredraft.drafters.compose.union import UnionDrafter
+from foredraft.drafters.heads.eagle import EagleDrafter
+from foredraft.drafters.heads.medusa_hydra import MultiHeadDrafter
+from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.lm.draft_model import DraftModelDrafter
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.drafters.parts.rank_tree import RankTree
+from foredraft.drafters.parts.self_draft import SelfDrafter
+from foredraft.drafters.parts.sparse_view import SparseView
+from foredraft.drafters.selfdraft.sparse_kv import USUAL_ACCEPTANCE
+from foredraft.engine import memory
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.engine import Engine
+from foredraft.engine.memory import MemoryUse, available_on, bytes_per_token
+from foredraft.engine.sequence import Sequence
+from foredraft.errors import ConfigError, ContextLengthError
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.lm import CausalLM, Nodes
+from foredraft.testing import check_cache_lengths, toy_model
 from toys import VOCAB_SIZE, small, target
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
@@ -157,7 +157,7 @@ def test_caches_of_drafters_that_grow_are_counted(method: str, caplog: pytest.Lo
     (own, *_) = drafter.own_caches()
     requests = [(text(i, 50 + 9 * (i % 3)), params(i, 30)) for i in range(8)]
     num_bytes = 6 * 192 * bytes_per_token(lm)
-    with caplog.at_level(logging.INFO, logger="foretoken"):
+    with caplog.at_level(logging.INFO, logger="foredraft"):
         engine = Engine(lm, drafter, EngineConfig(max_num_seqs=8, max_kv_bytes=num_bytes))
     assert f"and {sum(each.column_bytes for each in drafter.own_caches())} of its drafter" in caplog.text
     rows = [row for prompt, given in requests for row in engine.add_request(prompt, given)]
@@ -194,7 +194,7 @@ def make_counted(method: str) -> tuple[CausalLM, Drafter]:
 
 def test_views_of_constant_size_are_told_and_come_besides(caplog: pytest.LogCaptureFixture) -> None:
     """Of 16 + 8 columns and room for a draft, per row."""
-    with caplog.at_level(logging.INFO, logger="foretoken"):
+    with caplog.at_level(logging.INFO, logger="foredraft"):
         engine = Engine(target(), DRAFTERS["sparse-kv"](), plan(1000))
     megabytes = (16 + 8 + 32) * bytes_per_token(target()) / 1e6
     assert f"besides {megabytes:.1f} MB per row for views of constant size" in caplog.text
@@ -317,7 +317,7 @@ def test_limits_of_the_own_cgroup_and_of_those_above_it_hold(version: int, tmp_p
 
 
 def test_an_llm_tells_its_plan(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="foretoken"):
+    with caplog.at_level(logging.INFO, logger="foredraft"):
         llm = LLM(toy_model(VOCAB_SIZE, dtype=torch.float32), "ngram", max_kv_bytes="1MB")
     assert any("keys and values: 1.0 MB at most" in line for line in caplog.messages)
     prompts: list[Any] = [{"prompt_token_ids": text(i, 40)} for i in range(9)]

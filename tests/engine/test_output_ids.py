@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM, RequestOutput, SamplingParams
-from foretoken.errors import ConfigError, PromptError
+from foredraft import LLM, RequestOutput, SamplingParams
+from foredraft.errors import ConfigError, PromptError
 
 PROMPT = "Once upon a time there was a"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=14, logprobs=1)

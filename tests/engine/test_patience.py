@@ -14,22 +14,22 @@ import torch
 from soak import Moody
 
 import toy_heads
-from foretoken.config.engine import EngineConfig
-from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters import make_drafter
-from foretoken.drafters.context import DrafterContext
-from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts.rank_tree import RankTree
-from foretoken.engine.cost_model import SHARE, CostModel
-from foretoken.engine.drafter import Drafter, Requirements
-from foretoken.engine.engine import Engine
-from foretoken.engine.governor import TO_LOSE, TO_RETURN, Governor, Patience
-from foretoken.engine.sequence import Sequence
-from foretoken.model.capture import Wanted
-from foretoken.model.lm import CausalLM
-from foretoken.testing import GREEDY, SAMPLED, perturbed, toy_model
-from foretoken.tree import DraftTree
+from foredraft.config.engine import EngineConfig
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.drafters import make_drafter
+from foredraft.drafters.context import DrafterContext
+from foredraft.drafters.heads.medusa_hydra import MultiHeadDrafter
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.drafters.parts.rank_tree import RankTree
+from foredraft.engine.cost_model import SHARE, CostModel
+from foredraft.engine.drafter import Drafter, Requirements
+from foredraft.engine.engine import Engine
+from foredraft.engine.governor import TO_LOSE, TO_RETURN, Governor, Patience
+from foredraft.engine.sequence import Sequence
+from foredraft.model.capture import Wanted
+from foredraft.model.lm import CausalLM
+from foredraft.testing import GREEDY, SAMPLED, perturbed, toy_model
+from foredraft.tree import DraftTree
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [5], [9, 8, 7, 6, 5, 9, 8], [4, 4, 4, 4], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
 CURVE = {1: 0.001, 512: 0.00101}

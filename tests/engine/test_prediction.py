@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import LLM, SamplingParams
-from foretoken.config import sampling
-from foretoken.engine.prediction import LONGEST, Prediction
-from foretoken.errors import ConfigError
-from foretoken.sessions.outputs import RequestOutput
-from foretoken.testing import toy_model
-from foretoken.tree import DraftTree
+from foredraft import LLM, SamplingParams
+from foredraft.config import sampling
+from foredraft.engine.prediction import LONGEST, Prediction
+from foredraft.errors import ConfigError
+from foredraft.sessions.outputs import RequestOutput
+from foredraft.testing import toy_model
+from foredraft.tree import DraftTree
 from harness import random_ids
 
 VOCAB_SIZE = 64

@@ -11,14 +11,14 @@ import pytest
 
 from contained import VOCAB_SIZE, small, target
 from drafting import made
-from foretoken import LLM, SamplingParams
-from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.drafter import Drafter
-from foretoken.engine.engine import Engine, EngineConfig
-from foretoken.engine.sequence import Sequence
-from foretoken.errors import ConfigError
-from foretoken.testing import GREEDY, SAMPLED, check_cache_lengths, toy_model
+from foredraft import LLM, SamplingParams
+from foredraft.drafters.lm.draft_model import DraftModelDrafter
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.engine import Engine, EngineConfig
+from foredraft.engine.sequence import Sequence
+from foredraft.errors import ConfigError
+from foredraft.testing import GREEDY, SAMPLED, check_cache_lengths, toy_model
 from harness import random_ids
 
 LENGTHS = (70, 5, 100, 3, 41, 6)

@@ -13,20 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafting import made
-from foretoken.beginnings import shared_length
-from foretoken.config.engine import EngineConfig
-from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.drafter import Drafter, Requirements
-from foretoken.engine.engine import Engine
-from foretoken.engine.sequence import Sequence
-from foretoken.errors import ConfigError
-from foretoken.llm import LLM
-from foretoken.model.cache.prefixes import PrefixStore
-from foretoken.model.cache.ragged import KVCache
-from foretoken.model.lm import CausalLM, Nodes, Wanted
-from foretoken.testing import GREEDY, PROMPTS, SAMPLED, toy_model
+from foredraft.beginnings import shared_length
+from foredraft.config.engine import EngineConfig
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.lm.draft_model import DraftModelDrafter
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.drafter import Drafter, Requirements
+from foredraft.engine.engine import Engine
+from foredraft.engine.sequence import Sequence
+from foredraft.errors import ConfigError
+from foredraft.llm import LLM
+from foredraft.model.cache.prefixes import PrefixStore
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.lm import CausalLM, Nodes, Wanted
+from foredraft.testing import GREEDY, PROMPTS, SAMPLED, toy_model
 from toys import VOCAB_SIZE, small, target
 
 TURN = (7, 8, 9, 10, 11)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import LLM, SamplingParams
-from foretoken.config.engine import EngineConfig
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.engine import Engine
-from foretoken.model.lm import CausalLM
-from foretoken.sessions.outputs import RequestOutput
-from foretoken.testing import toy_model
+from foredraft import LLM, SamplingParams
+from foredraft.config.engine import EngineConfig
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.engine import Engine
+from foredraft.model.lm import CausalLM
+from foredraft.sessions.outputs import RequestOutput
+from foredraft.testing import toy_model
 from harness import random_ids
 
 VOCAB_SIZE = 64

@@ -13,18 +13,18 @@ import torch
 
 import toy_heads
 from drafting import made
-from foretoken.config.engine import EngineConfig
-from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
-from foretoken.drafters.lengths import Heuristic
-from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts.rank_tree import RankTree
-from foretoken.engine.drafter import Drafter
-from foretoken.engine.engine import Engine
-from foretoken.engine.sequence import Sequence
-from foretoken.model.lm import CausalLM
-from foretoken.testing import check_cache_lengths, perturbed, toy_model
+from foredraft.config.engine import EngineConfig
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.heads.medusa_hydra import MultiHeadDrafter
+from foredraft.drafters.lengths import Heuristic
+from foredraft.drafters.lm.draft_model import DraftModelDrafter
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.drafters.parts.rank_tree import RankTree
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.engine import Engine
+from foredraft.engine.sequence import Sequence
+from foredraft.model.lm import CausalLM
+from foredraft.testing import check_cache_lengths, perturbed, toy_model
 
 VOCAB_SIZE = 64
 EOS = (9, 33)

@@ -18,13 +18,13 @@ DENSE = {"abort_rate": 0.03, "interrupt_rate": 0.012, "bursts": (1, 1, 2, 4)}
 
 
 def soaked(num_requests: int, folder: Path, fault_rate: float, seed: int, methods: Any = METHODS, **rates: Any) -> Soak:
-    logging.getLogger("foretoken").setLevel(logging.ERROR)
+    logging.getLogger("foredraft").setLevel(logging.ERROR)
     rng = random.Random(seed)
     soak = Soak(toy_world(rng, folder, tuple(methods)), rng, fault_rate=fault_rate, **rates)
     try:
         soak.run(lambda count: count >= num_requests, drain_every=25)
     finally:
-        logging.getLogger("foretoken").setLevel(logging.NOTSET)
+        logging.getLogger("foredraft").setLevel(logging.NOTSET)
     return soak
 
 

@@ -19,16 +19,16 @@ import numpy as np
 import pytest
 import torch
 
-import foretoken
-from foretoken import LLM, RequestOutput, SamplingParams, StructuredOutputs
-from foretoken.cli.options import StructureOptions
-from foretoken.config.structured import MAX_CHARACTERS
-from foretoken.errors import ConfigError, GrammarError, NumericsError
-from foretoken.structured import grammars as grammars_module
-from foretoken.structured.grammars import Grammars, written
-from foretoken.structured.matching import Matching
-from foretoken.testing import toy_model
-from foretoken.tree import DraftTree
+import foredraft
+from foredraft import LLM, RequestOutput, SamplingParams, StructuredOutputs
+from foredraft.cli.options import StructureOptions
+from foredraft.config.structured import MAX_CHARACTERS
+from foredraft.errors import ConfigError, GrammarError, NumericsError
+from foredraft.structured import grammars as grammars_module
+from foredraft.structured.grammars import Grammars, written
+from foredraft.structured.matching import Matching
+from foredraft.testing import toy_model
+from foredraft.tree import DraftTree
 from schemas import HOSTILE, is_valid, random_schema
 
 llguidance = pytest.importorskip("llguidance", reason="the extra [structured] is not installed")
@@ -516,7 +516,7 @@ def test_what_it_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(GrammarError, match="cannot read the tokenizer"):
         Grammars(base().tokenizer, 10, [3]).compile(StructuredOutputs(regex="a"))
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ConfigError, match=r"pip install 'foretoken\[structured\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'foredraft\[structured\]'"):
         grammars().compile(StructuredOutputs(regex="ab"))
 
 
@@ -621,8 +621,8 @@ def test_hostile_grammars_are_bounded_in_time(name: str) -> None:
 
 ENDED_THE_PROCESS = """
 import json
-from foretoken import LLM, SamplingParams, StructuredOutputs
-from foretoken.errors import GrammarError
+from foredraft import LLM, SamplingParams, StructuredOutputs
+from foredraft.errors import GrammarError
 
 def chain(kind, count):
     if kind == "json":
@@ -656,7 +656,7 @@ def test_no_grammar_ends_the_process(tmp_path: Path) -> None:
     """Chains of 5,000 rules and the integer -2**63 overran the stack of llguidance and ended the server."""
     done = subprocess.run(
         [sys.executable, "-c", ENDED_THE_PROCESS],
-        env={**os.environ, "PYTHONPATH": str(Path(foretoken.__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": str(Path(foredraft.__file__).parents[1])},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -11,9 +11,9 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import PreTrainedModel
 
-from foretoken.errors import CheckpointError, ForetokenError
-from foretoken.gguf.header import read_header
-from foretoken.loading.models import load_model
+from foredraft.errors import CheckpointError, ForedraftError
+from foredraft.gguf.header import read_header
+from foredraft.loading.models import load_model
 from gguf_files import write_llama
 
 LIES = ("shape", "dimensions", "type", "offset", "bytes", "end", "exchange")
@@ -51,11 +51,11 @@ def damaged(data: bytes, places: list[tuple[int, int]], front: int, lie: str, rn
     return bytes(changed)
 
 
-def loaded(file: Path, weights: str | None) -> tuple[PreTrainedModel | None, ForetokenError | None]:
+def loaded(file: Path, weights: str | None) -> tuple[PreTrainedModel | None, ForedraftError | None]:
     """A model, or why it is refused; any other error is a fault."""
     try:
         return load_model(file, dtype="float32", weights=weights).model, None
-    except ForetokenError as error:
+    except ForedraftError as error:
         return None, error
 
 

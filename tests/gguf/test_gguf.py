@@ -20,14 +20,14 @@ from transformers import LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 from typer.testing import CliRunner
 
-from foretoken import LLM, SamplingParams, zoo
-from foretoken.cli import app
-from foretoken.errors import CheckpointError, ConfigError, ForetokenError, UnsupportedModelError
-from foretoken.gguf import NEEDED
-from foretoken.gguf.header import read_header
-from foretoken.gguf.model import check_readable, end_token_ids, llama3_factors, stored_dtype
-from foretoken.gguf.tokenizer import merges_by_score, read_tokenizer
-from foretoken.loading.models import load_model, load_tokenizer
+from foredraft import LLM, SamplingParams, zoo
+from foredraft.cli import app
+from foredraft.errors import CheckpointError, ConfigError, ForedraftError, UnsupportedModelError
+from foredraft.gguf import NEEDED
+from foredraft.gguf.header import read_header
+from foredraft.gguf.model import check_readable, end_token_ids, llama3_factors, stored_dtype
+from foredraft.gguf.tokenizer import merges_by_score, read_tokenizer
+from foredraft.loading.models import load_model, load_tokenizer
 from gguf_files import write_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -197,7 +197,7 @@ def test_an_unknown_split_is_told(plain: Path, tmp_path: Path, caplog: pytest.Lo
     metadata = {"tokenizer.ggml.pre": "of-tomorrow"}
     path = write_llama(tmp_path / "m.gguf", metadata=metadata, speaks=True).path
     assert load_tokenizer(path)(TEXT) == load_tokenizer(plain)(TEXT)
-    assert "called 'of-tomorrow', which foretoken does not know" in caplog.text
+    assert "called 'of-tomorrow', which foredraft does not know" in caplog.text
 
 
 def test_a_sentencepiece_tokenizer_gives_the_ids_of_sentencepiece(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_a_file_at_a_hub_is_fetched(silent: Path, monkeypatch: pytest.MonkeyPatc
         asked.append((*arguments, options))
         return str(silent)
 
-    monkeypatch.setattr("foretoken.loading.models.cached_file", cached_file)
+    monkeypatch.setattr("foredraft.loading.models.cached_file", cached_file)
     assert load_model("owner/name", gguf_file="part/x.gguf", revision="abc").name == "owner/name"
     assert asked[0] == ("owner/name", "part/x.gguf", {"revision": "abc"})
 
@@ -317,7 +317,7 @@ def test_a_hub_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) ->
     def cached_file(*arguments: Any, **options: Any) -> str:
         raise OSError("no network")
 
-    monkeypatch.setattr("foretoken.loading.models.cached_file", cached_file)
+    monkeypatch.setattr("foredraft.loading.models.cached_file", cached_file)
     with pytest.raises(CheckpointError, match=r"the GGUF file of owner/name cannot be loaded .*check the spelling"):
         LLM("owner/name", gguf_file="x.gguf")
 
@@ -380,7 +380,7 @@ def test_any_damage_in_the_header_is_a_typed_error(plain: Path, tmp_path: Path) 
             header = read_header(file)
             check_readable(header)
             read_tokenizer(header)
-        except ForetokenError:
+        except ForedraftError:
             refused += 1
     assert refused > 20
 
@@ -467,6 +467,6 @@ def test_an_architecture_that_is_not_known(file: Path) -> None:
 def test_a_missing_package_is_named_with_the_command(
     package: str, silent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foretoken.gguf.find_spec", lambda name: None if name == package else object())
-    with pytest.raises(ConfigError, match=rf"needs {package}, .*: python -m pip install \"foretoken\[gguf\]\""):
+    monkeypatch.setattr("foredraft.gguf.find_spec", lambda name: None if name == package else object())
+    with pytest.raises(ConfigError, match=rf"needs {package}, .*: python -m pip install \"foredraft\[gguf\]\""):
         LLM(silent)

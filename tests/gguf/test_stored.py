@@ -15,17 +15,17 @@ from gguf import GGMLQuantizationType as Kind
 from promise import Study
 from typer.testing import CliRunner
 
-from foretoken import LLM, SamplingParams, zoo
-from foretoken.cli import app
-from foretoken.errors import CheckpointError, ConfigError, ForetokenError, UnsupportedModelError
-from foretoken.gguf.header import read_header
-from foretoken.gguf.stored import TYPES, BlockType
-from foretoken.loading.models import load_model
-from foretoken.native.codes import Codes
-from foretoken.native.library import library
-from foretoken.native.packed_matmul import CodesMatrix
-from foretoken.testing import hostile_kernels
-from foretoken.testing.hostile import KINDS
+from foredraft import LLM, SamplingParams, zoo
+from foredraft.cli import app
+from foredraft.errors import CheckpointError, ConfigError, ForedraftError, UnsupportedModelError
+from foredraft.gguf.header import read_header
+from foredraft.gguf.stored import TYPES, BlockType
+from foredraft.loading.models import load_model
+from foredraft.native.codes import Codes
+from foredraft.native.library import library
+from foredraft.native.packed_matmul import CodesMatrix
+from foredraft.testing import hostile_kernels
+from foredraft.testing.hostile import KINDS
 from gguf_files import write_llama
 from quantised_files import assert_close
 
@@ -120,7 +120,7 @@ def test_mixed_types_are_read_and_what_has_no_kernel_is_named(tmp_path: Path, ca
     """As in Q4_K_M, where values have more bits than queries and keys; IQ types and halves keep their full size."""
     kinds = {"attn_v": Kind.Q6_K, "blk.1.ffn_down": Kind.Q6_K, "ffn_up": Kind.IQ4_NL, "output.weight": Kind.F16}
     written = write_llama(tmp_path / "m.gguf", Kind.Q4_K, kinds=kinds, num_hidden_layers=2)
-    with caplog.at_level("INFO", "foretoken"):
+    with caplog.at_level("INFO", "foredraft"):
         llm = LLM(written.path, dtype="float32", weights="stored")
     assert "stored weights (7 of Q4_K and 3 of Q6_K; dequantised are 2 of IQ4_NL;" in caplog.text
     assert_close(llm.target.shadow, written.model)
@@ -204,7 +204,7 @@ def changed(path: Path, name: str, **fields: int) -> None:
     ],
 )
 def test_headers_that_lie_are_refused(
-    fields: dict[str, int], error: type[ForetokenError], message: str, tmp_path: Path
+    fields: dict[str, int], error: type[ForedraftError], message: str, tmp_path: Path
 ) -> None:
     path = write_llama(tmp_path / "m.gguf", Kind.Q4_1).path
     size = path.stat().st_size

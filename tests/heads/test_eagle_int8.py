@@ -11,23 +11,23 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.drafters.heads.eagle import EagleDrafter
-from foretoken.drafters.heads.options import pack
-from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts import eagle_rows
-from foretoken.engine.engine import Engine
-from foretoken.heads import int8
-from foretoken.heads.eagle import EagleHead, EagleShape
-from foretoken.heads.layers import LayerShape, Placed
-from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.model.execution.packing import unpacked_weight
-from foretoken.model.lm import CausalLM
-from foretoken.model.nodes import Nodes
-from foretoken.native import library as kernels_of
-from foretoken.native.codes import Codes
-from foretoken.native.packed_matmul import CodesMatrix
-from foretoken.testing import GREEDY, PROMPTS, SAMPLED, toy_model
+from foredraft.drafters.heads.eagle import EagleDrafter
+from foredraft.drafters.heads.options import pack
+from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.drafters.parts import eagle_rows
+from foredraft.engine.engine import Engine
+from foredraft.heads import int8
+from foredraft.heads.eagle import EagleHead, EagleShape
+from foredraft.heads.layers import LayerShape, Placed
+from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.model.execution.packing import unpacked_weight
+from foredraft.model.lm import CausalLM
+from foredraft.model.nodes import Nodes
+from foredraft.native import library as kernels_of
+from foredraft.native.codes import Codes
+from foredraft.native.packed_matmul import CodesMatrix
+from foredraft.testing import GREEDY, PROMPTS, SAMPLED, toy_model
 
 HALF = torch.bfloat16
 TEXTS = [*PROMPTS[:3], PROMPTS[4]]
@@ -200,7 +200,7 @@ def test_texts_stay_what_they_are(
     is_small: bool, name: str, params: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four ragged rows together, fed level by level where the head is large, and each alone."""
-    monkeypatch.setattr("foretoken.drafters.heads.eagle.SMALL_BYTES", math.inf if is_small else 0)
+    monkeypatch.setattr("foredraft.drafters.heads.eagle.SMALL_BYTES", math.inf if is_small else 0)
     plain = decoded(EmptyDrafter(), params, dtype=dtype)
     made = drafter(head(name, dtype=dtype))
     assert made.states.native is not None

@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-import foretoken
+import foredraft
 from eagle_heads import HIDDEN, LAYER, VOCAB_SIZE, model, random_head, streams_of, texts, trained
-from foretoken import LLM, SamplingParams
-from foretoken.bench.candidates import read_candidates
-from foretoken.classic.sampling import speculative_generate
-from foretoken.cli import app
-from foretoken.config.method import methods
-from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.heads.eagle import PUBLISHED
-from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
-from foretoken.heads.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from foretoken.heads.eagle import EagleHead, default_streams
-from foretoken.heads.eagle_layouts import TargetFacts, check_fits, read_eagle, write_eagle
-from foretoken.heads.layers import Placed
-from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.testing import PROMPTS, toy_model
+from foredraft import LLM, SamplingParams
+from foredraft.bench.candidates import read_candidates
+from foredraft.classic.sampling import speculative_generate
+from foredraft.cli import app
+from foredraft.config.method import methods
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.drafters.heads.eagle import PUBLISHED
+from foredraft.errors import CheckpointError, ConfigError, UnsupportedModelError
+from foredraft.heads.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from foredraft.heads.eagle import EagleHead, default_streams
+from foredraft.heads.eagle_layouts import TargetFacts, check_fits, read_eagle, write_eagle
+from foredraft.heads.layers import Placed
+from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.testing import PROMPTS, toy_model
 
 EOS = 3
 
@@ -308,7 +308,7 @@ def test_the_method_follows_from_what_lies_there(
     folder = str(write(tmp_path / "head", config, tensors, as_pickle))
     assert SpeculativeConfig(model=folder).method == method
     assert SpeculativeConfig(model=folder, max_draft_nodes=5).max_draft_nodes == 5
-    with caplog.at_level(logging.INFO, "foretoken"):
+    with caplog.at_level(logging.INFO, "foredraft"):
         llm = LLM(model(), {"model": folder})
     assert f"method {method} with the head {folder}" in caplog.text
     assert dict(llm.applicable_methods())[method] is None
@@ -546,9 +546,9 @@ def test_the_hook_takes_heads_and_the_classic_functions_say_that_they_do_not(tmp
     options = {"max_new_tokens": 9, "pad_token_id": 0, "do_sample": False}
     plain = model().generate(ids, **options)
     for head in (folder, random_head(3)):
-        hook = foretoken.speculate(method="eagle3", model=head)
+        hook = foredraft.speculate(method="eagle3", model=head)
         assert torch.equal(model().generate(ids, custom_generate=hook, **options), plain)
-    assert torch.equal(model().generate(ids, custom_generate=foretoken.speculate(model=folder), **options), plain)
+    assert torch.equal(model().generate(ids, custom_generate=foredraft.speculate(model=folder), **options), plain)
     with pytest.raises(UnsupportedModelError, match=r"EAGLE\) are not applicable to the classic functions"):
         speculative_generate([1, 2, 3], random_head(3), model())
 
@@ -564,7 +564,7 @@ def test_a_head_that_disappoints_is_named_once(tmp_path: Path, caplog: pytest.Lo
         config, tensors = write_eagle(head)
         write_checkpoint(tmp_path / name, {**config, "first_token_acceptance": stored}, tensors)
         llm = LLM(model(), {"method": "eagle2", "model": str(tmp_path / name)})
-        with caplog.at_level(logging.WARNING, "foretoken"):
+        with caplog.at_level(logging.WARNING, "foredraft"):
             for _ in range(2):
                 prompts = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
                 llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24))

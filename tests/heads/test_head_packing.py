@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 
-from foretoken.drafters.heads.options import pack
-from foretoken.heads.eagle import EagleHead, EagleShape
-from foretoken.heads.layers import LayerShape, Placed
-from foretoken.model.execution.packing import PackedLinear, can_pack
+from foredraft.drafters.heads.options import pack
+from foredraft.heads.eagle import EagleHead, EagleShape
+from foredraft.heads.layers import LayerShape, Placed
+from foredraft.model.execution.packing import PackedLinear, can_pack
 
 
 @pytest.mark.skipif(not can_pack(), reason="nothing is packed here")

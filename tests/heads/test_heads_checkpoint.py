@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from foretoken.errors import CheckpointError, ConfigError
-from foretoken.heads.checkpoint import differences, fill, integer, read_checkpoint, read_config, write_checkpoint
-from foretoken.heads.vocabulary import DraftVocabulary
+from foredraft.errors import CheckpointError, ConfigError
+from foredraft.heads.checkpoint import differences, fill, integer, read_checkpoint, read_config, write_checkpoint
+from foredraft.heads.vocabulary import DraftVocabulary
 
 TENSORS = {"fc.weight": torch.arange(8.0).view(2, 4), "fc.bias": torch.ones(2)}
 

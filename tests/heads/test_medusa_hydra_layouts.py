@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers import LlamaConfig, LlamaModel
 
-from foretoken.errors import CheckpointError
-from foretoken.heads.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from foretoken.heads.layers import LayerShape
-from foretoken.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
-from foretoken.heads.medusa_hydra_layouts import read_hydra, read_medusa, write_hydra, write_medusa
-from foretoken.heads.recognition import is_hydra, is_medusa
+from foredraft.errors import CheckpointError
+from foredraft.heads.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from foredraft.heads.layers import LayerShape
+from foredraft.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
+from foredraft.heads.medusa_hydra_layouts import read_hydra, read_medusa, write_hydra, write_medusa
+from foredraft.heads.recognition import is_hydra, is_medusa
 
 H, V, K = 8, 20, 3
 LAYER = LayerShape(H, 12, 4, 2, 2, eps=1e-5, rope={"rope_type": "default", "rope_theta": 500.0})

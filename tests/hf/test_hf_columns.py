@@ -14,10 +14,10 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from foretoken.engine.outputs import RowOutput
-from foretoken.engine.sequence import Sequence
-from foretoken.errors import ConfigError
-from foretoken.hf.rows import Columns, Endings
+from foredraft.engine.outputs import RowOutput
+from foredraft.engine.sequence import Sequence
+from foredraft.errors import ConfigError
+from foredraft.hf.rows import Columns, Endings
 
 PROMPT = torch.tensor([[0, 5], [4, 6], [4, 4]])
 PAD = 9

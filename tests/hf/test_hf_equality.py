@@ -14,8 +14,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from foretoken import speculate, zoo
-from foretoken.testing import perturbed, toy_model
+from foredraft import speculate, zoo
+from foredraft.testing import perturbed, toy_model
 
 EOS, PAD = 7, 3
 TOLERANCE = 1e-4

@@ -21,10 +21,10 @@ from transformers import (
     pipeline,
 )
 
-import foretoken
-from foretoken import speculate, zoo
-from foretoken.errors import ConfigError, UnsupportedModelError
-from foretoken.testing import perturbed, toy_model
+import foredraft
+from foredraft import speculate, zoo
+from foredraft.errors import ConfigError, UnsupportedModelError
+from foredraft.testing import perturbed, toy_model
 
 
 @cache
@@ -141,7 +141,7 @@ def test_one_callable_for_several_models_and_threads() -> None:
 
 def test_the_adapter_is_made_once_and_dies_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    monkeypatch.setattr("foretoken.loading.adapters.CausalLM", _counting(foretoken.model.lm.CausalLM, made))
+    monkeypatch.setattr("foredraft.loading.adapters.CausalLM", _counting(foredraft.model.lm.CausalLM, made))
     model, drafter = toy_model(), toy_model(seed=1)
     for _ in range(3):
         generate(model, custom_generate=speculate("draft_model", model=drafter))
@@ -164,8 +164,8 @@ def _counting(kind: Any, made: list[Any]) -> Any:
 def test_prepared_beforehand_a_call_has_only_to_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts nothing, draws nothing, and leaves no adapter and no drafter to be made by the first call."""
     made: list[Any] = []
-    for place in ("foretoken.loading.adapters", "foretoken.loading.models"):
-        monkeypatch.setattr(f"{place}.CausalLM", _counting(foretoken.model.lm.CausalLM, made))
+    for place in ("foredraft.loading.adapters", "foredraft.loading.models"):
+        monkeypatch.setattr(f"{place}.CausalLM", _counting(foredraft.model.lm.CausalLM, made))
     model, drafter = toy_model(), toy_model(seed=1)
     state = torch.get_rng_state()
     hook = speculate("draft_model", model=drafter)
@@ -184,8 +184,8 @@ def test_what_is_rounded_is_decoded_beside_the_model_itself(rounding: dict[str, 
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "use_cache": True}
     model, before = target(), plain_ids(target(), ids, **options)
     found = model.generate(ids, custom_generate=speculate("ngram", **rounding), **options)
-    llm = foretoken.LLM(target(), "ngram", **rounding)
-    params = foretoken.SamplingParams(temperature=0.0, max_tokens=12)
+    llm = foredraft.LLM(target(), "ngram", **rounding)
+    params = foredraft.SamplingParams(temperature=0.0, max_tokens=12)
     (wanted,) = llm.generate([{"prompt_token_ids": ids[0].tolist()}], params, use_tqdm=False)
     assert found[0, ids.shape[1] :].tolist() == list(wanted.outputs[0].token_ids)
     assert torch.equal(model.generate(ids, custom_generate=speculate("ngram"), **options), before)
@@ -281,7 +281,7 @@ def test_any_gradient_mode_will_do(mode: Any) -> None:
 
 
 def test_output_without_a_cache_is_the_plain_one() -> None:
-    """`past_key_values` of the result is None: drafts are verified over a cache of foretoken's own."""
+    """`past_key_values` of the result is None: drafts are verified over a cache of foredraft's own."""
     options = {"return_dict_in_generate": True}
     ours, theirs = generate(custom_generate=speculate("ngram"), **options), generate(**options)
     assert type(ours) is type(theirs)

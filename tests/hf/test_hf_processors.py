@@ -19,11 +19,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from foretoken.config.sampling import SamplingParams
-from foretoken.hf.processors import AsShown, RowPlace, sampling_fields
-from foretoken.hf.rows import InputRow, read_rows
-from foretoken.law.sampling import SamplingLaw, scores
-from foretoken.testing import toy_model
+from foredraft.config.sampling import SamplingParams
+from foredraft.hf.processors import AsShown, RowPlace, sampling_fields
+from foredraft.hf.rows import InputRow, read_rows
+from foredraft.law.sampling import SamplingLaw, scores
+from foredraft.testing import toy_model
 
 VOCAB, EOS, PAD = 64, 7, 3
 CPU = torch.device("cpu")

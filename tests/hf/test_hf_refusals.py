@@ -18,8 +18,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from foretoken import speculate
-from foretoken.errors import (
+from foredraft import speculate
+from foredraft.errors import (
     ConfigError,
     ContextLengthError,
     NumericsError,
@@ -28,9 +28,9 @@ from foretoken.errors import (
     UnsupportedModelError,
     UnsupportedStateError,
 )
-from foretoken.hf.refusals import GenerateArguments, check_inputs
-from foretoken.model.support import cache_argument
-from foretoken.testing import toy_model
+from foredraft.hf.refusals import GenerateArguments, check_inputs
+from foredraft.model.support import cache_argument
+from foredraft.testing import toy_model
 
 IDS = torch.tensor([[10, 11, 12]])
 MASK = torch.ones_like(IDS)

@@ -10,9 +10,9 @@ import torch
 from scipy.stats import chi2_contingency
 from transformers import PreTrainedModel
 
-from foretoken import speculate
-from foretoken.loading.adapters import Adapter
-from foretoken.testing import perturbed, toy_model
+from foredraft import speculate
+from foredraft.loading.adapters import Adapter
+from foredraft.testing import perturbed, toy_model
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},

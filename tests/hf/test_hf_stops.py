@@ -23,8 +23,8 @@ from transformers import (
     StopStringCriteria,
 )
 
-from foretoken import speculate, zoo
-from foretoken.testing import perturbed, toy_model
+from foredraft import speculate, zoo
+from foredraft.testing import perturbed, toy_model
 
 BUDGET = 24
 
@@ -215,7 +215,7 @@ def generators_of(model: Any, tokenizer: Any, ids: torch.Tensor) -> dict[str, Ge
 
     return {
         "plain": lambda stop: run(**stop_of_transformers(stop)),
-        "foretoken ngram": ours,
+        "foredraft ngram": ours,
         "prompt lookup": lambda stop: run(prompt_lookup_num_tokens=NUM_DRAFT_TOKENS, **stop_of_transformers(stop)),
         "assistant": lambda stop: run(assistant_model=assistant, **as_criterion(stop)),
     }
@@ -251,7 +251,7 @@ def test_stop_strings_inside_blocks_on_real_text_beside_transformers() -> None:
     """On real text: ours right at all 14 lengths; transformers' prompt lookup and assistant at few of them."""
     rows = table_of_lengths()
     right = {name: sum(row[name] == row["plain"] for row in rows) for name in rows[0] if name != "stop"}
-    assert right["plain"] == right["foretoken ngram"] == len(rows) == 14
+    assert right["plain"] == right["foredraft ngram"] == len(rows) == 14
     assert [row["plain"] for row in rows] == list(range(1, 15))
     assert right["prompt lookup"] < 14
     assert right["assistant"] < 14

@@ -10,8 +10,8 @@ import pytest
 import torch
 from scipy import stats
 
-from foretoken.law import noise
-from foretoken.law.noise import KeyedNoise, Purpose, mix
+from foredraft.law import noise
+from foredraft.law.noise import KeyedNoise, Purpose, mix
 
 FALSE_ALARM = 1e-7
 

@@ -32,12 +32,12 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from foretoken.config.sampling import SamplingParams
-from foretoken.errors import ConfigError, NumericsError, ShapeError
-from foretoken.law import choice, noise, sampling
-from foretoken.law.processors import apply_entries
-from foretoken.law.sampling import SamplingLaw, choose, choose_siblings, log_probs, probs, process
-from foretoken.law.support import Warper
+from foredraft.config.sampling import SamplingParams
+from foredraft.errors import ConfigError, NumericsError, ShapeError
+from foredraft.law import choice, noise, sampling
+from foredraft.law.processors import apply_entries
+from foredraft.law.sampling import SamplingLaw, choose, choose_siblings, log_probs, probs, process
+from foredraft.law.support import Warper
 
 FALSE_ALARM = 1e-7
 EOS = (1, 2)

@@ -16,16 +16,16 @@ from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from architectures import ARCHITECTURES
-from foretoken import LLM, SamplingParams
-from foretoken.cli import app
-from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
-from foretoken.loading.compressed import METHOD, packed, parts_of, unpacked
-from foretoken.loading.layouts import codes_of
-from foretoken.loading.models import load_model
-from foretoken.model.execution.forwards import replacement
-from foretoken.native.codes import Codes
-from foretoken.native.library import library
-from foretoken.testing import toy_model
+from foredraft import LLM, SamplingParams
+from foredraft.cli import app
+from foredraft.errors import CheckpointError, ConfigError, UnsupportedModelError
+from foredraft.loading.compressed import METHOD, packed, parts_of, unpacked
+from foredraft.loading.layouts import codes_of
+from foredraft.loading.models import load_model
+from foredraft.model.execution.forwards import replacement
+from foredraft.native.codes import Codes
+from foredraft.native.library import library
+from foredraft.testing import toy_model
 from gguf_files import write_llama
 from quantised_files import assert_close, change_settings, write_quantised
 
@@ -204,10 +204,10 @@ def test_other_layouts_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.M
     for method in ("torchao", "hqq"):
         change_settings(tmp_path / "m", quant_method=method)
         monkeypatch.setitem(sys.modules, method, None)
-        with pytest.raises(CheckpointError, match=rf"{method}, which foretoken leaves to .* install that, or load the"):
+        with pytest.raises(CheckpointError, match=rf"{method}, which foredraft leaves to .* install that, or load the"):
             load_model(tmp_path / "m")
     change_settings(tmp_path / "m", quant_method="newest")
-    with pytest.raises(UnsupportedModelError, match=r"layout of newest, which neither foretoken nor transformers"):
+    with pytest.raises(UnsupportedModelError, match=r"layout of newest, which neither foredraft nor transformers"):
         load_model(tmp_path / "m")
 
 

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from foretoken import LLM, SamplingParams
-from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
-from foretoken.loading.layouts import codes_of
-from foretoken.loading.models import load_model
-from foretoken.native.library import library
-from foretoken.testing import strengthen, toy_model
+from foredraft import LLM, SamplingParams
+from foredraft.errors import CheckpointError, ConfigError, UnsupportedModelError
+from foredraft.loading.layouts import codes_of
+from foredraft.loading.models import load_model
+from foredraft.native.library import library
+from foredraft.testing import strengthen, toy_model
 from quantised_files import assert_close, change_settings, write_quantised
 
 GREEDY = SamplingParams(temperature=0.0, seed=7, max_tokens=24)

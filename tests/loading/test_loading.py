@@ -21,15 +21,15 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from foretoken import LLM, SamplingParams, zoo
-from foretoken.errors import CheckpointError, ConfigError, TokenizerMismatchError, UnsupportedModelError
-from foretoken.loading.info import eos_token_ids
-from foretoken.loading.models import _is_on, choose_device, load_model, load_tokenizer
-from foretoken.loading.pairing import check_same_tokenizer, check_vocab_sizes
-from foretoken.loading.sources import resolve
-from foretoken.model.dtypes import choose_dtype
-from foretoken.native.library import library
-from foretoken.testing import toy_model
+from foredraft import LLM, SamplingParams, zoo
+from foredraft.errors import CheckpointError, ConfigError, TokenizerMismatchError, UnsupportedModelError
+from foredraft.loading.info import eos_token_ids
+from foredraft.loading.models import _is_on, choose_device, load_model, load_tokenizer
+from foredraft.loading.pairing import check_same_tokenizer, check_vocab_sizes
+from foredraft.loading.sources import resolve
+from foredraft.model.dtypes import choose_dtype
+from foredraft.native.library import library
+from foredraft.testing import toy_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 
@@ -64,7 +64,7 @@ def test_a_model_from_a_directory_speaks(checkpoint: Path) -> None:
     assert llm.model_info.name == str(checkpoint)
 
 
-@pytest.mark.parametrize("name", ["/no/such/place", "./nowhere", "~/no-such-foretoken-model", "a/b/c"])
+@pytest.mark.parametrize("name", ["/no/such/place", "./nowhere", "~/no-such-foredraft-model", "a/b/c"])
 def test_a_missing_directory_is_named(name: str) -> None:
     with pytest.raises(CheckpointError, match="does not exist; give a directory, a hub id"):
         LLM(name)
@@ -79,7 +79,7 @@ def test_a_name_like_one_that_is_there_is_answered_with_it(
     monkeypatch.chdir(checkpoint.parent.parent)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # its variable is read on import
     folder = checkpoint.parent.name
-    with caplog.at_level("INFO", logger="foretoken"), pytest.raises(CheckpointError, match=rf"mean {folder}/model\?"):
+    with caplog.at_level("INFO", logger="foredraft"), pytest.raises(CheckpointError, match=rf"mean {folder}/model\?"):
         LLM(f"{folder}/modell")
     assert f"{folder}/modell is not a directory here, so it is looked for at the hub" in caplog.text
 
@@ -268,7 +268,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 @pytest.mark.parametrize("has_bfloat16", [True, False])
 def test_auto_keeps_what_the_device_computes_in(has_bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Float32 checkpoints became bfloat16 without a word, and their texts others than those of `transformers`."""
-    monkeypatch.setattr("foretoken.model.dtypes.cpu_has_bfloat16", lambda: has_bfloat16)
+    monkeypatch.setattr("foredraft.model.dtypes.cpu_has_bfloat16", lambda: has_bfloat16)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     kept = {CPU: {torch.float32, torch.float64}, GPU: {torch.float32, torch.float64, torch.float16, torch.bfloat16}}
     kept[CPU] |= {torch.bfloat16} if has_bfloat16 else set()
@@ -297,14 +297,14 @@ def test_bfloat16_is_kept_where_kernels_of_the_library_multiply_all_weights(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a CPU read float32, twice the bytes of every step; torch's own products take several times as long there."""
-    monkeypatch.setattr("foretoken.model.dtypes.cpu_has_bfloat16", lambda: False)
+    monkeypatch.setattr("foredraft.model.dtypes.cpu_has_bfloat16", lambda: False)
     expected, settings = BFLOAT16_WITHOUT_PRODUCTS[kind]
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = AutoConfig.for_model(kind, vocab_size=64, **sizes, **settings)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path)
     found = load_model(tmp_path, device="cpu")
     assert found.model.dtype == (expected if library() is not None else torch.float32)
-    monkeypatch.setattr("foretoken.model.dtypes.library", lambda: None)
+    monkeypatch.setattr("foredraft.model.dtypes.library", lambda: None)
     assert load_model(tmp_path, device="cpu").model.dtype == torch.float32
 
 
@@ -326,7 +326,7 @@ def test_the_dtype_of_a_checkpoint_is_known(
     stored: torch.dtype, names_dtype: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From its config, or from the header of its weights where the config is silent."""
-    monkeypatch.setattr("foretoken.model.dtypes.cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr("foredraft.model.dtypes.cpu_has_bfloat16", lambda: True)
     LlamaForCausalLM.from_pretrained(checkpoint, dtype=stored).save_pretrained(checkpoint)
     if not names_dtype:
         edit(checkpoint, dtype=None, torch_dtype=None)
@@ -366,7 +366,7 @@ def test_a_drafter_has_its_own_dtype_and_is_never_wider_than_its_target(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A choice for all counts for the drafter too; one of its own counts most."""
-    monkeypatch.setattr("foretoken.model.dtypes.cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr("foredraft.model.dtypes.cpu_has_bfloat16", lambda: True)
     config = {"method": "draft_model", "model": str(checkpoint)}  # stored in bfloat16, as zoo:tiny is
     single = checkpoint.parent / "single"
     LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).save_pretrained(single)

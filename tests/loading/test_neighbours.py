@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from foretoken import machine
-from foretoken.machine import cpu_quota
-from foretoken.native import library as native
-from foretoken.native import threads
-from foretoken.native.packed_matmul import NativeMatrix
-from foretoken.native.threads import FEW_STEPS, MOST_STEPS, WINDOW, Helpers, keep_to_quota, threads_note
+from foredraft import machine
+from foredraft.machine import cpu_quota
+from foredraft.native import library as native
+from foredraft.native import threads
+from foredraft.native.packed_matmul import NativeMatrix
+from foredraft.native.threads import FEW_STEPS, MOST_STEPS, WINDOW, Helpers, keep_to_quota, threads_note
 
 # ---- the cgroup's quota ---------------------------------------------------------------------------------------------
 
@@ -126,10 +126,10 @@ VARIABLES = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
 @pytest.mark.parametrize(
     ("modules", "chosen", "said"),
     [
-        ("foretoken", {}, f"{machine.SPINS} None False"),
-        ("torch, foretoken", {}, "None None True"),
-        ("foretoken", {"GOMP_SPINCOUNT": "7"}, "7 None False"),
-        ("foretoken", {"OMP_WAIT_POLICY": "active"}, "None active False"),
+        ("foredraft", {}, f"{machine.SPINS} None False"),
+        ("torch, foredraft", {}, "None None True"),
+        ("foredraft", {"GOMP_SPINCOUNT": "7"}, "7 None False"),
+        ("foredraft", {"OMP_WAIT_POLICY": "active"}, "None active False"),
     ],
     ids=str,
 )
@@ -172,7 +172,7 @@ def test_fewer_threads_where_steps_wait_and_all_of_them_afterwards(
 ) -> None:
     """A burst of others changes threads and no figure to speak of, so nothing is said of it."""
     world = World(monkeypatch)
-    with caplog.at_level(logging.INFO, "foretoken"):
+    with caplog.at_level(logging.INFO, "foredraft"):
         world.steps(3 * WINDOW + 100, 5.0)
         assert world.limits == [8, 4, 2, 1]
         assert world.helpers.num_threads == 1
@@ -194,7 +194,7 @@ def test_others_are_told_of_once_where_steps_go_on_to_wait(
 ) -> None:
     """Also where fewer threads do not help: a trial of more fails, or steps wait all the same."""
     world = World(monkeypatch, num_threads=2)
-    with caplog.at_level(logging.INFO, "foretoken"):
+    with caplog.at_level(logging.INFO, "foredraft"):
         for _ in range(1000):
             world.steps(1, 5.0 if world.helpers.num_threads != 1 else calm)
     (message,) = [record.getMessage() for record in caplog.records]

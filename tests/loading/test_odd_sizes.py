@@ -17,15 +17,15 @@ from test_gptq import AWQ_ORDER, words
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from foretoken import LLM, SamplingParams
-from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.loading.compressed import METHOD, packed
-from foretoken.loading.models import load_model
-from foretoken.model.execution.forwards import replacement
-from foretoken.model.execution.packing import PackedLinear
-from foretoken.model.execution.rounding import round_weights
-from foretoken.native.library import library
-from foretoken.testing import strengthen, toy_model
+from foredraft import LLM, SamplingParams
+from foredraft.errors import CheckpointError, UnsupportedModelError
+from foredraft.loading.compressed import METHOD, packed
+from foredraft.loading.models import load_model
+from foredraft.model.execution.forwards import replacement
+from foredraft.model.execution.packing import PackedLinear
+from foredraft.model.execution.rounding import round_weights
+from foredraft.native.library import library
+from foredraft.testing import strengthen, toy_model
 from quantised_files import write_quantised
 
 MODELS = (0, 4, 3, 7, 10, 8, 2, 5, 6, 11, 14)

@@ -19,15 +19,15 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import GemmaConfig, GemmaForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from foretoken import LLM, SamplingParams
-from foretoken.errors import ConfigError
-from foretoken.loading import packed_copy, tensor_file
-from foretoken.loading.models import load_model
-from foretoken.model.execution.packing import packed_products, weight_sums
-from foretoken.model.nodes import Nodes
-from foretoken.native.codes import Codes
-from foretoken.native.library import library
-from foretoken.native.packed_matmul import CodesMatrix, Facts
+from foredraft import LLM, SamplingParams
+from foredraft.errors import ConfigError
+from foredraft.loading import packed_copy, tensor_file
+from foredraft.loading.models import load_model
+from foredraft.model.execution.packing import packed_products, weight_sums
+from foredraft.model.nodes import Nodes
+from foredraft.native.codes import Codes
+from foredraft.native.library import library
+from foredraft.native.packed_matmul import CodesMatrix, Facts
 from gguf_files import write_llama
 from programs import forked
 
@@ -101,7 +101,7 @@ def assert_same(one: LLM, other: LLM) -> None:
 def test_a_copy_is_the_model(tmp_path: Path, name: str, way: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     folder = saved(tmp_path / name, name)
     plain = LLM(folder, "ngram", **way)
-    with caplog.at_level(logging.INFO, "foretoken"):
+    with caplog.at_level(logging.INFO, "foredraft"):
         made = LLM(folder, "ngram", cache_packed=True, **way)
     (file,) = (tmp_path / "cache" / "packed").iterdir()
     assert f"are kept in {file}" in caplog.text
@@ -109,7 +109,7 @@ def test_a_copy_is_the_model(tmp_path: Path, name: str, way: dict[str, str], cap
     assert made.model_info.packed_copy_bytes == file.stat().st_size
     assert plain.model_info.packed_copy is None
     caplog.clear()
-    with caplog.at_level(logging.WARNING, "foretoken"):
+    with caplog.at_level(logging.WARNING, "foredraft"):
         read = LLM(folder, "ngram", cache_packed=True, **way)
     assert not caplog.text
     assert read._pairing.loaded.is_from_copy
@@ -130,7 +130,7 @@ def test_a_model_of_the_zoo_and_its_drafter(way: dict[str, str], cache: Path) ->
 def test_weights_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(tmp_path / "model")
     LLM(folder, cache_packed=True)
-    monkeypatch.setattr("foretoken.loading.models._load_weights", None)
+    monkeypatch.setattr("foredraft.loading.models._load_weights", None)
     llm = LLM(folder, cache_packed=True)
     assert len(packed_products(llm.target.shadow)) > 1
 
@@ -157,7 +157,7 @@ def test_what_is_damaged_is_told_and_made_again(tmp_path: Path, cache: Path, cap
     for how, damage in DAMAGES.items():
         file.write_bytes(damage(whole))
         caplog.clear()
-        with caplog.at_level(logging.WARNING, "foretoken"):
+        with caplog.at_level(logging.WARNING, "foredraft"):
             llm = LLM(folder, cache_packed=True)
         (line,) = caplog.messages
         assert line.startswith(f"the packed copy {file} is not used, and made again: "), how
@@ -175,14 +175,14 @@ def test_what_is_stale_is_told_and_made_again(
     other = MODELS["llama"]()
     other.save_pretrained(folder)
     caplog.clear()
-    with caplog.at_level(logging.WARNING, "foretoken"):
+    with caplog.at_level(logging.WARNING, "foredraft"):
         llm = LLM(folder, cache_packed=True)
     assert "it was made from other files" in caplog.messages[0]
     assert_same(llm, LLM(folder))
-    monkeypatch.setattr("foretoken.__version__", "0.2")
-    with caplog.at_level(logging.WARNING, "foretoken"):
+    monkeypatch.setattr("foredraft.__version__", "0.2")
+    with caplog.at_level(logging.WARNING, "foredraft"):
         assert not LLM(folder, cache_packed=True)._pairing.loaded.is_from_copy
-    assert "it was made from other foretoken" in caplog.messages[-1]
+    assert "it was made from other foredraft" in caplog.messages[-1]
     assert len(list(cache.iterdir())) == 1
 
 
@@ -195,7 +195,7 @@ def test_a_full_disk_costs_the_copy_alone(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(tensor_file.os, "replace", half)  # the last thing before a copy is there
-    with caplog.at_level(logging.WARNING, "foretoken"):
+    with caplog.at_level(logging.WARNING, "foredraft"):
         llm = LLM(folder, cache_packed=True)
     (line,) = caplog.messages
     assert "No space left on device" in line
@@ -247,7 +247,7 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path, caplog: pytest.LogCaptur
         LLM(folder, cache_packed=True, execution="eager")
     with pytest.raises(ConfigError, match="the model is loaded already"):
         load_model(MODELS["llama"](), cache_packed=True)
-    with caplog.at_level(logging.WARNING, "foretoken"):
+    with caplog.at_level(logging.WARNING, "foredraft"):
         LLM(folder, cache_packed=True, dtype="float64", execution="auto")
     assert caplog.messages == [f"no packed copy of {folder} is kept: nothing of it is packed"]
     assert not cache.exists()
@@ -274,7 +274,7 @@ def test_what_lies_about_itself_is_not_used(
     lie(kept.about)
     tensor_file.write_tensors(file, kept.about, kept.read())
     caplog.clear()
-    with caplog.at_level(logging.WARNING, "foretoken"):
+    with caplog.at_level(logging.WARNING, "foredraft"):
         llm = LLM(folder, cache_packed=True)
     assert re.search(r"is not used, and made again: (ValueError|KeyError): ", caplog.text)
     assert_same(llm, plain)
@@ -342,6 +342,6 @@ def test_copies_of_all_settings_are_listed(tmp_path: Path, cache: Path, monkeypa
     assert told.pop("y.packed").startswith("it is damaged (it does not begin as such files do")
     assert sorted(why.rpartition("/")[2] for why in told.values())[:2] == ["", ""]
     assert sum(why.startswith(f"{other}/") and why.endswith("has changed or is gone") for why in told.values()) == 1
-    monkeypatch.setattr("foretoken.__version__", "0.2")
+    monkeypatch.setattr("foredraft.__version__", "0.2")
     whys = [each.why_unused for each in packed_copy.kept_files()]
-    assert whys.count("it was made by another foretoken") == 3
+    assert whys.count("it was made by another foredraft") == 3

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from foretoken.loading.models import load_model
-from foretoken.machine import return_free_memory
-from foretoken.model.execution.packing import packed_products
-from foretoken.native.library import library
+from foredraft.loading.models import load_model
+from foredraft.machine import return_free_memory
+from foredraft.model.execution.packing import packed_products
+from foredraft.native.library import library
 from programs import forked
 
 pytestmark = [

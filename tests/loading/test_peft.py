@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import LLM, speculate
-from foretoken.classic.adapters import opened
-from foretoken.classic.sampling import autoregressive_generate
-from foretoken.errors import UnsupportedModelError
-from foretoken.testing import toy_model
+from foredraft import LLM, speculate
+from foredraft.classic.adapters import opened
+from foredraft.classic.sampling import autoregressive_generate
+from foredraft.errors import UnsupportedModelError
+from foredraft.testing import toy_model
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from foretoken import LLM, SamplingParams
-from foretoken.errors import ConfigError
-from foretoken.model.execution.sharing import move_out
-from foretoken.model.reduced import converted_bytes, reduced, runs_own_attention
-from foretoken.native.library import library
-from foretoken.native.packed_matmul import PackedMatrix
+from foredraft import LLM, SamplingParams
+from foredraft.errors import ConfigError
+from foredraft.model.execution.sharing import move_out
+from foredraft.model.reduced import converted_bytes, reduced, runs_own_attention
+from foredraft.native.library import library
+from foredraft.native.packed_matmul import PackedMatrix
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what is mapped is read from /proc")
 

@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from foretoken.config.sampling import SamplingParams
-from foretoken.engine.accepting import accept_rows, choose_all
-from foretoken.engine.sequence import Sequence
-from foretoken.engine.stopping import StopChecker
-from foretoken.law.sampling import SamplingLaw
-from foretoken.model.capture import Wanted
-from foretoken.model.lm import CausalLM
-from foretoken.model.nodes import FlatNodes, NodeLogits, Nodes
-from foretoken.testing import toy_model
-from foretoken.tree import DraftTree
+from foredraft.config.sampling import SamplingParams
+from foredraft.engine.accepting import accept_rows, choose_all
+from foredraft.engine.sequence import Sequence
+from foredraft.engine.stopping import StopChecker
+from foredraft.law.sampling import SamplingLaw
+from foredraft.model.capture import Wanted
+from foredraft.model.lm import CausalLM
+from foredraft.model.nodes import FlatNodes, NodeLogits, Nodes
+from foredraft.testing import toy_model
+from foredraft.tree import DraftTree
 
 TREES = [
     DraftTree.from_paths(3, [[4, 5, 6], [4, 7], [8]]),

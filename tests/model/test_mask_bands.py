@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foretoken.model.lm import CausalLM
-from foretoken.model.masks import Masks, _Template
-from foretoken.testing import toy_model
+from foredraft.model.lm import CausalLM
+from foredraft.model.masks import Masks, _Template
+from foredraft.testing import toy_model
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -17,15 +17,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import lora
-from foretoken import LLM, speculate
-from foretoken.classic.adapters import adapter_of
-from foretoken.classic.sampling import autoregressive_generate
-from foretoken.errors import UnsupportedModelError
-from foretoken.loading.adapters import ADAPTERS
-from foretoken.model.execution.execution import choose_execution
-from foretoken.model.lm import CausalLM
-from foretoken.model.prober import Prober
-from foretoken.testing import toy_model
+from foredraft import LLM, speculate
+from foredraft.classic.adapters import adapter_of
+from foredraft.classic.sampling import autoregressive_generate
+from foredraft.errors import UnsupportedModelError
+from foredraft.loading.adapters import ADAPTERS
+from foredraft.model.execution.execution import choose_execution
+from foredraft.model.lm import CausalLM
+from foredraft.model.prober import Prober
+from foredraft.testing import toy_model
 
 PROMPT = [5, 6, 7, 8]
 GREEDY = {"max_tokens": 12, "temperature": 0.0}

@@ -16,8 +16,8 @@ from torch import nn
 from transformers import GenerationConfig
 
 from architectures import ARCHITECTURES
-from foretoken.model.state import ModelState
-from foretoken.testing import toy_model
+from foredraft.model.state import ModelState
+from foredraft.testing import toy_model
 
 
 @dataclass

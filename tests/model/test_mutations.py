@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from architectures import ALWAYS, ARCHITECTURES
-from foretoken.model.lm import layer_types
+from foredraft.model.lm import layer_types
 from harness import PREFIXES, Session, adapter, first_attention, largest_difference, oracle, rounds_of
 from mutations import (
     Patch,

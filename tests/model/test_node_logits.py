@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from architectures import ALWAYS, ARCHITECTURES, target_model
-from foretoken.model.execution.execution import Execution
-from foretoken.model.lm import CausalLM
+from foredraft.model.execution.execution import Execution
+from foredraft.model.lm import CausalLM
 from harness import adapter, node_logit_error, tolerance
 
 CASES = [

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from drafting import made
-from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.drafter import Drafter
-from foretoken.engine.engine import Engine, EngineConfig
-from foretoken.model.lm import CausalLM, Nodes
-from foretoken.testing import GREEDY, SAMPLED, perturbed, toy_model
-from foretoken.tree import DraftTree
+from foredraft.drafters.lm.draft_model import DraftModelDrafter
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.engine import Engine, EngineConfig
+from foredraft.model.lm import CausalLM, Nodes
+from foredraft.testing import GREEDY, SAMPLED, perturbed, toy_model
+from foredraft.tree import DraftTree
 from harness import random_ids
 
 VOCAB_SIZE = 64

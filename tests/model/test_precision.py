@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from architectures import ALWAYS, ARCHITECTURES, VARIANTS, VOCAB_SIZE, but_variants, draft_model, in_turns, target_model
-from foretoken.config.engine import EngineConfig
-from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.drafter import Drafter
-from foretoken.engine.engine import Engine
-from foretoken.errors import UnsupportedModelError
-from foretoken.model.lm import CausalLM
-from foretoken.testing import Divergence, Trace, compare, decode, divergences, token_gap
+from foredraft.config.engine import EngineConfig
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.lm.draft_model import DraftModelDrafter
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.engine import Engine
+from foredraft.errors import UnsupportedModelError
+from foredraft.model.lm import CausalLM
+from foredraft.testing import Divergence, Trace, compare, decode, divergences, token_gap
 from harness import drafted, first_attention, random_ids
 
 pytestmark = pytest.mark.slow

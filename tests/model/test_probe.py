@@ -16,20 +16,20 @@ from test_mutations import MUTATIONS
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from architectures import ALWAYS, ARCHITECTURES, Architecture, but_variants, in_turns
-from foretoken import LLM, zoo
-from foretoken.errors import ProbeError
-from foretoken.model import lm as model_module
-from foretoken.model.execution.execution import Execution
-from foretoken.model.execution.native_program import NativeProgram
-from foretoken.model.execution.packing import OneDNNMatrix
-from foretoken.model.lm import CausalLM
-from foretoken.model.masks import Masks
-from foretoken.model.nodes import Nodes
-from foretoken.model.prober import Check, Prober
-from foretoken.model.reduced import representative, representatives
-from foretoken.model.support import cache_argument
-from foretoken.native.packed_matmul import NativeMatrix
-from foretoken.testing import strengthen
+from foredraft import LLM, zoo
+from foredraft.errors import ProbeError
+from foredraft.model import lm as model_module
+from foredraft.model.execution.execution import Execution
+from foredraft.model.execution.native_program import NativeProgram
+from foredraft.model.execution.packing import OneDNNMatrix
+from foredraft.model.lm import CausalLM
+from foredraft.model.masks import Masks
+from foredraft.model.nodes import Nodes
+from foredraft.model.prober import Check, Prober
+from foredraft.model.reduced import representative, representatives
+from foredraft.model.support import cache_argument
+from foredraft.native.packed_matmul import NativeMatrix
+from foredraft.testing import strengthen
 from mutants import with_arguments
 from mutations import Patch, shifts_positions, shows_siblings
 
@@ -238,7 +238,7 @@ def check_faults(
         ):
             continue
         caplog.clear()
-        with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING, "foretoken"):
+        with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING, "foredraft"):
             fault(patch)
             if fault in IN_TREES_ONLY:
                 lm = load(model, kind)
@@ -318,7 +318,7 @@ def test_a_graph_that_ignores_its_positions_loses_trees(
     monkeypatch.setattr(NativeProgram, "is_possible", False)
     monkeypatch.setattr(Execution, "run", with_counted_positions)
     assert_right(load(model))
-    with caplog.at_level(logging.WARNING, "foretoken"):
+    with caplog.at_level(logging.WARNING, "foredraft"):
         assert not load(model, "packed").supports_trees
     assert f'comes from running it in {dtype} and packed execution: try execution="eager"' in caplog.text
 
@@ -430,7 +430,7 @@ def test_a_model_that_no_fault_moves_is_said_to_prove_nothing(caplog: pytest.Log
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
-    with caplog.at_level(logging.WARNING, "foretoken"):
+    with caplog.at_level(logging.WARNING, "foredraft"):
         lm = load(model)
     assert {check.verdict for check in lm.probe.checks} == {"unclear"}
     assert lm.probe.invisible == ("positions", "masks")

@@ -15,9 +15,9 @@ import pytest
 import torch
 from promise import Said, said
 
-from foretoken import LLM, SamplingParams
-from foretoken.native import library as native
-from foretoken.testing import hostile_kernels, toy_model
+from foredraft import LLM, SamplingParams
+from foredraft.native import library as native
+from foredraft.testing import hostile_kernels, toy_model
 from harness import random_ids
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no kernels here")

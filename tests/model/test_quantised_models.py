@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from foretoken import LLM, speculate
-from foretoken.errors import ConfigError, UnsupportedModelError
-from foretoken.model.execution.packing import packable
-from foretoken.model.independence import quantised_layers
-from foretoken.model.lm import CausalLM, Nodes
-from foretoken.testing import strengthen
+from foredraft import LLM, speculate
+from foredraft.errors import ConfigError, UnsupportedModelError
+from foredraft.model.execution.packing import packable
+from foredraft.model.independence import quantised_layers
+from foredraft.model.lm import CausalLM, Nodes
+from foredraft.testing import strengthen
 
 IDS = torch.tensor([[10, 11, 12, 13]])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

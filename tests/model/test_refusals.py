@@ -12,14 +12,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from architectures import ARCHITECTURES, REFUSED, but_variants, in_turns
-from foretoken import LLM, speculate
-from foretoken.classic.sampling import autoregressive_generate
-from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.errors import ForetokenError, ProbeError, UnsupportedModelError, UnsupportedStateError
-from foretoken.model.lm import CausalLM
-from foretoken.model.support import unwrapped
-from foretoken.testing import PerfectDrafter, compare, decode, strengthen, toy_model
+from foredraft import LLM, speculate
+from foredraft.classic.sampling import autoregressive_generate
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.errors import ForedraftError, ProbeError, UnsupportedModelError, UnsupportedStateError
+from foredraft.model.lm import CausalLM
+from foredraft.model.support import unwrapped
+from foredraft.testing import PerfectDrafter, compare, decode, strengthen, toy_model
 from harness import first_attention
 
 ENCODERS = {"electra-encoder", "bert-generation-encoder"}
@@ -34,7 +34,7 @@ def test_unsupported_models_are_refused_by_name(name: str) -> None:
     kind = UnsupportedStateError if name in RECURRENT else UnsupportedModelError
     with pytest.raises(kind, match=type(model).__name__) as refusal:
         CausalLM(model)
-    assert isinstance(refusal.value, ForetokenError)
+    assert isinstance(refusal.value, ForedraftError)
     assert_unchanged(before, fingerprint(model))
 
 
@@ -257,7 +257,7 @@ def odd_model(model_class: type[LlamaForCausalLM]) -> PreTrainedModel:
 
 
 def test_where_trees_are_wrong_drafts_become_chains(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "foretoken"):
+    with caplog.at_level(logging.WARNING, "foredraft"):
         lm = CausalLM(odd_model(ChainsOnly), execution="eager")
     assert not lm.supports_trees
     assert "chains but not trees" in caplog.text

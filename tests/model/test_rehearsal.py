@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from foretoken.model.nodes import Nodes
-from foretoken.model.reference import (
+from foredraft.model.nodes import Nodes
+from foredraft.model.reference import (
     Rehearsal,
     hide_parents,
     relative_error,
@@ -17,7 +17,7 @@ from foretoken.model.reference import (
     show_everything,
     show_siblings,
 )
-from foretoken.tree import DraftTree
+from foredraft.tree import DraftTree
 
 TREE = DraftTree((7, 8, 9, 4), (-1, 0, 0, 1))
 OTHER = DraftTree((1, 2, 3, 5), (-1, 0, 1, 2))

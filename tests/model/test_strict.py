@@ -16,17 +16,17 @@ from torch import nn
 
 from architectures import ARCHITECTURES, target_model
 from covering import pairwise
-from foretoken.config.engine import EngineConfig
-from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.drafter import Drafter
-from foretoken.engine.engine import Engine
-from foretoken.engine.memory import bytes_per_token
-from foretoken.errors import ConfigError, UnsupportedModelError
-from foretoken.model.lm import CausalLM
-from foretoken.native import library as native
-from foretoken.native.abi import MOST_NODES
-from foretoken.testing import PerfectDrafter, WrongDrafter, decode, strengthen, toy_model
+from foredraft.config.engine import EngineConfig
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.engine import Engine
+from foredraft.engine.memory import bytes_per_token
+from foredraft.errors import ConfigError, UnsupportedModelError
+from foredraft.model.lm import CausalLM
+from foredraft.native import library as native
+from foredraft.native.abi import MOST_NODES
+from foredraft.testing import PerfectDrafter, WrongDrafter, decode, strengthen, toy_model
 from harness import first_attention, random_ids
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)

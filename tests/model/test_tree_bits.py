@@ -15,15 +15,15 @@ from transformers import PreTrainedModel
 
 from compiled_models import build
 from covering import pairwise
-from foretoken import LLM, SamplingParams, zoo
-from foretoken.model.cache.ragged import KVCache
-from foretoken.model.execution.native_program import NativeProgram
-from foretoken.model.lm import CausalLM
-from foretoken.model.nodes import Nodes
-from foretoken.native import library as native
-from foretoken.native.abi import MOST_NODES
-from foretoken.testing import hostile_kernels
-from foretoken.tree import DraftTree
+from foredraft import LLM, SamplingParams, zoo
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.execution.native_program import NativeProgram
+from foredraft.model.lm import CausalLM
+from foredraft.model.nodes import Nodes
+from foredraft.native import library as native
+from foredraft.native.abi import MOST_NODES
+from foredraft.testing import hostile_kernels
+from foredraft.tree import DraftTree
 from harness import random_ids
 
 DTYPES = [torch.bfloat16, torch.float32]

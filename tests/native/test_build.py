@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from foretoken.folders import cache_folder
-from foretoken.native import build as compiling
-from foretoken.native import compiler
+from foredraft.folders import cache_folder
+from foredraft.native import build as compiling
+from foredraft.native import compiler
 
 pytestmark = pytest.mark.skipif(
     compiling.cpp_compiler() is None or compiling.instruction_set() is None, reason="nothing is compiled here"
@@ -51,7 +51,7 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     made = Site(tmp_path)
-    monkeypatch.setenv("FORETOKEN_CACHE", str(made.cache))
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(made.cache))
     monkeypatch.setattr(tempfile, "tempdir", str(made.temporary))
     run = compiler.run
 
@@ -158,12 +158,12 @@ def test_a_cache_that_cannot_be_used_is_named_once_and_nothing_is_left(
 ) -> None:
     """Every start left two folders among the temporary files, and said nothing."""
     reason = spoil(site, monkeypatch)
-    with caplog.at_level(logging.WARNING, "foretoken"):
+    with caplog.at_level(logging.WARNING, "foredraft"):
         assert site.answer() == 42
         assert site.answer("question") == 42
     (said,) = caplog.messages
     assert f"cannot be kept in {site.cache / 'native'} ({reason})" in said
-    assert "set FORETOKEN_CACHE to a folder that can be written" in said
+    assert "set FOREDRAFT_CACHE to a folder that can be written" in said
     assert site.left(site.cache) == []
 
 
@@ -172,7 +172,7 @@ def test_a_read_only_cache_that_holds_a_library_is_used(
 ) -> None:
     site.answer()
     _is_read_only(site, monkeypatch)
-    with caplog.at_level(logging.WARNING, "foretoken"):
+    with caplog.at_level(logging.WARNING, "foredraft"):
         assert site.answer() == 42
     assert len(site.commands) == 2
     assert caplog.messages == []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.native import library as native
+from foredraft.native import library as native
 
 KERNELS = "not TestInstructionSet and not TestLibrary and not leaves_the_same_bits and not several_layers"
 TESTS = Path(__file__).resolve().parents[1]

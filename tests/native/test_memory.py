@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken.model.execution.rounding import quantize_weights
-from foretoken.model.lm import CausalLM
-from foretoken.native import memory as pages
-from foretoken.testing import toy_model
+from foredraft.model.execution.rounding import quantize_weights
+from foredraft.model.lm import CausalLM
+from foredraft.native import memory as pages
+from foredraft.testing import toy_model
 
 HAS_PAGES = hasattr(mmap, "MADV_HUGEPAGE")
 SHAPES = [(3,), (100, 70), (2, 5, 333), (1, 1), (700, 1024), (1024, 513), (0, 4), (90, 90)]

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.model.execution.packing import PackedProduct, can_pack
-from foretoken.model.execution.tracing import build_of
-from foretoken.native import library as native
-from foretoken.native.abi import MOST_NODES
-from foretoken.native.attention import DecodeAttention
-from foretoken.native.packed_matmul import NativeMatrix
+from foredraft.model.execution.packing import PackedProduct, can_pack
+from foredraft.model.execution.tracing import build_of
+from foredraft.native import library as native
+from foredraft.native.abi import MOST_NODES
+from foredraft.native.attention import DecodeAttention
+from foredraft.native.packed_matmul import NativeMatrix
 
 HALF = torch.bfloat16
 SETS = list(native.OPTIONS)
@@ -89,7 +89,7 @@ class TestNativeMatrix:
         assert torch.equal(packed.dense().float(), weight)
         every = torch.arange(len(weight))
         assert torch.equal(packed.rows(every, torch.float32).view(torch.int32), weight.view(torch.int32))
-        monkeypatch.setattr("foretoken.native.packed_matmul.kept_dtype", lambda parts: torch.float32)
+        monkeypatch.setattr("foredraft.native.packed_matmul.kept_dtype", lambda parts: torch.float32)
         wide = NativeMatrix(weight, None, kernels)
         assert wide.packed.dtype == torch.float32
         assert 2 * packed.num_bytes == wide.num_bytes
@@ -360,7 +360,7 @@ class TestInstructionSet:
 class TestLibrary:
     @pytest.fixture(autouse=True)
     def elsewhere(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+        monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
         monkeypatch.setattr(native, "_libraries", {})
 
     @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
@@ -413,7 +413,7 @@ def test_a_lesser_cpu_decodes_the_same_text(most: str) -> None:
     """In a process that is held to fewer instructions, with the kernels of these."""
     code = (
         "import torch\n"
-        "from foretoken import LLM, SamplingParams; from foretoken.native.packed_matmul import NativeMatrix\n"
+        "from foredraft import LLM, SamplingParams; from foredraft.native.packed_matmul import NativeMatrix\n"
         "llm = LLM('zoo:tiny', dtype='bfloat16', execution='packed')\n"
         "plain = LLM('zoo:tiny', dtype='bfloat16', execution='eager')\n"
         "used = [p for p in llm.target.execution._products if isinstance(p.matrix, NativeMatrix)]\n"

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from foretoken.folders import cache_folder
-from foretoken.native import build, compiler
-from foretoken.native import library as native
+from foredraft.folders import cache_folder
+from foredraft.native import build, compiler
+from foredraft.native import library as native
 
 INSTRUCTION = native.instruction_set()
 
@@ -44,7 +44,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wheel]:
     made = Wheel(tmp_path / "precompiled")
     monkeypatch.setattr(build, "WHEEL", made.folder)
     monkeypatch.setattr(native, "_libraries", {})
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", "/nowhere/c++")
     build.why_not_precompiled.cache_clear()
     yield made

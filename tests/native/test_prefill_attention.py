@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from foretoken.model.lm import CausalLM
-from foretoken.model.nodes import Nodes
-from foretoken.native import library as native
-from foretoken.native.attention import PrefillAttention
-from foretoken.native.build import cpp_compiler
+from foredraft.model.lm import CausalLM
+from foredraft.model.nodes import Nodes
+from foredraft.native import library as native
+from foredraft.native.attention import PrefillAttention
+from foredraft.native.build import cpp_compiler
 
 HALF = torch.bfloat16
 ROUNDING = {HALF: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foretoken.engine.features import largest_ids
-from foretoken.law import choice, noise
-from foretoken.law.choice import GumbelTopK
-from foretoken.law.support import Warper
-from foretoken.native import sample_kernels as kernels
+from foredraft.engine.features import largest_ids
+from foredraft.law import choice, noise
+from foredraft.law.choice import GumbelTopK
+from foredraft.law.support import Warper
+from foredraft.native import sample_kernels as kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 needs_kernels = pytest.mark.skipif(kernels.kernels() is None, reason="no C++ compiler here")

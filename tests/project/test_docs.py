@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from foretoken import LLM
-from foretoken.cli import app
-from foretoken.cli.options import respell
+from foredraft import LLM
+from foredraft.cli import app
+from foredraft.cli.options import respell
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "dev").rglob("*.md"))]
@@ -55,7 +55,7 @@ def shortened(arguments: list[str]) -> list[str]:
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
     """A page may show how to see what is logged."""
-    root, ours = logging.getLogger(), logging.getLogger("foretoken")
+    root, ours = logging.getLogger(), logging.getLogger("foredraft")
     handlers, level = list(root.handlers), ours.level
     yield
     root.handlers[:] = handlers
@@ -67,7 +67,7 @@ def _counted_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Budgets of `verify` end after a number of looks at the clock, the same on every machine."""
     clock = SimpleNamespace(monotonic=partial(next, count(0.0, SECONDS_OF_A_LOOK)))
     for module in ("verifying", "draws"):
-        monkeypatch.setattr(f"foretoken.verify.{module}.time", clock)
+        monkeypatch.setattr(f"foredraft.verify.{module}.time", clock)
 
 
 RUN = subprocess.run
@@ -75,7 +75,7 @@ RUN = subprocess.run
 
 def run_here(command: list[str], **options: Any) -> subprocess.CompletedProcess[Any]:
     """`subprocess.run` whose commands of ours run in this process, so that they need not load torch again."""
-    if command[:3] != [sys.executable, "-m", "foretoken"]:
+    if command[:3] != [sys.executable, "-m", "foredraft"]:
         return RUN(command, **options)
     result = CliRunner().invoke(app, respell(command[3:]))
     assert result.exit_code == 0, result.output
@@ -98,7 +98,7 @@ def test_commands_run(lines: tuple[str, ...], tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     for line in lines:
         program, *arguments = shlex.split(line)
-        if program == "foretoken":
+        if program == "foredraft":
             result = CliRunner().invoke(app, respell(shortened(arguments)))
             assert result.exit_code == 0, result.output
             assert result.output

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.config.method import methods
+from foredraft.config.method import methods
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -124,7 +124,7 @@ def test_files_and_tests_that_are_named_exist() -> None:
     assert len(named) > 120
     for path, test in named:
         is_beside = path.startswith(("tests/", "benchmarks/", "docs/", "dev/"))
-        place = ROOT / path if is_beside else ROOT / "src/foretoken" / path
+        place = ROOT / path if is_beside else ROOT / "src/foredraft" / path
         assert place.exists(), path
         assert not test or test in names_in(place), f"{path}::{test}"
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-import foretoken
-from foretoken.native import library as native
-from foretoken.native.compiler import OPTIONS, file_digest, library_digest
+import foredraft
+from foredraft.native import library as native
+from foredraft.native.compiler import OPTIONS, file_digest, library_digest
 
 ROOT = Path(__file__).parents[2]
 BUILD = "import sys; from hatchling.build import build_wheel; build_wheel(sys.argv[1])"
@@ -25,7 +25,7 @@ NARROW = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENAB
 SETS = {"as it is": {}, "avx2": NARROW}
 LOGITS = """
 import json, sys
-from foretoken import LLM, SamplingParams
+from foredraft import LLM, SamplingParams
 llm = LLM(sys.argv[1], dtype=sys.argv[2], execution="packed", speculative_config={"method": "ngram"})
 found = []
 for temperature in (0.0, 1.0):
@@ -48,7 +48,7 @@ pytestmark = [
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("ziglang")
     folder = tmp_path_factory.mktemp("dist")
-    environment = {**os.environ, "FORETOKEN_WHEEL": "x86_64", "CXX": "/nowhere/c++"}
+    environment = {**os.environ, "FOREDRAFT_WHEEL": "x86_64", "CXX": "/nowhere/c++"}
     subprocess.run([sys.executable, "-c", BUILD, str(folder)], cwd=ROOT, env=environment, check=True)
     (made,) = folder.glob("*.whl")
     return made
@@ -71,7 +71,7 @@ class Installation:
     def run(self, *arguments: str, **environment: str) -> Any:
         """Run Python without any compiler, and read what it prints as JSON."""
         nowhere = {"PATH": str(self.folder / "empty"), "CXX": "/nowhere/c++", "CC": "/nowhere/cc"}
-        kept = {"FORETOKEN_CACHE": str(self.folder / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        kept = {"FOREDRAFT_CACHE": str(self.folder / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         return ran([str(self.python), *arguments], self.folder / "empty", {**nowhere, **kept, **environment})
 
 
@@ -91,7 +91,7 @@ def test_it_holds_every_instruction_set_and_is_small(wheel: Path, tmp_path: Path
     assert wheel.stat().st_size < MOST_BYTES
     with zipfile.ZipFile(wheel) as opened:
         opened.extractall(tmp_path)
-    folder = tmp_path / "foretoken" / "native" / "precompiled"
+    folder = tmp_path / "foredraft" / "native" / "precompiled"
     made = json.loads((folder / "libraries.json").read_text())["libraries"]
     assert made.keys() == OPTIONS.keys()
     for instruction, of in made.items():
@@ -114,7 +114,7 @@ def test_its_platform_is_the_one_that_its_libraries_need(wheel: Path) -> None:
 def test_a_machine_without_a_compiler_is_told_what_it_has(installed: Installation, held: str) -> None:
     if native.instruction_set() is None:
         pytest.skip("this CPU has no instruction set of the kernels")
-    report = installed.run("-m", "foretoken", "info", "--json", **SETS[held])
+    report = installed.run("-m", "foredraft", "info", "--json", **SETS[held])
     assert report["compiler"] is None
     assert report["kernels_from"] == "wheel"
     assert report["kernels"] == ("AVX2" if held == "avx2" else native.instruction_set())
@@ -134,7 +134,7 @@ def test_it_has_the_bits_of_kernels_that_are_compiled_here(
     if native.library() is None:
         pytest.skip("nothing is compiled here")
     by_wheel = installed.run("-c", LOGITS, model, dtype, **SETS[held])
-    source = str(Path(foretoken.__file__).parents[1])
+    source = str(Path(foredraft.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": source, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **SETS[held]}
     here = ran([sys.executable, "-c", LOGITS, model, dtype], installed.folder, environment)
     assert by_wheel["promise"] == here["promise"] == "native"
@@ -144,6 +144,6 @@ def test_it_has_the_bits_of_kernels_that_are_compiled_here(
 @pytest.mark.parametrize("model", ["zoo:tiny", pytest.param("zoo:smollm2", marks=pytest.mark.smollm2)])
 def test_the_command_line_says_native(installed: Installation, model: str) -> None:
     arguments = ["generate", "Once upon a time", "--model", model, "--max-new-tokens", "8", "--json"]
-    found = installed.run("-m", "foretoken", *arguments, **NARROW)
+    found = installed.run("-m", "foredraft", *arguments, **NARROW)
     assert found["num_generated_tokens"] == 8
     assert found["metrics"]["promise"]["kind"] == "native"

@@ -18,7 +18,7 @@ import pytest
 from sphinx.cmd.build import main as sphinx
 from test_docs import PAGES, ROOT, blocks
 
-import foretoken
+import foredraft
 
 pytestmark = pytest.mark.slow
 
@@ -71,13 +71,13 @@ def test_every_page_is_there_and_loads_nothing_from_elsewhere(site: Path) -> Non
 
 
 def test_the_reference_holds_what_is_public(site: Path) -> None:
-    """The names of foretoken, and whatever a python block of a page imports from it."""
+    """The names of foredraft, and whatever a python block of a page imports from it."""
     compressed = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
     names = {line.split(" ")[0] for line in zlib.decompress(compressed).decode().splitlines()}
-    public = {f"foretoken.{name}" for name in foretoken.__all__}
+    public = {f"foredraft.{name}" for name in foredraft.__all__}
     for page in [page for page in PAGES if ROOT / "dev" not in page.parents]:
         for node in ast.walk(ast.parse("\n".join(blocks(page, "python")))):
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("foretoken"):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("foredraft"):
                 public |= {f"{node.module}.{one.name}" for one in node.names}
     assert len(public) > 30
     assert public - names == set()
@@ -94,7 +94,7 @@ def test_it_is_read_and_searched_from_the_file_system(site: Path, browser: Any) 
         page.goto((site / "index.html").as_uri())
         page.wait_for_url("**/README.html")
         assert page.locator("html").get_attribute("data-theme") == theme
-    for shown in [*PAGES, ROOT / "docs/api/foretoken", ROOT / "docs/api/classic"]:
+    for shown in [*PAGES, ROOT / "docs/api/foredraft", ROOT / "docs/api/classic"]:
         page.goto((site / shown.relative_to(ROOT).with_suffix(".html")).as_uri())
         for width in (1280, 390):
             page.set_viewport_size({"width": width, "height": 800})

@@ -52,9 +52,9 @@ def test_the_wheel_works_from_an_empty_directory(built: Path, tmp_path: Path) ->
         directory.mkdir()
     names = wheel_of(built).namelist()
     assert not [name for name in names if name.startswith(("tests", "benchmarks", "training", "docs", "hatch_build"))]
-    assert "foretoken/py.typed" in names
+    assert "foredraft/py.typed" in names
     wheel_of(built).extractall(site)
-    code = "import sys, foretoken; sys.stderr.write(foretoken.__file__); from foretoken.cli import main; main()"
+    code = "import sys, foredraft; sys.stderr.write(foredraft.__file__); from foredraft.cli import main; main()"
     arguments = ["generate", "Once upon a time", "--model", "zoo:tiny", "--max-new-tokens", "8", "--json"]
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
@@ -75,8 +75,8 @@ def test_both_hold_the_licence_and_the_models(built: Path) -> None:
     names = set(wheel_of(built).namelist())
     (licences,) = {name.partition(".dist-info/")[0] + ".dist-info/licenses/" for name in names if ".dist-info/" in name}
     assert {licences + "LICENSE", licences + "NOTICE"} <= names
-    models = in_the_checkout("src/foretoken/zoo")
-    assert "src/foretoken/zoo/tiny/target/model.safetensors" in models
+    models = in_the_checkout("src/foredraft/zoo")
+    assert "src/foredraft/zoo/tiny/target/model.safetensors" in models
     assert {name.removeprefix("src/") for name in models} <= names
     (archive,) = built.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
@@ -97,5 +97,5 @@ def test_the_source_distribution_builds_the_same_wheel(built: Path, tmp_path: Pa
     (metadata,) = (name for name in first.namelist() if name.endswith("METADATA"))
     assert first.read(metadata) == second.read(metadata)
     shown = email.message_from_bytes(first.read(metadata))
-    assert shown["Author"] == "foretoken developers"
+    assert shown["Author"] == "foredraft developers"
     assert "](docs/" not in str(shown.get_payload())

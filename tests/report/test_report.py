@@ -1,4 +1,4 @@
-"""foretoken report: what it shows of every kind of result, the token view in a browser, and files that are none."""
+"""foredraft report: what it shows of every kind of result, the token view in a browser, and files that are none."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from foretoken.bench.accepted import wilson
-from foretoken.cli import app
-from foretoken.report import read, report
+from foredraft.bench.accepted import wilson
+from foredraft.cli import app
+from foredraft.report import read, report
 
 SHOTS = Path(__file__).parents[2] / ".cache" / "report"
 ROW = {"method": "ngram", "tokens_per_step": 1.5, "memory_bytes": 2_000_000}
@@ -137,7 +137,7 @@ def test_a_picture_without_charts_or_matplotlib_is_refused(tmp_path: Path, monke
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = CliRunner().invoke(app, ["report", str(file), "--out", str(out)])
     assert result.exit_code == 2
-    assert "pip install 'foretoken[plot]'" in result.stderr
+    assert "pip install 'foredraft[plot]'" in result.stderr
     assert not out.exists()
 
 
@@ -264,7 +264,7 @@ def test_text_that_is_none_and_marks_of_the_page_stay_what_they_are(tmp_path: Pa
     assert result.exit_code == 0, result.output
     found = file.with_suffix(".html").read_text(encoding="utf-8")
     assert "<td>? {{texts}} &lt;script&gt;</td>" in found
-    assert "<h1>foretoken: ?.json</h1>" in found
+    assert "<h1>foredraft: ?.json</h1>" in found
 
 
 def test_the_results_are_not_written_over(traced: Path, tmp_path: Path) -> None:

@@ -14,17 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretoken import zoo
-from foretoken.drafters.lookup.rest import RestOptions
-from foretoken.errors import ConfigError, CorpusError, DatastoreError, TokenizerMismatchError
-from foretoken.loading.models import load_tokenizer
-from foretoken.retrieval import datastore as datastore_of
-from foretoken.retrieval.build import ShardLimits, append, build, from_tokens
-from foretoken.retrieval.corpus import PIECE_CHARACTERS, CorpusFile, cut, find_files
-from foretoken.retrieval.datastore import SHORTER_WEIGHT, Datastore, Lookup, known_end
-from foretoken.retrieval.growth import ESCAPE, Shape
-from foretoken.retrieval.manifest import DatastoreManifest, fingerprint_of
-from foretoken.retrieval.shard import decode, encode, width_of
+from foredraft import zoo
+from foredraft.drafters.lookup.rest import RestOptions
+from foredraft.errors import ConfigError, CorpusError, DatastoreError, TokenizerMismatchError
+from foredraft.loading.models import load_tokenizer
+from foredraft.retrieval import datastore as datastore_of
+from foredraft.retrieval.build import ShardLimits, append, build, from_tokens
+from foredraft.retrieval.corpus import PIECE_CHARACTERS, CorpusFile, cut, find_files
+from foredraft.retrieval.datastore import SHORTER_WEIGHT, Datastore, Lookup, known_end
+from foredraft.retrieval.growth import ESCAPE, Shape
+from foredraft.retrieval.manifest import DatastoreManifest, fingerprint_of
+from foredraft.retrieval.shard import decode, encode, width_of
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "ran", "away", "from", "dog", "that"]
 

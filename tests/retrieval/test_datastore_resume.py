@@ -17,12 +17,12 @@ import pytest
 from test_datastore import sentences, tokenizer
 from test_full_disk import room_for
 
-from foretoken.errors import DatastoreError
-from foretoken.retrieval import build as building
-from foretoken.retrieval import corpus as corpora
-from foretoken.retrieval import manifest as manifests
-from foretoken.retrieval.build import ShardLimits, build
-from foretoken.retrieval.datastore import Datastore
+from foredraft.errors import DatastoreError
+from foredraft.retrieval import build as building
+from foredraft.retrieval import corpus as corpora
+from foredraft.retrieval import manifest as manifests
+from foredraft.retrieval.build import ShardLimits, build
+from foredraft.retrieval.datastore import Datastore
 from programs import ran, started
 
 LIMITS = ShardLimits(max_shard_tokens=700)

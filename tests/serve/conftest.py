@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from foretoken.llm import LLM
-from foretoken.serve.served import Offer, Served
-from foretoken.serve.settings import ServerSettings
+from foredraft.llm import LLM
+from foredraft.serve.served import Offer, Served
+from foredraft.serve.settings import ServerSettings
 from serving import MODEL, SETTINGS, Running, running
 
 

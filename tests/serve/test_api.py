@@ -11,10 +11,10 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from foretoken.config.sampling import SamplingParams
-from foretoken.llm import LLM
-from foretoken.serve.served import Served
-from foretoken.testing.conformance import ungoverned
+from foredraft.config.sampling import SamplingParams
+from foredraft.llm import LLM
+from foredraft.serve.served import Served
+from foredraft.testing.conformance import ungoverned
 from serving import MODEL, Running
 
 PROMPT = "The quick brown fox"
@@ -168,7 +168,7 @@ def test_a_token_takes_no_timer(running_server: Running, monkeypatch: pytest.Mon
     """Two for each, around waiting and sending, were a tenth of what the event loop did."""
     made = []
     timeout = asyncio.timeout
-    monkeypatch.setattr("foretoken.serve.answering.asyncio.timeout", lambda left: made.append(left) or timeout(left))
+    monkeypatch.setattr("foredraft.serve.answering.asyncio.timeout", lambda left: made.append(left) or timeout(left))
     numbers = []
     for length in (2, 40):
         made.clear()
@@ -243,10 +243,10 @@ def test_offsets_are_characters_of_the_text(running_server: Running, text: str) 
 
 
 def test_warming_up_is_no_news(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`foretoken serve` said before it was ready that its method does not pay, of texts that are nobody's."""
-    monkeypatch.setattr("foretoken.sessions.payoff.MIN_STEPS", 40)
-    monkeypatch.setattr("foretoken.sessions.payoff.MOST_UNDRAFTED", 20)
-    with caplog.at_level("INFO", "foretoken"), ungoverned():
+    """`foredraft serve` said before it was ready that its method does not pay, of texts that are nobody's."""
+    monkeypatch.setattr("foredraft.sessions.payoff.MIN_STEPS", 40)
+    monkeypatch.setattr("foredraft.sessions.payoff.MOST_UNDRAFTED", 20)
+    with caplog.at_level("INFO", "foredraft"), ungoverned():
         served = Served({"tiny": LLM(MODEL, "ngram", max_num_seqs=4)})
         served.warm()
         assert [record for record in caplog.records if record.filename == "payoff.py"] == []

@@ -172,7 +172,7 @@ def test_a_body_longer_than_it_says(running_server: Running) -> None:
 def test_a_body_that_says_it_is_too_large_is_not_waited_for(
     running_server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foretoken.serve.guards.DRAINED_SECONDS", 0.05)
+    monkeypatch.setattr("foredraft.serve.guards.DRAINED_SECONDS", 0.05)
     with connected(running_server) as client:
         client.sendall(posted(SHORT, "99999999999999999999"))
         assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
@@ -187,7 +187,7 @@ def test_heads_that_do_not_come_end_their_connections(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch, before: bytes, sent: bytes
 ) -> None:
     """They were kept for ever, until the process had no files left."""
-    monkeypatch.setattr("foretoken.serve.server.HEAD_SECONDS", 0.3)
+    monkeypatch.setattr("foredraft.serve.server.HEAD_SECONDS", 0.3)
     server = start()
     with connected(server) as first, connected(server) as second:
         for client in (first, second):
@@ -203,7 +203,7 @@ def test_heads_that_do_not_come_end_their_connections(
 def test_a_long_answer_is_not_cut_by_the_limit_of_heads(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foretoken.serve.server.HEAD_SECONDS", 0.5)  # on a busy machine 0.01 ended it before its head
+    monkeypatch.setattr("foredraft.serve.server.HEAD_SECONDS", 0.5)  # on a busy machine 0.01 ended it before its head
     with connected(start()) as client:
         client.sendall(posted({**LONG, "stream": True}).replace(b"Host", b"Connection: close\r\nHost"))
         assert answers(client).rstrip(b"\r\n0").endswith(b"data: [DONE]")

@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-from foretoken.config.sampling import SamplingParams
-from foretoken.llm import LLM
-from foretoken.serve.chat import read_chat
-from foretoken.serve.served import Served
-from foretoken.serve.server import HEAD_SECONDS
-from foretoken.serve.settings import ServerSettings
+from foredraft.config.sampling import SamplingParams
+from foredraft.llm import LLM
+from foredraft.serve.chat import read_chat
+from foredraft.serve.served import Served
+from foredraft.serve.server import HEAD_SECONDS
+from foredraft.serve.settings import ServerSettings
 from serving import Running, running, with_template
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Say it"}]
@@ -48,7 +48,7 @@ def test_what_asks_for_nothing_is_passed_over(running_server: Running, path: str
     """Empty lists and objects of the openai-agents client were refused, and null was named as ignored."""
     found = ask(running_server, path, **fields)
     assert found.status_code == 200, found.text
-    assert "x-foretoken-warning" not in found.headers
+    assert "x-foredraft-warning" not in found.headers
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_what_asks_for_nothing_is_passed_over(running_server: Running, path: str
 def test_what_has_no_effect_is_named(running_server: Running, path: str, fields: dict[str, Any], ignored: str) -> None:
     found = ask(running_server, path, **fields)
     assert found.status_code == 200, found.text
-    assert found.headers["x-foretoken-warning"] == f"fields were ignored: {ignored}"
+    assert found.headers["x-foredraft-warning"] == f"fields were ignored: {ignored}"
 
 
 def test_an_effort_reaches_a_template_that_has_one(llm: LLM) -> None:

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from foretoken.llm import LLM
-from foretoken.serve.answering import answer
-from foretoken.serve.backend import Ticket
-from foretoken.serve.bridge import Bridge
-from foretoken.serve.completions import read_completion
-from foretoken.serve.served import Offer
-from foretoken.serve.settings import ServerSettings
+from foredraft.llm import LLM
+from foredraft.serve.answering import answer
+from foredraft.serve.backend import Ticket
+from foredraft.serve.bridge import Bridge
+from foredraft.serve.completions import read_completion
+from foredraft.serve.served import Offer
+from foredraft.serve.settings import ServerSettings
 from serving import MODEL, SETTINGS, Running, running
 
 LONG = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "temperature": 0, "model": "plain"}

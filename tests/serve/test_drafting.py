@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.config.sampling import SamplingParams
+from foredraft.config.sampling import SamplingParams
 from serving import Running
 
 BODY: dict[str, Any] = {
@@ -69,7 +69,7 @@ def test_the_verdict_compares_with_plain_decoding(running_server: Running, strea
 
 def test_a_lossy_rule_is_told_and_seen(running_server: Running, llm: Any) -> None:
     """The control: texts of another seed are found to differ."""
-    from foretoken.serve.answering import verdict_of
+    from foredraft.serve.answering import verdict_of
 
     first, second = (
         llm.generate(BODY["prompt"], SamplingParams(max_tokens=8, seed=seed), use_tqdm=False) for seed in (1, 2)

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from foretoken.config.sampling import SamplingParams
-from foretoken.llm import LLM
-from foretoken.serve.served import Served
+from foredraft.config.sampling import SamplingParams
+from foredraft.llm import LLM
+from foredraft.serve.served import Served
 from serving import Running, with_template
 
 PROMPT = "The quick brown fox jumps over the lazy dog and runs away"
@@ -117,7 +117,7 @@ def test_a_request_has_an_id(running_server: Running, path: str) -> None:
     assert drawn.json()["id"].endswith(drawn.headers["x-request-id"])
     assert " " not in drawn.headers["x-request-id"]
     stream = httpx.post(url, json=body | short | {"stream": True}, headers={"x-request-id": "mine-2"})
-    assert (stream.headers["x-request-id"], stream.headers.get("x-foretoken-warning")) == ("mine-2", None)
+    assert (stream.headers["x-request-id"], stream.headers.get("x-foredraft-warning")) == ("mine-2", None)
     assert "mine-2" in stream.text
     for wrong in ("a b", "x" * 129, "é", 5):
         refused = httpx.post(url, json=body | {"request_id": wrong})
@@ -127,9 +127,9 @@ def test_a_request_has_an_id(running_server: Running, path: str) -> None:
 
 def test_defaults_of_vllm_are_no_news(running_server: Running) -> None:
     body = {"prompt": "a", "max_tokens": 1, "length_penalty": 1.0, "spaces_between_special_tokens": True}
-    assert "x-foretoken-warning" not in running_server.post("/v1/completions", **body, include_reasoning=True).headers
+    assert "x-foredraft-warning" not in running_server.post("/v1/completions", **body, include_reasoning=True).headers
     changed = running_server.post("/v1/completions", **{**body, "length_penalty": 2.0}).headers
-    assert "length_penalty" in changed["x-foretoken-warning"]
+    assert "length_penalty" in changed["x-foredraft-warning"]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_an_answer_that_goes_on_begins_with_what_there_was(running_server: Runni
     body = {**GREEDY, "messages": CONTINUED, "n": n, "continue_final_message": True, "add_generation_prompt": None}
     plain = running_server.post("/v1/chat/completions", **body).json()["choices"]
     echoed = running_server.post("/v1/chat/completions", **body, echo=True)
-    assert "x-foretoken-warning" not in echoed.headers
+    assert "x-foredraft-warning" not in echoed.headers
     for one, other in zip(plain, echoed.json()["choices"], strict=True):
         assert other["message"]["content"] == "four five" + one["message"]["content"]
     chunks = running_server.events("/v1/chat/completions", {**body, "echo": True})

@@ -18,21 +18,21 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from foretoken import zoo
-from foretoken.config.sampling import SamplingParams
-from foretoken.errors import ConfigError
-from foretoken.llm import LLM
-from foretoken.serve.app import Application
-from foretoken.serve.backend import Ticket
-from foretoken.serve.errors import ApiError, stopping
-from foretoken.serve.metrics import ClusterMetrics
-from foretoken.serve.ray.affinity import Affinity
-from foretoken.serve.ray.config import ClusterConfig
-from foretoken.serve.ray.failover import CALLER, Called, Caller, ClusterBridge
-from foretoken.serve.ray.messages import Begun, Distant, Facts, Lost, Message, News, Taken, Work
-from foretoken.serve.ray.replica import Replica
-from foretoken.serve.served import Served
-from foretoken.serve.settings import FailoverSettings, ServerSettings
+from foredraft import zoo
+from foredraft.config.sampling import SamplingParams
+from foredraft.errors import ConfigError
+from foredraft.llm import LLM
+from foredraft.serve.app import Application
+from foredraft.serve.backend import Ticket
+from foredraft.serve.errors import ApiError, stopping
+from foredraft.serve.metrics import ClusterMetrics
+from foredraft.serve.ray.affinity import Affinity
+from foredraft.serve.ray.config import ClusterConfig
+from foredraft.serve.ray.failover import CALLER, Called, Caller, ClusterBridge
+from foredraft.serve.ray.messages import Begun, Distant, Facts, Lost, Message, News, Taken, Work
+from foredraft.serve.ray.replica import Replica
+from foredraft.serve.served import Served
+from foredraft.serve.settings import FailoverSettings, ServerSettings
 
 PROMPT = "The capital of France is a city that"
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -306,11 +306,11 @@ def test_a_replica_that_is_silent_is_left(replicas: list[Replica], plain: LLM) -
 def test_the_page_has_every_replica_under_its_name(replicas: list[Replica]) -> None:
     page = ClusterMetrics("tiny", lambda: {one.name: one.page for one in replicas}).page().decode()
     families = {family.name: family for family in text_string_to_metric_families(page)}
-    assert {sample.labels["replica"] for sample in families["foretoken:replica_info"].samples} == {
+    assert {sample.labels["replica"] for sample in families["foredraft:replica_info"].samples} == {
         "ngram",
         "draft_model",
     }
-    running = families["foretoken:num_requests_running"].samples
+    running = families["foredraft:num_requests_running"].samples
     assert len(running) == len(replicas)
 
 

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from foretoken.serve import fair
-from foretoken.serve.fair import FairQueue, Turn
+from foredraft.serve import fair
+from foredraft.serve.fair import FairQueue, Turn
 
 
 class Line:

@@ -16,13 +16,13 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from foretoken.config.structured import StructuredOutputs
-from foretoken.llm import LLM
-from foretoken.serve.responses import read_response
-from foretoken.serve.served import Served
-from foretoken.serve.settings import ServerSettings
-from foretoken.serve.tools import ForcedReader, Tools, joined
-from foretoken.structured.grammars import Grammars
+from foredraft.config.structured import StructuredOutputs
+from foredraft.llm import LLM
+from foredraft.serve.responses import read_response
+from foredraft.serve.served import Served
+from foredraft.serve.settings import ServerSettings
+from foredraft.serve.tools import ForcedReader, Tools, joined
+from foredraft.structured.grammars import Grammars
 from schemas import HOSTILE, nested, random_schema
 from serving import SETTINGS, Running, running, with_template
 
@@ -247,7 +247,7 @@ def test_without_llguidance_a_forced_call_is_refused(server: Running, monkeypatc
     sent = {"messages": MESSAGES, "tools": tools, "tool_choice": "required"}
     found = server.post("/v1/chat/completions", **sent)
     assert found.status_code == 400
-    assert "foretoken[structured]" in found.json()["error"]["message"]
+    assert "foredraft[structured]" in found.json()["error"]["message"]
 
 
 def allowing(mode: str, *names: str) -> Any:
@@ -379,7 +379,7 @@ def test_strict_that_cannot_be_held_is_named(llm: LLM, monkeypatch: pytest.Monke
     with running(Served({"tiny": made}), ServerSettings(tool_call_parser="hermes")) as server:
         found = server.post("/v1/chat/completions", messages=MESSAGES, tools=STRICT, max_tokens=2)
     assert found.status_code == 200
-    assert found.headers["x-foretoken-warning"] == "fields were ignored: tools.function.strict"
+    assert found.headers["x-foredraft-warning"] == "fields were ignored: tools.function.strict"
 
 
 def test_a_strict_schema_that_is_none_is_refused(server: Running) -> None:

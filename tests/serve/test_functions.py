@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from foretoken.llm import LLM
-from foretoken.serve.chat import ChatForm, read_chat
-from foretoken.serve.served import Served
-from foretoken.serve.settings import ServerSettings
-from foretoken.sessions.outputs import StreamOutput
+from foredraft.llm import LLM
+from foredraft.serve.chat import ChatForm, read_chat
+from foredraft.serve.served import Served
+from foredraft.serve.settings import ServerSettings
+from foredraft.sessions.outputs import StreamOutput
 from serving import Running, running, with_template
 
 pytest.importorskip("llguidance")
@@ -76,7 +76,7 @@ def test_a_function_means_what_a_tool_means(server: Running) -> None:
 def test_a_model_may_answer_without_a_call(server: Running, choice: Any) -> None:
     found = ask(server, function_call=choice)
     assert found.status_code == 200, found.text
-    assert "x-foretoken-warning" not in found.headers
+    assert "x-foredraft-warning" not in found.headers
     assert found.json()["choices"][0]["message"]["content"]
 
 

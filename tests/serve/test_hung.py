@@ -18,19 +18,19 @@ from typing import Any
 
 import pytest
 
-from foretoken.config.sampling import SamplingParams
-from foretoken.engine.stats import SequenceStats
-from foretoken.errors import ConfigError
-from foretoken.llm import LLM
-from foretoken.serve.backend import Ticket
-from foretoken.serve.errors import ApiError
-from foretoken.serve.metrics import ClusterMetrics
-from foretoken.serve.ray.failover import CALLER, SILENT_SECONDS, Caller, ClusterBridge
-from foretoken.serve.ray.messages import Begun, Ended, Message, News, Refused, Route, Sent, Taken, Work
-from foretoken.serve.ray.replica import Replica
-from foretoken.serve.served import Served
-from foretoken.serve.settings import FailoverSettings
-from foretoken.sessions.outputs import CompletionOutput, FrozenList, RequestMetrics, RequestOutput, StreamOutput
+from foredraft.config.sampling import SamplingParams
+from foredraft.engine.stats import SequenceStats
+from foredraft.errors import ConfigError
+from foredraft.llm import LLM
+from foredraft.serve.backend import Ticket
+from foredraft.serve.errors import ApiError
+from foredraft.serve.metrics import ClusterMetrics
+from foredraft.serve.ray.failover import CALLER, SILENT_SECONDS, Caller, ClusterBridge
+from foredraft.serve.ray.messages import Begun, Ended, Message, News, Refused, Route, Sent, Taken, Work
+from foredraft.serve.ray.replica import Replica
+from foredraft.serve.served import Served
+from foredraft.serve.settings import FailoverSettings
+from foredraft.sessions.outputs import CompletionOutput, FrozenList, RequestMetrics, RequestOutput, StreamOutput
 
 LENGTH, STEP_SECONDS = 6, 0.5
 WHOLE = list(range(LENGTH))
@@ -436,8 +436,8 @@ def test_the_route_of_a_request_stays_in_its_process(llm: LLM) -> None:
 
 def test_a_full_replica_is_not_waited_for_as_if_it_had_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router tells where it sends a request, and that it waits again once the replica has declined."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'foretoken[ray]'")
-    from foretoken.serve.ray import router
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'foredraft[ray]'")
+    from foredraft.serve.ray import router
 
     class Replica(router.Telling):
         replica_id = SimpleNamespace(unique_id="full")
@@ -468,11 +468,11 @@ def test_a_full_replica_is_not_waited_for_as_if_it_had_the_request(monkeypatch: 
 
 def test_full_replicas_are_asked_again_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one, a request that waited for a row took most of a processor."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'foretoken[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'foredraft[ray]'")
     from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
     from ray.serve.request_router import PendingRequest
 
-    from foretoken.serve.ray.router import PrefixRouter
+    from foredraft.serve.ray.router import PrefixRouter
 
     pauses: list[int] = []
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import LLM
-from foretoken.serve.served import Served
+from foredraft import LLM
+from foredraft.serve.served import Served
 from serving import Running, running
 
 TEXTS = ["The capital of France is Paris, and", "two and two are", "Grüße 世界 ."]

@@ -21,12 +21,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from foretoken.llm import LLM
-from foretoken.serve.backend import deliver_all
-from foretoken.serve.completions import KNOWN
-from foretoken.serve.fields import IGNORED, REFUSED, WITHOUT_EFFECT
-from foretoken.serve.responses import KNOWN as OF_RESPONSES
-from foretoken.serve.served import Offer, Served
+from foredraft.llm import LLM
+from foredraft.serve.backend import deliver_all
+from foredraft.serve.completions import KNOWN
+from foredraft.serve.fields import IGNORED, REFUSED, WITHOUT_EFFECT
+from foredraft.serve.responses import KNOWN as OF_RESPONSES
+from foredraft.serve.served import Offer, Served
 from serving import MODEL, SETTINGS, Running
 
 NUM_CLIENTS = 32
@@ -203,12 +203,12 @@ def resident_megabytes() -> float:
     return int(pages.read_text().split()[1]) * 4096 / 2**20 if pages.exists() else 0.0
 
 
-def figure(page: str, name: str, prefix: str = "foretoken") -> float:
+def figure(page: str, name: str, prefix: str = "foredraft") -> float:
     (found,) = figures(page, name, prefix)
     return found
 
 
-def figures(page: str, name: str, prefix: str = "foretoken") -> list[float]:
+def figures(page: str, name: str, prefix: str = "foredraft") -> list[float]:
     """Of all labels."""
     return [float(value) for value in re.findall(rf"^{prefix}:{name}\{{.*\}} (\S+)$", page, flags=re.MULTILINE)]
 
@@ -243,7 +243,7 @@ def test_figures_equal_what_clients_count(start: Callable[..., Running]) -> None
     page = server.http.get("/metrics").text
     completion = sum(found["usage"]["completion_tokens"] for found in usages)
     num_texts = sum(len(found["choices"]) for found in usages)
-    for prefix in ("foretoken", "vllm"):
+    for prefix in ("foredraft", "vllm"):
         assert figure(page, "generation_tokens_total", prefix) == completion
         assert figure(page, "prompt_tokens_total", prefix) == sum(found["usage"]["prompt_tokens"] for found in usages)
         assert figure(page, "e2e_request_latency_seconds_count", prefix) == len(usages)
@@ -267,7 +267,7 @@ def test_figures_are_up_to_date_before_a_client_has_its_answer(
             pages.append(server.server.application._metrics.page().decode())
         deliver_all(came)
 
-    monkeypatch.setattr("foretoken.serve.bridge.deliver_all", reading)
+    monkeypatch.setattr("foredraft.serve.bridge.deliver_all", reading)
     for number in range(4):
         server.post("/v1/completions", prompt="a", max_tokens=3, n=2, model="plain")
         page = pages[number]
@@ -300,7 +300,7 @@ def test_the_page_tells_what_governors_estimate_and_what_memory_holds(start: Cal
     assert 0 < told("kv_cache_bytes") <= told("kv_cache_planned_bytes") == 2e6
     assert told("prefix_cache_bytes") > 0
     assert told("num_preemptions_total") == told("kv_cache_usage_perc") == 0
-    labels = re.findall(r"^foretoken:kv_cache_bytes\{(.*)\}", server.http.get("/metrics").text, flags=re.MULTILINE)
+    labels = re.findall(r"^foredraft:kv_cache_bytes\{(.*)\}", server.http.get("/metrics").text, flags=re.MULTILINE)
     assert labels == ['method="ngram",model_name="tiny"']
 
 
@@ -311,7 +311,7 @@ def test_the_dashboard_asks_for_figures_that_there_are(start: Callable[..., Runn
     server.post("/v1/completions", prompt="a", max_tokens=4)
     told = set(re.findall(r"^# TYPE (\S+)", server.http.get("/metrics").text, flags=re.MULTILINE))
     dashboard = (Path(__file__).parents[2] / "examples" / "serve" / "grafana.json").read_text(encoding="utf-8")
-    asked = {name.removesuffix("_bucket") for name in re.findall(r"foretoken:\w+", dashboard)}
+    asked = {name.removesuffix("_bucket") for name in re.findall(r"foredraft:\w+", dashboard)}
     assert asked <= told
 
 

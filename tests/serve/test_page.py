@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.views.token_view import page as assembled
+from foredraft.views.token_view import page as assembled
 from serving import Running
 
 SHOTS = Path(__file__).parents[2] / ".cache" / "page"
@@ -74,7 +74,7 @@ def test_a_reload_ends_the_stream_and_escape_stops_it(browser: Any, running_serv
 
 def test_the_page_asks_nobody_else() -> None:
     """One file without addresses of others, that carries no style or script from elsewhere."""
-    text = assembled("foretoken.serve", "page.html")
+    text = assembled("foredraft.serve", "page.html")
     assert "function marked(" in text
     assert ".branches {" in text
     assert re.findall(r"https?://|//cdn|@import|<link|src=", text) == []

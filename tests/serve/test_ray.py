@@ -18,14 +18,14 @@ import httpx
 import pytest
 import yaml
 
-from foretoken.llm import LLM
-from foretoken.serve.ray import build
-from foretoken.serve.ray.config import ClusterConfig
+from foredraft.llm import LLM
+from foredraft.serve.ray import build
+from foredraft.serve.ray.config import ClusterConfig
 
 MODEL = "zoo:tiny"
 METHOD = "ngram"
 
-needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'foretoken[ray]'")
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'foredraft[ray]'")
 pytestmark = needs_ray
 clusters = pytest.mark.full  # one did not end within 100 s on two busy cores
 
@@ -66,7 +66,7 @@ def test_texts_outlive_a_killed_replica() -> None:
             assert cluster.differences(heard, expected) == []
             num_moved += sum(one.failovers for one in heard)
         page = httpx.get(f"{running.address}/metrics").text
-        assert f'foretoken:failovers_total{{model_name="{MODEL}"}} {num_moved}.0' in page
+        assert f'foredraft:failovers_total{{model_name="{MODEL}"}} {num_moved}.0' in page
         answer = httpx.post(f"{running.address}/v1/completions", json={"prompt": 5}, headers={"x-request-id": "mine"})
         assert (answer.status_code, answer.headers["x-request-id"]) == (400, "mine")
         assert answer.json()["error"]["param"] == "prompt"
@@ -117,9 +117,9 @@ def test_the_shipped_file_is_an_application() -> None:
 
     file = Path(__file__).parents[2] / "examples" / "serve" / "cluster.yaml"
     given = yaml.safe_load(file.read_text(encoding="utf-8"))
-    assert ServeDeploySchema.model_validate(given).applications[0].name == "foretoken"
+    assert ServeDeploySchema.model_validate(given).applications[0].name == "foredraft"
     (application,) = given["applications"]
-    assert application["import_path"] == "foretoken.serve.ray:build"
+    assert application["import_path"] == "foredraft.serve.ray:build"
     config = ClusterConfig.of(application["args"])
     assert (config.name, config.max_ongoing_requests, config.settings.request_timeout) == ("smollm2", 16, 300)
     ingress = build(application["args"])._bound_deployment

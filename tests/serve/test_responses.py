@@ -8,8 +8,8 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from foretoken.config.sampling import SamplingParams
-from foretoken.serve.errors import ApiError
+from foredraft.config.sampling import SamplingParams
+from foredraft.serve.errors import ApiError
 from serving import Running
 
 INPUT: list[Any] = [

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from foretoken.config.sampling import SamplingParams
-from foretoken.errors import PromptError
-from foretoken.llm import LLM
-from foretoken.serve.ray.affinity import Affinity
-from foretoken.serve.served import Served
+from foredraft.config.sampling import SamplingParams
+from foredraft.errors import PromptError
+from foredraft.llm import LLM
+from foredraft.serve.ray.affinity import Affinity
+from foredraft.serve.served import Served
 from serving import MODEL, Running, running
 
 PROMPT = "The quick brown fox jumps over the lazy dog and runs away from the farmer and his wife."
@@ -33,7 +33,7 @@ def cached(server: Running, prompt: str, salt: str | None, path: str = "/v1/comp
         "/v1/responses": {"input": prompt, "max_output_tokens": 4},
     }[path]
     answer = server.post(path, **asked, temperature=0, cache_salt=salt)
-    assert "x-foretoken-warning" not in answer.headers
+    assert "x-foredraft-warning" not in answer.headers
     usage = answer.json()["usage"]
     return int(usage.get("prompt_tokens_details", usage.get("input_tokens_details"))["cached_tokens"])
 

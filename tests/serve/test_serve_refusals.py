@@ -18,15 +18,15 @@ from tokenizers.normalizers import Strip
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from foretoken.llm import LLM
-from foretoken.serve.app import SMALL_BYTES
-from foretoken.serve.completions import read_completion
-from foretoken.serve.errors import ApiError
-from foretoken.serve.fields import MOST_ENTRIES
-from foretoken.serve.served import Served
-from foretoken.serve.server import Server
-from foretoken.serve.settings import ServerSettings
-from foretoken.serve.tokens import characters_per_token
+from foredraft.llm import LLM
+from foredraft.serve.app import SMALL_BYTES
+from foredraft.serve.completions import read_completion
+from foredraft.serve.errors import ApiError
+from foredraft.serve.fields import MOST_ENTRIES
+from foredraft.serve.served import Served
+from foredraft.serve.server import Server
+from foredraft.serve.settings import ServerSettings
+from foredraft.serve.tokens import characters_per_token
 from serving import Running
 
 BODIES: dict[str, tuple[str, dict[str, Any], int, str]] = {
@@ -153,10 +153,10 @@ def test_unknown_fields_are_named_or_refused(start: Callable[..., Running], runn
     body = {"prompt": "a", "max_tokens": 1, "temprature": 0, "x\r\nset-cookie: a": 1, "user": "me"}
     response = running_server.post("/v1/completions", **body)
     assert response.status_code == 200
-    assert response.headers["x-foretoken-warning"].endswith(r"temprature, x\r\nset-cookie: a")
+    assert response.headers["x-foredraft-warning"].endswith(r"temprature, x\r\nset-cookie: a")
     assert "set-cookie" not in response.headers
     blank = running_server.post("/v1/completions", **{"prompt": "a", "max_tokens": 1, "": 1, " b ": 1})
-    assert blank.headers["x-foretoken-warning"].endswith('"", b')  # no space at an end, which is no header
+    assert blank.headers["x-foredraft-warning"].endswith('"", b')  # no space at an end, which is no header
     refused = start(strict_fields=True).post("/v1/completions", **body)
     assert refused.status_code == 400
     assert "unknown fields: temprature" in refused.json()["error"]["message"]
@@ -241,7 +241,7 @@ def test_a_text_that_cannot_fit_is_not_read(
     given |= {"prompt": text, "messages": [{"role": "user", "content": text}]} if name == "prompt" else {}
     given |= {"prediction": {"type": "content", "content": text}} if name == "prediction" else {}
     reader = "served.encode" if name == "prompt" else "asking.read_params"
-    monkeypatch.setattr(f"foretoken.serve.{reader}", lambda *_: pytest.fail("it is read"))
+    monkeypatch.setattr(f"foredraft.serve.{reader}", lambda *_: pytest.fail("it is read"))
     response = running_server.post(path, **given)
     assert response.status_code == 400
     error = response.json()["error"]
@@ -271,7 +271,7 @@ def test_long_texts_do_not_keep_others_from_being_read(
         assert len(body["prompt"]) < SMALL_BYTES or gate.wait(60)
         return read_completion(body, *others)
 
-    monkeypatch.setattr("foretoken.serve.app.read_completion", slow)
+    monkeypatch.setattr("foredraft.serve.app.read_completion", slow)
     with ThreadPoolExecutor(1) as pool:
         large = pool.submit(running_server.post, "/v1/completions", prompt="a" * SMALL_BYTES)
         try:
@@ -308,7 +308,7 @@ def test_a_full_queue_is_told_with_a_time_to_come_again(start: Callable[..., Run
     assert int(response.headers["retry-after"]) > 0
     with pytest.raises(openai.RateLimitError):
         server.client.completions.create(model="tiny", prompt="a")
-    assert 'foretoken:admission_rejections_total{model_name="tiny"} 2.0' in server.http.get("/metrics").text
+    assert 'foredraft:admission_rejections_total{model_name="tiny"} 2.0' in server.http.get("/metrics").text
 
 
 def test_while_it_loads_and_when_loading_fails() -> None:

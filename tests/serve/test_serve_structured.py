@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import openai
 import pytest
 
-from foretoken.config.sampling import SamplingParams
-from foretoken.llm import LLM
-from foretoken.serve.served import Offer
+from foredraft.config.sampling import SamplingParams
+from foredraft.llm import LLM
+from foredraft.serve.served import Offer
 from schemas import HOSTILE, is_valid, random_schema
 from serving import Running, running
 

@@ -19,8 +19,8 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from foretoken.cli import app
-from foretoken.cli.serve import _keys
+from foredraft.cli import app
+from foredraft.cli.serve import _keys
 from programs import started
 from serving import MODEL
 
@@ -95,8 +95,8 @@ def test_connections_beyond_the_limit_of_files_and_requests_of_a_terminal_that_i
 
 COMPUTES = """
 import sys, torch
-import foretoken.cli.serve as command
-from foretoken.cli import app
+import foredraft.cli.serve as command
+from foredraft.cli import app
 def load(*_, **__):
     print("computing", file=sys.stderr, flush=True)
     while True:
@@ -133,7 +133,7 @@ def test_keys_from_a_file_and_the_environment_and_a_log_that_nobody_reads_any_mo
     """Every request was an error inside the server once the reader of its log had gone."""
     (tmp_path / "keys").write_text("one\n\ntwo\n")
     options = ("--api-key-file", str(tmp_path / "keys"), "--enable-log-requests", "--method", "ngram")
-    with command(*options, FORETOKEN_API_KEY="three") as (process, address):
+    with command(*options, FOREDRAFT_API_KEY="three") as (process, address):
         assert process.stderr is not None
         process.stderr.close()
         for key, status in (("one", 200), ("two", 200), ("three", 200), ("four", 401)):
@@ -183,7 +183,7 @@ def test_options_that_cannot_be(
     options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """They are told before the model is loaded; of a malformed way of drafting that took a whole load."""
-    monkeypatch.setattr("foretoken.llm.load_model", lambda *_, **__: pytest.fail("the model is loaded"))
+    monkeypatch.setattr("foredraft.llm.load_model", lambda *_, **__: pytest.fail("the model is loaded"))
     (tmp_path / "broken").write_text("{% for message in messages %}\n{{ message.content }")
     options = [str(tmp_path / "broken") if option == "BROKEN" else option for option in options]
     result = CliRunner().invoke(app, ["serve", MODEL, "--port", "0", *options], terminal_width=200)
@@ -193,9 +193,9 @@ def test_options_that_cannot_be(
 
 
 def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("foretoken.serve.")]:
+    for name in [name for name in sys.modules if name.startswith("foredraft.serve.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     result = CliRunner().invoke(app, ["serve", MODEL])
     assert result.exit_code == 2
-    assert "pip install 'foretoken[serve]'" in result.output
+    assert "pip install 'foredraft[serve]'" in result.output

@@ -11,12 +11,12 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from foretoken.llm import LLM
-from foretoken.serve.chat import ChatForm, read_chat
-from foretoken.serve.served import Served
-from foretoken.serve.settings import ServerSettings
-from foretoken.serve.tools import CallReader
-from foretoken.sessions.outputs import StreamOutput
+from foredraft.llm import LLM
+from foredraft.serve.chat import ChatForm, read_chat
+from foredraft.serve.served import Served
+from foredraft.serve.settings import ServerSettings
+from foredraft.serve.tools import CallReader
+from foredraft.sessions.outputs import StreamOutput
 from serving import Running, with_template
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "</tool"}}\n</tool_call>'

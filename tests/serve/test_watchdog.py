@@ -7,9 +7,9 @@ import signal
 import subprocess
 import sys
 
-from foretoken.serve.ray.watchdog import watch
+from foredraft.serve.ray.watchdog import watch
 
-REPLICA = "from foretoken.serve.ray.watchdog import start_watchdog; start_watchdog({seconds}); print('on', flush=True)"
+REPLICA = "from foredraft.serve.ray.watchdog import start_watchdog; start_watchdog({seconds}); print('on', flush=True)"
 
 
 def started(seconds: float, then: str) -> subprocess.Popen[str]:

@@ -12,27 +12,27 @@ import pytest
 import torch
 
 from drafting import made
-from foretoken import LLM
-from foretoken.config.engine import EngineConfig
-from foretoken.config.sampling import SamplingParams
-from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.lookup.ngram import NGramDrafter
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.drafter import Drafter
-from foretoken.engine.engine import Engine
-from foretoken.engine.sequence import Sequence
-from foretoken.errors import (
+from foredraft import LLM
+from foredraft.config.engine import EngineConfig
+from foredraft.config.sampling import SamplingParams
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.drafters.lm.draft_model import DraftModelDrafter
+from foredraft.drafters.lookup.ngram import NGramDrafter
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.engine import Engine
+from foredraft.engine.sequence import Sequence
+from foredraft.errors import (
     ConfigError,
     ContextLengthError,
     EngineBusyError,
-    ForetokenError,
+    ForedraftError,
     NumericsError,
     PromptError,
 )
-from foretoken.model.lm import CausalLM
-from foretoken.testing import GREEDY, PROMPTS, SAMPLED, perturbed, toy_model
-from foretoken.tree import DraftTree
+from foredraft.model.lm import CausalLM
+from foredraft.testing import GREEDY, PROMPTS, SAMPLED, perturbed, toy_model
+from foredraft.tree import DraftTree
 from toys import VOCAB_SIZE, target
 
 POISON = 63
@@ -69,7 +69,7 @@ BAD_PROMPTS = [
 
 
 @pytest.mark.parametrize(("prompt", "error", "message"), BAD_PROMPTS)
-def test_a_bad_prompt_is_refused_and_harms_nobody(prompt: Any, error: type[ForetokenError], message: str) -> None:
+def test_a_bad_prompt_is_refused_and_harms_nobody(prompt: Any, error: type[ForedraftError], message: str) -> None:
     """Before, between and after good ones, in the middle of decoding."""
     engine = Engine(target(), drafter())
     rows: list[Sequence] = []

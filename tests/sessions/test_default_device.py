@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from foretoken import LLM, SamplingParams
-from foretoken.classic.sampling import autoregressive_generate, speculative_generate
-from foretoken.testing import toy_model
+from foredraft import LLM, SamplingParams
+from foredraft.classic.sampling import autoregressive_generate, speculative_generate
+from foredraft.testing import toy_model
 
 PROMPT = [5, 6, 7, 5, 6, 9]
 PARAMS = SamplingParams(temperature=1, max_tokens=9, seed=5, ignore_eos=True)

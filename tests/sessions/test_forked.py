@@ -11,13 +11,13 @@ import pytest
 
 FORKED = """
 import faulthandler, os, sys, threading
-import foretoken
+import foredraft
 import torch
-from foretoken.errors import UnsupportedModelError
-from foretoken.testing import toy_model
+from foredraft.errors import UnsupportedModelError
+from foredraft.testing import toy_model
 
 prompts = [{"prompt_token_ids": [5, 6, 7, 8, 9, 11] * 35}, {"prompt_token_ids": [5, 6]}]
-short = foretoken.SamplingParams(max_tokens=6, temperature=0.7, seed=3)
+short = foredraft.SamplingParams(max_tokens=6, temperature=0.7, seed=3)
 
 def texts(model):
     return [one.outputs[0].token_ids for one in model.generate(prompts, short, use_tqdm=False)]
@@ -35,13 +35,13 @@ def fork(llm, want):
     return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) if number else child(llm, want)
 
 def check(model, **options):
-    llm = foretoken.LLM(model, speculative_config={"method": "ngram"}, **options)
+    llm = foredraft.LLM(model, speculative_config={"method": "ngram"}, **options)
     want = texts(llm)
     idle = fork(llm, want)
     inside, may_end = threading.Event(), threading.Event()
 
     def generate():
-        long = foretoken.SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logits_processors=[pause])
+        long = foredraft.SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logits_processors=[pause])
         llm.generate(prompts, long, use_tqdm=False)
 
     def pause(token_ids, logits):

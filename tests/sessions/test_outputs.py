@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM, SamplingParams, SpeculativeConfig, speculate, trajectory
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.engine import Engine
-from foretoken.errors import CopyError
-from foretoken.model.lm import CausalLM
-from foretoken.sessions.outputs import CompletionOutput, FrozenList, RequestMetrics, RequestOutput
-from foretoken.testing import toy_model
+from foredraft import LLM, SamplingParams, SpeculativeConfig, speculate, trajectory
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.engine import Engine
+from foredraft.errors import CopyError
+from foredraft.model.lm import CausalLM
+from foredraft.sessions.outputs import CompletionOutput, FrozenList, RequestMetrics, RequestOutput
+from foredraft.testing import toy_model
 
 STORY = "Once upon a time there was a"
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM, SamplingParams
-from foretoken.engine.budget import NOTHING_FOUND
-from foretoken.engine.stats import SequenceStats, StepProfile
-from foretoken.sessions.payoff import (
+from foredraft import LLM, SamplingParams
+from foredraft.engine.budget import NOTHING_FOUND
+from foredraft.engine.stats import SequenceStats, StepProfile
+from foredraft.sessions.payoff import (
     MIN_PLAIN_STEPS,
     MIN_STEPS,
     MOST_UNDRAFTED,
@@ -20,7 +20,7 @@ from foretoken.sessions.payoff import (
     describe_loss,
     drafting_share,
 )
-from foretoken.testing import toy_model
+from foredraft.testing import toy_model
 
 
 def stats(num_steps: int, num_tokens: int, *, num_drafted: int = 100) -> SequenceStats:
@@ -78,7 +78,7 @@ def test_it_is_said_once_and_not_too_early(caplog: pytest.LogCaptureFixture) -> 
     watch.ended(stats(16, 16), StepProfile())
     (line,) = warnings(caplog)
     assert line.endswith(
-        "Try another method, fewer tokens (num_speculative_tokens=5), or method 'none'; foretoken bench --methods all "
+        "Try another method, fewer tokens (num_speculative_tokens=5), or method 'none'; foredraft bench --methods all "
         "--model zoo:tiny measures what pays."
     )
     watch.ended(stats(100, 100), StepProfile())
@@ -160,7 +160,7 @@ def test_a_method_that_could_draft_and_does_not_is_told_after_32_steps(caplog: p
 
 
 def test_a_governor_that_waits_is_told_and_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "foretoken")
+    caplog.set_level(logging.INFO, "foredraft")
     watch, row = PayoffWatch("ngram", 10, "zoo:tiny"), SimpleNamespace(id=1, stats=SequenceStats())
     for number in range(2 * MOST_UNDRAFTED):
         watch.step(held(row, "governor", 4 if number < 10 else 0), 1.0, StepProfile())
@@ -202,7 +202,7 @@ def test_an_llm_says_it_when_a_request_has_ended(caplog: pytest.LogCaptureFixtur
         llm.generate([[1]], params)
     (line,) = warnings(caplog)
     assert line.startswith(f"method {method} {reason}")
-    assert line.endswith("foretoken bench --methods all --model MODEL measures what pays.")
+    assert line.endswith("foredraft bench --methods all --model MODEL measures what pays.")
     llm.with_speculative_config(None).generate([[1]] * 4, params)
     assert len(warnings(caplog)) == 1
 

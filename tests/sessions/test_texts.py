@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM, SamplingParams
-from foretoken.engine.stopping import StopChecker
-from foretoken.sessions.session import TextStream
+from foredraft import LLM, SamplingParams
+from foredraft.engine.stopping import StopChecker
+from foredraft.sessions.session import TextStream
 
 SPECIAL = 256
 ALPHABET = [*b"abc", *"é😀".encode(), SPECIAL]

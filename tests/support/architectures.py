@@ -1,6 +1,6 @@
 """Tiny random models of every supported architecture, and of those that must be refused.
 
-Weights are strong (see `foretoken.testing.strengthen`): at the default initialisation a wrong mask or
+Weights are strong (see `foredraft.testing.strengthen`): at the default initialisation a wrong mask or
 position hardly moves the logits, and a test over such a model cannot fail. Sliding windows are 8 wide, so
 that they fill.
 """
@@ -17,7 +17,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from foretoken.testing import perturbed, strengthen
+from foredraft.testing import perturbed, strengthen
 
 VOCAB_SIZE = 96
 CONTEXT = 256

@@ -6,18 +6,18 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
-from foretoken.config.method import methods
-from foretoken.drafters.iterate.jacobi import JacobiDrafter
-from foretoken.drafters.iterate.lookahead import LookaheadDrafter
-from foretoken.drafters.lookup.nasd import NasdDrafter
-from foretoken.drafters.lookup.ngram import NGramDrafter
-from foretoken.drafters.lookup.rest import RestDrafter
-from foretoken.drafters.lookup.suffix import SuffixDrafter
-from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.model.lm import CausalLM
-from foretoken.testing import MakeDrafter, check_drafter, conformance, decode
-from foretoken.testing.conformance import Trace
+from foredraft.config.method import methods
+from foredraft.drafters.iterate.jacobi import JacobiDrafter
+from foredraft.drafters.iterate.lookahead import LookaheadDrafter
+from foredraft.drafters.lookup.nasd import NasdDrafter
+from foredraft.drafters.lookup.ngram import NGramDrafter
+from foredraft.drafters.lookup.rest import RestDrafter
+from foredraft.drafters.lookup.suffix import SuffixDrafter
+from foredraft.drafters.lookup.token_recycling import TokenRecyclingDrafter
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.model.lm import CausalLM
+from foredraft.testing import MakeDrafter, check_drafter, conformance, decode
+from foredraft.testing.conformance import Trace
 
 CLASSES: dict[str, type[Any]] = {
     "ngram": NGramDrafter,

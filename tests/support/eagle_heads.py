@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.drafter import Drafter
-from foretoken.heads.eagle import EagleHead, EagleShape, default_streams
-from foretoken.heads.layers import LayerShape, Placed
-from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.model.lm import CausalLM
-from foretoken.testing import GREEDY, PROMPTS, SAMPLED, decode, toy_model
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.drafter import Drafter
+from foredraft.heads.eagle import EagleHead, EagleShape, default_streams
+from foredraft.heads.layers import LayerShape, Placed
+from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.model.lm import CausalLM
+from foredraft.testing import GREEDY, PROMPTS, SAMPLED, decode, toy_model
 
 VOCAB_SIZE, HIDDEN = 64, 32
 NUM_UNROLLED = 6

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from foretoken.testing.hostile import PLAIN, Kernel, seams
+from foredraft.testing.hostile import PLAIN, Kernel, seams
 
 
 @contextmanager

@@ -14,8 +14,8 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from foretoken import zoo
-from foretoken.testing import strengthen
+from foredraft import zoo
+from foredraft.testing import strengthen
 
 NAMES = {
     "model.embed_tokens": "token_embd",

@@ -9,11 +9,11 @@ from functools import cache
 import torch
 
 from architectures import ARCHITECTURES, VOCAB_SIZE, draft_model, target_model
-from foretoken.model.cache.ragged import KVCache
-from foretoken.model.execution.packing import can_pack
-from foretoken.model.lm import CausalLM, Nodes
-from foretoken.testing import Trace, reference_node_logits
-from foretoken.tree import DraftTree
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.execution.packing import can_pack
+from foredraft.model.lm import CausalLM, Nodes
+from foredraft.testing import Trace, reference_node_logits
+from foredraft.tree import DraftTree
 
 FLOAT64_TOLERANCE = 1e-9
 FLOAT32_TOLERANCE = 1e-5

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from foretoken.testing import strengthen
+from foredraft.testing import strengthen
 
 RANK = 4
 

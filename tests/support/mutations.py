@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.accept.rules import Verdict
-from foretoken.drafters.parts.rows import CachedRow
-from foretoken.engine import accepting as accept
-from foretoken.engine import decoding
-from foretoken.engine.sequence import Sequence
-from foretoken.engine.stopping import StopChecker
-from foretoken.model.cache.ragged import KVCache
-from foretoken.model.lm import CausalLM, Nodes
-from foretoken.model.masks import Masks
-from foretoken.tree import DraftTree
+from foredraft.accept.rules import Verdict
+from foredraft.drafters.parts.rows import CachedRow
+from foredraft.engine import accepting as accept
+from foredraft.engine import decoding
+from foredraft.engine.sequence import Sequence
+from foredraft.engine.stopping import StopChecker
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.lm import CausalLM, Nodes
+from foredraft.model.masks import Masks
+from foredraft.tree import DraftTree
 from mutants import Call, with_arguments
 
 Patch = Callable[[pytest.MonkeyPatch], None]

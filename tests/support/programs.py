@@ -16,7 +16,7 @@ from contextlib import suppress
 from multiprocessing import get_context
 from typing import Any, NoReturn
 
-from foretoken.__main__ import main
+from foredraft.__main__ import main
 
 
 def _stream(number: int, encoding: str) -> Any:
@@ -30,7 +30,7 @@ def _stream(number: int, encoding: str) -> Any:
 
 
 def become(arguments: list[str], env: Mapping[str, str] | None = None) -> NoReturn:
-    """Be ``python -m foretoken`` with these arguments, in a child."""
+    """Be ``python -m foredraft`` with these arguments, in a child."""
     os.closerange(3, 4096)  # the parent of a `Popen` waits for one of them
     os.environ.update(env or {})
     for number, name in enumerate(("stdin", "stdout", "stderr")):
@@ -40,7 +40,7 @@ def become(arguments: list[str], env: Mapping[str, str] | None = None) -> NoRetu
     for each in (signal.SIGHUP, signal.SIGTERM):
         signal.signal(each, signal.SIG_DFL)  # a suite under nohup hands on that it is ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    sys.argv = ["foretoken", *arguments]
+    sys.argv = ["foredraft", *arguments]
     code = 0
     try:
         main()
@@ -76,7 +76,7 @@ def started(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: threads of this process are not in a fork
-        return subprocess.Popen(["foretoken", *arguments], preexec_fn=child, restore_signals=False, **options)
+        return subprocess.Popen(["foredraft", *arguments], preexec_fn=child, restore_signals=False, **options)
 
 
 def ran(arguments: list[str], *, input: Any = None, **options: Any) -> subprocess.CompletedProcess[Any]:

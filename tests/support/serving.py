@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import openai
 
-from foretoken.llm import LLM
-from foretoken.serve.served import Served
-from foretoken.serve.server import Server
-from foretoken.serve.settings import ServerSettings
+from foredraft.llm import LLM
+from foredraft.serve.served import Served
+from foredraft.serve.server import Server
+from foredraft.serve.settings import ServerSettings
 
 MODEL = "zoo:tiny"
 SETTINGS = ["lookup=ngram", "plain=none"]

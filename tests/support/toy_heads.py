@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import OPTConfig, OPTForCausalLM
 
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.heads.layers import LayerShape
-from foretoken.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
-from foretoken.model.capture import Wanted
-from foretoken.model.lm import CausalLM, Nodes
-from foretoken.testing import GREEDY, PROMPTS, SAMPLED, decode
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.heads.layers import LayerShape
+from foredraft.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
+from foredraft.model.capture import Wanted
+from foredraft.model.lm import CausalLM, Nodes
+from foredraft.testing import GREEDY, PROMPTS, SAMPLED, decode
 from toys import VOCAB_SIZE, target
 
 HIDDEN, NUM_HEADS = 32, 4

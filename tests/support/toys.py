@@ -8,10 +8,10 @@ from functools import cache
 from shutil import rmtree
 from tempfile import mkdtemp
 
-from foretoken.model.lm import CausalLM
-from foretoken.retrieval.build import from_tokens
-from foretoken.retrieval.datastore import Datastore
-from foretoken.testing import perturbed, toy_model
+from foredraft.model.lm import CausalLM
+from foredraft.retrieval.build import from_tokens
+from foredraft.retrieval.datastore import Datastore
+from foredraft.testing import perturbed, toy_model
 
 VOCAB_SIZE = 64
 

@@ -9,12 +9,12 @@ import pytest
 from test_drafters import DRAFTERS, model_drafter, steps, target
 
 import mutations
-from foretoken.drafters.lookup.ngram import NGramDrafter, NGramOptions
-from foretoken.engine.sequence import Sequence
-from foretoken.errors import ForetokenError
-from foretoken.model.lm import Nodes
-from foretoken.testing import check_drafter
-from foretoken.tree import DraftTree
+from foredraft.drafters.lookup.ngram import NGramDrafter, NGramOptions
+from foredraft.engine.sequence import Sequence
+from foredraft.errors import ForedraftError
+from foredraft.model.lm import Nodes
+from foredraft.testing import check_drafter
+from foredraft.tree import DraftTree
 
 FAULTS = [
     ("perfect-tree", mutations.commits_everything),
@@ -41,7 +41,7 @@ def test_a_broken_engine_is_found_out(name: str, fault: mutations.Patch, monkeyp
     drafter = DRAFTERS[name](3)  # the texts it needs come from the sound engine
     del drafter
     fault(monkeypatch)
-    with pytest.raises((AssertionError, ForetokenError)):
+    with pytest.raises((AssertionError, ForedraftError)):
         check_drafter(DRAFTERS[name], target(), depths=(3,))
 
 
@@ -109,7 +109,7 @@ class LeavesTheVocabulary(_Around):
     "broken", [DraftsTooDeep, StartsElsewhere, TouchesTheText, LosesARow, AsksTheTarget, LeavesTheVocabulary]
 )
 def test_a_broken_drafter_is_found_out(broken: Any) -> None:
-    with pytest.raises((AssertionError, ForetokenError, ValueError)):
+    with pytest.raises((AssertionError, ForedraftError, ValueError)):
         check_drafter(broken, target(), depths=(2,))
 
 

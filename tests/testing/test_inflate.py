@@ -19,10 +19,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from foretoken import zoo
-from foretoken.errors import ConfigError, UnsupportedModelError
-from foretoken.model.support import cache_argument
-from foretoken.testing.inflation import inflate, inflated_from
+from foredraft import zoo
+from foredraft.errors import ConfigError, UnsupportedModelError
+from foredraft.model.support import cache_argument
+from foredraft.testing.inflation import inflate, inflated_from
 
 SHAPE = {
     "vocab_size": 61,

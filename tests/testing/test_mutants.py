@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.drafters.parts import suffix_index
-from foretoken.drafters.parts.suffix_index import continuation
+from foredraft.drafters.parts import suffix_index
+from foredraft.drafters.parts.suffix_index import continuation
 from mutants import Apply, only_once, replaced, skipped, together, with_arguments, with_result, wrapped
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from foretoken import zoo
+from foredraft import zoo
 
 RECIPE = Path(__file__).resolve().parents[2] / "examples" / "tiny_pair"
 
@@ -74,7 +74,7 @@ def test_texts_become_files_by_source_and_prompts(tmp_path: Path, monkeypatch: p
 def test_blocks_are_mixed_by_weight() -> None:
     import target
 
-    from foretoken.train.examples import Example
+    from foredraft.train.examples import Example
 
     made = {name: [Example((i,), 0, f"{name} {i}") for i in range(count)] for name, count in (("a", 90), ("b", 10))}
     chosen = target.mixed(made, {"a": 0.5, "b": 0.5, "absent": 1.0}, 0)
@@ -89,7 +89,7 @@ def test_matrices_of_heads_are_rounded_to_eight_bits_and_nothing_else_is(
 ) -> None:
     import eight_bits
 
-    from foretoken.heads.checkpoint import read_checkpoint, write_checkpoint
+    from foredraft.heads.checkpoint import read_checkpoint, write_checkpoint
 
     matrix, vector, ids = torch.tensor([[1.0, 0.3]]), torch.tensor([0.3]), torch.tensor([7])
     tensors = {"a.weight": matrix.bfloat16(), "a.bias": vector.bfloat16(), "token_map": ids}
@@ -131,7 +131,7 @@ def test_a_killed_run_ends_where_an_uninterrupted_one_ends(
 ) -> None:
     import target
 
-    from foretoken.train.trainer import Trainer
+    from foredraft.train.trainer import Trainer
 
     target.main([*small, "--out", str(tmp_path / "whole")])
     real = Trainer.save

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 import eagle_heads
-from foretoken.errors import CheckpointError, NumericsError, PromptError
-from foretoken.heads.checkpoint import read_checkpoint
-from foretoken.heads.eagle_layouts import TargetFacts, read_eagle
-from foretoken.heads.medusa_hydra_layouts import read_hydra, read_medusa
-from foretoken.testing import GREEDY
-from foretoken.train.examples import Example, is_held_out, read_prompts
-from foretoken.train.features import FeatureCache, Streams, TargetFeatures
-from foretoken.train.head_recipes import unrolled
-from foretoken.train.losses import distilled, feature_regression, hard
-from foretoken.train.plan import Plan
-from foretoken.train.recipe import Texts
-from foretoken.train.start import frequent_tokens, new_recipe, parts_of
-from foretoken.train.trainer import Schedule, Trainer, side_by_side
+from foredraft.errors import CheckpointError, NumericsError, PromptError
+from foredraft.heads.checkpoint import read_checkpoint
+from foredraft.heads.eagle_layouts import TargetFacts, read_eagle
+from foredraft.heads.medusa_hydra_layouts import read_hydra, read_medusa
+from foredraft.testing import GREEDY
+from foredraft.train.examples import Example, is_held_out, read_prompts
+from foredraft.train.features import FeatureCache, Streams, TargetFeatures
+from foredraft.train.head_recipes import unrolled
+from foredraft.train.losses import distilled, feature_regression, hard
+from foredraft.train.plan import Plan
+from foredraft.train.recipe import Texts
+from foredraft.train.start import frequent_tokens, new_recipe, parts_of
+from foredraft.train.trainer import Schedule, Trainer, side_by_side
 
 SHAPE = {"num_heads": 3, "num_steps": 3}
 
@@ -56,11 +56,11 @@ def new_heads(method: str, num_layers: int | None) -> Any:
 def test_unrolled_steps_are_what_decoding_computes(generation: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs of the head at every depth of chains that follow the text, in float64; a shifted token, feature, position
     or mask would change them at the first place."""
-    from foretoken.drafters.heads.eagle import EagleDrafter
-    from foretoken.drafters.lengths import Fixed
-    from foretoken.drafters.parts.eagle_rows import EagleRows
-    from foretoken.engine.engine import Engine
-    from foretoken.testing import PROMPTS
+    from foredraft.drafters.heads.eagle import EagleDrafter
+    from foredraft.drafters.lengths import Fixed
+    from foredraft.drafters.parts.eagle_rows import EagleRows
+    from foredraft.engine.engine import Engine
+    from foredraft.testing import PROMPTS
 
     head, lm = eagle_heads.trained(generation), eagle_heads.target()
     seen: list[list[Tensor]] = []
@@ -420,7 +420,7 @@ def test_kept_features_are_read_back_and_a_full_disk_ends_keeping(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("foretoken.train.features.save_file", full)
+    monkeypatch.setattr("foredraft.train.features.save_file", full)
     other = FeatureCache(source, tmp_path / "other", layers)
     other.of(examples()[:1])
     other.close()

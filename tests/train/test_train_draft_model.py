@@ -1,4 +1,4 @@
-"""``foretoken train draft_model``: the loss, what a drafter begins with, what is written, and runs that were killed."""
+"""``foredraft train draft_model``: the loss, what a drafter begins with, what is written, and runs that were killed."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 import eagle_heads
-from foretoken import LLM, SamplingParams, zoo
-from foretoken.cli import app
-from foretoken.errors import CheckpointError, ConfigError
-from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.model.lm import CausalLM
-from foretoken.testing import toy_model
-from foretoken.train.draft_model import DraftModelRecipe, SmallPlan, new_small_model
-from foretoken.train.features import TargetFeatures
-from foretoken.train.losses import distilled
-from foretoken.train.plan import Plan
-from foretoken.train.recipe import TargetParts
-from foretoken.train.start import frequent_tokens, new_recipe, parts_of
-from foretoken.train.trainer import Trainer
+from foredraft import LLM, SamplingParams, zoo
+from foredraft.cli import app
+from foredraft.errors import CheckpointError, ConfigError
+from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.model.lm import CausalLM
+from foredraft.testing import toy_model
+from foredraft.train.draft_model import DraftModelRecipe, SmallPlan, new_small_model
+from foredraft.train.features import TargetFeatures
+from foredraft.train.losses import distilled
+from foredraft.train.plan import Plan
+from foredraft.train.recipe import TargetParts
+from foredraft.train.start import frequent_tokens, new_recipe, parts_of
+from foredraft.train.trainer import Trainer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
 SMALL = {

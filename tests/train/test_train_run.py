@@ -1,4 +1,4 @@
-"""``foretoken train``: from prompts to a head that drafts, also over a kill, and what is refused before it runs."""
+"""``foredraft train``: from prompts to a head that drafts, also over a kill, and what is refused before it runs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from foretoken import LLM, SamplingParams, zoo
-from foretoken.cli import app
-from foretoken.config.engine import EngineConfig
-from foretoken.errors import CheckpointError, PromptError
-from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.testing import toy_model
-from foretoken.train.examples import evaluation_digests, is_evaluation
-from foretoken.train.plan import Answering, Plan
-from foretoken.train.run import Training
-from foretoken.train.start import frequent_tokens
-from foretoken.zoo.manifest import HEADS, root
+from foredraft import LLM, SamplingParams, zoo
+from foredraft.cli import app
+from foredraft.config.engine import EngineConfig
+from foredraft.errors import CheckpointError, PromptError
+from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.testing import toy_model
+from foredraft.train.examples import evaluation_digests, is_evaluation
+from foredraft.train.plan import Answering, Plan
+from foredraft.train.run import Training
+from foredraft.train.start import frequent_tokens
+from foredraft.zoo.manifest import HEADS, root
 from programs import started
 
 PROMPTS = [f"Once there was a {one} who {other}" for one in ("dog", "girl", "king", "cow") for other in ("ran", "sang")]
@@ -160,7 +160,7 @@ def test_what_cannot_be_trained_is_refused(more: list[str], message: str, tmp_pa
 
 
 def test_a_target_without_usable_features_is_refused(tmp_path: Path) -> None:
-    from foretoken.errors import UnsupportedModelError
+    from foredraft.errors import UnsupportedModelError
 
     model = toy_model(64)
     model.lm_head = torch.nn.Linear(32, 64, bias=True, dtype=model.dtype)
@@ -171,7 +171,7 @@ def test_a_target_without_usable_features_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["medusa", "hydra++", "eagle", "eagle3"])
 def test_a_target_whose_output_layer_is_narrower_than_its_layers_is_refused(method: str, tmp_path: Path) -> None:
-    from foretoken.errors import UnsupportedModelError
+    from foredraft.errors import UnsupportedModelError
     from toy_heads import narrow_opt
 
     (tmp_path / "p.txt").write_text("a\nb\nc")
@@ -182,7 +182,7 @@ def test_a_target_whose_output_layer_is_narrower_than_its_layers_is_refused(meth
 
 @pytest.mark.parametrize("method", ["medusa", "eagle3", "draft_model"])
 def test_a_target_that_changes_its_logits_is_refused(method: str, tmp_path: Path) -> None:
-    from foretoken.errors import UnsupportedModelError
+    from foredraft.errors import UnsupportedModelError
 
     model = toy_model(64)
     model.config.final_logit_softcapping = 30.0
@@ -207,7 +207,7 @@ def test_prompts_that_nothing_can_be_learned_from_are_refused(content: str, mess
 
 def test_prompts_of_evaluation_sets_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "p.txt").write_text("a\nb\nc")
-    monkeypatch.setattr("foretoken.train.run.is_evaluation", lambda _: True)
+    monkeypatch.setattr("foredraft.train.run.is_evaluation", lambda _: True)
     with pytest.raises(PromptError, match="every prompt is one of an evaluation set"):
         Training(LLM("zoo:tiny", "none"), Plan(method="medusa", out=tmp_path / "out", prompts=tmp_path, raw=True))
 
@@ -223,7 +223,7 @@ def test_the_end_of_a_text_can_always_be_drafted(method: str, tmp_path: Path, mo
     vocabulary = frequent_tokens(run.examples, 64, run._target)
     assert {0, 3} <= set(vocabulary.target_ids.tolist())
     without = DraftVocabulary.of(range(10, 74), vocabulary.target_size)
-    monkeypatch.setattr("foretoken.train.run.frequent_tokens", lambda *_: without)
+    monkeypatch.setattr("foredraft.train.run.frequent_tokens", lambda *_: without)
     with pytest.raises(CheckpointError, match="none of the target's EOS tokens"):
         Training(llm, plan)
 

@@ -1,4 +1,4 @@
-"""foretoken tune: walks along recorded texts, counts, prices, the choice, its sentence, and the profile."""
+"""foredraft tune: walks along recorded texts, counts, prices, the choice, its sentence, and the profile."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import foretoken.tune.tuning as tuning_of
+import foredraft.tune.tuning as tuning_of
 from drafting import made
-from foretoken import LLM, SamplingParams
-from foretoken.bench.candidates import read_candidates
-from foretoken.bench.workload import BenchPrompt
-from foretoken.cli import app
-from foretoken.drafters.lookup.suffix import SuffixDrafter
-from foretoken.engine.cost_model import CostCurve
-from foretoken.engine.costs import Prices
-from foretoken.engine.engine import Engine
-from foretoken.engine.profiles import Profile
-from foretoken.errors import ConfigError
-from foretoken.model.lm import CausalLM
-from foretoken.testing import toy_model
-from foretoken.tune.choosing import Choice, choose
-from foretoken.tune.counting import (
+from foredraft import LLM, SamplingParams
+from foredraft.bench.candidates import read_candidates
+from foredraft.bench.workload import BenchPrompt
+from foredraft.cli import app
+from foredraft.drafters.lookup.suffix import SuffixDrafter
+from foredraft.engine.cost_model import CostCurve
+from foredraft.engine.costs import Prices
+from foredraft.engine.engine import Engine
+from foredraft.engine.profiles import Profile
+from foredraft.errors import ConfigError
+from foredraft.model.lm import CausalLM
+from foredraft.testing import toy_model
+from foredraft.tune.choosing import Choice, choose
+from foredraft.tune.counting import (
     LENGTHS,
     PLAIN,
     Setting,
@@ -36,8 +36,8 @@ from foretoken.tune.counting import (
     settings_of,
     walked,
 )
-from foretoken.tune.tuning import Tuning
-from foretoken.tune.walk import CountedStep, Counts, RecordedText, Walk
+from foredraft.tune.tuning import Tuning
+from foredraft.tune.walk import CountedStep, Counts, RecordedText, Walk
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 CHEAP, DEAR = {1: 0.020, 2: 0.021, 5: 0.024, 17: 0.036}, {1: 0.020, 2: 0.030, 5: 0.038, 17: 0.12}
@@ -275,7 +275,7 @@ def test_what_the_budget_has_no_room_for_is_named(tmp_path: Path) -> None:
 
 
 def test_prices_are_kept_with_their_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
     facts = {"model": "x"}
     assert Prices.kept(facts) is None
     known = Prices((CostCurve(CHEAP, 256, 1e-7),), 1e-4, {"ngram": {4: 1e-5}}, "today", is_steady=False)
@@ -299,7 +299,7 @@ def test_prices_are_kept_with_their_digest(tmp_path: Path, monkeypatch: pytest.M
 def test_refusals_come_before_a_model_is_loaded(
     arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("foretoken.llm.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("foredraft.llm.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     monkeypatch.chdir(tmp_path)
     result = run(*arguments)
     assert result.exit_code == 2
@@ -332,7 +332,7 @@ def test_bench_takes_the_file_of_a_choice(tmp_path: Path) -> None:
 def test_bench_leaves_out_a_choice_of_plain_decoding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What the page shows was refused where tune had found nothing faster."""
     (tmp_path / "a.json").write_text(json.dumps({"facts": {}, "speculative_config": {"method": "none"}}))
-    with caplog.at_level("WARNING", "foretoken"):
+    with caplog.at_level("WARNING", "foredraft"):
         assert [one.name for one in read_candidates(f"@{tmp_path / 'a.json'},ngram", None, None)] == ["ngram"]
     assert "a.json names plain decoding" in caplog.text
     with pytest.raises(ConfigError, match="name methods"):
@@ -345,7 +345,7 @@ def test_bench_leaves_out_a_choice_of_plain_decoding(tmp_path: Path, caplog: pyt
 def test_the_command_that_is_told_names_the_model(tmp_path: Path) -> None:
     """It drafted for the default model, by what was measured of another one."""
     result = run(*SHORT, "--methods", "ngram", "--out", str(tmp_path / "my choice.json"))
-    told = f"foretoken generate --model zoo:tiny --profile-file '{tmp_path / 'my choice.json'}' drafts so"
+    told = f"foredraft generate --model zoo:tiny --profile-file '{tmp_path / 'my choice.json'}' drafts so"
     assert told in result.stdout.replace("\n", ""), result.output
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.config.sampling import SamplingParams
-from foretoken.tune.counting import TIMED_TEXTS, spread, undisturbed
-from foretoken.tune.walk import RecordedText
+from foredraft.config.sampling import SamplingParams
+from foredraft.tune.counting import TIMED_TEXTS, spread, undisturbed
+from foredraft.tune.walk import RecordedText
 
 PARAMS = SamplingParams(max_tokens=4)
 

@@ -1,4 +1,4 @@
-"""foretoken tune profile: what it measures, what follows from it, what a governor takes from it, and bad files."""
+"""foredraft tune profile: what it measures, what follows from it, what a governor takes from it, and bad files."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import pytest
 from typer.testing import CliRunner
 
 from drafting import made
-from foretoken import LLM, SamplingParams
-from foretoken.bench.workload import BenchPrompt
-from foretoken.cli import app
-from foretoken.engine.cost_model import CostCurve
-from foretoken.engine.costs import Prices
-from foretoken.engine.governing import new_governor
-from foretoken.engine.governor import Governor
-from foretoken.engine.profiles import Profile
-from foretoken.errors import ConfigError
-from foretoken.model.lm import CausalLM
-from foretoken.testing import toy_model
-from foretoken.tune.profile import best_length, expected_speed, measure
-from foretoken.tune.walk import CountedStep, Counts, rates
+from foredraft import LLM, SamplingParams
+from foredraft.bench.workload import BenchPrompt
+from foredraft.cli import app
+from foredraft.engine.cost_model import CostCurve
+from foredraft.engine.costs import Prices
+from foredraft.engine.governing import new_governor
+from foredraft.engine.governor import Governor
+from foredraft.engine.profiles import Profile
+from foredraft.errors import ConfigError
+from foredraft.model.lm import CausalLM
+from foredraft.testing import toy_model
+from foredraft.tune.profile import best_length, expected_speed, measure
+from foredraft.tune.walk import CountedStep, Counts, rates
 
 CURVE = CostCurve({1: 0.020, 2: 0.021, 5: 0.024, 9: 0.030}, 256)
 PROMPTS = [BenchPrompt(str(i), "x", tuple([1 + i, 2, 3] * 6)) for i in range(3)]
@@ -110,7 +110,7 @@ def test_costs_of_another_machine_are_left_out(
     elsewhere = Profile(
         "ngram", {**found.facts, "device": "abacus"}, found.curves, found.drafting, found.acceptance, found.settings
     )
-    with caplog.at_level(logging.WARNING, "foretoken"):
+    with caplog.at_level(logging.WARNING, "foredraft"):
         governor = new_governor(target, made("ngram", 6), elsewhere)
     assert "device abacus, here" in caplog.text
     assert isinstance(governor, Governor)
@@ -119,7 +119,7 @@ def test_costs_of_another_machine_are_left_out(
 
 
 def test_another_model_is_refused(found: Profile) -> None:
-    with pytest.raises(ConfigError, match=r"another model \(layers 2; here layers 3\); make one with foretoken tune"):
+    with pytest.raises(ConfigError, match=r"another model \(layers 2; here layers 3\); make one with foredraft tune"):
         found.difference({**found.facts, "layers": 3})
 
 
@@ -180,7 +180,7 @@ def test_times_that_are_none_are_refused(found: Profile, tmp_path: Path) -> None
 def test_values_that_nobody_measured_are_refused(found: Profile, key: str, value: Any, tmp_path: Path) -> None:
     file = tmp_path / "p.json"
     file.write_text(json.dumps({**found.as_dict(), key: value}))
-    with pytest.raises(ConfigError, match=r"lacks what a profile holds .*; make one with foretoken tune"):
+    with pytest.raises(ConfigError, match=r"lacks what a profile holds .*; make one with foredraft tune"):
         Profile.load(file)
 
 

@@ -13,24 +13,24 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from foretoken.bench.workload import BenchPrompt
-from foretoken.cli import app
-from foretoken.cli.layer_search import SearchOptions
-from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.parts.layer_set import LayerSet
-from foretoken.drafters.parts.self_draft import SelfDrafter
-from foretoken.engine.budget import Budget
-from foretoken.errors import ConfigError, NothingAcceptedError
-from foretoken.llm import LLM
-from foretoken.loading.models import load_tokenizer
-from foretoken.model.lm import CausalLM
-from foretoken.testing import toy_model
-from foretoken.tune.layer_sets import Space
-from foretoken.tune.objective import Costs, ExpectedTime, MeasuredTime, Objective, Score, Task
+from foredraft.bench.workload import BenchPrompt
+from foredraft.cli import app
+from foredraft.cli.layer_search import SearchOptions
+from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.parts.layer_set import LayerSet
+from foredraft.drafters.parts.self_draft import SelfDrafter
+from foredraft.engine.budget import Budget
+from foredraft.errors import ConfigError, NothingAcceptedError
+from foredraft.llm import LLM
+from foredraft.loading.models import load_tokenizer
+from foredraft.model.lm import CausalLM
+from foredraft.testing import toy_model
+from foredraft.tune.layer_sets import Space
+from foredraft.tune.objective import Costs, ExpectedTime, MeasuredTime, Objective, Score, Task
 
 pytest.importorskip("optuna")
 
-from foretoken.tune.layer_sets import LayerSearch, SearchResult, TriedSet
+from foredraft.tune.layer_sets import LayerSearch, SearchResult, TriedSet
 
 COSTS = Costs(attention=0.1, mlp=0.2, verify=(1.0, 1.1, 1.2, 1.3))
 

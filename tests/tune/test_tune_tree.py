@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from foretoken.cli import app
-from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
-from foretoken.drafters.parts.rank_tree import RankTree
-from foretoken.engine.cost_model import CostCurve
-from foretoken.errors import ConfigError
-from foretoken.heads.checkpoint import write_checkpoint
-from foretoken.heads.medusa_hydra import HeadsShape, MedusaHeads
-from foretoken.heads.medusa_hydra_layouts import write_medusa
-from foretoken.llm import LLM
-from foretoken.testing import PROMPTS, decode
-from foretoken.tune.trees import MISS, Hits, measured_costs, measured_hits, search, sizes_to_measure, watched_hits
+from foredraft.cli import app
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.heads.medusa_hydra import MultiHeadDrafter
+from foredraft.drafters.parts.rank_tree import RankTree
+from foredraft.engine.cost_model import CostCurve
+from foredraft.errors import ConfigError
+from foredraft.heads.checkpoint import write_checkpoint
+from foredraft.heads.medusa_hydra import HeadsShape, MedusaHeads
+from foredraft.heads.medusa_hydra_layouts import write_medusa
+from foredraft.llm import LLM
+from foredraft.testing import PROMPTS, decode
+from foredraft.tune.trees import MISS, Hits, measured_costs, measured_hits, search, sizes_to_measure, watched_hits
 from toy_heads import VOCAB_SIZE, hydra_heads, medusa_heads, target
 
 HITS = Hits(((0, 0), (0, 1), (1, 0), (0, MISS), (MISS, 0), (0,)), 2)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.engine.engine import Engine
+from foredraft.engine.engine import Engine
 
 ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "src" / "foretoken"
+SOURCE = ROOT / "src" / "foredraft"
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 MAX_FILES, MAX_LINES = 8, 1500

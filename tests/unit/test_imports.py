@@ -34,14 +34,14 @@ LAYERS = (
     ("__main__",),
 )
 """Rooms and files of the package from the ground up. A room imports from lower layers only. The methods of drafting
-are found by name (`foretoken.config.method`), so that config knows none of them."""
+are found by name (`foredraft.config.method`), so that config knows none of them."""
 
 
-TRIED_OUT = "foretoken.model.lm", {"foretoken.model.prober", "foretoken.model.reduced"}
+TRIED_OUT = "foredraft.model.lm", {"foredraft.model.prober", "foredraft.model.reduced"}
 """An adapter, and what it is tried out by when it is made, whose functions take it: the one circle of types."""
 TYPES_FROM_ABOVE = {
-    "foretoken.beginnings": {"foretoken.model.cache.ragged"},
-    "foretoken.config.method": {"foretoken.drafters.context", "foretoken.engine.drafter"},
+    "foredraft.beginnings": {"foredraft.model.cache.ragged"},
+    "foredraft.config.method": {"foredraft.drafters.context", "foredraft.engine.drafter"},
 }
 """Who names types from above: a beginning says whose keys it holds, a method what it is built from and into what."""
 
@@ -102,7 +102,7 @@ LONGER = {
 @cache
 def modules() -> dict[str, Path]:
     found = {}
-    for path in (SOURCE / "foretoken").rglob("*.py"):
+    for path in (SOURCE / "foredraft").rglob("*.py"):
         parts = path.relative_to(SOURCE).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
@@ -118,7 +118,7 @@ def imports(module: str, with_types: bool = False) -> frozenset[str]:
     path = modules()[module]
     folder = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found = _imported(ast.parse(path.read_text(encoding="utf-8")).body, folder, with_types)
-    return frozenset(found) - {module, "foretoken"}
+    return frozenset(found) - {module, "foredraft"}
 
 
 def _imported(nodes: list[ast.AST] | list[ast.stmt], folder: str = "", with_types: bool = False) -> Iterator[str]:
@@ -149,7 +149,7 @@ def layer(name: str) -> int:
 
 
 def test_every_room_has_its_layer() -> None:
-    assert {room(module) for module in modules() if module != "foretoken"} == {
+    assert {room(module) for module in modules() if module != "foredraft"} == {
         name for rooms in LAYERS for name in rooms
     }
 
@@ -157,7 +157,7 @@ def test_every_room_has_its_layer() -> None:
 @pytest.mark.parametrize("name", [name for rooms in LAYERS for name in rooms])
 def test_imports_point_downwards(name: str) -> None:
     for module in modules():
-        if module != "foretoken" and room(module) == name:
+        if module != "foredraft" and room(module) == name:
             below = imports(module, with_types=True) - TYPES_FROM_ABOVE.get(module, set()) | imports(module)
             upwards = [other for other in below if room(other) != name and layer(room(other)) >= layer(name)]
             assert not upwards, f"{module} imports {upwards}, which must not lie beside or above it"
@@ -183,7 +183,7 @@ def test_no_file_imports_itself_in_a_circle() -> None:
 
 def test_no_file_is_long_without_a_reason() -> None:
     lengths = {
-        path.relative_to(SOURCE / "foretoken").as_posix(): len(path.read_text(encoding="utf-8").splitlines())
+        path.relative_to(SOURCE / "foredraft").as_posix(): len(path.read_text(encoding="utf-8").splitlines())
         for path in modules().values()
     }
     too_long = {name: length for name, length in lengths.items() if length > MAX_LINES and name not in LONGER}
@@ -196,12 +196,12 @@ def test_an_import_upwards_would_show() -> None:
     """The control: what a type checker alone sees is left out, what runs later is not."""
     code = (
         "from typing import TYPE_CHECKING\n"
-        "if TYPE_CHECKING:\n    from foretoken.llm import LLM\nelse:\n    lm = Lazy('foretoken.model.lm')\n"
-        "def f():\n    from foretoken.cli import app\n    from foretoken.engine import stats\n"
+        "if TYPE_CHECKING:\n    from foredraft.llm import LLM\nelse:\n    lm = Lazy('foredraft.model.lm')\n"
+        "def f():\n    from foredraft.cli import app\n    from foredraft.engine import stats\n"
     )
-    assert set(_imported(ast.parse(code).body)) == {"foretoken.model.lm", "foretoken.cli", "foretoken.engine.stats"}
+    assert set(_imported(ast.parse(code).body)) == {"foredraft.model.lm", "foredraft.cli", "foredraft.engine.stats"}
     relative = ast.parse("from .protocol import Answer\nfrom ..client import Worker\nfrom .. import race\n")
     names = {"workers.protocol", "client", "race"}
-    assert set(_imported(relative.body, "foretoken.bench.peers.workers")) == {
-        f"foretoken.bench.peers.{one}" for one in names
+    assert set(_imported(relative.body, "foredraft.bench.peers.workers")) == {
+        f"foredraft.bench.peers.{one}" for one in names
     }

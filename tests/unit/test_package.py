@@ -15,7 +15,7 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-import foretoken
+import foredraft
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,7 +79,7 @@ def test_the_links_of_the_readme_survive_where_they_lead_somewhere(hatch_build: 
 
 def test_versions_agree() -> None:
     """The version once was 0.1.0 while the changelog called the same state unreleased."""
-    version = foretoken.__version__
+    version = foredraft.__version__
     newest = re.findall(r"^## (.+)$", read("CHANGELOG.md"), re.MULTILINE)[0]
     assert yaml.safe_load(read("CITATION.cff"))["version"] == version
     if ".dev" in version:
@@ -92,8 +92,8 @@ def test_versions_agree() -> None:
 def test_the_citation_is_complete() -> None:
     citation = yaml.safe_load(read("CITATION.cff"))
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()
-    assert citation["authors"] == [{"name": "foretoken developers"}]
-    assert citation["title"].startswith("foretoken")
+    assert citation["authors"] == [{"name": "foredraft developers"}]
+    assert citation["title"].startswith("foredraft")
 
 
 def test_licences_are_there() -> None:
@@ -105,7 +105,7 @@ def test_licences_are_there() -> None:
     assert digest == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30", (
         "the text as Apache publishes it"
     )
-    readme = read("src/foretoken/zoo/tiny/README.md")
+    readme = read("src/foredraft/zoo/tiny/README.md")
     for licence in re.findall(r"CC-BY-4\.0|CC0|BSD-3-Clause|MIT|PSF", readme):
         assert licence in read("NOTICE")
         assert any(name.startswith(licence) for name in licences), licence

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from foretoken import LLM, SamplingParams
-from foretoken.errors import ConfigError, PromptError
-from foretoken.verify import (
+from foredraft import LLM, SamplingParams
+from foredraft.errors import ConfigError, PromptError
+from foredraft.verify import (
     Answer,
     FunctionSubject,
     LLMSubject,
@@ -26,10 +26,10 @@ from foretoken.verify import (
     verify,
     verifying,
 )
-from foretoken.verify import laws as verify_laws
-from foretoken.verify.draws import DEPTH, FEWEST, draw
-from foretoken.verify.laws import SHIFT, Law, ReferenceLaw, _shifted, enumerate_law, judge_samples
-from foretoken.verify.verdict import Finding, holm, logprob_finding
+from foredraft.verify import laws as verify_laws
+from foredraft.verify.draws import DEPTH, FEWEST, draw
+from foredraft.verify.laws import SHIFT, Law, ReferenceLaw, _shifted, enumerate_law, judge_samples
+from foredraft.verify.verdict import Finding, holm, logprob_finding
 
 PROMPTS = [
     "Once upon a time there was a boy. Once upon a time there was a girl. Once upon a",
@@ -271,7 +271,7 @@ def test_the_lossy_rule_is_found_out(llm: LLM) -> None:
 def test_what_drafting_pays_is_not_its_business(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     """Of its forced drafts, verify once said that they hardly pay, and to try another method."""
     subject = llm.with_speculative_config({"method": "suffix", "num_speculative_tokens": 16})
-    with caplog.at_level("INFO", logger="foretoken"):
+    with caplog.at_level("INFO", logger="foredraft"):
         verify(subject, ["Lily said", "One day"], max_tokens=24, budget_seconds=2.0)
     assert "pays" not in caplog.text
 

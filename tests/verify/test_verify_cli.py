@@ -1,4 +1,4 @@
-"""``foretoken verify``: its exit status, its JSON, and other decoders that it judges."""
+"""``foredraft verify``: its exit status, its JSON, and other decoders that it judges."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from foretoken import LLM, SamplingParams
-from foretoken.bench.arms import generation_config, without_advice
-from foretoken.cli import app
-from foretoken.errors import ConfigError
-from foretoken.serve.served import Offer
-from foretoken.verify import LLMSubject, ServerSubject, TransformersSubject, verify, verifying
-from foretoken.verify.draws import FEWEST, draw
-from foretoken.verify.laws import ReferenceLaw
+from foredraft import LLM, SamplingParams
+from foredraft.bench.arms import generation_config, without_advice
+from foredraft.cli import app
+from foredraft.errors import ConfigError
+from foredraft.serve.served import Offer
+from foredraft.verify import LLMSubject, ServerSubject, TransformersSubject, verify, verifying
+from foredraft.verify.draws import FEWEST, draw
+from foredraft.verify.laws import ReferenceLaw
 from serving import running
 
 QUESTIONS = ["Once upon a time there was a boy. Once upon a time", "A lion"]

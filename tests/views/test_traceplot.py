@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from foretoken import LLM, SamplingParams
-from foretoken.cli import app
-from foretoken.cli.generate import titled_traces
-from foretoken.engine.stats import StepTrace
-from foretoken.errors import ConfigError
-from foretoken.views.traceplot import check_picture, plot_traces
+from foredraft import LLM, SamplingParams
+from foredraft.cli import app
+from foredraft.cli.generate import titled_traces
+from foredraft.engine.stats import StepTrace
+from foredraft.errors import ConfigError
+from foredraft.views.traceplot import check_picture, plot_traces
 
 SHORT = [
     "generate",
@@ -84,5 +84,5 @@ def test_without_matplotlib_nothing_is_generated(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(builtins, "__import__", without)
     result = CliRunner().invoke(app, [*SHORT, "--trace-plot", str(tmp_path / "out.png")])
     assert result.exit_code == 2
-    assert "pip install 'foretoken[plot]'" in result.stderr
+    assert "pip install 'foredraft[plot]'" in result.stderr
     assert result.stdout == ""

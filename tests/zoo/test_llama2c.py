@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from foretoken.errors import CheckpointError
-from foretoken.testing import llama2c
+from foredraft.errors import CheckpointError
+from foredraft.testing import llama2c
 
 STORIES = Path(__file__).resolve().parents[3] / "shared" / "models" / "stories260K"
 HEADER = (24, 20, 2, 4, 2, 300, 16)  # dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len

@@ -22,12 +22,12 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from foretoken import LLM, SamplingParams, zoo
-from foretoken.errors import CheckpointError, ConfigError
-from foretoken.folders import cache_folder, temporary_folder
-from foretoken.loading.models import load_model, load_tokenizer
-from foretoken.zoo import conversion
-from foretoken.zoo.manifest import read_manifest, root
+from foredraft import LLM, SamplingParams, zoo
+from foredraft.errors import CheckpointError, ConfigError
+from foredraft.folders import cache_folder, temporary_folder
+from foredraft.loading.models import load_model, load_tokenizer
+from foredraft.zoo import conversion
+from foredraft.zoo.manifest import read_manifest, root
 from gguf_files import tokenizer_entries, write_llama
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,18 +128,18 @@ def test_the_wheel_carries_the_models(tmp_path: Path) -> None:
     subprocess.run(build, cwd=root, env=environment, check=True)
     unpacked, empty = tmp_path / "unpacked", tmp_path / "empty"
     empty.mkdir()
-    zipfile.ZipFile(next(tmp_path.glob("foretoken-*.whl"))).extractall(unpacked)
+    zipfile.ZipFile(next(tmp_path.glob("foredraft-*.whl"))).extractall(unpacked)
     program = f"""
 import sys
 sys.path[:] = [{str(unpacked)!r}] + [p for p in sys.path if p and not p.startswith({str(root / "src")!r})]
-from foretoken import zoo
+from foredraft import zoo
 target, drafter, tokenizer = zoo.load("tiny")
 print(zoo.path("tiny"), target.num_parameters(), drafter.num_parameters(), len(tokenizer), *zoo.names())
 """
     found = subprocess.run(
         [sys.executable, "-c", program], cwd=empty, env=environment, check=True, capture_output=True, text=True
     )
-    folder = str(unpacked / "foretoken/zoo/tiny/target")
+    folder = str(unpacked / "foredraft/zoo/tiny/target")
     assert found.stdout.split() == [folder, "5475584", "708992", "4096", "smollm2", "tiny"]
 
 
@@ -184,7 +184,7 @@ def test_a_manifest_is_checked(change: dict[str, Any], message: str, tmp_path: P
     with pytest.raises(CheckpointError, match=message):
         read_manifest(file)
     file.write_text("{", encoding="utf-8")
-    with pytest.raises(CheckpointError, match="reinstall foretoken"):
+    with pytest.raises(CheckpointError, match="reinstall foredraft"):
         read_manifest(file)
 
 
@@ -197,7 +197,7 @@ def test_set_up_installs_what_the_manifest_names() -> None:
 
 def test_names_cost_no_torch() -> None:
     """The command line asks for the default model before it knows whether anything will be loaded."""
-    program = "import sys; from foretoken import zoo; zoo.default(), zoo.names(); print('torch' in sys.modules)"
+    program = "import sys; from foredraft import zoo; zoo.default(), zoo.names(); print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert found.stdout == "False\n"
 
@@ -247,7 +247,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Site:
 def site(built: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     """It is installed, and the cache is empty."""
     monkeypatch.syspath_prepend(str(built.weights.parents[1]))
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     return built
@@ -285,7 +285,7 @@ def test_others_may_read_what_one_user_has_converted(site: Site) -> None:
 
 
 def test_a_model_that_is_not_installed_names_the_command(built: Site, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
     expected = "zoo:small is not installed; install it with: python -m pip install carrier"
     assert conversion.why_missing(built.manifest) == expected
     with pytest.raises(CheckpointError, match=expected):
@@ -293,9 +293,9 @@ def test_a_model_that_is_not_installed_names_the_command(built: Site, tmp_path: 
 
 
 def test_a_missing_package_is_named(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.gguf.find_spec", lambda name: None)
+    monkeypatch.setattr("foredraft.gguf.find_spec", lambda name: None)
     reason = conversion.why_missing(site.manifest)
-    assert reason.endswith('which needs gguf and accelerate; install with: python -m pip install "foretoken[gguf]"')
+    assert reason.endswith('which needs gguf and accelerate; install with: python -m pip install "foredraft[gguf]"')
 
 
 def test_what_is_converted_needs_nothing_any_more(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +345,7 @@ def test_what_a_killed_process_left_is_removed(site: Site) -> None:
 
 def test_a_full_disk_leaves_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        CheckpointError, match=r"takes 9000000000000000 MB, and .* MB left; free some, or set FORETOKEN"
+        CheckpointError, match=r"takes 9000000000000000 MB, and .* MB left; free some, or set FOREDRAFT"
     ):
         conversion.converted(site.with_package(converted_bytes=9 * 10**21))
 
@@ -366,7 +366,7 @@ def test_another_file_than_the_published_one_is_refused(site: Site) -> None:
 
 def test_other_weights_than_expected_are_refused(site: Site) -> None:
     """A later `transformers` may read the file otherwise: then the model is not what its figures were measured on."""
-    with pytest.raises(CheckpointError, match=r"reads small.gguf as other weights .* install a version that foretoken"):
+    with pytest.raises(CheckpointError, match=r"reads small.gguf as other weights .* install a version that foredraft"):
         conversion.converted(site.with_package(weights_sha256="0" * 64))
     assert left(cache_folder("zoo")) == []
 
@@ -377,19 +377,19 @@ def test_a_cache_that_cannot_be_written(
     """The one that the user has named is refused; the usual one is replaced by a temporary folder, and that is said."""
     file = tmp_path / "file"
     file.touch()  # a file in place of a folder stops root too
-    monkeypatch.setenv("FORETOKEN_CACHE", str(file))
-    with pytest.raises(CheckpointError, match="as FORETOKEN_CACHE says, which cannot be written"):
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(file))
+    with pytest.raises(CheckpointError, match="as FOREDRAFT_CACHE says, which cannot be written"):
         conversion.converted(site.manifest)
-    monkeypatch.delenv("FORETOKEN_CACHE")
+    monkeypatch.delenv("FOREDRAFT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
     folder = conversion.converted(site.manifest)
     assert folder.parent == temporary_folder("zoo")
-    assert "which may not last; FORETOKEN_CACHE names another folder" in caplog.text
+    assert "which may not last; FOREDRAFT_CACHE names another folder" in caplog.text
     assert conversion.converted(site.manifest) == folder
     assert caplog.text.count("converting") == 1
     temporary_folder().chmod(0o777)  # anybody may have put that model there
     assert conversion.why_missing(built_elsewhere(site)) is not None
-    with pytest.raises(CheckpointError, match="set FORETOKEN_CACHE to a folder that can"):
+    with pytest.raises(CheckpointError, match="set FOREDRAFT_CACHE to a folder that can"):
         conversion.converted(site.manifest)
 
 
@@ -404,7 +404,7 @@ def test_without_locks_the_first_to_finish_wins(site: Site, monkeypatch: pytest.
     def refuse(self: Any, timeout: float) -> None:
         raise NotImplementedError
 
-    monkeypatch.setattr("foretoken.folders.FileLock.acquire", refuse)
+    monkeypatch.setattr("foredraft.folders.FileLock.acquire", refuse)
     convert = conversion._convert
 
     def overtaken(manifest: zoo.Manifest, folder: Path) -> None:
@@ -424,8 +424,8 @@ def test_parallel_processes_convert_once(site: Site, tmp_path: Path) -> None:
     program = f"""
 import logging, sys
 sys.path.insert(0, {str(site.weights.parents[1])!r})
-from foretoken import zoo
-from foretoken.zoo import conversion
+from foredraft import zoo
+from foredraft.zoo import conversion
 manifest = zoo.Manifest(**{ {**vars(site.manifest), "package": None}!r})
 manifest = __import__("dataclasses").replace(manifest, package=zoo.Package(**{vars(site.manifest.package)!r}))
 folder = conversion.converted(manifest)
@@ -440,17 +440,17 @@ assert conversion.is_converted(folder)
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({"FORETOKEN_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a/zoo"),
-        ({"FORETOKEN_CACHE": "~/a"}, "/home/me/a/zoo"),
-        ({"XDG_CACHE_HOME": "/b"}, "/b/foretoken/zoo"),
-        ({"XDG_CACHE_HOME": "relative"}, "/home/me/.cache/foretoken/zoo"),
-        ({"FORETOKEN_CACHE": "", "XDG_CACHE_HOME": ""}, "/home/me/.cache/foretoken/zoo"),
+        ({"FOREDRAFT_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a/zoo"),
+        ({"FOREDRAFT_CACHE": "~/a"}, "/home/me/a/zoo"),
+        ({"XDG_CACHE_HOME": "/b"}, "/b/foredraft/zoo"),
+        ({"XDG_CACHE_HOME": "relative"}, "/home/me/.cache/foredraft/zoo"),
+        ({"FOREDRAFT_CACHE": "", "XDG_CACHE_HOME": ""}, "/home/me/.cache/foredraft/zoo"),
     ],
 )
 def test_the_cache_is_where_the_user_wants_it(
     variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("FORETOKEN_CACHE", "XDG_CACHE_HOME"):
+    for name in ("FOREDRAFT_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"HOME": "/home/me", **variables}.items():
         monkeypatch.setenv(name, value)
@@ -471,13 +471,13 @@ def test_without_a_home_in_the_environment_the_users_own_is_taken(
             return SimpleNamespace(pw_dir="/home/me")
         raise KeyError
 
-    for name in ("FORETOKEN_CACHE", "XDG_CACHE_HOME", "HOME"):
+    for name in ("FOREDRAFT_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     if home is not None:
         monkeypatch.setenv("HOME", home)
     monkeypatch.setattr("pwd.getpwuid", entry)
-    assert cache_folder("zoo") == Path("/home/me" if is_known else "/nonexistent", ".cache/foretoken/zoo")
-    monkeypatch.setenv("FORETOKEN_CACHE", "~/a")
+    assert cache_folder("zoo") == Path("/home/me" if is_known else "/nonexistent", ".cache/foredraft/zoo")
+    monkeypatch.setenv("FOREDRAFT_CACHE", "~/a")
     assert cache_folder("zoo") == Path("/home/me" if is_known else "/nonexistent", "a/zoo")
 
 
@@ -487,7 +487,7 @@ def test_without_a_home_in_the_environment_the_users_own_is_taken(
 @pytest.mark.smollm2
 def test_smollm2_is_converted_into_the_checkout() -> None:
     folder = zoo.path("smollm2")
-    assert folder.parents[1] == Path(os.environ["FORETOKEN_CACHE"])
+    assert folder.parents[1] == Path(os.environ["FOREDRAFT_CACHE"])
     package = zoo.manifest("smollm2").package
     assert conversion.weights_digest(folder / "model.safetensors") == package.weights_sha256
     size = sum(file.stat().st_size for file in folder.iterdir())
@@ -554,7 +554,7 @@ def test_a_skipped_test_of_smollm2_fails_where_set_up_has_installed_it(
 @pytest.mark.smollm2
 def test_what_smollm2_does_not_bring_and_the_flattered_method_are_named(caplog: pytest.LogCaptureFixture) -> None:
     """Its 4-bit drafter lies on nearly the grid of the 4-bit file that the target comes from."""
-    caplog.set_level(logging.INFO, logger="foretoken")
+    caplog.set_level(logging.INFO, logger="foredraft")
     llm = LLM("zoo:smollm2", "ngram", execution="eager")
     assert llm.model_info.name == "zoo:smollm2"
     for method, missing in (("draft_model", "a drafter"), ("rest", "a datastore")):

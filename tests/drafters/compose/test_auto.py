@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 
-from foretoken.config.sampling import SamplingParams
-from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters import make_drafter
-from foretoken.drafters.compose.auto import AutoDrafter
-from foretoken.drafters.compose.first import FirstDrafter
-from foretoken.drafters.compose.union import UnionDrafter
-from foretoken.drafters.context import DrafterContext
-from foretoken.drafters.lookup.suffix import SuffixDrafter
-from foretoken.engine.cost_model import CostModel
-from foretoken.engine.drafter import Budget, ContextDrafter, StepResult
-from foretoken.engine.engine import Engine
-from foretoken.engine.governor import Governor
-from foretoken.engine.method_bandit import MethodBandit
-from foretoken.errors import ConfigError
-from foretoken.model.lm import CausalLM
-from foretoken.testing import toy_model
-from foretoken.tree import DraftTree
+from foredraft.config.sampling import SamplingParams
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.drafters import make_drafter
+from foredraft.drafters.compose.auto import AutoDrafter
+from foredraft.drafters.compose.first import FirstDrafter
+from foredraft.drafters.compose.union import UnionDrafter
+from foredraft.drafters.context import DrafterContext
+from foredraft.drafters.lookup.suffix import SuffixDrafter
+from foredraft.engine.cost_model import CostModel
+from foredraft.engine.drafter import Budget, ContextDrafter, StepResult
+from foredraft.engine.engine import Engine
+from foredraft.engine.governor import Governor
+from foredraft.engine.method_bandit import MethodBandit
+from foredraft.errors import ConfigError
+from foredraft.model.lm import CausalLM
+from foredraft.testing import toy_model
+from foredraft.tree import DraftTree
 
 
 class Says(ContextDrafter):

@@ -12,24 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafting import check_conforms, made
-from foretoken.config.sampling import SamplingParams
-from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.compose.first import FirstDrafter
-from foretoken.drafters.compose.union import UnionDrafter, merged
-from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts.composite import PRIOR_WEIGHT, Calibration
-from foretoken.drafters.parts.layer_set import LayerSet
-from foretoken.drafters.parts.self_draft import SelfDrafter
-from foretoken.engine.drafter import Drafter, PromptChunk, Requirements, StepResult
-from foretoken.engine.engine import Engine
-from foretoken.engine.sequence import Sequence
-from foretoken.errors import ConfigError
-from foretoken.llm import LLM
-from foretoken.model.cache.prefixes import PrefixStore
-from foretoken.testing import GREEDY, PROMPTS, SAMPLED, decode
-from foretoken.tree import DraftTree
+from foredraft.config.sampling import SamplingParams
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.drafters.compose.first import FirstDrafter
+from foredraft.drafters.compose.union import UnionDrafter, merged
+from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.lm.draft_model import DraftModelDrafter
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.drafters.parts.composite import PRIOR_WEIGHT, Calibration
+from foredraft.drafters.parts.layer_set import LayerSet
+from foredraft.drafters.parts.self_draft import SelfDrafter
+from foredraft.engine.drafter import Drafter, PromptChunk, Requirements, StepResult
+from foredraft.engine.engine import Engine
+from foredraft.engine.sequence import Sequence
+from foredraft.errors import ConfigError
+from foredraft.llm import LLM
+from foredraft.model.cache.prefixes import PrefixStore
+from foredraft.testing import GREEDY, PROMPTS, SAMPLED, decode
+from foredraft.tree import DraftTree
 from toys import VOCAB_SIZE, small, target
 
 

@@ -14,15 +14,15 @@ from test_identity import MODES, PROMPTS
 
 from architectures import ARCHITECTURES, VOCAB_SIZE
 from drafting import made
-from foretoken.drafters.compose.first import FirstDrafter
-from foretoken.drafters.compose.union import UnionDrafter
-from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts.layer_set import LayerSet
-from foretoken.drafters.parts.self_draft import SelfDrafter
-from foretoken.engine.drafter import Drafter
-from foretoken.testing import Trace, compare, decode
+from foredraft.drafters.compose.first import FirstDrafter
+from foredraft.drafters.compose.union import UnionDrafter
+from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.lm.draft_model import DraftModelDrafter
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.drafters.parts.layer_set import LayerSet
+from foredraft.drafters.parts.self_draft import SelfDrafter
+from foredraft.engine.drafter import Drafter
+from foredraft.testing import Trace, compare, decode
 from harness import adapter, draft_adapter, drafted
 
 NAMES = list(ARCHITECTURES)

@@ -14,24 +14,24 @@ import torch
 from covering import pairwise
 from drafting import check_conforms
 from eagle_heads import HandsOn, Unrolled, logits_of, model, random_head, streams_of, target, trained
-from foretoken.config.engine import EngineConfig
-from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.heads.eagle import EagleDrafter
-from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts import candidates, eagle_rows
-from foretoken.drafters.parts.eagle_rows import EagleRows
-from foretoken.engine.drafter import Budget
-from foretoken.engine.engine import Engine
-from foretoken.engine.sequence import Sequence
-from foretoken.heads.eagle import EagleHead
-from foretoken.heads.layers import Placed
-from foretoken.model.cache.prefixes import PrefixStore
-from foretoken.model.lm import CausalLM
-from foretoken.model.masks import Masks
-from foretoken.model.nodes import Nodes
-from foretoken.testing import GREEDY, PROMPTS, SAMPLED, compare, decode
-from foretoken.tree import DraftTree
+from foredraft.config.engine import EngineConfig
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.heads.eagle import EagleDrafter
+from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.drafters.parts import candidates, eagle_rows
+from foredraft.drafters.parts.eagle_rows import EagleRows
+from foredraft.engine.drafter import Budget
+from foredraft.engine.engine import Engine
+from foredraft.engine.sequence import Sequence
+from foredraft.heads.eagle import EagleHead
+from foredraft.heads.layers import Placed
+from foredraft.model.cache.prefixes import PrefixStore
+from foredraft.model.lm import CausalLM
+from foredraft.model.masks import Masks
+from foredraft.model.nodes import Nodes
+from foredraft.testing import GREEDY, PROMPTS, SAMPLED, compare, decode
+from foredraft.tree import DraftTree
 from mutants import Apply, replaced, skipped, with_arguments, with_result, wrapped
 
 NUM_NODES, NUM_BRANCHES = 9, 3

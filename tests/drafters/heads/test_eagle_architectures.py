@@ -13,14 +13,14 @@ from test_eagle_static import drafter as static_drafter
 
 from architectures import VOCAB_SIZE, in_turns
 from eagle_heads import model, trained
-from foretoken import LLM, SamplingParams
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts.rank_tree import RankTree
-from foretoken.heads.eagle import EagleHead, EagleShape, default_streams
-from foretoken.heads.layers import LayerShape
-from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.model.lm import CausalLM
-from foretoken.testing import GREEDY, PROMPTS, SAMPLED, compare, decode
+from foredraft import LLM, SamplingParams
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.drafters.parts.rank_tree import RankTree
+from foredraft.heads.eagle import EagleHead, EagleShape, default_streams
+from foredraft.heads.layers import LayerShape
+from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.model.lm import CausalLM
+from foredraft.testing import GREEDY, PROMPTS, SAMPLED, compare, decode
 from harness import adapter
 
 

@@ -15,23 +15,23 @@ from test_eagle import check_accepted_to_the_end, from_scratch
 
 from drafting import check_conforms
 from eagle_heads import VOCAB_SIZE, HandsOn, kept_vocabulary, logits_of, model, random_head, target, trained
-from foretoken import LLM, SamplingParams
-from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.heads.eagle import EagleDrafter
-from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.parts.rank_tree import RankTree
-from foretoken.drafters.parts.reduced_output import rows_of_output
-from foretoken.engine.drafter import Budget
-from foretoken.engine.engine import Engine
-from foretoken.engine.sequence import Sequence
-from foretoken.errors import CheckpointError, ConfigError
-from foretoken.heads.checkpoint import write_checkpoint
-from foretoken.heads.eagle import EagleHead
-from foretoken.heads.eagle_layouts import write_eagle
-from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.model.lm import CausalLM
-from foretoken.testing import GREEDY, PROMPTS, SAMPLED, toy_model
-from foretoken.tree import DraftTree
+from foredraft import LLM, SamplingParams
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.drafters.heads.eagle import EagleDrafter
+from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.parts.rank_tree import RankTree
+from foredraft.drafters.parts.reduced_output import rows_of_output
+from foredraft.engine.drafter import Budget
+from foredraft.engine.engine import Engine
+from foredraft.engine.sequence import Sequence
+from foredraft.errors import CheckpointError, ConfigError
+from foredraft.heads.checkpoint import write_checkpoint
+from foredraft.heads.eagle import EagleHead
+from foredraft.heads.eagle_layouts import write_eagle
+from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.model.lm import CausalLM
+from foredraft.testing import GREEDY, PROMPTS, SAMPLED, toy_model
+from foredraft.tree import DraftTree
 
 EAGLE_TREE = RankTree.published("eagle")
 

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from foretoken import LLM, SamplingParams, SpeculativeConfig, speculate, zoo
-from foretoken.cli.writers import as_record
-from foretoken.drafters.heads import medusa_hydra
-from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
-from foretoken.heads.checkpoint import write_checkpoint
-from foretoken.heads.medusa_hydra_layouts import write_hydra, write_medusa
-from foretoken.testing import PROMPTS, toy_model
+from foredraft import LLM, SamplingParams, SpeculativeConfig, speculate, zoo
+from foredraft.cli.writers import as_record
+from foredraft.drafters.heads import medusa_hydra
+from foredraft.errors import CheckpointError, ConfigError, UnsupportedModelError
+from foredraft.heads.checkpoint import write_checkpoint
+from foredraft.heads.medusa_hydra_layouts import write_hydra, write_medusa
+from foredraft.testing import PROMPTS, toy_model
 from toy_heads import VOCAB_SIZE, hydra_heads, medusa_heads, narrow_opt
 
 GIVEN = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
@@ -54,7 +54,7 @@ def test_a_folder_says_what_lies_in_it(folders: dict[str, str], caplog: pytest.L
     for name, folder in folders.items():
         config = SpeculativeConfig(model=folder)
         assert config.method == ("medusa" if name == "shared" else name)
-        with caplog.at_level(logging.INFO, "foretoken"):
+        with caplog.at_level(logging.INFO, "foredraft"):
             llm = LLM(toy_model(VOCAB_SIZE), {"model": folder})
         assert f"method {config.method} with the head {folder}" in caplog.text
         assert tokens(llm, GREEDY) == expected["greedy"]
@@ -74,7 +74,7 @@ def test_a_target_whose_output_layer_is_narrower_than_its_layers_is_refused(name
 
 def test_files_of_torch_are_told_and_read(tmp_path: Path) -> None:
     """As the authors publish them: one file of torch, and a config that counts wrongly."""
-    from foretoken.heads.checkpoint import read_checkpoint
+    from foredraft.heads.checkpoint import read_checkpoint
 
     plain = LLM(toy_model(VOCAB_SIZE))
     for name, heads, write, keys in (

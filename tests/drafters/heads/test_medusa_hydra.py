@@ -12,20 +12,20 @@ from typing import Any, cast
 import pytest
 import torch
 
-from foretoken.config.engine import EngineConfig
-from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts.head_states import HeadStates, PrefixStates, last_hidden
-from foretoken.drafters.parts.rank_tree import RankTree
-from foretoken.engine.drafter import Budget, Drafter
-from foretoken.engine.engine import Engine
-from foretoken.engine.sequence import Sequence
-from foretoken.errors import ShapeError
-from foretoken.heads.medusa_hydra import HydraHeads, PrefixLayer
-from foretoken.model.cache.prefixes import PrefixStore
-from foretoken.model.cache.ragged import KVCache
-from foretoken.testing import GREEDY, PROMPTS, SAMPLED, decode
+from foredraft.config.engine import EngineConfig
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.heads.medusa_hydra import MultiHeadDrafter
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.drafters.parts.head_states import HeadStates, PrefixStates, last_hidden
+from foredraft.drafters.parts.rank_tree import RankTree
+from foredraft.engine.drafter import Budget, Drafter
+from foredraft.engine.engine import Engine
+from foredraft.engine.sequence import Sequence
+from foredraft.errors import ShapeError
+from foredraft.heads.medusa_hydra import HydraHeads, PrefixLayer
+from foredraft.model.cache.prefixes import PrefixStore
+from foredraft.model.cache.ragged import KVCache
+from foredraft.testing import GREEDY, PROMPTS, SAMPLED, decode
 from mutants import Apply, Call, skipped, with_arguments
 from toy_heads import HIDDEN, NUM_HEADS, VOCAB_SIZE, hydra_heads, medusa_heads, states_along, target
 

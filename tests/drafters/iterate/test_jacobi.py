@@ -12,19 +12,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import foretoken
+import foredraft
 from drafting import made
-from foretoken import LLM, SamplingParams
-from foretoken.cli import app
-from foretoken.drafters.iterate.jacobi import Guesses
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.budget import CAUSES, Budget
-from foretoken.errors import ConfigError, PromptError
-from foretoken.law.noise import mix
-from foretoken.law.sampling import SamplingLaw, choose
-from foretoken.model.lm import CausalLM
-from foretoken.testing import PROMPTS, decode, perturbed, toy_model
-from foretoken.views.trajectory import Block, Trajectory
+from foredraft import LLM, SamplingParams
+from foredraft.cli import app
+from foredraft.drafters.iterate.jacobi import Guesses
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.budget import CAUSES, Budget
+from foredraft.errors import ConfigError, PromptError
+from foredraft.law.noise import mix
+from foredraft.law.sampling import SamplingLaw, choose
+from foredraft.model.lm import CausalLM
+from foredraft.testing import PROMPTS, decode, perturbed, toy_model
+from foredraft.views.trajectory import Block, Trajectory
 
 MODEL = toy_model(64)
 PARAMS = {
@@ -83,7 +83,7 @@ def test_random_initial_guesses_change_no_token() -> None:
         assert [out.outputs[0].token_ids for out in outputs[0]] == [out.outputs[0].token_ids for out in outputs[1]]
 
     def text(initial_guess: str) -> list[int]:
-        found = foretoken.trajectory(llm, list(PROMPTS[0]), 6, initial_guess=initial_guess)
+        found = foredraft.trajectory(llm, list(PROMPTS[0]), 6, initial_guess=initial_guess)
         return [token for block in found.blocks for token in block.iterates[-1]]
 
     assert text("random") == text("repeat")
@@ -125,7 +125,7 @@ def next_tokens(text: list[int], num_tokens: int, mode: str) -> tuple[int, ...]:
 @pytest.mark.parametrize("mode", PARAMS)
 @pytest.mark.parametrize("block", [1, 4, 8, 50])
 def test_the_trajectory_is_the_jacobi_iteration_and_ends_in_its_fixed_point(llm: LLM, block: int, mode: str) -> None:
-    found = foretoken.trajectory(llm, list(PROMPTS[0]), block, PARAMS[mode])
+    found = foredraft.trajectory(llm, list(PROMPTS[0]), block, PARAMS[mode])
     plain = llm.generate(list(PROMPTS[0]), PARAMS[mode])[0].outputs[0].token_ids
     assert found.token_ids == tuple(plain)
     assert [len(one) for one in found.blocks] == [min(block, 21 - start) for start in range(0, 21, block)]
@@ -141,11 +141,11 @@ def test_the_trajectory_is_the_jacobi_iteration_and_ends_in_its_fixed_point(llm:
 
 
 def test_a_text_that_ends_inside_a_block_cuts_it(llm: LLM) -> None:
-    plain = foretoken.trajectory(llm, list(PROMPTS[0]), 8, PARAMS["greedy"])
+    plain = foredraft.trajectory(llm, list(PROMPTS[0]), 8, PARAMS["greedy"])
     stop = plain.token_ids[10]
     length = plain.token_ids.index(stop) + 1
     params = SamplingParams(temperature=0.0, max_tokens=21, stop_token_ids=(stop,))
-    found = foretoken.trajectory(llm, list(PROMPTS[0]), 8, params)
+    found = foredraft.trajectory(llm, list(PROMPTS[0]), 8, params)
     assert found.finish_reason == "stop"
     assert found.token_ids == plain.token_ids[:length]
     assert all(len(iterate) == len(one) for one in found.blocks for iterate in one.iterates)
@@ -171,7 +171,7 @@ def test_a_trajectory_follows_what_was_verified(monkeypatch: pytest.MonkeyPatch,
     else:
         limited, cut = LLM(MODEL), Budget.cut
         monkeypatch.setattr(Budget, "cut", lambda budget, tree: cut(budget, tree).cut(width - 1))
-    found = foretoken.trajectory(limited, list(PROMPTS[0]), block, PARAMS["greedy"])
+    found = foredraft.trajectory(limited, list(PROMPTS[0]), block, PARAMS["greedy"])
     plain = limited.generate([list(PROMPTS[0])], PARAMS["greedy"])[0].outputs[0].token_ids
     assert found.token_ids == plain
     assert sum(map(len, found.blocks)) == len(plain)
@@ -204,7 +204,7 @@ def test_a_trajectory_of_wide_blocks_runs_where_nothing_keeps_bits(
         cut = Budget.cut
         monkeypatch.setattr(Budget, "cut", lambda budget, tree: cut(budget, tree).cut(7))
     llm = LLM("zoo:tiny", "none", dtype="bfloat16", execution="eager")
-    found = foretoken.trajectory(llm, "Once upon a time", block, SamplingParams(temperature=0.0, max_tokens=40))
+    found = foredraft.trajectory(llm, "Once upon a time", block, SamplingParams(temperature=0.0, max_tokens=40))
     assert len(found.token_ids) == sum(map(len, found.blocks)) <= 40
     for one in found.blocks:
         assert {len(iterate) for iterate in one.iterates} == {len(one)}
@@ -254,7 +254,7 @@ def test_a_page_shows_tokens_as_text_and_escapes_them() -> None:
 
 
 def test_records_are_lines_of_json(llm: LLM, tmp_path: Path) -> None:
-    found = foretoken.trajectory(llm, list(PROMPTS[0]), 8, PARAMS["sampled"])
+    found = foredraft.trajectory(llm, list(PROMPTS[0]), 8, PARAMS["sampled"])
     found.write_jsonl(tmp_path / "found.jsonl")
     records = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
     assert records == list(found.records())
@@ -280,7 +280,7 @@ def test_bad_input_of_a_trajectory_is_refused(
     llm: LLM, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        foretoken.trajectory(llm, **{"prompt": [1, 2], **options})
+        foredraft.trajectory(llm, **{"prompt": [1, 2], **options})
 
 
 def test_unknown_guesses_of_the_method_are_refused() -> None:

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from drafting import made
-from foretoken.config.engine import EngineConfig
-from foretoken.config.sampling import SamplingParams
-from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters import drafter_factory
-from foretoken.drafters.context import DrafterContext
-from foretoken.drafters.iterate.jacobi import PromptTokens
-from foretoken.drafters.iterate.lookahead import (
+from foredraft.config.engine import EngineConfig
+from foredraft.config.sampling import SamplingParams
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.drafters import drafter_factory
+from foredraft.drafters.context import DrafterContext
+from foredraft.drafters.iterate.jacobi import PromptTokens
+from foredraft.drafters.iterate.lookahead import (
     LONGEST_REST,
     TRY_STEPS,
     GuessWindow,
@@ -27,14 +27,14 @@ from foretoken.drafters.iterate.lookahead import (
     WindowWorth,
     most_cells,
 )
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts.draft import GrowingDraft
-from foretoken.engine.budget import Budget
-from foretoken.engine.engine import Engine
-from foretoken.engine.sequence import Sequence
-from foretoken.errors import ConfigError
-from foretoken.model.lm import CausalLM
-from foretoken.testing import GREEDY, PROMPTS, SAMPLED, compare, decode, toy_model
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.drafters.parts.draft import GrowingDraft
+from foredraft.engine.budget import Budget
+from foredraft.engine.engine import Engine
+from foredraft.engine.sequence import Sequence
+from foredraft.errors import ConfigError
+from foredraft.model.lm import CausalLM
+from foredraft.testing import GREEDY, PROMPTS, SAMPLED, compare, decode, toy_model
 from toys import VOCAB_SIZE, target
 
 PUBLISHED_MASK = """

@@ -21,22 +21,22 @@ from transformers import (
 )
 
 from drafting import check_conforms
-from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.lengths import Fixed, LengthPolicy
-from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.parts.reduced_output import reduced_model
-from foretoken.engine.drafter import StepResult
-from foretoken.engine.engine import Engine
-from foretoken.engine.sequence import Sequence
-from foretoken.engine.stopping import StopChecker
-from foretoken.errors import ShapeError
-from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.law.processors import SamplingLaw
-from foretoken.model.lm import CausalLM
-from foretoken.model.nodes import Nodes
-from foretoken.native import library as native
-from foretoken.testing import GREEDY, SAMPLED, toy_model
-from foretoken.testing.toys import strengthen
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.lengths import Fixed, LengthPolicy
+from foredraft.drafters.lm.draft_model import DraftModelDrafter
+from foredraft.drafters.parts.reduced_output import reduced_model
+from foredraft.engine.drafter import StepResult
+from foredraft.engine.engine import Engine
+from foredraft.engine.sequence import Sequence
+from foredraft.engine.stopping import StopChecker
+from foredraft.errors import ShapeError
+from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.law.processors import SamplingLaw
+from foredraft.model.lm import CausalLM
+from foredraft.model.nodes import Nodes
+from foredraft.native import library as native
+from foredraft.testing import GREEDY, SAMPLED, toy_model
+from foredraft.testing.toys import strengthen
 
 V = 320
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -182,7 +182,7 @@ def test_drafts_are_those_of_the_modules(name: str, monkeypatch: pytest.MonkeyPa
     assert made.model.execution.program is not None
     found = drafts_of(made, **params)
     num_forwards = made.model.num_forwards
-    monkeypatch.setattr("foretoken.model.execution.native_program.NativeProgram.is_possible", False)
+    monkeypatch.setattr("foredraft.model.execution.native_program.NativeProgram.is_possible", False)
     made = drafter(**options)
     assert drafts_of(made, **params) == found
     assert made.model.num_forwards == num_forwards
@@ -258,7 +258,7 @@ def test_what_is_unusual_is_drafted_with(name: str, monkeypatch: pytest.MonkeyPa
     lm = changed(name)
     assert lm.execution.program is not None, lm.execution.why_no_program
     found = drafts_of(DraftModelDrafter(lm, target_vocab_size=V, policy=Fixed(3)))
-    monkeypatch.setattr("foretoken.model.execution.native_program.NativeProgram.is_possible", False)
+    monkeypatch.setattr("foredraft.model.execution.native_program.NativeProgram.is_possible", False)
     assert drafts_of(DraftModelDrafter(changed(name), target_vocab_size=V, policy=Fixed(3))) == found
 
 
@@ -270,8 +270,8 @@ def test_other_models_run_as_modules(name: str) -> None:
 
 
 def test_no_compiler_means_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.model.execution.execution.library", lambda: None)
-    monkeypatch.setattr("foretoken.model.execution.packing.library", lambda: None)
+    monkeypatch.setattr("foredraft.model.execution.execution.library", lambda: None)
+    monkeypatch.setattr("foredraft.model.execution.packing.library", lambda: None)
     assert adapter().execution.program is None
     assert drafts_of(drafter())
 

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafting import made
-from foretoken.drafters.lengths import Heuristic
-from foretoken.drafters.lookup.nasd import NasdDrafter
-from foretoken.engine.drafter import Features, Requirements, StepResult
-from foretoken.errors import ConfigError
-from foretoken.tree import DraftTree
+from foredraft.drafters.lengths import Heuristic
+from foredraft.drafters.lookup.nasd import NasdDrafter
+from foredraft.engine.drafter import Features, Requirements, StepResult
+from foredraft.errors import ConfigError
+from foredraft.tree import DraftTree
 
 
 @dataclass

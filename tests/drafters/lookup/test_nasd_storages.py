@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from drafting import made
-from foretoken import LLM, SamplingParams
-from foretoken.drafters.lookup.nasd import NasdDrafter, NGramStorage
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.drafter import StepResult
-from foretoken.errors import CheckpointError, ConfigError
-from foretoken.model.lm import CausalLM
-from foretoken.testing import decode, toy_model
-from foretoken.tree import DraftTree
+from foredraft import LLM, SamplingParams
+from foredraft.drafters.lookup.nasd import NasdDrafter, NGramStorage
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.drafter import StepResult
+from foredraft.errors import CheckpointError, ConfigError
+from foredraft.model.lm import CausalLM
+from foredraft.testing import decode, toy_model
+from foredraft.tree import DraftTree
 
 VOCAB_SIZE = 64
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4), (7,), (5, 5, 5, 5, 5, 5))
@@ -207,7 +207,7 @@ def saved(folder: Path) -> Path:
 def edited(**changes: Any) -> Callable[[Path], None]:
     def damage(path: Path) -> None:
         arrays = load_file(path)
-        about = {"format": "foretoken nasd 1", "vocab_size": "5", "ngram_size": "3", "storage": "levels"}
+        about = {"format": "foredraft nasd 1", "vocab_size": "5", "ngram_size": "3", "storage": "levels"}
         save_file({**arrays, **{name: change(arrays[name]) for name, change in changes.items()}}, path, about)
 
     return damage

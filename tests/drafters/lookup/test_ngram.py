@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafting import made
-from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.lengths import Heuristic
-from foretoken.drafters.lookup.ngram import NGramDrafter
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts.suffix_index import MATCHES, continuation
-from foretoken.engine.drafter import Requirements, StepResult
-from foretoken.errors import ConfigError
-from foretoken.tree import DraftTree
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.drafters.lengths import Heuristic
+from foredraft.drafters.lookup.ngram import NGramDrafter
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.drafters.parts.suffix_index import MATCHES, continuation
+from foredraft.engine.drafter import Requirements, StepResult
+from foredraft.errors import ConfigError
+from foredraft.tree import DraftTree
 
 
 @dataclass

@@ -15,16 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafting import made
-from foretoken import LLM, SamplingParams
-from foretoken.drafters.lookup.suffix import SuffixDrafter
-from foretoken.engine.drafter import StepResult
-from foretoken.errors import ConfigError, DatastoreError, TokenizerMismatchError
-from foretoken.retrieval import history as history_of
-from foretoken.retrieval.automaton import SuffixAutomaton
-from foretoken.retrieval.growth import Candidate, Root, Shape, grow
-from foretoken.retrieval.history import OutputHistory
-from foretoken.retrieval.trie import Children
-from foretoken.tree import DraftTree
+from foredraft import LLM, SamplingParams
+from foredraft.drafters.lookup.suffix import SuffixDrafter
+from foredraft.engine.drafter import StepResult
+from foredraft.errors import ConfigError, DatastoreError, TokenizerMismatchError
+from foredraft.retrieval import history as history_of
+from foredraft.retrieval.automaton import SuffixAutomaton
+from foredraft.retrieval.growth import Candidate, Root, Shape, grow
+from foredraft.retrieval.history import OutputHistory
+from foredraft.retrieval.trie import Children
+from foredraft.tree import DraftTree
 
 TEXTS = st.integers(0, 4).flatmap(lambda top: st.lists(st.integers(0, top), min_size=1, max_size=40))
 

@@ -15,20 +15,20 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from drafting import made
-from foretoken import LLM
-from foretoken.config.sampling import SamplingParams
-from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters import drafter_factory
-from foretoken.drafters.context import DrafterContext
-from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter, best_tree, filled, last_of_all
-from foretoken.drafters.parts.adjacency import AdjacencyMatrix
-from foretoken.drafters.parts.rank_tree import RankTree, TreeShape
-from foretoken.engine.engine import Engine
-from foretoken.engine.sequence import Sequence
-from foretoken.errors import CheckpointError, ConfigError
-from foretoken.model.lm import CausalLM
-from foretoken.testing import PROMPTS, decode, toy_model
-from foretoken.tree import DraftTree
+from foredraft import LLM
+from foredraft.config.sampling import SamplingParams
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.drafters import drafter_factory
+from foredraft.drafters.context import DrafterContext
+from foredraft.drafters.lookup.token_recycling import TokenRecyclingDrafter, best_tree, filled, last_of_all
+from foredraft.drafters.parts.adjacency import AdjacencyMatrix
+from foredraft.drafters.parts.rank_tree import RankTree, TreeShape
+from foredraft.engine.engine import Engine
+from foredraft.engine.sequence import Sequence
+from foredraft.errors import CheckpointError, ConfigError
+from foredraft.model.lm import CausalLM
+from foredraft.testing import PROMPTS, decode, toy_model
+from foredraft.tree import DraftTree
 
 VOCAB_SIZE = 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
@@ -227,7 +227,7 @@ def another_type(path: Path) -> None:
 
 def _rewrite(path: Path, change: Callable[[np.ndarray], np.ndarray]) -> None:
     candidates = AdjacencyMatrix.load(path, 5, 3).candidates
-    save_file({"candidates": change(candidates)}, path, {"format": "foretoken token_recycling 1"})
+    save_file({"candidates": change(candidates)}, path, {"format": "foredraft token_recycling 1"})
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.parts.candidates import Candidates, Parents
-from foretoken.errors import ShapeError
-from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.law import choice
-from foretoken.law.sampling import SamplingLaw, choose_siblings
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.parts.candidates import Candidates, Parents
+from foredraft.errors import ShapeError
+from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.law import choice
+from foredraft.law.sampling import SamplingLaw, choose_siblings
 
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0),

@@ -12,19 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretoken.config.sampling import SamplingParams
-from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.parts.candidates import SHARPNESS
-from foretoken.drafters.parts.draft import GrowingDraft
-from foretoken.drafters.parts.growth import Growth
-from foretoken.engine.drafter import Budget, StepResult
-from foretoken.engine.sequence import Sequence
-from foretoken.engine.stopping import StopChecker
-from foretoken.errors import ConfigError
-from foretoken.law.noise import mix
-from foretoken.law.sampling import SamplingLaw
-from foretoken.tree import DraftTree
+from foredraft.config.sampling import SamplingParams
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.parts.candidates import SHARPNESS
+from foredraft.drafters.parts.draft import GrowingDraft
+from foredraft.drafters.parts.growth import Growth
+from foredraft.engine.drafter import Budget, StepResult
+from foredraft.engine.sequence import Sequence
+from foredraft.engine.stopping import StopChecker
+from foredraft.errors import ConfigError
+from foredraft.law.noise import mix
+from foredraft.law.sampling import SamplingLaw
+from foredraft.tree import DraftTree
 
 VOCAB_SIZE = 7
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from foretoken.drafters.parts.rank_tree import PUBLISHED_TREES, RankTree, path_value
-from foretoken.engine.budget import Budget
-from foretoken.errors import CheckpointError, ConfigError, ForetokenError
+from foredraft.drafters.parts.rank_tree import PUBLISHED_TREES, RankTree, path_value
+from foredraft.engine.budget import Budget
+from foredraft.errors import CheckpointError, ConfigError, ForedraftError
 
 ACCURACIES = [[0.5, 0.2, 0.1, 0.05], [0.4, 0.15, 0.1, 0.05], [0.3, 0.1, 0.05, 0.01]]
 
@@ -133,7 +133,7 @@ BAD: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("value", "message"), BAD)
 def test_impossible_trees_are_refused(value: Any, message: str) -> None:
-    with pytest.raises(ForetokenError, match=message):
+    with pytest.raises(ForedraftError, match=message):
         RankTree.parse(value)
 
 

@@ -16,20 +16,20 @@ from test_identity import MODES, PROMPTS, plain, plain_mixed, row_modes, run, ru
 import toys
 from architectures import ARCHITECTURES, VOCAB_SIZE, in_turns
 from drafting import check_conforms
-from foretoken.config.engine import EngineConfig
-from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.parts.layer_set import LayerSet, quantized, skipping
-from foretoken.drafters.parts.self_draft import SelfDrafter
-from foretoken.engine.engine import Engine
-from foretoken.errors import ConfigError
-from foretoken.llm import LLM
-from foretoken.model.execution.forwards import replacement
-from foretoken.model.execution.packing import PackedLinear, PackedProduct, packed_products
-from foretoken.model.lm import CausalLM, Nodes
-from foretoken.model.sublayers import Sublayers
-from foretoken.native.codes import Codes
-from foretoken.testing import compare, decode, toy_model
+from foredraft.config.engine import EngineConfig
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.parts.layer_set import LayerSet, quantized, skipping
+from foredraft.drafters.parts.self_draft import SelfDrafter
+from foredraft.engine.engine import Engine
+from foredraft.errors import ConfigError
+from foredraft.llm import LLM
+from foredraft.model.execution.forwards import replacement
+from foredraft.model.execution.packing import PackedLinear, PackedProduct, packed_products
+from foredraft.model.lm import CausalLM, Nodes
+from foredraft.model.sublayers import Sublayers
+from foredraft.native.codes import Codes
+from foredraft.testing import compare, decode, toy_model
 from harness import adapter, drafted
 
 SKIPPED = LayerSet((1,), (0,))
@@ -267,11 +267,11 @@ def test_wrong_layer_sets_and_groups_are_refused(config: dict[str, Any], message
     [
         ("{", "is not JSON"),
         ("{}", "lacks a proper 'format'"),
-        ('{"format": "foretoken-layer-set"}', "skipped_attention"),
-        ('{"format": "foretoken-layer-set", "skipped_attention": [1.7], "skipped_mlp": []}', "has 1.7, not a whole"),
-        ('{"format": "foretoken-layer-set", "skipped_attention": [true], "skipped_mlp": []}', "has True, not a whole"),
-        ('{"format": "foretoken-layer-set", "skipped_attention": "12", "skipped_mlp": []}', "is '12', not a list"),
-        ('[{"format": "foretoken-layer-set"}]', "is not a layer set"),
+        ('{"format": "foredraft-layer-set"}', "skipped_attention"),
+        ('{"format": "foredraft-layer-set", "skipped_attention": [1.7], "skipped_mlp": []}', "has 1.7, not a whole"),
+        ('{"format": "foredraft-layer-set", "skipped_attention": [true], "skipped_mlp": []}', "has True, not a whole"),
+        ('{"format": "foredraft-layer-set", "skipped_attention": "12", "skipped_mlp": []}', "is '12', not a list"),
+        ('[{"format": "foredraft-layer-set"}]', "is not a layer set"),
     ],
 )
 def test_damaged_layer_sets_are_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -16,18 +16,18 @@ from test_self_draft_state import SELF_DRAFTED
 from test_swift import swift, target
 
 from architectures import VOCAB_SIZE
-from foretoken.config.engine import EngineConfig
-from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts.layer_set import LayerSet
-from foretoken.drafters.parts.self_draft import SelfDrafter
-from foretoken.engine.engine import Engine
-from foretoken.errors import ForetokenError
-from foretoken.model import reduced
-from foretoken.model.cache.ragged import KVCache
-from foretoken.model.lm import CausalLM
-from foretoken.testing import Trace, compare, decode
+from foredraft.config.engine import EngineConfig
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.drafters.parts.layer_set import LayerSet
+from foredraft.drafters.parts.self_draft import SelfDrafter
+from foredraft.engine.engine import Engine
+from foredraft.errors import ForedraftError
+from foredraft.model import reduced
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.lm import CausalLM
+from foredraft.testing import Trace, compare, decode
 from harness import adapter
 from mutants import Apply, Call, replaced, skipped, with_arguments, wrapped
 
@@ -112,7 +112,7 @@ def test_a_fault_in_state_positions_or_masks_shows_when_the_target_drafts_for_it
     with pytest.MonkeyPatch.context() as patch:
         try:
             got = outcome(lm, DRAFTERS[drafter](), lambda: mutation.apply(patch))
-        except (ForetokenError, RuntimeError, IndexError):
+        except (ForedraftError, RuntimeError, IndexError):
             return
     assert shows(got, want)
 
@@ -155,7 +155,7 @@ def test_a_drafter_that_touches_the_target_shows(name: str, drafter: str, fault:
         TOUCHING[fault](patch)
         try:
             got = outcome(lm, DRAFTERS[drafter]())
-        except (ForetokenError, RuntimeError, IndexError):
+        except (ForedraftError, RuntimeError, IndexError):
             return
     assert shows(got, want)
 
@@ -193,7 +193,7 @@ def test_a_search_that_touches_the_target_shows(fault: str) -> None:
     want = swift_plain()
     with pytest.MonkeyPatch.context() as patch:
         SEARCHING[fault](patch)
-        with pytest.raises((AssertionError, ForetokenError)):
+        with pytest.raises((AssertionError, ForedraftError)):
             compare(decode(target(4), swift(num_scored=4), SWIFT_REQUESTS), want, fault)
 
 

@@ -14,15 +14,15 @@ import torch
 from test_swift import swift, target
 
 from architectures import VOCAB_SIZE
-from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.parts.layer_set import LayerSet, quantized, run_once, skipping
-from foretoken.drafters.parts.self_draft import SelfDrafter
-from foretoken.drafters.selfdraft.layer_skip import SwiftDrafter
-from foretoken.engine.engine import Engine
-from foretoken.model.lm import CausalLM, Nodes
-from foretoken.model.sublayers import SkippableLayers
-from foretoken.testing import toy_model
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.parts.layer_set import LayerSet, quantized, run_once, skipping
+from foredraft.drafters.parts.self_draft import SelfDrafter
+from foredraft.drafters.selfdraft.layer_skip import SwiftDrafter
+from foredraft.engine.engine import Engine
+from foredraft.model.lm import CausalLM, Nodes
+from foredraft.model.sublayers import SkippableLayers
+from foredraft.testing import toy_model
 from harness import adapter, random_ids
 
 SELF_DRAFTED = ("llama", "qwen3", "gemma2", "gemma3", "gpt2", "olmo2", "gpt-neox")

@@ -14,29 +14,29 @@ import toys
 from architectures import VOCAB_SIZE, in_turns, target_model
 from compiled_models import build
 from drafting import check_conforms, made
-from foretoken import LLM
-from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.compose.union import UnionDrafter
-from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.parts.draft import GrowingDraft
-from foretoken.drafters.parts.layer_set import LayerSet
-from foretoken.drafters.parts.self_draft import SelfDrafter
-from foretoken.drafters.parts.sparse_view import SparseView
-from foretoken.drafters.selfdraft.sparse_kv import USUAL_ACCEPTANCE
-from foretoken.engine.drafter import Drafter
-from foretoken.engine.engine import Engine
-from foretoken.engine.sequence import Sequence
-from foretoken.engine.stopping import StopChecker
-from foretoken.errors import ConfigError, ShapeError, UnsupportedModelError
-from foretoken.law.sampling import SamplingLaw
-from foretoken.model.cache.views import Piece, ViewCache
-from foretoken.model.execution.packing import can_pack
-from foretoken.model.lm import CausalLM, Nodes
-from foretoken.model.support import cache_argument
-from foretoken.model.votes import Voter
-from foretoken.native.build import cpp_compiler
-from foretoken.testing import compare, toy_model
-from foretoken.tree import DraftTree
+from foredraft import LLM
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.compose.union import UnionDrafter
+from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.parts.draft import GrowingDraft
+from foredraft.drafters.parts.layer_set import LayerSet
+from foredraft.drafters.parts.self_draft import SelfDrafter
+from foredraft.drafters.parts.sparse_view import SparseView
+from foredraft.drafters.selfdraft.sparse_kv import USUAL_ACCEPTANCE
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.engine import Engine
+from foredraft.engine.sequence import Sequence
+from foredraft.engine.stopping import StopChecker
+from foredraft.errors import ConfigError, ShapeError, UnsupportedModelError
+from foredraft.law.sampling import SamplingLaw
+from foredraft.model.cache.views import Piece, ViewCache
+from foredraft.model.execution.packing import can_pack
+from foredraft.model.lm import CausalLM, Nodes
+from foredraft.model.support import cache_argument
+from foredraft.model.votes import Voter
+from foredraft.native.build import cpp_compiler
+from foredraft.testing import compare, toy_model
+from foredraft.tree import DraftTree
 from harness import adapter, first_attention, random_ids, tolerance
 
 

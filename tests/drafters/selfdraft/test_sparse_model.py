@@ -14,20 +14,20 @@ from test_sparse_kv import SHAPES, columns_of, draft_of, model_over_kept_keys, n
 import toys
 from architectures import VOCAB_SIZE, draft_model, target_model
 from drafting import check_conforms, made
-from foretoken import LLM
-from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.compose.union import UnionDrafter
-from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.parts.self_draft import SelfDrafter
-from foretoken.engine.drafter import Drafter
-from foretoken.engine.engine import Engine, EngineConfig
-from foretoken.errors import ConfigError, ShapeError, UnsupportedModelError
-from foretoken.model.cache.prefixes import PrefixStore
-from foretoken.model.cache.views import ViewCache
-from foretoken.model.lm import CausalLM
-from foretoken.testing import GREEDY, compare, decode, perturbed, toy_model
-from foretoken.tree import DraftTree
+from foredraft import LLM
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.drafters.compose.union import UnionDrafter
+from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.lm.draft_model import DraftModelDrafter
+from foredraft.drafters.parts.self_draft import SelfDrafter
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.engine import Engine, EngineConfig
+from foredraft.errors import ConfigError, ShapeError, UnsupportedModelError
+from foredraft.model.cache.prefixes import PrefixStore
+from foredraft.model.cache.views import ViewCache
+from foredraft.model.lm import CausalLM
+from foredraft.testing import GREEDY, compare, decode, perturbed, toy_model
+from foredraft.tree import DraftTree
 from harness import draft_adapter, first_attention, random_ids
 
 TOY = 64

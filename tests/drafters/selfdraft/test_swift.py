@@ -11,17 +11,17 @@ from test_identity import PROMPTS
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafting import check_conforms
-from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts.layer_set import MAX_TRIALS, PATIENCE, LayerSet, SwiftSearch
-from foretoken.drafters.parts.self_draft import SelfDrafter
-from foretoken.drafters.selfdraft.layer_skip import SwiftDrafter
-from foretoken.engine.engine import Engine
-from foretoken.errors import ConfigError, ShapeError
-from foretoken.llm import LLM
-from foretoken.model.lm import CausalLM, Nodes
-from foretoken.testing import compare, decode, strengthen
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.drafters.parts.layer_set import MAX_TRIALS, PATIENCE, LayerSet, SwiftSearch
+from foredraft.drafters.parts.self_draft import SelfDrafter
+from foredraft.drafters.selfdraft.layer_skip import SwiftDrafter
+from foredraft.engine.engine import Engine
+from foredraft.errors import ConfigError, ShapeError
+from foredraft.llm import LLM
+from foredraft.model.lm import CausalLM, Nodes
+from foredraft.testing import compare, decode, strengthen
 from harness import drafted
 
 VOCAB_SIZE = 64
@@ -191,7 +191,7 @@ def test_a_candidate_has_to_beat_the_best_set_on_the_same_tokens() -> None:
 
 
 def test_without_optuna_all_candidates_are_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
-    import foretoken.drafters.parts.layer_set as module
+    import foredraft.drafters.parts.layer_set as module
 
     monkeypatch.setattr(module, "find_spec", lambda _: None)
     search = SwiftSearch(6)

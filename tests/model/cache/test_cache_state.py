@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from architectures import ALWAYS, ARCHITECTURES, OF_EACH_CACHE, kinds_of, target_model
-from foretoken.errors import ShapeError
-from foretoken.model.cache.ragged import KVCache
-from foretoken.model.lm import CausalLM, Nodes
-from foretoken.model.support import cache_argument
-from foretoken.testing import reference_node_logits, toy_model
+from foredraft.errors import ShapeError
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.lm import CausalLM, Nodes
+from foredraft.model.support import cache_argument
+from foredraft.testing import reference_node_logits, toy_model
 from harness import (
     PREFIXES,
     Session,

@@ -7,17 +7,17 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from compiled_models import build
-from foretoken import LLM, SamplingParams
-from foretoken.engine.memory import bytes_per_token
-from foretoken.errors import ConfigError
-from foretoken.loading.info import load_line
-from foretoken.model.cache.ragged import KVCache
-from foretoken.model.cache.storage import restored, stored
-from foretoken.model.execution.native_program import NativeProgram
-from foretoken.model.lm import CausalLM
-from foretoken.model.nodes import Nodes
-from foretoken.native import library as native
-from foretoken.tree import DraftTree
+from foredraft import LLM, SamplingParams
+from foredraft.engine.memory import bytes_per_token
+from foredraft.errors import ConfigError
+from foredraft.loading.info import load_line
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.cache.storage import restored, stored
+from foredraft.model.execution.native_program import NativeProgram
+from foredraft.model.lm import CausalLM
+from foredraft.model.nodes import Nodes
+from foredraft.native import library as native
+from foredraft.tree import DraftTree
 from harness import random_ids
 
 KINDS = ("bfloat16", "int8")

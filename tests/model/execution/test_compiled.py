@@ -14,22 +14,22 @@ from torch._inductor import config as inductor_config
 from transformers import PreTrainedModel
 
 from compiled_models import ALL, UNCOMPILED, build
-from foretoken import LLM, SamplingParams
-from foretoken.drafters.parts.layer_set import LayerSet, skipping
-from foretoken.model import layouts
-from foretoken.model import nodes as nodes_of
-from foretoken.model.cache.ragged import KVCache
-from foretoken.model.capture import Wanted
-from foretoken.model.execution import compiled_layers
-from foretoken.model.execution.compiled_layers import CompiledLayer, worth_compiling
-from foretoken.model.execution.inductor import Segment
-from foretoken.model.execution.native_program import NativeProgram
-from foretoken.model.execution.packing import can_pack as can_pack_here
-from foretoken.model.lm import CausalLM
-from foretoken.model.nodes import Nodes
-from foretoken.native import library as native
-from foretoken.native.build import cpp_compiler
-from foretoken.tree import DraftTree
+from foredraft import LLM, SamplingParams
+from foredraft.drafters.parts.layer_set import LayerSet, skipping
+from foredraft.model import layouts
+from foredraft.model import nodes as nodes_of
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.capture import Wanted
+from foredraft.model.execution import compiled_layers
+from foredraft.model.execution.compiled_layers import CompiledLayer, worth_compiling
+from foredraft.model.execution.inductor import Segment
+from foredraft.model.execution.native_program import NativeProgram
+from foredraft.model.execution.packing import can_pack as can_pack_here
+from foredraft.model.lm import CausalLM
+from foredraft.model.nodes import Nodes
+from foredraft.native import library as native
+from foredraft.native.build import cpp_compiler
+from foredraft.tree import DraftTree
 from programs import forked
 
 pytestmark = [
@@ -234,9 +234,9 @@ def test_what_cannot_be_compiled_runs_packed(trouble: str, tmp_path: Path, monke
     monkeypatch.setattr(compiled_layers, "_graphs", {})
     if trouble == "unwritable":
         (tmp_path / "file").write_text("")
-        monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "file"))
+        monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "file"))
     elif trouble == "no compiler":
-        monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+        monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
         monkeypatch.setenv("CXX", "no-such-compiler")
     else:
         monkeypatch.delattr(torch._inductor.compile_fx, "compile_fx_inner")

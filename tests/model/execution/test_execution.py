@@ -20,14 +20,14 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from foretoken.errors import ConfigError, UnsupportedModelError
-from foretoken.model.execution import execution, packing
-from foretoken.model.execution.attention import GROUPED_SDPA, grouped_sdpa
-from foretoken.model.execution.execution import apply_execution, choose_execution
-from foretoken.model.execution.packing import PackedLinear, cpu_has_bfloat16, embedding_weight, packed_dtype
-from foretoken.model.lm import CausalLM, Nodes
-from foretoken.model.reduced import shadow
-from foretoken.native.library import library
+from foredraft.errors import ConfigError, UnsupportedModelError
+from foredraft.model.execution import execution, packing
+from foredraft.model.execution.attention import GROUPED_SDPA, grouped_sdpa
+from foredraft.model.execution.execution import apply_execution, choose_execution
+from foredraft.model.execution.packing import PackedLinear, cpu_has_bfloat16, embedding_weight, packed_dtype
+from foredraft.model.lm import CausalLM, Nodes
+from foredraft.model.reduced import shadow
+from foredraft.native.library import library
 
 can_pack = pytest.mark.skipif(packed_dtype(torch.float32) is None, reason="oneDNN packs nothing here")
 
@@ -219,7 +219,7 @@ class TestPacked:
 
     def test_float64_stays_as_it_is_and_small_weights_without_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_unpacked(build("llama", torch.float64))
-        monkeypatch.setattr("foretoken.model.execution.packing.library", lambda: None)
+        monkeypatch.setattr("foredraft.model.execution.packing.library", lambda: None)
         assert_unpacked(build("llama"))
 
     def test_counts_what_it_packed(self) -> None:

@@ -11,17 +11,17 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from foretoken.errors import ConfigError
-from foretoken.model.execution import packing
-from foretoken.model.execution.attention import grouped_sdpa
-from foretoken.model.execution.operators import Runner, product
-from foretoken.model.execution.packing import PackedProduct, can_pack
-from foretoken.model.lm import CausalLM
-from foretoken.model.nodes import Nodes
-from foretoken.native import library as native
-from foretoken.native.packed_matmul import NativeMatrix
-from foretoken.testing import hostile_kernels, toy_model
-from foretoken.testing.hostile import KINDS, MOST_ROWS_OF_STEPS
+from foredraft.errors import ConfigError
+from foredraft.model.execution import packing
+from foredraft.model.execution.attention import grouped_sdpa
+from foredraft.model.execution.operators import Runner, product
+from foredraft.model.execution.packing import PackedProduct, can_pack
+from foredraft.model.lm import CausalLM
+from foredraft.model.nodes import Nodes
+from foredraft.native import library as native
+from foredraft.native.packed_matmul import NativeMatrix
+from foredraft.testing import hostile_kernels, toy_model
+from foredraft.testing.hostile import KINDS, MOST_ROWS_OF_STEPS
 
 INPUTS, OUTPUTS, VOCABULARY = 32, 48, 512
 KEY = torch.randn(1, 2, 9, 16, generator=torch.Generator().manual_seed(0))

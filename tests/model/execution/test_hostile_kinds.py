@@ -12,10 +12,10 @@ import pytest
 import torch
 from promise import Cell, Study
 
-from foretoken import SamplingParams
-from foretoken.native import library as native
-from foretoken.testing import hostile_kernels, toy_model
-from foretoken.testing.hostile import KINDS
+from foredraft import SamplingParams
+from foredraft.native import library as native
+from foredraft.testing import hostile_kernels, toy_model
+from foredraft.testing.hostile import KINDS
 from friendly import friendly_kernels
 
 VOCAB_SIZE = 512  # a tall product

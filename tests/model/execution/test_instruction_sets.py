@@ -16,11 +16,11 @@ import pytest
 import torch
 from promise import Study
 
-import foretoken
-from foretoken import SamplingParams
-from foretoken.native import library as native
-from foretoken.native.build import instruction_set
-from foretoken.testing import hostile_kernels, toy_model
+import foredraft
+from foredraft import SamplingParams
+from foredraft.native import library as native
+from foredraft.native.build import instruction_set
+from foredraft.testing import hostile_kernels, toy_model
 from mutants import replaced
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -50,9 +50,9 @@ def run(environment: dict[str, str], folder: Path, *arguments: str) -> list[dict
     """Cells of zoo:tiny in a process of its own."""
     found = folder / "found.json"
     given = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
-    given["PYTHONPATH"] = os.pathsep.join([str(Path(foretoken.__file__).parents[1]), given.get("PYTHONPATH", "")])
+    given["PYTHONPATH"] = os.pathsep.join([str(Path(foredraft.__file__).parents[1]), given.get("PYTHONPATH", "")])
     if environment is NO_COMPILER:
-        given["FORETOKEN_CACHE"] = str(folder)  # where no kernels lie
+        given["FOREDRAFT_CACHE"] = str(folder)  # where no kernels lie
     command = [sys.executable, str(BENCHMARKS / "promise.py"), "--json", str(found), "--max-new-tokens", "16"]
     done = subprocess.run(
         [*command, "--temperatures", "0", "--batch-sizes", "5", *arguments],

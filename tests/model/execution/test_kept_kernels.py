@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from compiled_models import build
-from foretoken import machine
-from foretoken.folders import cache_folder, locked
-from foretoken.model.execution import compiled_layers, inductor
-from foretoken.model.execution.inductor import LISTING, folder_name, whole
-from foretoken.model.lm import CausalLM
-from foretoken.native import build as compiling
+from foredraft import machine
+from foredraft.folders import cache_folder, locked
+from foredraft.model.execution import compiled_layers, inductor
+from foredraft.model.execution.inductor import LISTING, folder_name, whole
+from foredraft.model.lm import CausalLM
+from foredraft.native import build as compiling
 
 
 def leave(folder: Path, **files: str) -> None:
@@ -135,8 +135,8 @@ KERNELS = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from compiled_models import build
-from foretoken.model.lm import CausalLM
-from foretoken.model.nodes import Nodes
+from foredraft.model.lm import CausalLM
+from foredraft.model.nodes import Nodes
 
 lm = CausalLM(build("llama"), execution="compiled", probe=False)
 lm.execution.make_ready()
@@ -151,7 +151,7 @@ def test_libraries_that_end_too_early_are_compiled_again(tmp_path: Path, monkeyp
     for part in ("native", "inductor"):  # those take longer to compile, and these other tests have compiled
         if cache_folder(part).exists():
             shutil.copytree(cache_folder(part), tmp_path / part)
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
     command = [sys.executable, "-c", KERNELS, str(Path(__file__).parents[2] / "support")]
     first = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert first.split()[0] == "2"

@@ -15,17 +15,17 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from architectures import ARCHITECTURES, but_variants, in_turns
-from foretoken.drafters.parts.layer_set import LayerSet, skipping
-from foretoken.model.cache.ragged import KVCache
-from foretoken.model.cache.views import ViewCache
-from foretoken.model.capture import Wanted
-from foretoken.model.execution import ends, native_program, tracing
-from foretoken.model.execution.native_program import NativeProgram
-from foretoken.model.lm import CausalLM
-from foretoken.model.nodes import Nodes
-from foretoken.native import abi
-from foretoken.native import library as native
-from foretoken.tree import DraftTree
+from foredraft.drafters.parts.layer_set import LayerSet, skipping
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.cache.views import ViewCache
+from foredraft.model.capture import Wanted
+from foredraft.model.execution import ends, native_program, tracing
+from foredraft.model.execution.native_program import NativeProgram
+from foredraft.model.lm import CausalLM
+from foredraft.model.nodes import Nodes
+from foredraft.native import abi
+from foredraft.native import library as native
+from foredraft.tree import DraftTree
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no kernels here")
 
@@ -378,7 +378,7 @@ def test_a_program_that_computes_something_else_is_not_taken(fault: str, monkeyp
     else:
         trace = ends.trace_ends
         monkeypatch.setattr(
-            "foretoken.model.execution.execution.trace_ends", lambda *given: _without_norm(trace(*given))
+            "foredraft.model.execution.execution.trace_ends", lambda *given: _without_norm(trace(*given))
         )
     lm = CausalLM(llama(), execution="packed", probe=False)
     assert lm.execution.program is None

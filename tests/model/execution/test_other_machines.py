@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import foretoken
-from foretoken import LLM
-from foretoken.errors import ConfigError
-from foretoken.model.execution import packing
-from foretoken.model.execution.execution import apply_execution, choose_execution
-from foretoken.model.execution.packing import can_pack, cpu_has_bfloat16, packable, packed_dtype
-from foretoken.model.reduced import shadow
-from foretoken.testing import toy_model
+import foredraft
+from foredraft import LLM
+from foredraft.errors import ConfigError
+from foredraft.model.execution import packing
+from foredraft.model.execution.execution import apply_execution, choose_execution
+from foredraft.model.execution.packing import can_pack, cpu_has_bfloat16, packable, packed_dtype
+from foredraft.model.reduced import shadow
+from foredraft.testing import toy_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -66,10 +66,10 @@ if not has_onednn:  # as in wheels for Apple silicon
     torch.backends.mkldnn.is_available = lambda: False
     torch.ops.mkldnn = NoOperators()
 
-import foretoken
-from foretoken import LLM, SamplingParams, zoo
-from foretoken.model.execution.packing import cpu_has_bfloat16
-from foretoken.native.build import instruction_set
+import foredraft
+from foredraft import LLM, SamplingParams, zoo
+from foredraft.model.execution.packing import cpu_has_bfloat16
+from foredraft.native.build import instruction_set
 
 llm = LLM("zoo:tiny", "draft_model+ngram")
 params = SamplingParams(temperature=0, max_tokens=24)
@@ -78,7 +78,7 @@ plain = llm.with_speculative_config(None).generate("Once upon a time", params)[0
 refused = ""
 try:
     LLM("zoo:tiny", execution="packed")
-except foretoken.ForetokenError as error:
+except foredraft.ForedraftError as error:
     refused = str(error)
 info = llm.model_info
 dtype, kind = info.dtype, info.execution
@@ -88,7 +88,7 @@ print(json.dumps([kind, dtype, cpu_has_bfloat16(), is_equal, len(found), refused
 
 ENVIRONMENT = {
     "ATEN_CPU_CAPABILITY": "default",  # so that there are no kernels of our own, which are for AVX2 and more
-    "PYTHONPATH": str(Path(foretoken.__file__).parents[1]),
+    "PYTHONPATH": str(Path(foredraft.__file__).parents[1]),
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
 }
@@ -121,7 +121,7 @@ def test_the_package_works_where_the_operators_of_x86_are_missing(
 OTHER_TORCH = """
 import json
 import torch
-from foretoken import LLM, SamplingParams
+from foredraft import LLM, SamplingParams
 
 plain = LLM("zoo:tiny", dtype="float32")
 found = {}
@@ -137,18 +137,18 @@ for method in ("draft_model", "ngram", "jacobi", "eagle3"):
 print(json.dumps([torch.__version__, plain.model_info.execution, plain.promise.kind, found]))
 """
 
-OTHER_PYTHONS = [path for path in os.environ.get("FORETOKEN_OTHER_PYTHONS", "").split(os.pathsep) if path]
+OTHER_PYTHONS = [path for path in os.environ.get("FOREDRAFT_OTHER_PYTHONS", "").split(os.pathsep) if path]
 """Interpreters of environments with another torch and everything else that this library needs; see CONTRIBUTING.md."""
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not OTHER_PYTHONS, reason="FORETOKEN_OTHER_PYTHONS names no environment with another torch")
+@pytest.mark.skipif(not OTHER_PYTHONS, reason="FOREDRAFT_OTHER_PYTHONS names no environment with another torch")
 @pytest.mark.parametrize("python", OTHER_PYTHONS)
 def test_texts_are_those_of_plain_decoding_under_another_torch(python: str, tmp_path: Path) -> None:
     """The oldest supported torch runs packed, newer ones compile; drafts are accepted and change nothing under any."""
     done = subprocess.run(
         [python, "-c", OTHER_TORCH],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(foretoken.__file__).parents[1]), "HF_HUB_OFFLINE": "1"},
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(foredraft.__file__).parents[1]), "HF_HUB_OFFLINE": "1"},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -7,17 +7,17 @@ import torch
 from promise import Cell, Study
 
 from architectures import ARCHITECTURES, in_turns
-from foretoken import LLM, SamplingParams
-from foretoken.errors import ConfigError
-from foretoken.loading.models import load_model
-from foretoken.model.execution.rounding import ROUNDINGS, quantize_weights, round_weights
-from foretoken.model.lm import CausalLM
-from foretoken.native import library as native
-from foretoken.native.codes import Codes, Unrounded
-from foretoken.native.packed_matmul import CodesMatrix, NativeMatrix
-from foretoken.testing import hostile_kernels, toy_model
-from foretoken.testing.hostile import KINDS
-from foretoken.zoo import path
+from foredraft import LLM, SamplingParams
+from foredraft.errors import ConfigError
+from foredraft.loading.models import load_model
+from foredraft.model.execution.rounding import ROUNDINGS, quantize_weights, round_weights
+from foredraft.model.lm import CausalLM
+from foredraft.native import library as native
+from foredraft.native.codes import Codes, Unrounded
+from foredraft.native.packed_matmul import CodesMatrix, NativeMatrix
+from foredraft.testing import hostile_kernels, toy_model
+from foredraft.testing.hostile import KINDS
+from foredraft.zoo import path
 
 SETS = list(native.OPTIONS)
 CODES = [

@@ -11,17 +11,17 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from foretoken.folders import cache_folder
-from foretoken.native import library as native
-from foretoken.native.compiler import OPTIONS, cpp_compiler
+from foredraft.folders import cache_folder
+from foredraft.native import library as native
+from foredraft.native.compiler import OPTIONS, cpp_compiler
 
 HERE = Path(__file__).parent
 NOT_EMULATED = "int8_head.cpp", "int8_draft.cpp"  # heads in eight bits
 ABSENT = """#include <stdint.h>
 extern "C" {
-int64_t foretoken_head_level() { return -1; }
-int64_t foretoken_head_logits() { return -1; }
-int64_t foretoken_head_grow() { return -1; }
+int64_t foredraft_head_level() { return -1; }
+int64_t foredraft_head_logits() { return -1; }
+int64_t foredraft_head_grow() { return -1; }
 }
 """
 
@@ -46,7 +46,7 @@ def _built(instruction: str) -> Path:
     (folder / "absent.cpp").write_text(ABSENT)
     sources = [source for source in native.SOURCES if source.name not in NOT_EMULATED]
     command = [*compiler, "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-fPIC", *OPTIONS["AVX2"]]
-    command += ["-I", str(HERE), f"-DFORETOKEN_{instruction}"]
+    command += ["-I", str(HERE), f"-DFOREDRAFT_{instruction}"]
     objects = [str(folder / f"{source.stem}.o") for source in (*sources, folder / "absent.cpp")]
     for source, made in zip((*sources, folder / "absent.cpp"), objects, strict=True):
         subprocess.run([*command, "-c", str(source), "-o", made], check=True)

@@ -1,0 +1,49 @@
+"""Drafts the tokens that stand a fixed distance back: what a text with a rhythm says next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from foredraft.config.drafting import DraftOptions, draft_length
+from foredraft.config.method import Method
+from foredraft.config.options import option, whole
+from foredraft.engine.drafter import ContextDrafter
+from foredraft.tree import DraftTree
+
+if TYPE_CHECKING:
+    from foredraft.drafters.context import DrafterContext
+    from foredraft.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class EchoOptions(DraftOptions):
+    """Keys of the echo."""
+
+    method: ClassVar[str] = "echo"
+    num_speculative_tokens: int = draft_length(4)
+    echo_distance: int = option(whole(1), 4, "how many tokens back the copy begins")
+
+
+class EchoDrafter(ContextDrafter):
+    """Copies from ``distance`` tokens back.
+
+    Exactness: lossless for any acceptance rule that takes deterministic drafts. Randomness: none.
+    """
+
+    name = "echo"
+
+    def __init__(self, distance: int, length: int) -> None:
+        self.distance, self.length = distance, length
+
+    def propose_row(self, row: Sequence, budget: int) -> DraftTree:
+        copy = row.token_ids[-self.distance :]
+        return DraftTree.chain(row.pending, (copy * self.length)[: min(self.length, budget)], source=self.name)
+
+
+def build(options: EchoOptions, context: DrafterContext) -> EchoDrafter:
+    """An echo needs nothing but the text."""
+    return EchoDrafter(options.echo_distance, options.num_speculative_tokens)
+
+
+METHOD = Method(EchoOptions, build, summary="the tokens that stand a fixed distance back", aliases=("repeat_after",))

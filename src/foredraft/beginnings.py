@@ -1,0 +1,49 @@
+"""How far two texts are the same from the beginning on, and what is kept of beginnings takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from foredraft.model.cache.ragged import RowStates
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """What says how much memory it takes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes."""
+
+
+def memory_bytes(memory: object) -> int:
+    """What a drafter's memory of a text takes, where it says so."""
+    return memory.num_bytes if isinstance(memory, Measured) else 0
+
+
+def bytes_of(states: RowStates) -> int:
+    """What keys and values of a row take, all layers together."""
+    return sum(each.nbytes for pair in states if pair is not None for each in pair)
+
+
+def shared_length(first: Seq[Any], second: Seq[Any]) -> int:
+    """Length of the longest common beginning, by bisection over slices: (1, 2, 3) and (1, 2, 4, 5) share 2.
+
+    Both are of one type: tuples, lists or texts.
+    """
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def first_difference(one: Seq[Any], other: Seq[Any]) -> int | None:
+    """(1, 2, 3) and (1, 2) differ at 2; equal ones nowhere. Both are of one type."""
+    place = shared_length(one, other)
+    return None if place == len(one) == len(other) else place

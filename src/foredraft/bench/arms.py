@@ -1,0 +1,291 @@
+"""Arms of this process: this library's engine, alone or in batches, and transformers' own `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.utils import logging
+
+from foredraft.bench.trial import Arm, Run, Sampling, rows_of
+from foredraft.config.sampling import SamplingParams
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.engine import governing
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.engine import Engine, EngineConfig
+from foredraft.engine.outputs import RowOutput
+from foredraft.engine.sequence import Sequence
+from foredraft.engine.stats import SequenceStats
+from foredraft.loading.info import Loaded, eos_token_ids
+from foredraft.loading.models import adapter_of, is_zoo
+from foredraft.loading.pairing import Pairing
+from foredraft.model.lm import CausalLM
+
+
+@dataclass
+class _Emissions:
+    """The times at which tokens came, and how many."""
+
+    started: float = field(default_factory=perf_counter)
+    times: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    def add(self, count: int) -> None:
+        self.times.append(perf_counter())
+        self.counts.append(count)
+
+    def as_run(self, token_ids: Seq[int], stats: SequenceStats | None = None) -> Run:
+        first, last = self.times[0], self.times[-1]
+        steps = tuple(later - earlier for earlier, later in pairwise(self.times))
+        return Run(tuple(token_ids), self.counts[0], first - self.started, last - first, stats, steps)
+
+
+class EngineArm(Arm):
+    """This library. The engine and its cache live as long as the arm, as they do in `LLM`.
+
+    Args:
+      config: of the engine; one row at a time by default.
+      is_governed: whether measured costs decide how much is drafted.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: CausalLM,
+        drafter: Drafter,
+        eos_token_ids: Iterable[int] = (),
+        config: EngineConfig | None = None,
+        *,
+        is_governed: bool = False,
+    ) -> None:
+        self.name = name
+        self.engine = Engine(
+            target,
+            drafter,
+            config or EngineConfig(max_num_seqs=1),
+            eos_token_ids=eos_token_ids,
+            governor=governing.new_governor(target, drafter) if is_governed else None,
+        )
+
+    def run(self, prompt_ids: Seq[Any], max_new_tokens: int, sampling: Sampling) -> Run:
+        """Of a group, rows of batches of ``max_num_seqs``.
+
+        Raises: what a row ended with, if that is an error.
+        """
+        prompts = rows_of(prompt_ids)
+        if prompts[0] is not prompt_ids:
+            return self._run_group(prompts, max_new_tokens, sampling)
+        emissions = _Emissions()
+        (row,) = self.engine.add_request(prompt_ids, sampling.params(max_new_tokens))
+        while not row.is_finished:
+            for output in self._step():
+                emissions.add(len(output.token_ids))
+        return replace(emissions.as_run(row.output_ids, row.stats), trace=tuple(row.trace))
+
+    def _run_group(self, prompts: Seq[Seq[int]], max_new_tokens: int, sampling: Sampling) -> Run:
+        """One batch after another; the time of each starts when all of its rows have entered."""
+        size = self.engine.config.max_num_seqs
+        rows: list[Sequence] = []
+        num_first, entering, decoding = 0, 0.0, 0.0
+        for start in range(0, len(prompts), size):
+            began = perf_counter()
+            batch = [
+                self.engine.add_request(prompt, sampling.params(max_new_tokens))[0]
+                for prompt in prompts[start : start + size]
+            ]
+            while any(not row.is_finished and row not in self.engine.decoding_rows for row in batch):
+                self._step()  # rows that entered first may end before the last one enters
+            num_first += sum(row.num_output_tokens for row in batch)
+            entered = perf_counter()
+            while not all(row.is_finished for row in batch):
+                self._step()
+            entering, decoding = entering + entered - began, decoding + perf_counter() - entered
+            rows += batch
+        stats = SequenceStats.pooled(row.stats for row in rows)
+        texts = tuple(tuple(row.output_ids) for row in rows)
+        return Run(tuple(chain.from_iterable(texts)), num_first, entering, decoding, stats, rows=texts)
+
+    def _step(self) -> list[RowOutput]:
+        outputs = self.engine.step()
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+        return outputs
+
+
+class OwnArms:
+    """Makes arms of this library over one model. What methods need beside it is loaded by name.
+
+    Args:
+      loaded: the model, which is no longer as it was afterwards.
+      name: as the user gave it: a model of the zoo brings along what drafters need.
+      kv_cache_dtype: as of `LLM`.
+    """
+
+    def __init__(
+        self, loaded: Loaded, name: str, dtype: str, execution: str, exactness: str, kv_cache_dtype: str = "auto"
+    ) -> None:
+        self._eos = tuple(eos_token_ids(loaded.model))
+        self._exactness = exactness
+        self.tokenizer = loaded.tokenizer
+        self.target = adapter_of(loaded, execution, kv_cache_dtype)
+        zoo_name = name if is_zoo(name) else None
+        self._pairing = Pairing(loaded, self.target, loaded.tokenizer, zoo_name, execution, dtype=dtype)
+
+    def drafters_of(self, config: SpeculativeConfig) -> Callable[[], Drafter]:
+        """Load what a config asks for, and return what makes its drafters.
+
+        Raises: ForedraftError where it does not apply to this model.
+        """
+        return self._pairing.drafting(config).new_drafter
+
+    def arm(
+        self,
+        name: str,
+        config: SpeculativeConfig,
+        new_drafter: Callable[[], Drafter] | None = None,
+        *,
+        num_rows: int = 1,
+        exactness: str | None = None,
+    ) -> EngineArm:
+        """An arm of one row, or of batches.
+
+        Args:
+          new_drafter: of `drafters_of`, where that has been called before.
+          exactness: another one than that of all arms.
+        """
+        engine = EngineConfig(
+            max_num_seqs=num_rows,
+            acceptance=config.rejection_sample_method,
+            typical=config.typical_limits,
+            exactness=exactness or self._exactness,
+        )
+        drafter = (new_drafter or self.drafters_of(config))()
+        return EngineArm(name, self.target, drafter, self._eos, engine, is_governed=config.is_governed)
+
+
+class _Clock:
+    """A streamer in the sense of transformers, which is handed the prompt first and then every emission."""
+
+    def __init__(self, emissions: _Emissions) -> None:
+        self._emissions = emissions
+        self._saw_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._saw_prompt:
+            self._emissions.add(value.numel())
+        self._saw_prompt = True
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+NO_TOKEN = 2**31 - 1
+"""An id that no vocabulary has; transformers warns of negative ones."""
+
+
+def generation_config(
+    params: SamplingParams, eos_token_ids: Seq[int], options: Mapping[str, Any] | None = None
+) -> GenerationConfig:
+    """What transformers' ``generate`` is told, so that it draws from the law that these parameters describe.
+
+    Args:
+      params: of which it takes temperature, top-k, top-p, min-p, typical-p, the repetition penalty and the length.
+      eos_token_ids: that end a text, unless it goes on past them; the model's own are left aside.
+      options: more keys of the generation config.
+    """
+    chosen: dict[str, Any] = {"do_sample": not params.is_greedy}
+    if not params.is_greedy:
+        chosen |= {name: getattr(params, name) for name in ("temperature", "top_p", "typical_p", "top_k")}
+        chosen["min_p"] = params.min_p or None
+    never = [NO_TOKEN]  # None would be replaced by the model's own
+    return GenerationConfig(
+        max_new_tokens=params.max_tokens,
+        eos_token_id=never if params.ignore_eos or not eos_token_ids else list(eos_token_ids),
+        pad_token_id=eos_token_ids[0] if eos_token_ids else 0,
+        repetition_penalty=params.repetition_penalty,
+        **chosen,
+        **(options or {}),
+    )
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """transformers says nothing of settings that it passes to itself, such as those of an assistant."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+class TransformersArm(Arm):
+    """`generate` of transformers on the same weights.
+
+    Args:
+      options: for the generation config, such as ``prompt_lookup_num_tokens`` or ``cache_implementation``.
+      assistant: makes it assisted generation.
+      assistant_options: set on the assistant's generation config before every run, since generation writes there;
+        the old values are put back.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Any,
+        eos_token_ids: Iterable[int] = (),
+        options: Mapping[str, Any] | None = None,
+        assistant: Any = None,
+        assistant_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.name = name
+        self._model = model
+        self._eos = list(eos_token_ids)
+        self.options = dict(options or {})
+        self._assistant = assistant
+        self.assistant_options = dict(assistant_options or {})
+
+    def run(self, prompt_ids: Seq[Any], max_new_tokens: int, sampling: Sampling) -> Run:
+        """Of a group, rows of one batch, padded on the left to the longest prompt."""
+        prompts = rows_of(prompt_ids)
+        width = max(map(len, prompts))
+        padding = [width - len(ids) for ids in prompts]
+        config = generation_config(sampling.params(max_new_tokens), self._eos, self.options)
+        torch.manual_seed(sampling.seed)
+        with torch.inference_mode(), self._prepared() as extra:
+            emissions = _Emissions()
+            ids = [[0] * wide + list(ids) for wide, ids in zip(padding, prompts, strict=True)]
+            is_text = [[0] * wide + [1] * (width - wide) for wide in padding]
+            output = self._model.generate(
+                input_ids=torch.tensor(ids, device=self._model.device),
+                attention_mask=torch.tensor(is_text, device=self._model.device),
+                generation_config=config,
+                streamer=_Clock(emissions),
+                **extra,
+            )
+        rows = tuple(tuple(row) for row in output[:, width:].tolist())
+        run = emissions.as_run(tuple(chain.from_iterable(rows)))
+        return run if len(rows) == 1 else replace(run, rows=rows)
+
+    @contextmanager
+    def _prepared(self) -> Iterator[dict[str, Any]]:
+        """The assistant set up, and transformers' advice about settings kept quiet; both undone afterwards."""
+        if self._assistant is None:
+            extra, saved = {}, None
+        else:
+            extra, saved = {"assistant_model": self._assistant}, self._assistant.generation_config
+            self._assistant.generation_config = GenerationConfig(**{**saved.to_dict(), **self.assistant_options})
+        try:
+            with without_advice():
+                yield extra
+        finally:
+            if saved is not None:
+                self._assistant.generation_config = saved

@@ -1,0 +1,101 @@
+"""The same tokens first, speed afterwards: where two arms differ, and by how little."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+
+from foredraft.beginnings import first_difference
+from foredraft.bench.trial import Sampling, Trial, rows_of
+from foredraft.model.lm import CausalLM
+from foredraft.testing.divergence import token_gap
+
+MAX_FLOAT32_GAP = 1e-4
+"""Largest gap at which two float32 computations may choose differently (DESIGN 7.5)."""
+
+Gap = Callable[[Seq[int], Seq[int], int, int], float]
+"""Of a prompt, the text so far and two tokens: by how much the model prefers one to the other, in logits."""
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The first place where an arm's output leaves the reference's.
+
+    Args:
+      position: index in the output.
+      expected, found: tokens there; -1 where an output has ended.
+      gap: how much the model prefers one to the other there, in logits (with the noise of the draw when sampled).
+    """
+
+    arm: str
+    prompt: str
+    position: int
+    expected: int
+    found: int
+    gap: float
+
+
+@dataclass(frozen=True)
+class Equality:
+    """The result of comparing one arm's outputs with the reference's.
+
+    Args:
+      num_prompts: of groups, rows of all groups.
+      same_share: of the reference's tokens, those before the first difference of their row.
+      is_repeatable: two runs of one prompt gave the same tokens.
+    """
+
+    arm: str
+    reference: str
+    num_prompts: int
+    num_identical: int
+    divergences: tuple[Departure, ...]
+    same_share: float = field(default=1.0, repr=False)
+    is_repeatable: bool = field(default=True, repr=False)
+
+    @property
+    def largest_gap(self) -> float:
+        return max((divergence.gap for divergence in self.divergences), default=0.0)
+
+    def passes(self, dtype: torch.dtype) -> bool:
+        """Full precision: identical, near-ties excepted. Half precision is reported, not judged."""
+        return dtype in (torch.bfloat16, torch.float16) or self.largest_gap < MAX_FLOAT32_GAP
+
+
+def check(trial: Trial, gap: Gap, reference: str, arms: Seq[str]) -> list[Equality]:
+    """Compare the arms' first outputs with the reference's, row by row.
+
+    An arm of one row beside a batch is compared as far as it goes: it ends where the model ends it, a batch does not.
+    """
+    return [_compared(trial, gap, reference, arm) for arm in arms]
+
+
+def gap_of(target: CausalLM, sampling: Sampling) -> Gap:
+    """Gaps by a plain forward of a model, noise of the draw included; see `foredraft.testing.divergence`."""
+    params = sampling.params(1)
+    return lambda prompt, output, one, other: token_gap(target, prompt, output, params, 0, (one, other))
+
+
+def _compared(trial: Trial, gap: Gap, reference: str, arm: str) -> Equality:
+    divergences, num_rows, num_tokens, num_same = [], 0, 0, 0
+    for place, prompt in enumerate(trial.prompts):
+        expected, found = (trial.runs[name][place][0].texts for name in (reference, arm))
+        for row, (ids, wanted, got) in enumerate(zip(rows_of(prompt.token_ids), expected, found, strict=False)):
+            if len(found) != len(expected):
+                wanted = wanted[: len(got)]
+            position = first_difference(wanted, got)
+            num_rows, num_tokens = num_rows + 1, num_tokens + len(wanted)
+            num_same += len(wanted) if position is None else min(position, len(wanted))
+            if position is None:
+                continue
+            name = prompt.name if len(expected) == 1 else f"{prompt.name}, row {row}"
+            one, other = (tokens[position] if position < len(tokens) else -1 for tokens in (wanted, got))
+            has_ended = -1 in (one, other)  # while the other goes on: no rounding does that
+            distance = float("inf") if has_ended else gap(ids, wanted[:position], one, other)
+            divergences.append(Departure(arm, name, position, one, other, distance))
+    share = num_same / num_tokens if num_tokens else 1.0
+    num_identical = num_rows - len(divergences)
+    return Equality(arm, reference, num_rows, num_identical, tuple(divergences), share, trial.is_repeatable(arm))

@@ -1,0 +1,286 @@
+"""Which method for a model: plain decoding and all candidates, interleaved on the same prompts, equality first."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from foredraft.bench.arms import EngineArm, OwnArms
+from foredraft.bench.candidates import PLAIN, PLAIN_CANDIDATE, MethodCandidate
+from foredraft.bench.equality import Equality, check, gap_of
+from foredraft.bench.models import describe, load_scaled
+from foredraft.bench.outcome import MethodRow, MethodsOutcome, RefusedMethod
+from foredraft.bench.trial import Sampling, Trial, compare, interleave, prompt_ratios
+from foredraft.bench.workload import BenchPrompt, prompts_of_kinds, read_questions, repeated_share
+from foredraft.config.engine import EngineConfig
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.stats import StepProfile
+from foredraft.errors import ConfigError, ForedraftError
+from foredraft.progress import Watch
+
+_WARM_UP_TOKENS = 8
+_CHECKED_TOKENS = 32
+"""Of a prompt's output that are compared in the strict mode before anything is timed."""
+
+
+@dataclass(frozen=True)
+class MethodsSettings:
+    """Settings of a comparison. Defaults are those of ``foredraft bench --methods``.
+
+    Args:
+      num_prompts: in all, of the kinds in turn.
+      kinds: of prompts; None for all that the prompts have but passages to copy.
+      repeats: rounds of forwards and backwards through all methods, per prompt.
+      exactness: of the runs that are timed.
+      ignore_eos: go on past the end of the answer.
+    """
+
+    num_prompts: int = 9
+    max_new_tokens: int = 48
+    repeats: int = 1
+    kinds: tuple[str, ...] | None = None
+    prompts_file: Path | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    execution: str = "auto"
+    exactness: str = EngineConfig.exactness
+
+
+@dataclass
+class Contender:
+    """A candidate whose arm has run.
+
+    Args:
+      memory_bytes: by which the process grew, as far as the system says.
+      equality: with plain decoding in strict mode; None where the timed runs are the ones to be compared.
+    """
+
+    candidate: MethodCandidate
+    new_drafter: Callable[[], Drafter]
+    arm: EngineArm
+    memory_bytes: int | None
+    equality: Equality | None = None
+
+    def row(self, trial: Trial, judged: Equality | None, timed: Equality | None) -> MethodRow:
+        """What a trial tells of it.
+
+        Args:
+          judged, timed: equality with plain decoding, where it is promised and in the runs that were timed.
+        """
+        name, profile = self.candidate.name, self.arm.engine.profile
+        stats, speed = trial.stats(name), trial.tokens_per_second(name)
+        return MethodRow(
+            method=name,
+            given=self.candidate.given,
+            tokens_per_second=None if math.isnan(speed) else speed,
+            comparison=None if name == PLAIN else compare(trial, name, PLAIN),
+            prompt_ratios=tuple(prompt_ratios(trial, name, PLAIN)),
+            tokens_per_step=stats.tokens_per_step,
+            acceptance_rate=stats.draft_acceptance_rate if stats.num_draft_tokens else None,
+            nodes_per_step=1 + stats.num_draft_tokens / max(1, stats.num_steps),
+            draft_seconds=(profile.propose_seconds + profile.observe_seconds) / max(1, profile.num_steps),
+            memory_bytes=self.memory_bytes,
+            equality=judged,
+            timed_equality=timed,
+            lossless=self.candidate.config.rule.is_lossless,
+        )
+
+
+class Methods:
+    """Holds the model and runs the comparison.
+
+    Args:
+      model: as for `LLM`.
+      scale: width to inflate the target to; see `foredraft.bench.models.sizes`.
+      say: told what is running.
+
+    Raises: CheckpointError, UnsupportedModelError, ConfigError.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        dtype: str,
+        scale: str,
+        settings: MethodsSettings,
+        say: Watch = lambda *_: None,
+        *,
+        quantization: str | None = None,
+        weights: str | None = None,
+        kv_cache_dtype: str = "auto",
+    ) -> None:
+        self.settings = settings
+        self._say = say
+        _, loaded = load_scaled(model, scale, dtype=dtype, quantization=quantization, weights=weights)
+        self.label = describe(loaded.model)
+        self._arms = OwnArms(loaded, model, dtype, settings.execution, settings.exactness, kv_cache_dtype)
+        self.target = self._arms.target
+
+    @cached_property
+    def prompts(self) -> list[BenchPrompt]:
+        """Prompts, of the kinds in turn; those that leave no room for the output are skipped.
+
+        Raises: ConfigError when no prompt remains, or a kind has none.
+        """
+        settings, context = self.settings, self.target.context_length
+        room = None if context is None else context - settings.max_new_tokens
+        questions = read_questions(settings.prompts_file)
+        ending, answering = replace(settings.sampling, temperature=0.0, ignore_eos=False), self._arm(PLAIN_CANDIDATE)
+
+        def answer(ids: tuple[int, ...]) -> tuple[int, ...]:
+            return answering.run(ids, settings.max_new_tokens, ending).token_ids
+
+        found = prompts_of_kinds(self._arms.tokenizer, questions, settings.kinds, room, answer)
+        prompts = list(islice(found, settings.num_prompts))
+        if not prompts:
+            raise ConfigError(f"no prompt leaves room for {settings.max_new_tokens} tokens in {room} of context")
+        return prompts
+
+    def run(self, candidates: Seq[MethodCandidate], on_prompt: Callable[[MethodsOutcome], None]) -> MethodsOutcome:
+        """Compare all that apply.
+
+        Args:
+          on_prompt: told of what is known so far, after every prompt.
+
+        Raises: ConfigError when no method applies.
+        """
+        plain = self._started(PLAIN_CANDIDATE, EmptyDrafter)
+        contenders, refused = self._contenders(candidates)
+        if not contenders:
+            reasons = "; ".join(f"{one.method}: {one.reason}" for one in refused)
+            raise ConfigError(f"none of the methods applies to this model: {reasons}")
+        self._check_strictly(contenders)
+        equal = [one for one in contenders if one.equality is None or self._passes(one.equality)]
+        settings = self.settings
+
+        def outcome(trial: Trial) -> MethodsOutcome:
+            return self._outcome(trial, plain, contenders, refused)
+
+        def note(trial: Trial) -> None:
+            self._say("timing", len(trial.prompts), len(self.prompts))
+            on_prompt(outcome(trial))
+
+        self._say("timing", 0, len(self.prompts))
+        arms = [plain.arm, *(one.arm for one in equal)]
+        trial = interleave(arms, self.prompts, settings.sampling, settings.max_new_tokens, settings.repeats, note)
+        return outcome(trial)
+
+    def _contenders(self, candidates: Seq[MethodCandidate]) -> tuple[list[Contender], list[RefusedMethod]]:
+        """The candidates whose drafter can be made, each started once; and the others with their reason."""
+        contenders: list[Contender] = []
+        refused = []
+        for place, candidate in enumerate(candidates):
+            self._say("loading", place, len(candidates))
+            before = resident_bytes()
+            try:
+                make = self._arms.drafters_of(candidate.config)
+            except ForedraftError as error:
+                refused.append(RefusedMethod(candidate.name, str(error)))
+                continue
+            contenders.append(self._started(candidate, make, before))
+        return contenders, refused
+
+    @property
+    def _is_full_precision(self) -> bool:
+        return self.target.dtype in (torch.float32, torch.float64)
+
+    @property
+    def promised_exactness(self) -> str:
+        """The mode in which every dtype's tokens are promised to equal those of plain decoding."""
+        return self.settings.exactness if self._is_full_precision else "strict"
+
+    def _passes(self, found: Equality) -> bool:
+        """Full precision: identical, near-ties excepted. Strict: identical."""
+        return found.passes(self.target.dtype) if self._is_full_precision else not found.divergences
+
+    def _check_strictly(self, contenders: Seq[Contender]) -> None:
+        """Half precision: the tokens of every method against those of plain decoding, in strict mode.
+
+        In full precision the runs that are timed are the ones to be compared.
+        """
+        judged = [one for one in contenders if self._is_judged(one)]
+        if self._is_full_precision or not judged:
+            return
+        length, sampling = min(_CHECKED_TOKENS, self.settings.max_new_tokens), self.settings.sampling
+        arms = [self._arm(PLAIN_CANDIDATE, exactness="strict")]
+        arms += [self._arm(one.candidate, one.new_drafter, "strict") for one in judged]
+        trial = Trial(self.prompts, sampling, length, {arm.name: [] for arm in arms})
+        for place, prompt in enumerate(self.prompts):
+            self._say("checking that tokens are equal", place, len(self.prompts))
+            for arm in arms:
+                trial.runs[arm.name].append([arm.run(prompt.token_ids, length, sampling)])
+        found = self._checked(trial, [one.candidate.name for one in judged])
+        for contender, equal in zip(judged, found, strict=True):
+            contender.equality = equal
+
+    def _checked(self, trial: Trial, methods: Seq[str]) -> list[Equality]:
+        return check(trial, gap_of(self.target, trial.sampling), PLAIN, methods)
+
+    def _is_judged(self, contender: Contender) -> bool:
+        """Rules that draw by themselves follow the law of plain decoding, and not its tokens."""
+        return contender.candidate.config.rule.keeps_tokens or self.settings.sampling.is_greedy
+
+    def _arm(
+        self, candidate: MethodCandidate, new_drafter: Callable[[], Drafter] | None = None, exactness: str | None = None
+    ) -> EngineArm:
+        return self._arms.arm(candidate.name, candidate.config, new_drafter, exactness=exactness)
+
+    def _started(self, candidate: MethodCandidate, make: Callable[[], Drafter], before: int | None = None) -> Contender:
+        """A candidate whose arm has run once.
+
+        Args:
+          before: what the process held before anything of it was loaded; what it holds now if left out.
+        """
+        before = resident_bytes() if before is None else before
+        arm = self._arm(candidate, make)
+        arm.run(self.prompts[0].token_ids, _WARM_UP_TOKENS, self.settings.sampling)
+        arm.engine.profile = StepProfile()
+        after = resident_bytes()
+        grown = None if before is None or after is None else max(0, after - before)
+        return Contender(candidate, make, arm, grown)
+
+    # -- figures -----------------------------------------------------------------------------------------------
+
+    def _outcome(
+        self, trial: Trial, plain: Contender, contenders: Seq[Contender], refused: Seq[RefusedMethod]
+    ) -> MethodsOutcome:
+        judged = [one.candidate.name for one in contenders if one.candidate.name in trial.runs and self._is_judged(one)]
+        timed = {found.arm: found for found in self._checked(trial, judged)}
+        rows, different = [], []
+        for contender in contenders:
+            name = contender.candidate.name
+            found = timed.get(name) if self._is_full_precision else contender.equality
+            if found is not None and not self._passes(found):
+                different.append(found)
+            else:
+                rows.append(contender.row(trial, found, timed.get(name)))
+        return MethodsOutcome(
+            sampling=self.settings.sampling.label,
+            kinds=tuple(prompt.category for prompt in trial.prompts),
+            num_prompts_planned=len(self.prompts),
+            runs_per_prompt=2 * self.settings.repeats,
+            other_cpu_share=trial.other_cpu_share,
+            promised=self.promised_exactness,
+            repeated_share=repeated_share(trial.outputs(PLAIN)),
+            plain=plain.row(trial, None, None),
+            rows=tuple(rows),
+            different=tuple(different),
+            refused=tuple(refused),
+        )
+
+
+def resident_bytes() -> int | None:
+    """Resident memory of the process now; None where the system does not report it (Linux does)."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")

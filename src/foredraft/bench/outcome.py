@@ -1,0 +1,301 @@
+"""What a comparison of methods finds: equality and figures of each, and the one to use, why, and how sure that is."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from foredraft.bench.equality import Equality
+from foredraft.bench.report import NOTHING, WHY_NOTHING, Column, Line, Table, figure, load_lines, percent
+from foredraft.bench.tables import same_of
+from foredraft.bench.trial import Comparison, bootstrap
+from foredraft.engine.budget import counted
+
+MIN_PROMPTS = 6
+"""With fewer, not even the smallest and largest ratio enclose the median with a chance of 95 % (1 - 2 / 2^n)."""
+
+NO_DRAFTING: Mapping[str, Any] = {"method": "none"}
+
+_LOOPING = 0.25
+"""Share of repeated text from which lookups look better than they are."""
+
+_SHOWN_PER_KIND = 3
+
+
+@dataclass(frozen=True)
+class RefusedMethod:
+    """A method that this model cannot draft by, and why."""
+
+    method: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class MethodRow:
+    """The results of one method; figures are None where it differs from plain decoding or nothing was timed.
+
+    Args:
+      given: the speculative config.
+      comparison: speed by own plain decoding.
+      prompt_ratios: the same of every prompt, None where nothing was left to time.
+      tokens_per_step: tau, the bonus included.
+      nodes_per_step: verified nodes, the pending token included.
+      draft_seconds: proposing and observing, per step.
+      memory_bytes: by which the process grew when the method was loaded and ran for the first time, its own
+        key-value cache of the target included; None where the system does not say.
+      equality: with plain decoding, in the mode in which it is promised.
+      timed_equality: the same in the runs that were timed.
+      lossless: the acceptance rule keeps the law of the target.
+    """
+
+    method: str
+    given: Mapping[str, Any]
+    tokens_per_second: float | None
+    comparison: Comparison | None
+    prompt_ratios: tuple[float | None, ...]
+    tokens_per_step: float
+    acceptance_rate: float | None
+    nodes_per_step: float
+    draft_seconds: float
+    memory_bytes: int | None
+    equality: Equality | None
+    timed_equality: Equality | None
+    lossless: bool = True
+
+    @property
+    def is_timed(self) -> bool:
+        return self.comparison is not None and self.comparison.num_prompts > 0
+
+
+@dataclass(frozen=True)
+class MethodsOutcome:
+    """All findings of a comparison.
+
+    Args:
+      kinds: of the prompts, in their order.
+      promised: "default" or "strict": the mode in which equality was judged.
+      different: methods whose tokens are not those of plain decoding in that mode.
+      repeated_share: of plain decoding's tokens, those inside repeated 8-grams.
+      num_prompts_planned: what an interrupted run did not reach.
+    """
+
+    sampling: str
+    kinds: tuple[str, ...]
+    num_prompts_planned: int
+    runs_per_prompt: int
+    other_cpu_share: float
+    promised: str
+    repeated_share: float
+    plain: MethodRow
+    rows: tuple[MethodRow, ...]
+    different: tuple[Equality, ...]
+    refused: tuple[RefusedMethod, ...]
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.kinds)
+
+    def shown(self, model: str, notes: tuple[str, ...] = ()) -> Iterator[Table | Line]:
+        """Everything, the recommendation last.
+
+        Args:
+          model: as the user names it.
+          notes: what is to be known about the model.
+        """
+        found = by_kind(self)
+        title = f"methods: {self.sampling}, {counted(self.num_prompts, 'prompt')}"
+        rows = (self.plain, *ranked(self), *(row for row in self.rows if not row.is_timed))
+        yield Table(title + (f" of {len(found)} kinds" if len(found) > 1 else ""), _COLUMNS, rows)
+        yield Line(self._legend(), "dim")
+        yield from load_lines(self.other_cpu_share)
+        yield from self._equality()
+        if len(found) > 1:
+            yield Table("by kind of prompt: x plain, the fastest first", _KIND_COLUMNS, found, is_wide=True)
+        if self.refused:
+            yield Table("methods that do not apply", _REFUSED_COLUMNS, self.refused, is_wide=True)
+        advice = advise(self)
+        yield Line(f"\nrecommended: {advice.reason}")
+        for line in usage(advice.config, model):
+            yield Line(f"  {line}", is_whole=True)
+        for note in (*advice.notes, *notes):
+            yield Line(f"note: {note}")
+
+    def _legend(self) -> str:
+        interval = " (95 % interval)" if self.num_prompts > 1 else ""
+        parts = [
+            f"x plain: times plain decoding's speed, median of the prompts{interval}, "
+            f"{counted(self.runs_per_prompt, 'interleaved run')} each",
+            "tau: tokens per step",
+            "acc.: drafted tokens that were accepted",
+            "nodes: verified per step",
+            "draft: proposing and observing, per step",
+            "MB: what loading and a first run added, a key-value cache of its own included",
+            "same: prompts with plain decoding's tokens",
+        ]
+        if not all(row.is_timed for row in self.rows):
+            parts.append(WHY_NOTHING)
+        return "; ".join(parts)
+
+    def _equality(self) -> Iterator[Line]:
+        """The promise of exactness, whether it was kept, and where the timed runs departed from plain decoding."""
+        judged = [row.equality for row in self.rows if row.equality is not None]
+        if judged:
+            mode = "in strict mode, before anything was timed" if self.promised == "strict" else "in the timed runs"
+            same, total = sum(one.num_identical for one in judged), sum(one.num_prompts for one in judged)
+            near = max(one.largest_gap for one in judged)
+            others = f", the others at near-ties of at most {near:.1g}" if same < total else ""
+            yield Line(f"tokens equal plain decoding's {mode}: {same} of {total}{others}")
+        loose = [row.timed_equality for row in self.rows if row.timed_equality and row.timed_equality.divergences]
+        if loose and self.promised == "strict":
+            gap = max(one.largest_gap for one in loose)
+            yield Line(
+                "the timed runs round differently at some steps: their texts leave plain decoding's where two tokens "
+                f"{f'are at most {gap:.2g} apart in logits' if gap else 'tie'} (column same); --exactness strict rules "
+                "that out"
+            )
+        for one in self.different:
+            first = one.divergences[0]
+            yield Line(
+                f"{one.arm} differs from plain decoding on {one.num_prompts - one.num_identical} of "
+                f"{one.num_prompts} prompts, first on {first.prompt} at token {first.position} (gap {first.gap:.3g}), "
+                "where equality is promised: no speed is shown for it",
+                "red",
+            )
+
+
+@dataclass(frozen=True)
+class KindRow:
+    """The methods on the prompts of one kind, the fastest first: medians of their ratios by plain decoding."""
+
+    kind: str
+    num_prompts: int
+    ratios: tuple[tuple[str, float], ...]
+
+
+def _best(row: KindRow) -> str:
+    return ", ".join(f"{name} {ratio:.2f}" for name, ratio in row.ratios[:_SHOWN_PER_KIND]) or NOTHING
+
+
+_COLUMNS = (
+    Column("method", lambda row: row.method, is_text=True),
+    Column("x plain", lambda row: "1" if row.comparison is None else str(row.comparison)),
+    Column("tok/s", lambda row: NOTHING if row.tokens_per_second is None else figure(row.tokens_per_second, 1)),
+    Column("tau", lambda row: figure(row.tokens_per_step)),
+    Column("acc.", lambda row: percent(row.acceptance_rate)),
+    Column("nodes", lambda row: figure(row.nodes_per_step, 1)),
+    Column("draft\nms", lambda row: figure(row.draft_seconds * 1e3)),
+    Column("MB", lambda row: "" if row.memory_bytes is None else f"{row.memory_bytes / 1e6:.0f}"),
+    Column("same", lambda row: same_of(row.timed_equality)),
+)
+_KIND_COLUMNS = (
+    Column("kind", lambda row: row.kind, is_text=True),
+    Column("prompts", lambda row: str(row.num_prompts)),
+    Column("methods", _best, is_text=True),
+)
+_REFUSED_COLUMNS = (
+    Column("", lambda refused: refused.method, is_text=True),
+    Column("", lambda refused: refused.reason, is_text=True),
+)
+
+
+def ranked(outcome: MethodsOutcome) -> list[MethodRow]:
+    """The methods that were timed, the fastest first."""
+    timed = [row for row in outcome.rows if row.is_timed]
+    return sorted(timed, key=lambda row: -row.comparison.ratio if row.comparison else 0.0)
+
+
+def by_kind(outcome: MethodsOutcome) -> list[KindRow]:
+    """The gain of the methods on each kind of prompt, which tells whether they suit one's own prompts."""
+    rows = []
+    for kind in dict.fromkeys(outcome.kinds):
+        places = [place for place, other in enumerate(outcome.kinds) if other == kind]
+        found = []
+        for row in ranked(outcome):
+            ratios = [ratio for place in places if (ratio := row.prompt_ratios[place]) is not None]
+            if ratios:
+                found.append((row.method, statistics.median(ratios)))
+        rows.append(KindRow(kind, len(places), tuple(sorted(found, key=lambda pair: -pair[1]))))
+    return rows
+
+
+# -- advice ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The recommended config.
+
+    Args:
+      config: for ``--speculative-config`` or ``speculative_config=``; plain decoding where no method is faster.
+      reason: why, in a sentence.
+      notes: reasons not to take it for granted.
+    """
+
+    config: Mapping[str, Any]
+    reason: str
+    notes: tuple[str, ...]
+
+
+def advise(outcome: MethodsOutcome) -> Advice:
+    """Choose the method with the largest median ratio, if it is clearly above 1; plain decoding otherwise."""
+    timed = ranked(outcome)
+    notes = []
+    if outcome.num_prompts < outcome.num_prompts_planned:
+        notes.append(f"interrupted after {outcome.num_prompts} of {outcome.num_prompts_planned} prompts")
+    if not timed:
+        return Advice(NO_DRAFTING, "nothing was timed, so there is nothing to recommend", tuple(notes))
+    best = timed[0]
+    assert best.comparison is not None
+    ratio, num_timed = best.comparison.ratio, best.comparison.num_prompts
+    if num_timed < MIN_PROMPTS:
+        notes.append(
+            f"{num_timed} {'prompt is' if num_timed == 1 else 'prompts are'} too few to be sure of anything; take "
+            f"--num-prompts {2 * MIN_PROMPTS} or more"
+        )
+    if outcome.repeated_share > _LOOPING:
+        notes.append(
+            f"{outcome.repeated_share:.0%} of the text lies inside repeated 8-grams: this model loops here, which "
+            "flatters methods that look text up"
+        )
+    if ratio <= 1:
+        reason = f"no method beats plain decoding here: the best, {best.method}, runs at {best.comparison} of its speed"
+        return Advice(NO_DRAFTING, reason, tuple(notes))
+    if best.comparison.low <= 1 and num_timed > 1:
+        reason = (
+            f"no method clearly beats plain decoding here: the best, {best.method}, runs at {best.comparison} of its "
+            "speed, which may be chance"
+        )
+        if num_timed >= MIN_PROMPTS:
+            notes.append(f"more prompts may tell: --num-prompts {2 * num_timed}")
+        return Advice(NO_DRAFTING, reason, tuple(notes))
+    notes += [note for other in timed[1:] if (note := _tie(best, other)) is not None]
+    return Advice(best.given, f"{best.method} runs at {best.comparison} of plain decoding's speed", tuple(notes))
+
+
+def _tie(best: MethodRow, other: MethodRow) -> str | None:
+    """A sentence where the prompts do not tell two methods apart; paired, since prompts differ more than methods."""
+    pairs = zip(best.prompt_ratios, other.prompt_ratios, strict=True)
+    ratios = [one / two for one, two in pairs if one is not None and two is not None]
+    if len(ratios) < 2:
+        return None
+    low, high = bootstrap(ratios, statistics.median)
+    if low > 1 and len(ratios) >= MIN_PROMPTS:
+        return None
+    middle = statistics.median(ratios)
+    return (
+        f"{len(ratios)} prompts do not tell {best.method} from {other.method} "
+        f"({middle:.2f} times as fast, {low:.2f}-{high:.2f})"
+    )
+
+
+def usage(config: Mapping[str, Any], model: str) -> list[str]:
+    """How to use a config, on the command line and in Python."""
+    text = json.dumps(dict(config))
+    return [
+        f"foredraft generate -m {shlex.quote(model)} --speculative-config {shlex.quote(text)} ...",
+        f"LLM({model!r}, speculative_config={dict(config)!r})",
+    ]

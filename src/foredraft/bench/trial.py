@@ -1,0 +1,282 @@
+"""A trial: arms decode the same prompts in interleaved turns; what came out, how fast, and how sure that is."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import random
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from foredraft.bench.workload import BenchPrompt
+from foredraft.config.sampling import SamplingParams
+from foredraft.engine.stats import SequenceStats, StepTrace
+from foredraft.machine import collector_paused
+
+T = TypeVar("T")
+
+_NUM_RESAMPLES = 2000
+_WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen, for every arm alike."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    ignore_eos: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def label(self) -> str:
+        if self.is_greedy:
+            return "greedy"
+        return f"T={self.temperature:g}" + (f" top-p={self.top_p:g}" if self.top_p < 1 else "")
+
+    def params(self, max_new_tokens: int) -> SamplingParams:
+        """The same settings as the engine's parameters."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+            max_tokens=max_new_tokens,
+            ignore_eos=self.ignore_eos,
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """The results of one arm on one prompt, or on a group of prompts that it decodes as rows of a batch.
+
+    Decoding is what follows the first emission: its time and its tokens alone are compared, so that the cost of
+    prompts is left out. An arm that emits several tokens at first has that many fewer to account for.
+
+    Args:
+      token_ids: of the output; of a group, those of all rows one after another.
+      num_first: how many of them came with the first emission, or before all rows of a group had entered.
+      first_seconds: from the request to the first emission, prompt and drafter's prompt included.
+      decode_seconds: from there to the end.
+      stats: the engine's counters, None for other arms.
+      step_seconds: between one emission and the next; they add up to ``decode_seconds``.
+      trace: the engine's steps, one by one.
+      rows: outputs of a group; empty where there is one row.
+    """
+
+    token_ids: tuple[int, ...]
+    num_first: int
+    first_seconds: float
+    decode_seconds: float
+    stats: SequenceStats | None = None
+    step_seconds: tuple[float, ...] = ()
+    trace: tuple[StepTrace, ...] = ()
+    rows: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def texts(self) -> tuple[tuple[int, ...], ...]:
+        """The output of every row."""
+        return self.rows or (self.token_ids,)
+
+    @property
+    def num_decoded(self) -> int:
+        return len(self.token_ids) - self.num_first
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Seconds per decoded token; NaN when the first emission was all."""
+        return self.decode_seconds / self.num_decoded if self.num_decoded > 0 else float("nan")
+
+
+class Arm(ABC):
+    """One way to generate."""
+
+    name: str
+
+    @abstractmethod
+    def run(self, prompt_ids: Seq[Any], max_new_tokens: int, sampling: Sampling) -> Run:
+        """Continue one prompt, or a group of prompts where the arm is one of batches; see `rows_of`."""
+
+
+def rows_of(prompt_ids: Seq[Any]) -> list[Seq[int]]:
+    """The prompts of a group, (1, 2) is one row, ((1, 2), (3,)) are two."""
+    is_group = len(prompt_ids) > 0 and not isinstance(prompt_ids[0], int)
+    return list(prompt_ids) if is_group else [prompt_ids]
+
+
+def in_groups(prompts: Seq[BenchPrompt], size: int) -> list[BenchPrompt]:
+    """Groups of so many prompts, each in the place of one; the last group is filled up from the beginning."""
+    ids = [prompt.token_ids for prompt in prompts]
+    return [
+        BenchPrompt(f"group {number}", "group", tuple(ids[(start + row) % len(ids)] for row in range(size)))
+        for number, start in enumerate(range(0, len(ids), size))
+    ]
+
+
+@dataclass
+class Trial:
+    """Every run of every arm over one set of prompts: ``runs[arm][prompt]`` in the order in which they were made."""
+
+    prompts: list[BenchPrompt]
+    sampling: Sampling
+    max_new_tokens: int
+    runs: dict[str, list[list[Run]]] = field(default_factory=dict)
+    other_cpu_share: float = 0.0
+
+    def first(self, count: int) -> Trial:
+        """The trial over its first prompts alone."""
+        runs = {arm: found[:count] for arm, found in self.runs.items()}
+        return Trial(self.prompts[:count], self.sampling, self.max_new_tokens, runs, self.other_cpu_share)
+
+    def outputs(self, arm: str) -> list[tuple[int, ...]]:
+        """The output of an arm's first run of every prompt."""
+        return [runs[0].token_ids for runs in self.runs[arm]]
+
+    def stats(self, arm: str) -> SequenceStats:
+        """The engine's counters over all prompts and runs."""
+        return SequenceStats.pooled(run.stats for runs in self.runs[arm] for run in runs if run.stats is not None)
+
+    def seconds_per_token(self, arm: str) -> list[float]:
+        """Seconds per decoded token of every prompt: the median over its runs; NaN where nothing was left to decode."""
+        return [statistics.median(run.seconds_per_token for run in runs) for runs in self.runs[arm]]
+
+    def tokens_per_second(self, arm: str) -> float:
+        """Decoded tokens per second, over all prompts and runs."""
+        runs = [run for runs in self.runs[arm] for run in runs]
+        seconds = sum(run.decode_seconds for run in runs)
+        return sum(run.num_decoded for run in runs) / seconds if seconds > 0 else float("nan")
+
+    def is_repeatable(self, arm: str) -> bool:
+        """Whether every run of an arm gave the same tokens."""
+        return all(len({run.token_ids for run in runs}) == 1 for runs in self.runs[arm])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How many times faster one arm decodes than another: the median of the prompts' ratios, and their spread.
+
+    Args:
+      low, high: 95 % interval of that median, by bootstrap over prompts.
+      worst, best: smallest and largest ratio of a prompt.
+    """
+
+    arm: str
+    base: str
+    ratio: float
+    low: float
+    high: float
+    worst: float
+    best: float
+    num_prompts: int
+
+    def __str__(self) -> str:
+        """As tables show it: the ratio and its interval; of one prompt the ratio alone, of none a dash."""
+        if self.num_prompts == 0:
+            return "-"
+        return f"{self.ratio:.2f}" + (f" ({self.low:.2f}-{self.high:.2f})" if self.num_prompts > 1 else "")
+
+
+def interleave(
+    arms: Seq[Arm],
+    prompts: Seq[BenchPrompt],
+    sampling: Sampling,
+    max_new_tokens: int,
+    repeats: int = 1,
+    on_prompt: Callable[[Trial], None] = lambda _: None,
+    own_cpu_seconds: Callable[[], float] = time.process_time,
+) -> Trial:
+    """Run every prompt through every arm, forwards and backwards (A B B A), ``repeats`` times.
+
+    A short warm-up of every arm comes first. Garbage is collected between the runs, never in one.
+
+    Args:
+      on_prompt: told of the trial over the prompts done so far, after each of them: for progress and partial results.
+      own_cpu_seconds: processor seconds of what is measured, so that those of others can be told apart.
+    """
+    trial = Trial(list(prompts), sampling, max_new_tokens, {arm.name: [[] for _ in prompts] for arm in arms})
+    for arm in arms:
+        arm.run(prompts[0].token_ids, min(max_new_tokens, _WARM_UP_TOKENS), sampling)
+    others = _OtherLoad(own_cpu_seconds)
+    for place, prompt in enumerate(prompts):
+        for arm in [*arms, *reversed(arms)] * repeats:
+            with no_garbage_collection():
+                trial.runs[arm.name][place].append(arm.run(prompt.token_ids, max_new_tokens, sampling))
+        trial.other_cpu_share = others.share
+        on_prompt(trial.first(place + 1))
+    return trial
+
+
+def compare(trial: Trial, arm: str, base: str) -> Comparison:
+    """The ratio of two arms of a trial. Prompts on which either had nothing to decode are left out."""
+    ratios = [ratio for ratio in prompt_ratios(trial, arm, base) if ratio is not None]
+    if not ratios:
+        nan = float("nan")
+        return Comparison(arm, base, nan, nan, nan, nan, nan, 0)
+    low, high = bootstrap(ratios, statistics.median)
+    return Comparison(arm, base, statistics.median(ratios), low, high, min(ratios), max(ratios), len(ratios))
+
+
+def prompt_ratios(trial: Trial, arm: str, base: str) -> list[float | None]:
+    """Of every prompt, how many times faster one arm decodes than another; None where either had nothing to decode."""
+    pairs = zip(trial.seconds_per_token(base), trial.seconds_per_token(arm), strict=True)
+    return [None if math.isnan(slow / fast) else slow / fast for slow, fast in pairs]
+
+
+def bootstrap(
+    values: Seq[T], figure: Callable[[Seq[T]], float], num_resamples: int = _NUM_RESAMPLES
+) -> tuple[float, float]:
+    """95 % percentile interval of a figure over values, such as one per prompt, drawn anew with replacement.
+
+    Randomness: a generator of its own with a fixed seed.
+    """
+    generator = random.Random(0)
+    found = sorted(figure(generator.choices(values, k=len(values))) for _ in range(num_resamples))
+    tail = round(0.025 * num_resamples)
+    return found[tail], found[-1 - tail]
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Collect young garbage now (all of it takes as long as a run), and none inside the block."""
+    gc.collect(1)
+    with collector_paused():
+        yield
+
+
+class _OtherLoad:
+    """The share of the machine's processors that other processes used since this was made."""
+
+    def __init__(self, own_cpu_seconds: Callable[[], float]) -> None:
+        self._own_cpu_seconds = own_cpu_seconds
+        self._started, self._total, self._own = time.perf_counter(), _cpu_seconds(), own_cpu_seconds()
+
+    @property
+    def share(self) -> float:
+        """0 where /proc/stat is not there."""
+        total = _cpu_seconds()
+        if total is None or self._total is None:
+            return 0.0
+        others = total - self._total - (self._own_cpu_seconds() - self._own)
+        return max(0.0, others) / ((time.perf_counter() - self._started) * (os.cpu_count() or 1))
+
+
+def _cpu_seconds() -> float | None:
+    """Processor seconds of the machine so far; None where /proc/stat is not there."""
+    try:
+        first = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+    except OSError:
+        return None
+    user, nice, system, _idle, _wait, irq, softirq, steal = map(int, first)
+    ticks = user + nice + system + irq + softirq + steal
+    return ticks / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,265 @@
+"""The models that the classic functions are given: adapters, and modules that are read as they are."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from foredraft import forking
+from foredraft.errors import ShapeError, UnsupportedModelError, UnsupportedStateError
+from foredraft.loading.adapters import ADAPTERS, Adapter
+from foredraft.model.support import check_unwrapped, unwrapped
+
+_IN_LAYERS = ("LoraModel", "AdaLoraModel", "IA3Model", "LoHaModel", "LoKrModel", "OFTModel")
+"""Tuners of peft that change layers and nothing else."""
+
+
+def adapter_of(model: nn.Module) -> Adapter:
+    """The adapter of a loaded model of `transformers`, which follows what its owner has changed since the last call.
+
+    Raises: UnsupportedModelError, UnsupportedStateError, ProbeError as `CausalLM` does.
+    """
+    return ADAPTERS.of(check_unwrapped(opened(model)))
+
+
+def ready(model: Model) -> Adapter | PlainModule:
+    """The adapter of a model, or the module itself where there is none: it reads every text from its beginning.
+
+    Wrappers are taken off where that is exact, see `opened`.
+
+    Raises: UnsupportedModelError, UnsupportedStateError, ProbeError.
+    """
+    if not isinstance(model, nn.Module):
+        if callable(model) and not isinstance(model, type):
+            return plain_module(model)
+        raise UnsupportedModelError(
+            f"the model is a {type(model).__name__}; give a loaded transformers model (AutoModelForCausalLM), or a "
+            "torch.nn.Module that returns logits for token ids"
+        )
+    inner = opened(model)
+    if not isinstance(inner, PreTrainedModel):
+        return plain_module(model)
+    try:
+        return ADAPTERS.of(inner)
+    except (UnsupportedModelError, UnsupportedStateError) as error:
+        try:
+            return plain_module(model)
+        except UnsupportedModelError:
+            raise error from None
+
+
+def opened(model: nn.Module) -> nn.Module:
+    """The model inside of wrappers that add nothing to a single text: compilation, data parallelism, peft's adapters.
+
+    A wrapper with hooks, one of peft's that changes inputs (virtual tokens) or weighs adapters by the text, and any
+    other module around a model stay on.
+    """
+    while True:
+        inner = _opened_once(model)
+        if inner is model:
+            return model
+        model = inner
+
+
+def _opened_once(model: nn.Module) -> nn.Module:
+    if model._forward_hooks or model._forward_pre_hooks:
+        return model
+    if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
+        inner: nn.Module = model.module
+        return inner
+    peft: Any = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel):
+        tuner = model.base_model
+        kinds = [getattr(peft, name) for name in _IN_LAYERS if hasattr(peft, name)]
+        has_hooks = bool(getattr(tuner, "_forward_hooks", None) or getattr(tuner, "_forward_pre_hooks", None))
+        changed: nn.Module = tuner.model if type(tuner) in kinds and not has_hooks else model
+        return changed
+    without: nn.Module = unwrapped(model)
+    return without
+
+
+Model = Callable[..., Any]
+"""A `torch.nn.Module`, or any other object that is called with token ids."""
+
+_LIMITS = ("max_position_embeddings", "max_context_length")
+_NAMED_ONLY = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+_TOLERANCE = 32  # roundings of the dtype by the largest logit, between forwards of two lengths
+
+
+class PlainModule:
+    """A module that gives logits for token ids, without a cache, and what a call learns of it.
+
+    Args:
+      module: called with int64 (B, T), by the name ``input_ids`` where that is not the first argument; returns logits
+        (B, T, V), an object with ``.logits``, or a tuple with the logits first.
+
+    Attributes:
+      name: of its class.
+      vocab_size: V of its logits.
+      context_length: of its config, or an attribute of its own (``max_position_embeddings``, ``max_context_length``);
+        None where neither is there.
+      device: of its first parameter or buffer, else its own ``device``, else the CPU.
+
+    Raises: UnsupportedModelError where the call fails, gives no logits for every token, or logits that depend on later
+      tokens or change from call to call.
+    """
+
+    def __init__(self, module: Model) -> None:
+        self._module = _reference(module)
+        self._lock = forking.lock()
+        self._was_said = False
+        self._keyword, self._others = _arguments(module)
+        self.name = type(module).__name__
+        self.device = _device(module)
+        self.context_length = _context_length(module)
+        self.vocab_size = self._checked()
+
+    def read(self, texts: Sequence[Sequence[int]], num_last: int = 1) -> Tensor:
+        """Logits (B, num_last, V) after the last tokens of texts of one length.
+
+        Tokens that the module has no logit for are read as its last one.
+
+        Raises: ShapeError for logits of another shape than the first.
+        """
+        ids = torch.tensor([[min(token, self.vocab_size - 1) for token in text] for text in texts], device=self.device)
+        logits = self._logits(ids)
+        if logits.shape != (*ids.shape, self.vocab_size):
+            raise ShapeError(
+                f"{self.name} returned logits of shape {tuple(logits.shape)} for ids of shape {tuple(ids.shape)}; want "
+                f"one row of {self.vocab_size} for every token"
+            )
+        return logits[:, ids.shape[1] - num_last :]
+
+    def say_once(self) -> None:
+        """Warn that there is no cache to keep, the first time."""
+        if not self._was_said:
+            self._was_said = True
+            warnings.warn(
+                f"the model is a {self.name}, whose cache foredraft does not know: it reads the whole text at every "
+                "step; give the transformers model inside it, if there is one and it computes the same",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _logits(self, ids: Tensor) -> Tensor:
+        module = self._module()
+        assert module is not None, "the caller holds it"
+        given = ([], {self._keyword: ids}) if self._keyword else ([ids], {})
+        with self._lock, torch.no_grad(), _evaluating(module):
+            output = module(*given[0], **given[1], **self._others)
+        logits = output[0] if type(output) is tuple and output else getattr(output, "logits", output)
+        if not isinstance(logits, Tensor) or not logits.is_floating_point():
+            kind = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
+            raise UnsupportedModelError(f"it returns {kind} and no logits")
+        return logits
+
+    def _checked(self) -> int:
+        """V, when the logits of a text are those of its beginnings.
+
+        The text is 0 1 0, then 0 1 1: the first two tokens have the same logits in both, and in 0 1 alone.
+        """
+        try:
+            found = [self._logits(torch.tensor([text], device=self.device)) for text in ([0, 1, 0], [0, 1, 1], [0, 1])]
+        except Exception as error:  # whatever a stranger's forward raises for ids
+            raise self._refusal(f"calling it with token ids fails ({type(error).__name__}: {error})") from error
+        vocab_size = found[0].shape[-1] if found[0].ndim else 0
+        shapes = [tuple(logits.shape) for logits in found]
+        if vocab_size < 2 or shapes != [(1, length, vocab_size) for length in (3, 3, 2)]:
+            raise self._refusal(f"for 3, 3 and 2 token ids it returns shapes {shapes}, not one row of logits per token")
+        first, second, beginning = (logits[0, :2].double() for logits in found)
+        bound = _TOLERANCE * torch.finfo(found[0].dtype).eps * float(first.abs().max().clamp(min=1.0))
+        apart = float(torch.maximum((first - second).abs(), (first - beginning).abs()).max())
+        if not apart <= bound:
+            raise self._refusal(
+                f"its logits depend on tokens that come later, or change from call to call (by {apart:.2g}; rounding "
+                f"explains {bound:.2g})"
+            )
+        return vocab_size
+
+    def _refusal(self, reason: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"the model is a {self.name}, which holds no model of transformers that can be decoded, and {reason}; give "
+            "a model of AutoModelForCausalLM, or any module that returns logits for token ids. Heads over a target's "
+            "features (Medusa, Hydra, EAGLE) are not applicable to the classic functions: give them to LLM or "
+            "foredraft.speculate"
+        )
+
+
+_lock = forking.lock()
+_known: weakref.WeakKeyDictionary[Model, PlainModule] = weakref.WeakKeyDictionary()
+
+
+def plain_module(module: Model) -> PlainModule:
+    """The one of a module, checked once, as long as it lives. May be asked from several threads.
+
+    Raises: UnsupportedModelError.
+    """
+    with _lock:
+        try:
+            known = _known.get(module)
+        except TypeError:  # an object without a hash, or one that nothing may refer to weakly
+            return PlainModule(module)
+        if known is None:
+            known = _known[module] = PlainModule(module)
+        return known
+
+
+def _reference(module: Model) -> Callable[[], Model | None]:
+    try:
+        return weakref.ref(module)
+    except TypeError:
+        return lambda: module
+
+
+def _arguments(module: Model) -> tuple[str, dict[str, Any]]:
+    """The name that token ids are given by, "" for their place; and arguments of a cached call that have no default."""
+    try:
+        found = inspect.signature(module.forward if isinstance(module, nn.Module) else module).parameters
+    except (TypeError, ValueError):  # a signature that Python does not know
+        return "", {}
+    by_place = [name for name, one in found.items() if one.kind not in _NAMED_ONLY]
+    is_named = not by_place or ("input_ids" in found and by_place[0] != "input_ids")
+    others = {
+        name: value
+        for name, value in (("past_key_values", None), ("use_cache", False))
+        if name in found and found[name].default is inspect.Parameter.empty
+    }
+    return "input_ids" if is_named else "", others
+
+
+def _device(module: Model) -> torch.device:
+    if isinstance(module, nn.Module):
+        tensor = next((tensor for tensor in (*module.parameters(), *module.buffers())), None)
+        if tensor is not None:
+            return tensor.device
+    named = getattr(module, "device", None)
+    return torch.device(named) if isinstance(named, (str, torch.device)) else torch.device("cpu")
+
+
+def _context_length(module: Model) -> int | None:
+    places: tuple[Any, ...] = (getattr(module, "config", None), module)
+    found = (getattr(place, name, None) for place in places for name in _LIMITS)
+    return next((limit for limit in found if isinstance(limit, int)), None)
+
+
+@contextmanager
+def _evaluating(module: Model) -> Iterator[None]:
+    """Dropout and the like switched off meanwhile."""
+    training = [part for part in module.modules() if part.training] if isinstance(module, nn.Module) else []
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True

@@ -1,0 +1,165 @@
+"""Speculative decoding with an n-gram storage instead of a draft model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from foredraft.classic.ngram_assisted.ngram_storage import INgramStorage
+from foredraft.classic.reader import reader_of
+from foredraft.classic.request import Request, check_least
+from foredraft.classic.rounds import Decoding, Draft, ProcessedLaw
+from foredraft.classic.trace import begin_trace
+from foredraft.classic.utils import printing
+from foredraft.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor
+from foredraft.errors import ConfigError, TreeError
+from foredraft.model.default_device import makes_on_cpu
+
+__all__ = ["ngram_assisted_speculative_generate"]
+
+
+@torch.no_grad()
+@makes_on_cpu
+def ngram_assisted_speculative_generate(
+    inputs: Sequence[int],
+    ngramstorage: INgramStorage,
+    target: Module,
+    tokenizer: Any = None,
+    gamma: int = 5,
+    filler_top_k: int = 3,
+    logits_processor: LogitsProcessor = GreedyProcessor(),  # noqa: B008
+    max_gen_len: int = 40,
+    eos_tokens_id: int | Iterable[int] = 1,
+    pad_token_id: int = 0,
+    use_cache: bool = False,
+    first_target: bool = True,
+    stop_if_unknown: bool = False,
+    debug: bool = False,
+    *,
+    filler_weight: float = 1.0,
+) -> tuple[list[int], float]:
+    """Generate with drafts from a storage of n-grams, which learns from the prompt and from every emitted token.
+
+    Source: n-gram assisted speculative decoding, NASD (romsto/Speculative-Decoding); the case without filler is ANPD
+    (Ou et al. 2024, arXiv:2404.08698).
+
+    Args:
+      inputs: token ids of one prompt; its n-grams are added to what the storage holds.
+      ngramstorage: any `INgramStorage`; it keeps what it learns, until you ``reset`` it.
+      target: a `transformers` causal LM, or any module, as for `speculative_generate`.
+      tokenizer: for ``debug`` only; None shows ids.
+      gamma: tokens per draft.
+      filler_top_k: of the target's likeliest tokens, how many are counted at every new place, in addition to the one
+        that was said; 1 for none.
+      logits_processor, max_gen_len, eos_tokens_id, use_cache, first_target, debug: as for `speculative_generate`.
+      pad_token_id: not used, as nothing is padded.
+      stop_if_unknown: end a draft at the first unknown context; False drafts a random token there.
+      filler_weight: what each of the likeliest tokens counts; the one that was said counts 1 besides, so 2 in all where
+        it is one of them.
+
+    Returns: the generated ids without the prompt, and accepted / drafted tokens (0.0 when nothing was drafted).
+    Raises: as `speculative_generate`; TreeError for a drafted token outside the vocabulary.
+    Exactness: lossless for any storage: a drafted token stays if it is the one that the processor's ``sample`` gives.
+    Randomness: torch's global generator: the processor's ``sample``, and the storage's tokens for unknown contexts.
+    """
+    check_least("gamma", gamma, 0)
+    check_least("filler_top_k", filler_top_k, 0)
+    if not 0.0 < filler_weight <= 1.0:
+        raise ConfigError(
+            f"filler_weight is {filler_weight}; give more than 0 and at most 1, or filler_top_k=1 for none"
+        )
+    if not isinstance(ngramstorage, INgramStorage):
+        raise ConfigError(
+            f"ngramstorage is a {type(ngramstorage).__name__}; give an NGramStorage, a OneLevelNGramStorage or an "
+            "INgramStorage of your own"
+        )
+    reader = reader_of(target, keeps_cache=use_cache)
+    model = reader.model
+    request = Request.of(inputs, model, max_gen_len, eos_tokens_id)
+    proposer = StorageProposer(
+        request, ngramstorage, model.vocab_size, gamma, filler_top_k, stop_if_unknown, filler_weight=filler_weight
+    )
+    trace = begin_trace("ngram_assisted_speculative_generate", len(request.prompt))
+    decoding = Decoding(
+        request,
+        reader,
+        ProcessedLaw(logits_processor, model.vocab_size),
+        trace,
+        proposer,
+        first_target=first_target,
+        on_step=printing.printer(request.prompt, tokenizer) if debug else None,
+    )
+    return decoding.run(), trace.acceptance_rate
+
+
+class StorageProposer:
+    """Drafts the successors that a storage names, one after the other, and tells it which were accepted.
+
+    The storage sees CPU tensors (1, T), views of one buffer.
+
+    Args:
+      request: its prompt is added to the storage.
+      storage: names successors, learns.
+      vocab_size: V of the target.
+      gamma, filler_top_k, stop_if_unknown, filler_weight: see `ngram_assisted_speculative_generate`.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        storage: INgramStorage,
+        vocab_size: int,
+        gamma: int,
+        filler_top_k: int,
+        stop_if_unknown: bool,
+        *,
+        filler_weight: float,
+    ) -> None:
+        self._storage = storage
+        self._vocab_size = vocab_size
+        self._gamma = gamma
+        self._filler_top_k = filler_top_k
+        self._stop_if_unknown = stop_if_unknown
+        self._filler_weight = filler_weight
+        self._ids = torch.zeros(1, request.max_length, dtype=torch.long)
+        self._ids[0, : len(request.prompt)] = torch.tensor(request.prompt)
+        storage.initialize(self._ids[:, : len(request.prompt)])
+
+    def propose(self, text: Sequence[int], budget: int) -> Draft:
+        tokens: list[int] = []
+        for place in range(len(text), len(text) + min(self._gamma, budget)):
+            token, known = self._storage.next_token(self._ids[:, :place])
+            if self._stop_if_unknown and not bool(known.reshape(-1)[0]):
+                break
+            tokens.append(self._checked(int(token.reshape(-1)[0])))
+            self._ids[0, place] = tokens[-1]
+        return Draft(tuple(tokens))
+
+    def _checked(self, token: int) -> int:
+        if not 0 <= token < self._vocab_size:
+            raise TreeError(
+                f"the storage drafted token {token}, outside the vocabulary, 0..{self._vocab_size - 1}; build it "
+                f"with vocab_size={self._vocab_size}"
+            )
+        return token
+
+    def observe(self, text: Sequence[int], laws: Sequence[Tensor]) -> None:
+        """Count every new token, and then what the target thought likely in its place, which does not tie with it."""
+        first = len(text) - len(laws)
+        for place, law in enumerate(laws, first):
+            self._ids[0, place] = text[place]
+            self._storage.update(self._ids[:, :place], torch.tensor([[text[place]]]))
+            likely = self._likely(law)
+            if len(likely):
+                self._storage.fill(self._ids[:, :place], likely[None], self._filler_weight)
+
+    def _likely(self, law: Tensor) -> Tensor:
+        """The likeliest tokens that are possible, best first."""
+        if self._filler_top_k < 2:
+            return torch.empty(0, dtype=torch.long)
+        probs, tokens = law.topk(min(self._filler_top_k, len(law)))
+        return tokens[probs > 0].cpu()

@@ -1,0 +1,268 @@
+"""The round of every classic function: propose, verify, accept, emit, observe.
+
+Cache, acceptance rule, stopping, prompt checks and length policies are the engine's; its loop is not. What is described
+cannot run in it: a user's processor is called once per accepted token and draws from torch's global generator (the
+engine's noise is keyed, so `torch.manual_seed` would repeat nothing), ``use_cache=False`` reads the whole text every
+time, any module may be the model, and the first forward reads the whole prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from foredraft.accept.rules import Verdict, rejection
+from foredraft.classic.reader import TextReader
+from foredraft.classic.request import Request
+from foredraft.classic.trace import DraftedToken, Step, Trace
+from foredraft.errors import ConfigError, NumericsError, ShapeError
+from foredraft.tree import DraftTree
+
+LAW_SUM_TOLERANCE = 1e-3  # of processors of one's own in half precision; ours are right to the rounding of the dtype
+
+
+class ProcessedLaw:
+    """A processor object, called as documented and checked: logits -> probabilities -> token.
+
+    It gets (1, V) at a time, at least in float32, and a copy of its own.
+
+    Args:
+      processor: ``processor(logits) -> probs`` and ``processor.sample(probs) -> token``.
+      vocab_size: V.
+    """
+
+    def __init__(self, processor: Any, vocab_size: int) -> None:
+        if not callable(processor) or not callable(getattr(processor, "sample", None)):
+            raise ConfigError(
+                f"logits_processor is {processor!r}; give an object with __call__(logits) and sample(probs), such as "
+                "GreedyProcessor()"
+            )
+        self._processor = processor
+        self._name = type(processor).__name__
+        self._vocab_size = vocab_size
+        self.draws_from_probs = bool(getattr(processor.sample, "draws_from_probs", False))
+        self.temperature = float(getattr(processor, "temperature", None) or 1.0)
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """Logits (V,) of any float dtype -> probabilities (V,).
+
+        Raises: NumericsError, ShapeError, naming the processor, or the model if that is to blame.
+        """
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        probs = self._processor(logits.to(dtype, copy=True)[None])
+        if not isinstance(probs, Tensor) or probs.shape != (1, self._vocab_size):
+            shape = tuple(probs.shape) if isinstance(probs, Tensor) else type(probs).__name__
+            raise ShapeError(
+                f"{self._name} returned {shape} for logits of shape (1, {self._vocab_size}); it must return "
+                "probabilities of the same shape"
+            )
+        law = probs.detach()[0]
+        total = float(law.sum())
+        if not abs(total - 1.0) <= LAW_SUM_TOLERANCE or bool((law < 0).any()):
+            raise self._failure(logits, law, total)
+        return law
+
+    def _failure(self, logits: Tensor, law: Tensor, total: float) -> NumericsError:
+        if bool(torch.isnan(logits).any()) or bool((logits == torch.inf).any()):
+            return NumericsError("the model returned NaN or infinite logits; try a wider dtype, or check the weights")
+        what = "NaN" if total != total else f"values from {float(law.min()):.4g} that sum to {total:.4g}"
+        return NumericsError(f"{self._name} returned {what}; its probabilities must be 0 or more and sum to 1")
+
+    def sample(self, probs: Tensor) -> int:
+        """The processor's token for a law (V,).
+
+        Raises: ShapeError for anything but one token; NumericsError for one outside the vocabulary.
+        """
+        token = self._processor.sample(probs[None])
+        if not isinstance(token, Tensor) or token.numel() != 1:
+            shape = tuple(token.shape) if isinstance(token, Tensor) else type(token).__name__
+            raise ShapeError(f"{self._name}.sample returned {shape} for probabilities (1, V); want one token, (1, 1)")
+        chosen = int(token)
+        if not 0 <= chosen < self._vocab_size:
+            raise NumericsError(f"{self._name}.sample returned token {chosen}, outside of 0..{self._vocab_size - 1}")
+        return chosen
+
+
+class TorchNoise:
+    """Randomness of the acceptance rules from torch's global generator, in the order of use.
+
+    Args:
+      law: draws bonus and recovered tokens with the user's ``sample``.
+      law_at: the target's law (V,) after a node of the draft.
+      is_adjusted: False draws from the target's law where the residual was meant: lossy.
+
+    Randomness: one ``torch.rand`` per tested token, then one call of the processor's ``sample``; `torch.manual_seed`
+    repeats both.
+    """
+
+    def __init__(self, law: ProcessedLaw, law_at: Callable[[int], Tensor], *, is_adjusted: bool = True) -> None:
+        self._law = law
+        self._law_at = law_at
+        self._is_adjusted = is_adjusted
+        self.uniforms: list[float] = []
+
+    def uniform(self, depth: int, sibling: int) -> float:
+        self.uniforms.append(float(torch.rand((), dtype=torch.float64)))
+        return self.uniforms[-1]
+
+    def draw(self, depth: int, probs: Tensor) -> int:
+        target = self._law_at(depth)  # drafts are chains: node and depth are the same number
+        return self._law.sample(probs.to(target.dtype) if self._is_adjusted else target)
+
+
+OnStep = Callable[[Step, list[int]], None]
+"""Is shown every step, and the whole text after it."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A chain of proposed tokens.
+
+    Args:
+      tokens: what is proposed.
+      laws: the law (V,) each was drawn from; empty where a storage proposed them.
+      is_sample: whether the tokens are draws from these laws, so that the rejection rule may use them.
+      normalised_entropy: see `Step`.
+    """
+
+    tokens: tuple[int, ...] = ()
+    laws: tuple[Tensor, ...] = ()
+    is_sample: bool = False
+    normalised_entropy: float | None = None
+
+    def tree(self, pending: int) -> DraftTree:
+        probs = torch.stack(self.laws) if self.is_sample and self.laws else None
+        return DraftTree.chain(pending, self.tokens, probs)
+
+
+class Proposer(Protocol):
+    """Where drafts come from."""
+
+    def propose(self, text: Sequence[int], budget: int) -> Draft:
+        """At most ``budget`` tokens after the text."""
+        ...
+
+    def observe(self, text: Sequence[int], laws: Sequence[Tensor]) -> None:
+        """Learn from the new tokens at the end of the text: one law (V,) of the target for each of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """One call: what is decoded, by whom, and who watches.
+
+    Args:
+      request: prompt and limits.
+      target: reads the text.
+      law: the user's processor.
+      proposer: where drafts come from; None decodes plainly: every draft is empty.
+      first_target: let the target say the first token alone.
+      is_adjusted: False replaces the residual by the target's law: lossy.
+      trace: takes in every step.
+      on_step: is shown every step.
+
+    Exactness: lossless for any proposer that does not look at the target's choices: tokens are accepted by
+    `foredraft.accept.rules.rejection`.
+    """
+
+    request: Request
+    target: TextReader
+    law: ProcessedLaw
+    trace: Trace
+    proposer: Proposer | None = None
+    first_target: bool = False
+    is_adjusted: bool = True
+    on_step: OnStep | None = None
+
+    def run(self) -> list[int]:
+        """The output tokens, an end-of-sequence token included."""
+        text = list(self.request.prompt)
+        checker = self.request.new_checker()
+        is_finished = len(text) >= self.request.max_length
+        while not is_finished:
+            result = self._round(text)
+            emitted = []
+            for token in result.tokens:
+                emitted.append(token)
+                is_finished = checker.check(token) is not None
+                if is_finished:
+                    break
+            step = result.step(len(text), len(emitted))
+            text += emitted
+            if self.proposer is not None:
+                self.proposer.observe(text, result.laws[: len(emitted)])
+            self.trace.steps.append(step)
+            if self.on_step is not None:
+                self.on_step(step, text)
+        return text[len(self.request.prompt) :]
+
+    def _round(self, text: list[int]) -> _Round:
+        """Draft after the text, read text and draft, and let the acceptance rule decide."""
+        times = [perf_counter()]
+        is_first = len(text) == len(self.request.prompt)
+        budget = 0 if self.first_target and is_first else self.request.max_length - len(text) - 1
+        draft = Draft() if self.proposer is None or budget < 1 else self.proposer.propose(text, budget)
+        times.append(perf_counter())
+        logits = self.target.read([*text, *draft.tokens], len(draft.tokens) + 1)
+        times.append(perf_counter())
+        law_at = cache(lambda node: self.law.probs(logits[node]))
+        noise = TorchNoise(self.law, law_at, is_adjusted=self.is_adjusted)
+        verdict = rejection(draft.tree(text[-1]), law_at, noise)
+        laws = [law_at(node) for node in verdict.path]
+        times.append(perf_counter())
+        seconds = [after - before for before, after in pairwise(times)]
+        return _Round(draft, verdict, laws, noise.uniforms, self.is_adjusted, seconds)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A draft and its outcome, before the output is cut. ``laws[i]`` is the target's law of token i."""
+
+    draft: Draft
+    verdict: Verdict
+    laws: list[Tensor]
+    uniforms: list[float]
+    is_adjusted: bool
+    seconds: list[float]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Accepted tokens and the target's own."""
+        return (*self.draft.tokens[: self.verdict.num_accepted], self.verdict.next_token)
+
+    def step(self, position: int, num_emitted: int) -> Step:
+        """The step that emits this many tokens after a text of that length."""
+        num_accepted = self.verdict.num_accepted
+        is_cut = num_emitted <= num_accepted
+        was_rejected = num_accepted < len(self.draft.tokens)
+        return Step(
+            position=position,
+            gamma=len(self.draft.tokens),
+            normalised_entropy=self.draft.normalised_entropy,
+            drafts=tuple(self._drafted(index, position, num_emitted) for index in range(len(self.draft.tokens))),
+            accepted=min(num_accepted, num_emitted),
+            final_token=None if is_cut else self.verdict.next_token,
+            is_adjusted=self.draft.is_sample and was_rejected and self.is_adjusted and not is_cut,
+            draft_seconds=self.seconds[0],
+            verify_seconds=self.seconds[1],
+            accept_seconds=self.seconds[2],
+        )
+
+    def _drafted(self, index: int, position: int, num_emitted: int) -> DraftedToken:
+        token = self.draft.tokens[index]
+        is_tested = index < min(len(self.laws), num_emitted)
+        return DraftedToken(
+            position=position + index,
+            token=token,
+            draft_prob=float(self.draft.laws[index][token]) if self.draft.laws else None,
+            target_prob=float(self.laws[index][token]) if is_tested else None,
+            uniform=self.uniforms[index] if is_tested and self.draft.is_sample else None,
+            accepted=index < self.verdict.num_accepted if is_tested else None,
+        )

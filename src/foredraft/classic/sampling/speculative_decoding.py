@@ -1,0 +1,168 @@
+"""Speculative decoding with a draft model."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Sequence, Sized
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from foredraft.classic.reader import Readable, TextReader, reader_of
+from foredraft.classic.request import Request, check_least
+from foredraft.classic.rounds import Decoding, Draft, ProcessedLaw
+from foredraft.classic.trace import begin_trace
+from foredraft.classic.utils import printing
+from foredraft.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor
+from foredraft.drafters.lengths import EgagLength, normalised_entropy
+from foredraft.loading.pairing import check_vocab_sizes
+from foredraft.model.default_device import makes_on_cpu
+from foredraft.model.lm import fit_vocabulary
+
+__all__ = ["max_fn", "speculative_generate"]
+
+
+def max_fn(x: Tensor) -> Tensor:
+    """norm(max(x, 0)) over the last dimension: of p - q, the law of the token after a rejection.
+
+    Rows without a positive entry (p equal to q, where nothing is ever rejected) become zeros, not NaN.
+    """
+    positive = x.clamp(min=0)
+    total = positive.sum(dim=-1, keepdim=True)
+    return positive / total.where(total > 0, 1.0)
+
+
+@torch.no_grad()
+@makes_on_cpu
+def speculative_generate(
+    inputs: Sequence[int],
+    drafter: Module,
+    target: Module,
+    tokenizer: Any = None,
+    gamma: int = 5,
+    use_egag: bool = False,
+    gamma_min: int = 1,
+    gamma_max: int | None = None,
+    egag_ema_beta: float = 0.0,
+    logits_processor: LogitsProcessor = GreedyProcessor(),  # noqa: B008
+    max_gen_len: int = 40,
+    eos_tokens_id: int | Iterable[int] = 1,
+    pad_token_id: int = 0,
+    use_cache: bool = False,
+    skip_sample_adjustment: bool = False,
+    first_target: bool = True,
+    debug: bool = False,
+) -> tuple[list[int], float]:
+    """Generate with a small model that drafts and the target that verifies whole drafts at once.
+
+    Source: Leviathan et al. 2022, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318. EGAG: TbK0ng/Speculative-
+    Decoding, see `foredraft.drafters.lengths`.
+
+    Args:
+      inputs: token ids of one prompt.
+      drafter, target: `transformers` causal LMs with one tokenizer, or any modules that return logits (B, T, V), or an
+        object with ``.logits``, for token ids (B, T); their vocabularies may be padded differently.
+      tokenizer: for ``debug`` only; None shows ids.
+      gamma: tokens per draft.
+      use_egag: let the entropy of the drafter's law choose the draft length, again in every step.
+      gamma_min, gamma_max, egag_ema_beta: bounds of that length (``gamma`` if None) and weight of its past.
+      logits_processor: makes probabilities of both models' logits and draws from them.
+      max_gen_len: most tokens to generate; the target's context may end the output earlier.
+      eos_tokens_id: id or ids that end the output, [] or -1 for none; the one found is part of it.
+      pad_token_id: not used, as nothing is padded.
+      use_cache: keep keys and values from step to step; False reads the whole text every time.
+      skip_sample_adjustment: after a rejection draw from the target's law instead of the residual: lossy, warns.
+      first_target: let the target say the first token alone, before anything is drafted.
+      debug: print every step.
+
+    Returns: the generated ids without the prompt, and accepted / drafted tokens (0.0 when nothing was drafted).
+    Raises: PromptError, ContextLengthError, ConfigError, UnsupportedModelError, TokenizerMismatchError; NumericsError
+      and ShapeError for what models or processor return.
+    Exactness: lossless: the law of `autoregressive_generate` with the same processor, and its very tokens when the
+      processor is greedy. ``skip_sample_adjustment`` is not.
+    Randomness: torch's global generator: the processor's ``sample`` for drafts and final tokens, ``torch.rand`` for
+      the tests.
+    """
+    check_least("gamma", gamma, 0)
+    egag = EgagLength(gamma_min, gamma if gamma_max is None else gamma_max, egag_ema_beta) if use_egag else None
+    if gamma_max is not None:
+        EgagLength(gamma_min, gamma_max, egag_ema_beta)
+    if skip_sample_adjustment:
+        warnings.warn(
+            "skip_sample_adjustment draws the token after a rejection from the target's law instead of the residual: "
+            "the output no longer has the target's law",
+            UserWarning,
+            stacklevel=4,
+        )
+    target_reader = reader_of(target, keeps_cache=use_cache)
+    draft_reader = reader_of(drafter, keeps_cache=use_cache)
+    target_model, draft_model = target_reader.model, draft_reader.model
+    num_tokens = len(tokenizer) if isinstance(tokenizer, Sized) else None
+    check_vocab_sizes(target_model.vocab_size, draft_model.vocab_size, target_model.name, draft_model.name, num_tokens)
+    request = Request.of(inputs, target_model, max_gen_len, eos_tokens_id)
+    law = ProcessedLaw(logits_processor, target_model.vocab_size)
+    trace = begin_trace("speculative_generate", len(request.prompt))
+    decoding = Decoding(
+        request,
+        target_reader,
+        law,
+        trace,
+        ModelProposer(draft_reader, law, target_model, gamma, egag),
+        first_target=first_target,
+        is_adjusted=not skip_sample_adjustment,
+        on_step=printing.printer(request.prompt, tokenizer) if debug else None,
+    )
+    return decoding.run(), trace.acceptance_rate
+
+
+class ModelProposer:
+    """Drafts with a causal language model, through the user's processor.
+
+    Args:
+      reader: of the drafter.
+      law: the user's processor.
+      target: whose vocabulary and device the laws are to have.
+      gamma: tokens per draft, unless ``egag`` says otherwise.
+      egag: the length from the entropy of the drafter's law, before the processor's filter, at its temperature.
+    """
+
+    def __init__(
+        self, reader: TextReader, law: ProcessedLaw, target: Readable, gamma: int, egag: EgagLength | None = None
+    ) -> None:
+        self._reader = reader
+        self._law = law
+        self._target = target
+        self._gamma = gamma
+        self._egag = egag
+        self._ema: float | None = None
+
+    def propose(self, text: Sequence[int], budget: int) -> Draft:
+        """Draw tokens one by one. The last of them is never fed, so they may reach one beyond the context."""
+        context = self._reader.model.context_length
+        reach = min(budget, sys.maxsize if context is None else context - len(text) + 1)
+        if reach < 1 or (self._egag is None and self._gamma < 1):
+            return Draft()
+        logits = self._reader.read(text)[0]
+        entropy, length = self._length(logits)
+        tokens: list[int] = []
+        laws: list[Tensor] = []
+        for index in range(min(length, reach)):
+            if index:
+                logits = self._reader.read([*text, *tokens])[0]
+            law = self._law.probs(fit_vocabulary(logits, self._target.vocab_size))
+            tokens.append(self._law.sample(law))
+            laws.append(law.to(self._target.device))
+        return Draft(tuple(tokens), tuple(laws), self._law.draws_from_probs, entropy)
+
+    def _length(self, logits: Tensor) -> tuple[float | None, int]:
+        """Normalised entropy, if it is asked for, and the length of the draft."""
+        if self._egag is None:
+            return None, self._gamma
+        entropy = normalised_entropy(torch.softmax(logits.double() / self._law.temperature, dim=-1))
+        length, self._ema = self._egag.length(entropy, self._ema)
+        return entropy, length
+
+    def observe(self, text: Sequence[int], laws: Sequence[Tensor]) -> None: ...

@@ -1,0 +1,106 @@
+"""A step-by-step record of the last call of a classic function."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class DraftedToken:
+    """One drafted token and its outcome.
+
+    Args:
+      position: absolute index in the text.
+      token: its id.
+      draft_prob: q(token) under the drafter's law; None where a storage proposed it.
+      target_prob: p(token) under the target's law; None where it was not looked at.
+      uniform: the number r that was compared with p/q; None where tokens were matched instead.
+      accepted: the verdict; None after a rejection, where nothing is tested any more.
+    """
+
+    position: int
+    token: int
+    draft_prob: float | None
+    target_prob: float | None
+    uniform: float | None
+    accepted: bool | None
+
+    @property
+    def ratio(self) -> float | None:
+        """p/q, not cut off at 1; None where either is unknown or q is 0."""
+        if self.target_prob is None or not self.draft_prob:
+            return None
+        return self.target_prob / self.draft_prob
+
+
+@dataclass(frozen=True)
+class Step:
+    """One round: a draft, one forward of the target, and what was emitted.
+
+    Args:
+      position: number of tokens before the draft.
+      gamma: number of drafted tokens.
+      normalised_entropy: of the drafter's law at the first of them, 0..1; None without EGAG.
+      drafts: the drafted tokens.
+      accepted: how many of them were emitted.
+      final_token: the target's own token after them; None where the output ended before it.
+      is_adjusted: whether it was drawn from norm(max(p - q, 0)).
+      draft_seconds, verify_seconds, accept_seconds: wall-clock times of the three parts.
+    """
+
+    position: int
+    gamma: int
+    normalised_entropy: float | None
+    drafts: tuple[DraftedToken, ...]
+    accepted: int
+    final_token: int | None
+    is_adjusted: bool
+    draft_seconds: float
+    verify_seconds: float
+    accept_seconds: float
+
+
+@dataclass
+class Trace:
+    """The steps of one call.
+
+    Args:
+      function: its name.
+      prompt_length: number of prompt tokens.
+    """
+
+    function: str
+    prompt_length: int
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def num_drafted(self) -> int:
+        return sum(step.gamma for step in self.steps)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(step.accepted for step in self.steps)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens, 0..1; 0 when nothing was drafted."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+
+
+_LAST: ContextVar[Trace | None] = ContextVar("foredraft.classic.last_trace", default=None)
+
+
+def last_trace() -> Trace | None:
+    """The trace of the latest classic call in this thread or task; None before the first.
+
+    A call that raised leaves the steps it had finished.
+    """
+    return _LAST.get()
+
+
+def begin_trace(function: str, prompt_length: int) -> Trace:
+    """A new trace, which is the last one from now on."""
+    trace = Trace(function, prompt_length)
+    _LAST.set(trace)
+    return trace

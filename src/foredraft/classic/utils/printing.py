@@ -1,0 +1,122 @@
+"""The debug display: prints what every step drafted, accepted and sampled, where ``debug=True`` asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from foredraft.classic.trace import DraftedToken, Step
+
+__all__ = ["beam_search_step", "describe", "printer", "show", "speculative_step"]
+
+RULE = "=" * 39
+
+
+def show(step: Step, output: Sequence[int], tokenizer: Any = None, title: str = "Speculative Step") -> None:
+    """Print a step; see `describe`."""
+    print(describe(step, output, tokenizer, title), flush=True)
+
+
+def printer(
+    prompt: Sequence[int], tokenizer: Any = None, title: str = "Speculative Step"
+) -> Callable[[Step, list[int]], None]:
+    """Shows every step of one call: called with the step and the whole text after it."""
+    return lambda step, text: show(step, text[len(prompt) :], tokenizer, title)
+
+
+def describe(step: Step, output: Sequence[int], tokenizer: Any = None, title: str = "Speculative Step") -> str:
+    """A step as text: position, gamma, every draft with q and its verdict, and the final sample.
+
+    Places are counted from 1, so that a draft after 10 tokens starts at [11].
+
+    Args:
+      output: everything generated so far.
+      tokenizer: anything with ``decode``; None shows ids.
+    """
+    entropy = "" if step.normalised_entropy is None else f", Entropy: {step.normalised_entropy:.3f}"
+    lines = [
+        f" {title} ".center(38, "="),
+        f"Position: {step.position}, Gamma: {step.gamma}, Accepted: {step.accepted}{entropy}",
+        "",
+    ]
+    if step.drafts:
+        lines += ["Drafts (Drafter):", *(f"  {_drafted(draft, tokenizer)}" for draft in step.drafts), ""]
+    if step.final_token is not None:
+        law = "adjusted distribution" if step.is_adjusted else "target distribution"
+        place = step.position + step.accepted + 1
+        lines += ["Final Sample:", f"  [{place}]: {_text([step.final_token], tokenizer)} ({law})", ""]
+    return "\n".join([*lines, f"Generated: {_text(output, tokenizer)}", RULE])
+
+
+def speculative_step(
+    tokenizer: Any,
+    generated: Tensor,
+    input_ids: Tensor,
+    n: int,
+    prompt_len: int,
+    current_position: int,
+    corrected_gamma: int,
+) -> None:
+    """Print a step of a loop of your own, from its tensors.
+
+    Args:
+      tokenizer: None shows ids.
+      generated: (1, T) with the drafts from ``current_position`` on.
+      input_ids: (1, T) with the accepted drafts there, and the final sample after them.
+      n: number of accepted drafts.
+      prompt_len, current_position, corrected_gamma: where the output and the drafts start, and how many there are.
+    """
+    tokens = generated[0, current_position : current_position + corrected_gamma].tolist()
+    drafts = tuple(
+        DraftedToken(current_position + i, token, None, None, None, None if i > n else i < n)
+        for i, token in enumerate(tokens)
+    )
+    final = int(input_ids[0, current_position + n])
+    step = Step(current_position, corrected_gamma, None, drafts, n, final, False, 0.0, 0.0, 0.0)
+    show(step, input_ids[0, prompt_len : current_position + n + 1].tolist(), tokenizer)
+
+
+def beam_search_step(
+    length: int,
+    running: Sequence[tuple[float, Sequence[int]]],
+    finished: Sequence[tuple[float, Sequence[int]]],
+    tokenizer: Any = None,
+) -> None:
+    """Print the beams: score and tokens of those that go on and of those that have ended."""
+    lines = [
+        f"  ({score:.3f}) {_text(tokens, tokenizer)}{end}"
+        for beams, end in ((running, ""), (finished, " (finished)"))
+        for score, tokens in beams
+    ]
+    print("\n".join([" Beam Search Step ".center(38, "="), f"Length: {length}", *lines, RULE]), flush=True)
+
+
+def _drafted(draft: DraftedToken, tokenizer: Any) -> str:
+    prob = "" if draft.draft_prob is None else f" (q={draft.draft_prob:.2f})"
+    return f"[{draft.position + 1}]: {_text([draft.token], tokenizer)}{prob} {_verdict(draft)}"
+
+
+def _verdict(draft: DraftedToken) -> str:
+    """A sign, and for a rejection the test that was made: r against p/q, or a comparison with the target's token."""
+    if draft.accepted is None:
+        return "- (not reached)"
+    if draft.accepted:
+        return "✓"
+    if draft.uniform is not None:
+        return f"✗ (rejected: r={draft.uniform:.2f} > p/q={draft.ratio or 0.0:.2f})"
+    ratio = "" if draft.ratio is None else f", p/q={draft.ratio:.2f}"
+    return f"✗ (rejected: differs from the target's token{ratio})"
+
+
+def _text(tokens: Sequence[int], tokenizer: Any) -> str:
+    if tokenizer is None:
+        return str(tokens[0]) if len(tokens) == 1 else str(list(tokens))
+    text: str = tokenizer.decode(list(tokens))
+    return f'"{_on_one_line(text)}"'
+
+
+def _on_one_line(text: str) -> str:
+    """Every character that ends a line as it is written in a string: \\n."""
+    return "".join(repr(char)[1:-1] if char.splitlines() == [""] else char for char in text)

@@ -1,0 +1,169 @@
+"""The search behind ``foredraft tune``: its options, and what it found, as data and for people."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from foredraft.cli.options import Target, TargetOptions
+from foredraft.cli.running import choose_model, load_llm
+from foredraft.config.written import by_comma
+
+if TYPE_CHECKING:
+    from foredraft.bench.workload import BenchPrompt, Question
+    from foredraft.llm import LLM
+    from foredraft.progress import Watch
+    from foredraft.tune.choosing import Choice
+    from foredraft.tune.tuning import Tuning
+
+USUAL = ("ngram", "suffix", "draft_model", "eagle3", "token_recycling", "suffix+eagle3")
+"""Methods that are tried where none is named: those that gain somewhere without a search of their own
+(docs/drafting_length.md has their figures), the simplest first."""
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class ChoosingOptions(TargetOptions):
+    """For what model, machine and prompts the best method is wanted."""
+
+    model: Target = None
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts-file",
+            "--prompts",
+            metavar="FILE",
+            help="Prompts like those to come: JSONL or .txt; by default built-in ones of nine kinds.",
+        ),
+    ] = None
+    kinds: Annotated[str | None, typer.Option(help="Of these prompts, by comma.")] = None
+    num_prompts: Annotated[int, typer.Option(help="Most of them, of the kinds in turn.", min=2)] = 27
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens that the target writes per prompt.", min=4)] = 64
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME,...|all",
+            show_default=False,
+            help=f"What is tried, the simplest first; {', '.join(USUAL)} by default, as far as they apply.",
+        ),
+    ] = None
+    draft_model: Annotated[str | None, typer.Option(help="For methods that draft with a model or a head.")] = None
+    batch_size: Annotated[int, typer.Option(help="Rows that will be decoded together.", min=1)] = 1
+    temperature: Annotated[float, typer.Option(help="At which the texts are written; 0 is greedy.", min=0.0)] = 0.0
+    stop_at_eos: Annotated[
+        bool,
+        typer.Option("--stop-at-eos/--ignore-eos", help="End where the model ends, or at --max-new-tokens."),
+    ] = True
+    budget: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="For decoding, planned by the measured costs; loading and measuring these are not counted.",
+            min=1,
+        ),
+    ] = 120.0
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Measure costs anew; else those of an earlier run on this machine hold.")
+    ] = False
+    seed: Annotated[int, typer.Option(help="Of sampled texts, and of the resampling behind intervals.", min=0)] = 0
+
+
+def find_method(options: ChoosingOptions, say: Watch) -> tuple[Choice, Tuning, dict[str, Any]]:
+    """Decode, count, price and choose; what was found, what has found it, and what is to be known about it.
+
+    Raises: ConfigError, CheckpointError, UnsupportedModelError.
+    """
+    from foredraft.bench.candidates import read_candidates
+    from foredraft.bench.provenance import conditions
+    from foredraft.bench.workload import read_questions
+    from foredraft.config.sampling import SamplingParams
+    from foredraft.tune.tuning import Tuning
+
+    model = choose_model(options.model)
+    candidates = read_candidates(options.methods or ",".join(USUAL), options.draft_model, None)
+    questions = read_questions(options.prompts_file)  # refused before a model is loaded
+    llm = load_llm(model, None, **options.loading())
+    tuning = Tuning(llm, {one.name: one.given for one in candidates}, options.budget, say)
+    tuning.measure(is_fresh=options.fresh)
+    number = tuning.num_prompts(options.num_prompts, options.max_new_tokens)
+    prompts = _prompts(llm, options, questions, number)
+    params = SamplingParams(
+        temperature=options.temperature,
+        max_tokens=options.max_new_tokens,
+        ignore_eos=not options.stop_at_eos,
+        seed=options.seed,
+    )
+    choice = tuning.run(prompts, params, num_rows=options.batch_size, seed=options.seed)
+    details = {
+        "found_by": "foredraft tune",
+        "model": model,
+        "num_prompts": len(prompts),
+        "kinds": list(dict.fromkeys(prompt.category for prompt in prompts)),
+        "costs_measured": tuning.prices.measured,
+        "costs_are_steady": tuning.prices.is_steady,
+        "not_applicable": tuning.refused,
+        "left_out": tuning.left_out,
+        "is_interrupted": tuning.is_interrupted,
+        "options": {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "budget", "seed")},
+        "conditions": conditions(),
+    }
+    return choice, tuning, details
+
+
+def _prompts(llm: LLM, options: ChoosingOptions, questions: Sequence[Question], number: int) -> list[BenchPrompt]:
+    from foredraft.bench.workload import AGAIN, prompts_of_kinds
+    from foredraft.errors import ConfigError
+
+    context = llm.target.context_length
+    kinds = None if options.kinds is None else by_comma(options.kinds)
+    if kinds and AGAIN in kinds:
+        raise ConfigError(f"--kinds names {AGAIN!r}, which bench makes by decoding; put such conversations into a file")
+    room = None if context is None else context - options.max_new_tokens
+    found = prompts_of_kinds(llm.tokenizer, questions, kinds, room, lambda ids: ids)
+    return list(islice(found, number))
+
+
+def show_choice(choice: Choice, details: dict[str, Any], out: Path | None) -> None:
+    """The choice for people, what to do last.
+
+    Args:
+      out: the file that it was written to, if it could be.
+    """
+    console = Console(highlight=False)
+    rows = "" if choice.num_rows == 1 else f", {choice.num_rows} rows"
+    table = Table(title=f"speed by plain decoding, {details['num_prompts']} prompts{rows}")
+    for column in ("method", "x plain", "tokens per step", "step cost"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    compared = choice.as_dict()["compared"]
+    for place, (one, numbers) in enumerate(zip(choice.ranked, compared, strict=True)):
+        if place < _SHOWN or one is choice.chosen:
+            interval = f"{one.speed:.2f} ({one.low:.2f}-{one.high:.2f})"
+            mark = " <" if one is choice.chosen else ""
+            table.add_row(
+                one.setting.name + mark, interval, f"{numbers['tokens_per_step']:.2f}", f"{numbers['step_cost']:.2f}"
+            )
+    console.print(table)
+    if len(compared) > _SHOWN:
+        console.print(f"{len(compared) - _SHOWN} slower settings {'are not shown' if out is None else f'are in {out}'}")
+    for name, reason in details["not_applicable"].items():
+        console.print(f"not {name}: {reason}", markup=False, style="dim")
+    if details["left_out"]:
+        console.print(f"no time was left for {', '.join(details['left_out'])}; raise --budget", markup=False)
+    if not details["costs_are_steady"]:
+        console.print("the machine was busy while forwards were timed: run it again, or --fresh on an idle machine")
+    if details["is_interrupted"]:
+        console.print("interrupted: the choice is among what was tried by then")
+    console.print(choice.sentence(), markup=False, soft_wrap=True)
+    if out is not None:
+        model = f"--model {shlex.quote(details['model'])}"
+        how = f"written to {out}: foredraft generate {model} --profile-file {shlex.quote(str(out))} drafts so"
+        console.print(how, markup=False, soft_wrap=True)

@@ -1,0 +1,290 @@
+"""Plain beside speculative decoding: two ways that take turns over the same questions, and the outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from foredraft.beginnings import first_difference
+from foredraft.cli.writers import fates, pooled, ratio
+from foredraft.config.sampling import SamplingParams
+from foredraft.engine.stats import SequenceStats
+from foredraft.llm import LLM
+from foredraft.machine import cpu_name
+from foredraft.sessions.outputs import RequestOutput
+from foredraft.sessions.prompts import PromptLike
+from foredraft.sessions.runner import Stream
+
+QUESTIONS = (
+    "What are three tips for sleeping better?",
+    "Write a Python class Stack with push, pop, peek and is_empty.",
+    "I want to learn how to cook. Where should I begin?",
+    "Correct all mistakes in this text.\n\nhello anna, thank you for you're letter. i am realy happy that you comes to "
+    "visit us in june. the childs can not wait to see you. please tell us when your train arrive, then peter will wait "
+    "for you at the station. we has a bed for you in the small room. see you soon, mary",
+    "Do you prefer the sea or the mountains for a holiday?",
+    "Shorten this text to half its length: The old bakery on Mill Street reopened last week after six months of work. "
+    "The owners kept the brick oven from 1912 and added a small cafe with eight tables. Bread is baked at four every "
+    "morning, and the first customers arrive at six. On Saturdays there are classes for children.",
+    "My team lost the football match again. What should they change?",
+    "What kind of music do you like to listen to in the evening?",
+)
+"""Requests to an assistant: five of eight are chat, of which nothing can be copied, and of any first few half or more;
+between them code, a correction and a summary. Not chosen for the gain."""
+
+TOY = "zoo:tiny"
+
+WARM_UP = (
+    "Which of these fruits and nuts grow in the north, and which of them only where it is warm? apples, bananas, "
+    "cherries, dates, figs, grapes, kiwis, lemons, limes, mangos, melons, olives, oranges, papayas, peaches, pears, "
+    "pineapples, plums, pomegranates, quinces, raspberries, strawberries, blueberries, apricots, cranberries, almonds, "
+    "hazelnuts, walnuts, chestnuts"
+)
+"""Asked beforehand, so that what the first prompt and the first steps load and compile is counted for neither way. Of
+more tokens than a step has nodes at most (64), since the layers of long prompts run in another way, made later."""
+
+TOY_QUESTIONS = (
+    "Tell me a story about a lion and a mouse.",
+    "Tom has 5 apples and buys 7 more. How many apples does he have?",
+    "How do I list all files in a directory?",
+    "Which countries border France?",
+)
+"""Prompts of the kind that zoo:tiny was trained on."""
+
+
+def questions_for(model: str) -> tuple[str, ...]:
+    """The built-in questions that a model can answer."""
+    return TOY_QUESTIONS if model == TOY else QUESTIONS
+
+
+@dataclass
+class Lane:
+    """One way of decoding one question, as far as it has come.
+
+    Args:
+      title: how the way is called.
+      pieces: text and whether it was drafted, in order.
+      seconds: spent on this lane so far, the prompt included.
+      output: set once the answer has ended.
+    """
+
+    title: str
+    pieces: list[tuple[str, bool]] = field(default_factory=list)
+    num_tokens: int = 0
+    seconds: float = 0.0
+    output: RequestOutput | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.output is not None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return () if self.output is None else self.output.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return "" if self.output is None else self.output.outputs[0].finish_reason
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.pieces)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+    def advance(self, stream: Stream) -> None:
+        """Decode until there is news, or the answer has ended."""
+        start = perf_counter()
+        delta = next(stream, None)
+        self.seconds += perf_counter() - start
+        if delta is not None:
+            self.num_tokens += len(delta.token_ids)
+            self.pieces += [(text, source != "target") for text, source in delta.segments]
+        if delta is None or delta.finish_reason is not None:
+            self.output = stream.output(0)
+
+
+@dataclass(frozen=True)
+class BothAnswers:
+    """One question, decoded both ways."""
+
+    question: str
+    plain: Lane
+    drafting: Lane
+
+    @property
+    def lanes(self) -> tuple[Lane, Lane]:
+        return self.plain, self.drafting
+
+    @property
+    def first_difference(self) -> int | None:
+        """The first token that is not the same in both."""
+        return first_difference(self.plain.token_ids, self.drafting.token_ids)
+
+    @property
+    def is_identical(self) -> bool:
+        return self.first_difference is None
+
+    @property
+    def speedup(self) -> float:
+        """Plain decoding's time by that of speculative decoding: of equal texts, or it means nothing."""
+        return self.plain.seconds / self.drafting.seconds
+
+    def count(self, name: str) -> int:
+        """A counter of speculative decoding."""
+        assert self.drafting.output is not None
+        return int(self.drafting.output.metrics.speculative_decoding[name])
+
+
+def race(
+    llms: tuple[LLM, LLM],
+    question: str,
+    prompt: PromptLike,
+    params: SamplingParams,
+    watch: Callable[[BothAnswers], None] = lambda answer: None,
+) -> BothAnswers:
+    """Decode a question plainly and speculatively, alternately: the way that has had less time so far goes next.
+
+    So at every moment both have had the same time, and are where they would be, had each run alone for that time. Noise
+    of the machine meets both alike. What ``watch`` takes counts for neither.
+
+    Args:
+      llms: plain and speculative, over one target.
+      watch: called after every turn.
+    """
+    answer = BothAnswers(question, Lane("plain"), Lane(llms[1].speculative_config.title))
+    with ExitStack() as stack:
+        running = [
+            (lane, stack.enter_context(llm.stream(prompt, params)))
+            for lane, llm in zip(answer.lanes, llms, strict=True)
+        ]
+        while running:
+            lane, stream = min(running, key=lambda turn: turn[0].seconds)
+            lane.advance(stream)
+            running = [turn for turn in running if not turn[0].is_done]
+            watch(answer)
+    return answer
+
+
+@dataclass(frozen=True)
+class DemoReport:
+    """The results over all questions.
+
+    Args:
+      model: what was decoded, for people.
+      llm: the speculative way.
+    """
+
+    model: str
+    llm: LLM
+    params: SamplingParams
+    answers: tuple[BothAnswers, ...]
+
+    @property
+    def method(self) -> str:
+        """How the speculative way drafts."""
+        return self.llm.speculative_config.title
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """Under which texts and times came about, under the names of ``--json``."""
+        return {
+            "dtype": self.llm.model_info.dtype,
+            "execution": self.llm.model_info.execution,
+            "num_threads": torch.get_num_threads(),
+            "cpu": cpu_name(),
+        }
+
+    @property
+    def num_identical(self) -> int:
+        return sum(answer.is_identical for answer in self.answers)
+
+    @property
+    def is_identical(self) -> bool:
+        return self.num_identical == len(self.answers)
+
+    @property
+    def speedups(self) -> list[float]:
+        """One per question; none when a text differs."""
+        return [answer.speedup for answer in self.answers] if self.is_identical else []
+
+    @property
+    def speedup(self) -> float:
+        """Of all tokens by all seconds; NaN when a text differs."""
+        if not self.is_identical:
+            return float("nan")
+        return ratio(self.tokens_per_second(self.drafting), self.tokens_per_second(self.plain))
+
+    @property
+    def tokens_per_step(self) -> float:
+        return ratio(sum(lane.num_tokens for lane in self.drafting), self.counts.num_steps)
+
+    @property
+    def counts(self) -> SequenceStats:
+        """What became of all drafts."""
+        return pooled([lane.output for lane in self.drafting if lane.output is not None])
+
+    def tokens_per_second(self, lanes: Sequence[Lane]) -> float:
+        """All tokens by all the time."""
+        return ratio(sum(lane.num_tokens for lane in lanes), sum(lane.seconds for lane in lanes))
+
+    @property
+    def plain(self) -> list[Lane]:
+        return [answer.plain for answer in self.answers]
+
+    @property
+    def drafting(self) -> list[Lane]:
+        return [answer.drafting for answer in self.answers]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``. Speeds are there only when all texts are equal."""
+        counts = self.counts
+        report: dict[str, Any] = {
+            "model": self.model,
+            "method": self.method,
+            "num_speculative_tokens": self.llm.speculative_config.num_speculative_tokens,
+            "exactness": self.llm.engine_config.exactness,
+            "promise": self.llm.promise.as_dict(),
+            **self.conditions,
+            "max_new_tokens": self.params.max_tokens,
+            "temperature": self.params.temperature,
+            "num_prompts": len(self.answers),
+            "num_identical": self.num_identical,
+            "mean_acceptance_length": counts.mean_acceptance_length,
+            **fates(counts),
+            "tokens_per_step": self.tokens_per_step,
+            "lossless": all(lane.output is None or lane.output.lossless for lane in self.drafting),
+            "speedup": None,
+            "questions": [self._question(answer) for answer in self.answers],
+        }
+        if self.is_identical:
+            speedups = self.speedups
+            report["speedup"] = {"total": self.speedup, "lowest": min(speedups), "highest": max(speedups)}
+            report["num_tokens"] = sum(lane.num_tokens for lane in self.plain)
+            report["plain_tokens_per_second"] = self.tokens_per_second(self.plain)
+            report[f"{self.method}_tokens_per_second"] = self.tokens_per_second(self.drafting)
+        return report
+
+    def _question(self, answer: BothAnswers) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "question": answer.question,
+            "text": answer.plain.text,
+            "num_tokens": answer.plain.num_tokens,
+            "finish_reason": answer.plain.finish_reason,
+            "first_difference": answer.first_difference,
+            "tokens_per_step": ratio(answer.drafting.num_tokens, answer.count("num_steps")),
+        }
+        if answer.is_identical:
+            facts |= {
+                "plain_seconds": answer.plain.seconds,
+                "drafting_seconds": answer.drafting.seconds,
+                "speedup": answer.speedup,
+            }
+        return facts

@@ -1,0 +1,238 @@
+"""A conversation with a model: its messages, its answers, and their statistics. It knows no terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from foredraft.cli.writers import fates, pooled, ratio
+from foredraft.config.keywords import check_unicode
+from foredraft.config.sampling import SamplingParams
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.engine.stats import SequenceStats
+from foredraft.errors import ConfigError, ContextLengthError
+from foredraft.llm import LLM, SpeculativeLike
+from foredraft.sessions.outputs import RequestOutput, StreamOutput
+
+PLAIN = "none"
+Put = Callable[[StreamOutput], None]
+Stop = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class ChatTurn:
+    """One question and its answer.
+
+    Args:
+      message: what the user said.
+      method: how the answer was drafted.
+      output: prompt, tokens, text, seed and metrics.
+      is_stopped: the user ended the answer.
+    """
+
+    message: str
+    method: str
+    output: RequestOutput
+    is_stopped: bool = False
+
+    @property
+    def text(self) -> str:
+        return self.output.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.output.outputs[0].token_ids
+
+    @property
+    def seed(self) -> int:
+        return self.output.outputs[0].seed
+
+    @property
+    def num_fed_tokens(self) -> int:
+        """Prompt tokens that were not in the cache; the last one is fed by the first step that decodes."""
+        return len(self.output.prompt_token_ids) - self.output.num_cached_tokens
+
+
+@dataclass
+class ChatTotals:
+    """Counters over the answers of a conversation."""
+
+    num_turns: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_tokens: int = 0
+    counts: SequenceStats = field(default_factory=SequenceStats)
+    decode_seconds: float = 0.0
+    is_lossless: bool = True
+    plain_seconds: float = 0.0
+
+    def add(self, turn: ChatTurn) -> None:
+        metrics = turn.output.metrics
+        self.num_turns += 1
+        self.is_lossless &= turn.output.lossless
+        self.num_prompt_tokens += len(turn.output.prompt_token_ids)
+        self.num_cached_tokens += turn.output.num_cached_tokens
+        self.num_tokens += len(turn.token_ids)
+        self.counts.add(pooled([turn.output]))
+        self.decode_seconds += metrics.decode_seconds
+        self.plain_seconds += metrics.decode_seconds * ((metrics.governor or {}).get("estimated_speedup") or 1.0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Counters, and the rates that follow from them; 0.0 where nothing was counted."""
+        return {
+            "num_turns": self.num_turns,
+            "num_generated_tokens": self.num_tokens,
+            "num_steps": self.counts.num_steps,
+            "tokens_per_step": ratio(self.num_tokens, self.counts.num_steps),
+            **fates(self.counts),
+            "lossless": self.is_lossless,
+            "tokens_per_second": ratio(self.num_tokens, self.decode_seconds),
+            "estimated_speedup": ratio(self.plain_seconds, self.decode_seconds),
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_cached_tokens": self.num_cached_tokens,
+            "num_fed_tokens": self.num_prompt_tokens - self.num_cached_tokens,
+        }
+
+
+@dataclass
+class Conversation:
+    """Messages that go back and forth between a user and a model, through the tokenizer's chat template.
+
+    Every turn's prompt is the whole conversation, as a new one with the same messages would have it; with
+    ``LLM(num_cached_prefixes=...)`` only the tokens that differ from what a cache still holds are fed.
+
+    Args:
+      llm: answers; its tokenizer needs a chat template.
+      params: of every answer; one sample.
+      system: first message, if any.
+
+    Raises: ConfigError when there is no chat template, or more than one sample per answer; PromptError when the
+      template does not take the first messages, as many take no system message.
+    Exactness: as of the LLM; `again` by plain decoding gives the same tokens under "match".
+    Randomness: by the seed of ``params``, the same for every turn; without one every answer draws and reports its own.
+    """
+
+    llm: LLM
+    params: SamplingParams
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list, init=False)
+    turns: list[ChatTurn] = field(default_factory=list, init=False)
+    totals: ChatTotals = field(default_factory=ChatTotals, init=False)
+
+    def __post_init__(self) -> None:
+        if self.params.n != 1:
+            raise ConfigError(f"a conversation goes on with one answer, and n is {self.params.n}; leave n at 1")
+        self._llms = {self.llm.speculative_config: self.llm}
+        self.reset()
+        self.llm.chat_prompt([*self.messages, {"role": "user", "content": "Hello."}])
+
+    def reset(self) -> None:
+        """Forget the messages; settings, totals and what the caches hold stay."""
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        self.turns = []
+
+    # -- settings ----------------------------------------------------------------------------------------------
+
+    @property
+    def method(self) -> str:
+        """How answers are drafted."""
+        return self.llm.speculative_config.title
+
+    def use(self, config: SpeculativeLike) -> None:
+        """Draft the next answers in another way: a method's name, or anything that `LLM` takes.
+
+        Raises: ConfigError, and what loading a drafter may raise; the old way stays.
+        """
+        self.llm = self._llm(config)
+
+    def _llm(self, config: SpeculativeLike) -> LLM:
+        is_name = isinstance(config, str) and not config.lstrip().startswith(("{", "@"))
+        parsed = SpeculativeConfig.parse({"method": config} if is_name else config)
+        if not is_name:
+            return self.llm.with_speculative_config(parsed)
+        if parsed not in self._llms:
+            self._llms[parsed] = self.llm.with_speculative_config(parsed)
+        return self._llms[parsed]
+
+    def seed(self, seed: int | None) -> None:
+        """Draw the next answers with this seed, or each with one of its own.
+
+        Raises: ConfigError for a seed out of range.
+        """
+        self.params = replace(self.params, seed=seed)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the conversation, up to the end of the last answer."""
+        if not self.turns:
+            return 0
+        last = self.turns[-1]
+        return len(last.output.prompt_token_ids) + len(last.token_ids)
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens that conversation and answer have room for."""
+        return self.llm.engine_config.max_model_len or self.llm.target.context_length
+
+    # -- answers -----------------------------------------------------------------------------------------------
+
+    def ask(self, text: str, put: Put = lambda delta: None, stop: Stop = lambda: False) -> ChatTurn:
+        """Say something, and take the answer into the conversation.
+
+        Args:
+          put: gets every piece of the answer as it comes.
+          stop: asked after every piece; True ends the answer there. An answer without any text is not taken in,
+            and neither is its question.
+
+        Raises:
+          PromptError: the message is not valid Unicode.
+          ContextLengthError: there is no room for an answer.
+          NumericsError: the model returned no usable distribution. The conversation stays as it was.
+        """
+        check_unicode(text, "the message")
+        question = {"role": "user", "content": text}
+        prompt = self.llm.chat_prompt([*self.messages, question])
+        self._check_room(len(prompt["prompt_token_ids"]))
+        turn = self._answer(self.llm, text, prompt, self.params, put, stop)
+        self.totals.add(turn)
+        if turn.text:
+            self.messages += [question, {"role": "assistant", "content": turn.text}]
+            self.turns.append(turn)
+        return turn
+
+    def again(
+        self, method: SpeculativeLike = PLAIN, put: Put = lambda delta: None, stop: Stop = lambda: False
+    ) -> ChatTurn:
+        """Answer the last question once more in another way, with the same seed, as far as the answer went.
+
+        The conversation stays as it is.
+
+        Raises: ConfigError when there is no answer yet.
+        """
+        if not self.turns:
+            raise ConfigError("there is no answer yet to give again; ask something first")
+        last = self.turns[-1]
+        params = replace(self.params, seed=last.seed, max_tokens=len(last.token_ids))
+        prompt = {"prompt": last.output.prompt, "prompt_token_ids": list(last.output.prompt_token_ids)}
+        return self._answer(self._llm(method), last.message, prompt, params, put, stop)
+
+    def _check_room(self, num_tokens: int) -> None:
+        limit = self.max_length
+        if limit is not None and num_tokens >= limit:
+            raise ContextLengthError(
+                f"the conversation with this message has {num_tokens} tokens, and the context holds {limit}: no room "
+                "for an answer; start over (/reset), or shorten the message"
+            )
+
+    @staticmethod
+    def _answer(
+        llm: LLM, message: str, prompt: dict[str, Any], params: SamplingParams, put: Put, stop: Stop
+    ) -> ChatTurn:
+        with llm.stream(prompt, params) as stream:
+            for delta in stream:
+                put(delta)
+                if delta.finish_reason is None and stop():
+                    break
+            is_stopped = stream.num_finished == 0
+        return ChatTurn(message, llm.speculative_config.title, stream.output(0), is_stopped)

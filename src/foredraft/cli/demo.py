@@ -1,0 +1,143 @@
+"""``foredraft demo``: plain beside speculative decoding of real questions; equality first, then the speed."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from foredraft.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelChoice, SamplingOptions, takes_groups
+from foredraft.cli.prompts import Raw, ask, check_text
+from foredraft.cli.running import EXIT_DIFFERS, EXIT_INTERRUPTED, exit_codes, load_llm, put_json, say
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.ending import finishing
+
+if TYPE_CHECKING:
+    from foredraft.cli.comparison import BothAnswers
+    from foredraft.cli.prompts import Asked
+    from foredraft.config.sampling import SamplingParams
+    from foredraft.llm import LLM
+
+MAX_QUESTIONS = 8
+WARM_UP_TOKENS = 24
+INFLATED = {"hidden_size": 1024, "intermediate_size": 4096}
+LABEL = (
+    "zoo:tiny's target, inflated in width to {size:.1f} M parameters: "
+    "it computes the same function at the cost of a bigger model"
+)
+
+
+@takes_groups
+def demo(
+    *,
+    questions: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[QUESTION]...", help="Questions of your own, instead of the built-in ones."),
+    ] = None,
+    model: ModelChoice,
+    drafting: DraftingOptions,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=2)] = 128,
+    sampling: Annotated[SamplingOptions, "temperature"],
+    seed: Annotated[int, typer.Option(help="Both ways use the same one.")] = 0,
+    num_prompts: Annotated[
+        int,
+        typer.Option(
+            help="How many of the built-in questions to ask; half or more are chat.", min=1, max=MAX_QUESTIONS
+        ),
+    ] = MAX_QUESTIONS,
+    raw: Raw = False,
+    inflate: Annotated[
+        bool, typer.Option(help="Give zoo:tiny the cost of a 98.6 M model. It is too small to gain anything as it is.")
+    ] = True,
+    loading: LoadingOptions,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="A picture of one question and the table.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Answer the same questions plainly and speculatively, side by side; then compare the texts, and then the speed.
+
+    The two take turns, so that both have had the same time at every moment; the speed is that of all tokens by all
+    seconds. Exit code 3 when a text differs.
+    """
+    console = Console(stderr=as_json, highlight=False)
+    with exit_codes(), console.status("starting") as status:
+        from foredraft.cli import demo_screen
+        from foredraft.cli.comparison import TOY, WARM_UP, DemoReport, questions_for
+
+        if svg is not None:
+            demo_screen.check_picture(svg)
+        for place, question in enumerate(questions or ()):
+            check_text(question, place, raw=raw)
+        name = model.chosen()
+        config = drafting.config(name, loading.profile_file)
+        params = sampling.params(max_tokens=max_new_tokens, seed=seed)
+        own = questions_for(name)
+        status.update(f"loading {name}")
+        if inflate and name == TOY:
+            llm, label = _load_inflated(name, config, loading)
+        else:
+            llm = load_llm(name, config, gguf_file=model.gguf_file, **vars(loading))
+            label = f"{llm.model_info.name}, {llm.model_info.num_parameters / 1e6:.1f} M parameters"
+        llms = (llm.with_speculative_config(None), llm)
+        asked = ask(llms[0].tokenizer, name, questions or own[:num_prompts], chat=name == TOY and not raw, raw=raw)
+        status.update("warming up")
+        warm_up = ask(llms[0].tokenizer, name, [WARM_UP], chat=name == TOY and not raw, raw=raw)[0].prompt
+        for either in llms:
+            either.generate(warm_up, replace(params, max_tokens=WARM_UP_TOKENS), use_tqdm=False)
+        status.stop()
+        answers = _answers(console, llms, asked, params)
+        report = DemoReport(label, llm, params, answers)
+        is_interrupted = len(answers) < len(asked)
+        with finishing() if is_interrupted else nullcontext():
+            if as_json:
+                put_json(report.as_dict())
+            else:
+                demo_screen.show(console, report)
+        if not report.is_identical:
+            if svg is not None:
+                say(f"{svg} was not drawn: it would show the speed of another text")
+            raise typer.Exit(EXIT_DIFFERS)
+        if is_interrupted:
+            say(f"interrupted after {len(answers)} of {len(asked)} questions")
+            raise typer.Exit(EXIT_INTERRUPTED)
+        if svg is not None:
+            demo_screen.picture(report, svg)
+
+
+def _load_inflated(name: str, config: SpeculativeConfig, loading: LoadingOptions) -> tuple[LLM, str]:
+    """Speculative decoding of a toy at the cost of a bigger model, and what to call it."""
+    from foredraft import zoo
+    from foredraft.loading.models import load_model
+    from foredraft.testing.inflation import inflate as inflated
+
+    bigger = inflated(load_model(name, dtype=loading.dtype, device=loading.device).model, **INFLATED)
+    if config.method == "draft_model" and config.model is None:
+        config = SpeculativeConfig(config.method, config.options, model=str(zoo.path(name, "draft")))
+    llm = load_llm(bigger, config, tokenizer=name, **vars(replace(loading, dtype="auto")))
+    return llm, LABEL.format(size=sum(weight.numel() for weight in bigger.parameters()) / 1e6)
+
+
+def _answers(
+    console: Console, llms: tuple[LLM, LLM], asked: list[Asked], params: SamplingParams
+) -> tuple[BothAnswers, ...]:
+    """Every question in turn; on a terminal one sees it happen. Ctrl-C ends it, and what was answered by then is kept.
+
+    Raises: KeyboardInterrupt where nothing was.
+    """
+    from foredraft.cli.comparison import race
+    from foredraft.cli.demo_screen import watching
+
+    answers: list[BothAnswers] = []
+    try:
+        for number, one in enumerate(asked, 1):
+            with watching(console, number, len(asked)) if console.is_terminal else nullcontext(lambda _: None) as watch:
+                answers.append(race(llms, str(one.given), one.prompt, params, watch))
+    except KeyboardInterrupt:
+        if not answers:
+            raise
+    return tuple(answers)

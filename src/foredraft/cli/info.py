@@ -1,0 +1,404 @@
+"""``foredraft info``: what a model is, whether it can be verified, how it can draft, and what that
+costs; without a model, what this machine has and what is missing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from foredraft.cli.options import AsJson, DraftingOptions, Loading, LoadingOptions, ModelChoice, takes_groups
+from foredraft.cli.running import exit_codes, load_llm, put_json
+from foredraft.config.method import key_entries, methods
+from foredraft.config.speculative import method_named
+
+if TYPE_CHECKING:
+    from foredraft.llm import LLM
+    from foredraft.model.lm import CausalLM
+
+
+LENGTHS = {
+    "governed": "drafts are sized by measured cost, step by step",
+    "fixed": "drafts are as long as they may be",
+}
+TIMING = (
+    "near-ties may fall differently between runs, as drafts are sized by measured time; "
+    "length_policy='fixed' or exactness='strict' keeps them"
+)
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+CONTEXT, REPEATS = 256, 15
+MACHINE = (ModelChoice(), DraftingOptions(), LoadingOptions(), CONTEXT, REPEATS)
+"""What is asked for where nothing is said of a model: the machine is shown."""
+
+
+@takes_groups
+def info(
+    target: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="The model; the same as --model.", show_default=False)
+    ] = None,
+    *,
+    model: ModelChoice,
+    drafting: DraftingOptions,
+    loading: Loading,
+    context: Annotated[int, typer.Option(help="Tokens before the measured step.", min=1)] = CONTEXT,
+    repeats: Annotated[int, typer.Option(help="Measurements per width.", min=1)] = REPEATS,
+    keys: Annotated[
+        bool, typer.Option("--keys", help="List the keys of --method, or of all methods, and load nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the model, the verdict of the probe, the measured cost curve T(k)/T(1), memory, methods, and the drafter.
+
+    Without a model, a drafter or an option of theirs: the machine, the compiler, kernels, what they promise, caches,
+    and what is missing.
+    """
+    with exit_codes():
+        if keys and target is not None:
+            raise typer.BadParameter(f"--keys loads no model; leave {target!r} out, or name a method by --method")
+        model = model.named(target)
+        if keys:
+            show_keys(None if drafting.method is None else method_named(drafting.method).name, as_json)
+            return
+        if (model, drafting, loading, context, repeats) == MACHINE:
+            found = machine_report()
+            if as_json:
+                put_json(found)
+            else:
+                show_machine(found)
+            return
+        name = model.chosen()
+        llm = load_llm(name, drafting.config(name), gguf_file=model.gguf_file, **vars(loading))
+        report = {**describe(llm, context, repeats), "notes": _notes(name)}
+        if as_json:
+            put_json(report)
+        else:
+            show(report)
+
+
+def show_keys(method: str | None, as_json: bool) -> None:
+    """Print the keys that a speculative config may have."""
+    entries = key_entries(method)
+    if as_json:
+        for entry in entries:
+            put_json(entry.as_dict())
+        return
+    console = Console(highlight=False)
+    for name, definition in methods().items():
+        if method in (None, name):
+            console.print(f"{name} drafts {definition.summary}", soft_wrap=True)
+    for entry in entries:
+        owners = "" if method is not None else f" [dim]({', '.join(entry.defaults)})[/dim]"
+        console.print(f"\n[bold]{entry.name}[/bold]{owners}")
+        default = f"; default {entry.default}" if entry.default else ""
+        console.print(Padding(f"{entry.values}{default}\n{escape(entry.help)}", (0, 0, 0, 4)))
+
+
+def _notes(model: str) -> list[str]:
+    """Caveats for reading figures of a zoo model."""
+    from foredraft import zoo
+    from foredraft.loading.models import is_zoo
+
+    return list(zoo.manifest(model).notes) if is_zoo(model) else []
+
+
+def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
+    """Everything `info` tells, as plain data."""
+    from foredraft.engine.costs import forward_curve
+
+    target = llm.target
+    curve = forward_curve(target, WIDTHS, context, repeats)
+    seconds = curve.seconds
+    report: dict[str, Any] = {
+        "model": asdict(llm.model_info),
+        "probe": "trees and chains" if target.supports_trees else "chains only",
+        "probe_report": None if target.probe is None else target.probe.as_dict(),
+        "promise": llm.promise.as_dict(),
+        "method": llm.speculative_config.title,
+        "length_policy": llm.speculative_config.length_policy,
+        "varies_with_time": varies_with_time(llm),
+        "num_speculative_tokens": llm.speculative_config.num_speculative_tokens,
+        "context_tokens": curve.context,
+        "step_seconds": {str(width): seconds[width] for width in seconds},
+        "step_cost": {str(width): seconds[width] / seconds[1] for width in seconds},
+        "peak_memory_bytes": peak_memory(target),
+        "methods": [
+            {"method": name, "applies": reason is None, "reason": reason} for name, reason in llm.applicable_methods()
+        ],
+        "drafter": None,
+        "heads": list(llm.drafting.heads),
+    }
+    drafting = llm.drafting
+    if drafting.model is not None and drafting.info is not None:
+        step = forward_curve(drafting.model, (1,), curve.context, repeats).seconds[1]
+        report["drafter"] = {
+            **asdict(drafting.info),
+            "tokenizer": "same as the target's" if llm.tokenizer is not None else "vocabulary sizes fit",
+            "step_seconds": step,
+            "cost": step / seconds[1],
+        }
+    return report
+
+
+def varies_with_time(llm: LLM) -> bool:
+    """Whether measured times may decide near-ties: drafts are sized by them, and rounding follows the draft."""
+    return llm.speculative_config.is_governed and not llm.promise.keeps_bits
+
+
+def peak_memory(lm: CausalLM) -> int:
+    """Most memory the process, or on a GPU the allocator, has held so far."""
+    if lm.device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.max_memory_allocated(lm.device))
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def show(report: dict[str, Any]) -> None:
+    """The report for people."""
+    console = Console(highlight=False)
+    model, drafter = report["model"], report["drafter"]
+    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    facts.add_row("model", f"{model['name']} ({model['architecture']})")
+    facts.add_row("parameters", f"{model['num_parameters'] / 1e6:.2f} M, {model['weight_bytes'] / 1e6:.1f} MB")
+    facts.add_row("runs", f"{model['dtype']} on {model['device']}, {model['execution']}")
+    if model["kv_cache_dtype"] != model["dtype"]:
+        facts.add_row("", f"keys and values in {model['kv_cache_dtype']}")
+    if model["quantization"] is not None:
+        bits, size = model["bits_per_weight"], model["step_bytes"] / 1e6
+        name = f"{model['quantization']} ({model['weight_types']})" if model["weight_types"] else model["quantization"]
+        facts.add_row("weights", f"{name}, {bits:.2f} bits each; a step reads {size:.1f} MB")
+    if model["packed_copy"] is not None:
+        facts.add_row("packed copy", f"{model['packed_copy']} ({model['packed_copy_bytes'] / 1e6:.1f} MB)")
+    facts.add_row("vocabulary", f"{model['vocab_size']:,} ids, context {_count(model['context_length'])}")
+    facts.add_row("probe", f"verifies {report['probe']} exactly")
+    facts.add_row("memory", f"{report['peak_memory_bytes'] / 1e6:.0f} MB at most so far")
+    facts.add_row("method", f"{report['method']}, K = {report['num_speculative_tokens']}")
+    if report["length_policy"] is not None:
+        facts.add_row("", LENGTHS.get(report["length_policy"], report["length_policy"]))
+    if report["varies_with_time"]:
+        facts.add_row("", TIMING)
+    if drafter is not None:
+        facts.add_row("drafter", f"{drafter['name']}, {drafter['num_parameters'] / 1e6:.2f} M parameters")
+        facts.add_row("", f"tokenizer: {drafter['tokenizer']}; one step costs {drafter['cost']:.3f} of the target's")
+    for head in report["heads"]:
+        facts.add_row("head", head)
+    for note in report["notes"]:
+        facts.add_row("note", note)
+    console.print(facts)
+    show_promise(console, report["promise"])
+    if report["probe_report"] is not None:
+        show_probe(console, report["probe_report"])
+    console.print(f"\ncost of one step over k tokens, {report['context_tokens']} tokens of context")
+    curve = Table()
+    curve.add_column("k", justify="right")
+    curve.add_column("ms", justify="right")
+    curve.add_column("T(k)/T(1)", justify="right")
+    for width, cost in report["step_cost"].items():
+        curve.add_row(width, f"{report['step_seconds'][width] * 1e3:.2f}", f"{cost:.2f}")
+    console.print(curve)
+    show_methods(console, report["methods"])
+
+
+def _count(number: int | None) -> str:
+    return "not stated" if number is None else f"{number:,}"
+
+
+def show_promise(console: Console, promise: dict[str, Any]) -> None:
+    """What texts keep of plain decoding, whatever is drafted."""
+    from foredraft.config.engine import Promise
+
+    console.print(f"promise: {Promise(promise['kind'], promise['reason']).describe()}")
+
+
+def show_probe(console: Console, probe: dict[str, Any]) -> None:
+    """The comparisons with plain forwards made when the model was loaded, with the limit for each error."""
+    cost = f"{probe['num_forwards']} forwards in {probe['seconds']:.1f} s"
+    table = Table(title=f"probe: errors relative to plain forwards, {cost}")
+    table.add_column("of")
+    for column in ("error", "rounding", "a fault", "allowed"):
+        table.add_column(column, justify="right")
+    table.add_column("verdict")
+    for check in probe["checks"]:
+        error = "infinite" if check["error"] is None else f"{check['error']:.1e}"
+        numbers = (f"{check[name]:.1e}" for name in ("noise", "control", "bound"))
+        table.add_row(check["name"], error, *numbers, check["verdict"])
+    console.print(table)
+    if probe["invisible"]:
+        console.print(f"wrong {' and '.join(probe['invisible'])} would not show in this model")
+
+
+def show_methods(console: Console, methods: list[dict[str, Any]]) -> None:
+    """Which methods apply, and what the others lack."""
+    applying = [entry["method"] for entry in methods if entry["applies"]]
+    console.print(f"methods that apply: {', '.join(applying)}")
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for entry in methods:
+        if not entry["applies"]:
+            table.add_row(f"not {entry['method']}", Text(entry["reason"]))
+    if table.row_count:
+        console.print(table)
+
+
+EXTRAS = {
+    "serve": ("fastapi", "foredraft serve"),
+    "gguf": ("gguf", "GGUF files"),
+    "structured": ("llguidance", "structured output"),
+    "datastore": ("pydivsufsort", "large datastores of rest"),
+    "tune": ("optuna", "foredraft tune layer-skip"),
+    "plot": ("matplotlib", "pictures"),
+    "ray": ("ray", "replicas"),
+}
+"""Of the package: a module that each brings, and what it is for."""
+
+OR_WHEEL = "or install the wheel for this platform, which has them compiled"
+UNTIL_MODEL = "what a model's text keeps is said with it: foredraft info MODEL"
+
+
+def machine_report() -> dict[str, Any]:
+    """Everything that is told, as plain data. Kernels are compiled where they are not yet, as a model would."""
+    import torch
+
+    from foredraft import zoo
+    from foredraft.bench.provenance import provenance
+    from foredraft.config.engine import Promise
+    from foredraft.folders import CACHE_VARIABLE, cache_folder
+    from foredraft.loading.packed_copy import kept_files
+    from foredraft.machine import available_memory_bytes, cpu_name, cpu_quota, num_cpus
+    from foredraft.native.build import cpp_compiler, instruction_set, why_not_precompiled
+    from foredraft.native.library import library
+
+    instructions, compiler, kernels = instruction_set(), cpp_compiler(), library()
+    folder = cache_folder()
+    missing = []
+    if kernels is None:
+        if instructions is None:
+            why = "this processor has none of AVX2, AVX-512 and AMX, or the environment holds torch to less"
+            remedy = "unset ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA, or use a CPU that has them"
+        else:
+            wheel = why_not_precompiled(instructions) or "those of the wheel cannot be loaded here"
+            if compiler is None:
+                why, remedy = "there is no C++ compiler", f"install g++ or clang++, or set CXX to one, {OR_WHEEL}"
+            else:
+                why = f"{' '.join(compiler)} does not build them"
+                remedy = f"install a newer g++ or clang++, or set CXX, {OR_WHEEL}"
+            why = f"{why}, and of precompiled ones: {wheel}"
+        missing.append({"what": "kernels", "why": why, "remedy": remedy})
+    elif compiler is None:
+        why = "layers of large models are not compiled for long prompts, which are read more slowly"
+        missing.append({"what": "compiler", "why": why, "remedy": "install g++ or clang++, or set CXX to one"})
+    if not _is_writable(folder):
+        remedy = f"set {CACHE_VARIABLE} to a folder that can be written"
+        missing.append({"what": "cache", "why": f"{folder} cannot be written", "remedy": remedy})
+    for name in zoo.names():
+        if reason := zoo.why_missing(name):
+            missing.append({"what": name, "why": "a model of the zoo that is not installed", "remedy": reason})
+    for extra, (module, use) in EXTRAS.items():
+        if find_spec(module) is None:
+            missing.append({"what": extra, "why": use, "remedy": f"python -m pip install 'foredraft[{extra}]'"})
+    reason = "" if kernels is not None else "the library's own kernels are missing"
+    promise = Promise("native" if kernels is not None else "near-ties", reason)
+    return {
+        "machine": {
+            "cpu": cpu_name(),
+            "instruction_set": instructions,
+            "num_cpus": num_cpus(),
+            "cpu_quota": cpu_quota(),
+            "num_threads": torch.get_num_threads(),
+            "available_memory_bytes": available_memory_bytes(),
+            "gpus": [torch.cuda.get_device_name(place) for place in range(torch.cuda.device_count())],
+        },
+        "versions": provenance()["versions"],
+        "compiler": compiler,
+        "kernels": None if kernels is None else kernels.instruction_set,
+        "kernels_from": None if kernels is None else kernels.origin,
+        "precompiled": None if instructions is None else why_not_precompiled(instructions) or "whole",
+        "promise": promise.as_dict(),
+        "default_model": zoo.default(),
+        "cache": {
+            "folder": str(folder),
+            "bytes": {one.name: _size(one) for one in sorted(folder.glob("*")) if one.is_dir()},
+            "packed_copies": [asdict(one) for one in kept_files()],
+            "free_bytes": shutil.disk_usage(_existing(folder)).free,
+        },
+        "missing": missing,
+    }
+
+
+def show_machine(report: dict[str, Any]) -> None:
+    """The report for people."""
+    from foredraft.config.engine import Promise
+
+    console, machine, cache = Console(highlight=False), report["machine"], report["cache"]
+    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    facts.add_row("machine", f"{machine['cpu']}, {machine['instruction_set'] or 'no instruction set of the kernels'}")
+    quota = "" if machine["cpu_quota"] is None else f", {machine['cpu_quota']:g} of their time"
+    memory = machine["available_memory_bytes"]
+    room = "" if memory is None else f"; {memory / 1e9:.1f} GB of memory are free"
+    facts.add_row("", f"{machine['num_cpus']} processors{quota}, {machine['num_threads']} threads{room}")
+    for gpu in machine["gpus"]:
+        facts.add_row("GPU", gpu)
+    facts.add_row("versions", ", ".join(f"{name} {number}" for name, number in report["versions"].items()))
+    facts.add_row("compiler", " ".join(report["compiler"] or ["none"]))
+    facts.add_row("kernels", _kernels(report))
+    promise = Promise(report["promise"]["kind"], report["promise"]["reason"])
+    facts.add_row("promise", f"{promise.describe()}, at best; {UNTIL_MODEL}")
+    facts.add_row("model", f"{report['default_model']}, where none is named")
+    sizes = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in cache["bytes"].items()) or "empty"
+    facts.add_row("cache", f"{cache['folder']}: {sizes}; {cache['free_bytes'] / 1e9:.1f} GB are free there")
+    console.print(facts)
+    for copy in cache["packed_copies"]:
+        told = f"{copy['file']} ({copy['num_bytes'] / 1e6:.1f} MB, {copy['settings'] or 'settings unknown'})"
+        unused = f"; delete it: {copy['why_unused']}" if copy["why_unused"] else ""
+        console.print(escape(f"packed copy {told}{unused}"), soft_wrap=True)
+    if not report["missing"]:
+        console.print("nothing is missing")
+        return
+    table = Table(title="missing", title_justify="left")
+    for column in ("what", "why", "remedy"):
+        table.add_column(column, overflow="fold")
+    for one in report["missing"]:
+        table.add_row(*(escape(one[column]) for column in ("what", "why", "remedy")))
+    console.print(table)
+
+
+def _kernels(report: dict[str, Any]) -> str:
+    """Which are taken, where they come from, and where else they would have."""
+    if report["kernels_from"] == "wheel":
+        return f"{report['kernels']}, precompiled in the wheel, which come before any compiled here"
+    if report["kernels_from"] == "compiler":
+        return f"{report['kernels']}, compiled on this machine; of precompiled ones: {report['precompiled']}"
+    return "none of the library's own"
+
+
+def _is_writable(folder: Path) -> bool:
+    return os.access(_existing(folder), os.W_OK)
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(place for place in (folder, *folder.absolute().parents) if place.exists())
+
+
+def _size(folder: Path) -> int:
+    """Bytes of the files below; those that go away meanwhile do not count."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(place, name)).st_size
+            except OSError:
+                continue
+    return total

@@ -1,0 +1,215 @@
+"""The search behind ``foredraft tune layer-skip``: its options, its job, and what the job found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foredraft.cli.options import NumSpeculativeTokens, numbers
+from foredraft.cli.prompts import NumPrompts, TuneOptions
+from foredraft.cli.running import choose_model
+
+if TYPE_CHECKING:
+    from foredraft.drafters.parts.layer_set import LayerSet
+    from foredraft.model.lm import CausalLM
+    from foredraft.tune.layer_sets import LayerSearch, SearchResult, Space, TriedSet
+    from foredraft.tune.objective import Task
+
+OBJECTIVES = ("time", "acceptance")
+
+
+@dataclass(frozen=True)
+class SearchOptions(TuneOptions):
+    """What is searched, and how."""
+
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PATH|HUB_ID|zoo:NAME",
+            help="The model that will draft for itself; zoo:smollm2 where it is installed, else the toy zoo:tiny.",
+        ),
+    ] = None
+    num_prompts: NumPrompts = 8
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt; the published search took 32.", min=2)] = 32
+    trials: Annotated[int, typer.Option(help="Different sets to try, resumed ones included.", min=1)] = 100
+    objective: Annotated[
+        str,
+        typer.Option(help="time: measured, interleaved with plain decoding; acceptance: computed, for noisy machines."),
+    ] = "time"
+    keep_layers: Annotated[str, typer.Option(help="Layers to keep whole, by comma; -1 is the last.")] = ""
+    num_speculative_tokens: NumSpeculativeTokens = None
+    speculative_config: Annotated[
+        str | None, typer.Option(metavar="JSON|@FILE", help="Keys of layer_skip besides the set.")
+    ] = None
+    repeats: Annotated[int, typer.Option(help="Rounds of plain, set, set, plain per prompt and trial.", min=1)] = 1
+    finalists: Annotated[
+        int, typer.Option(help="Best sets that are timed once more, interleaved; 0 for none.", min=0)
+    ] = 3
+    scale: Annotated[str, typer.Option(help="Inflate in width for timing: none, 100m or HIDDENxFFN.")] = "none"
+    seed: Annotated[int, typer.Option(help="Seed of the optimiser.", min=0)] = 0
+
+    def defining(self) -> dict[str, Any]:
+        """Those that define a search, its drafter aside; equal options make trials comparable."""
+        names = ("model", "prompts", "raw", "num_prompts", "max_new_tokens", "objective", "keep_layers", "scale")
+        loading = {name: value for name, value in self.loading().items() if value is not None}
+        return {**{name: getattr(self, name) for name in names}, **loading, "seed": self.seed}
+
+
+@dataclass(frozen=True)
+class SearchJob:
+    """A search, ready to run.
+
+    Args:
+      timed: the task on the model as it is timed, inflated or not.
+      counted: the same on the model as it is; what is accepted is the same.
+    """
+
+    options: SearchOptions
+    draft_keys: dict[str, Any]
+    space: Space
+    timed: Task
+    counted: Task
+
+    @classmethod
+    def of(cls, options: SearchOptions) -> SearchJob:
+        """Load the model and the prompts.
+
+        Raises: ConfigError, CheckpointError, PromptError, UnsupportedModelError.
+        """
+        from foredraft.bench.models import load_scaled
+        from foredraft.errors import ConfigError
+        from foredraft.loading.models import adapter_of
+        from foredraft.tune.layer_sets import Space, require_optuna
+        from foredraft.tune.objective import Task
+
+        model = choose_model(options.model)
+        options = replace(options, model=model)
+        draft_keys = _draft_keys(options.speculative_config, options.num_speculative_tokens)
+        require_optuna()
+        if options.objective not in OBJECTIVES:
+            raise ConfigError(f"objective is {options.objective!r}; choose one of {', '.join(OBJECTIVES)}")
+        loading = options.loading()
+        execution, kv_cache_dtype = loading.pop("execution"), loading.pop("kv_cache_dtype")
+        loaded, bigger = load_scaled(model, options.scale, **loading)
+        prompts = tuple(options.read_prompts(model, loaded.tokenizer))
+        target = adapter_of(loaded, execution, kv_cache_dtype)
+        timed = target if bigger is loaded else adapter_of(bigger, execution, kv_cache_dtype)
+        space = Space.of(target.num_layers, numbers("keep-layers", options.keep_layers, int))
+        task, counted = (
+            Task(lm, prompts, options.max_new_tokens, _drafter_of(lm, draft_keys)) for lm in (timed, target)
+        )
+        return cls(options, draft_keys, space, task, counted)
+
+    def search(self, journal: Path, resume: bool) -> LayerSearch:
+        """The search, with what an earlier one left."""
+        from foredraft.tune.layer_sets import LayerSearch, fingerprint
+        from foredraft.tune.objective import Costs, ExpectedTime, MeasuredTime, Objective
+
+        objective: Objective
+        if self.options.objective == "time":
+            objective = MeasuredTime(self.timed, self.options.repeats)
+        else:
+            longest = _config(self.draft_keys, None).num_speculative_tokens or 1
+            objective = ExpectedTime(self.counted, Costs.measured(self.timed.target, longest))
+        prompts = [prompt.token_ids for prompt in self.timed.prompts]
+        options = self.options.defining()
+        del options["seed"]
+        identity = {**options, "prompts": fingerprint(prompts), "speculative_config": self.draft_keys}
+        return LayerSearch(
+            self.space, objective, seed=self.options.seed, journal=journal, resume=resume, identity=identity
+        )
+
+    def finish(self, result: SearchResult) -> dict[str, Any]:
+        """Choose among the best: by a common timing where time decides and the search was not interrupted.
+
+        Raises: NothingAcceptedError where no set that was tried is of any use.
+        """
+        from foredraft.bench.provenance import conditions
+        from foredraft.tune.objective import MeasuredTime
+
+        result.check()
+        best, final = result.best, {}
+        ranking = [trial for trial in result.ranking(self.options.finalists) if trial.is_of_use]
+        if self.options.objective == "time" and len(ranking) > 1 and not result.is_interrupted:
+            sets = {str(i): trial.layer_set for i, trial in enumerate(ranking)}
+            scores = MeasuredTime(self.timed, self.options.repeats).scores(sets)
+            final = {words(ranking[int(i)].layer_set): asdict(score) for i, score in scores.items()}
+            winner = min(scores, key=lambda i: scores[i].value)
+            best = type(best)(ranking[int(winner)].layer_set, scores[winner])
+        return {
+            "found_by": "foredraft tune layer-skip",
+            **_facts(best),
+            "num_trials": len(result.trials),
+            "is_interrupted": result.is_interrupted,
+            "finalists": final,
+            "search": {**self.options.defining(), "speculative_config": self.draft_keys},
+            "conditions": conditions(),
+        }
+
+    def layer_set(self, report: dict[str, Any]) -> LayerSet:
+        """The result as a file that method layer_skip loads."""
+        from foredraft.drafters.parts.layer_set import LayerSet
+
+        details = {key: value for key, value in report.items() if not key.startswith("skipped_") and key != "out"}
+        return LayerSet(
+            tuple(report["skipped_attention"]), tuple(report["skipped_mlp"]), self.space.num_layers, details
+        )
+
+
+def _facts(best: TriedSet) -> dict[str, Any]:
+    score = asdict(best.score)
+    value = score.pop("value")
+    return {
+        "skipped_attention": list(best.layer_set.attention),
+        "skipped_mlp": list(best.layer_set.mlp),
+        "speedup": 1 / value,
+        "time_per_token": value,
+        **score,
+    }
+
+
+def _draft_keys(config: str | None, num_speculative_tokens: int | None) -> dict[str, Any]:
+    """Keys of layer_skip that were given, the set aside.
+
+    Raises: ConfigError for a set, or another method.
+    """
+    from foredraft.config.written import read_text
+    from foredraft.errors import ConfigError
+
+    given = {} if config is None else read_text(config)
+    if not isinstance(given, dict):
+        raise ConfigError(
+            f"--speculative-config is {config!r}, which is not a JSON object; write the keys of layer_skip"
+        )
+    if num_speculative_tokens is not None:
+        given["num_speculative_tokens"] = num_speculative_tokens
+    method = given.pop("method", "layer_skip")
+    own = sorted(given.keys() & {"layer_set", "skipped_attention", "skipped_mlp", "exit_layer", "layer_search"})
+    if method != "layer_skip" or own:
+        raise ConfigError(f"the search chooses the set of method layer_skip itself; leave out {own or method}")
+    if given.get("num_draft_branches", 1) != 1:
+        raise ConfigError("the search decodes chains; leave out num_draft_branches")
+    _config(given, None)
+    return given
+
+
+def _config(draft_keys: dict[str, Any], layer_set: LayerSet | None) -> Any:
+    from foredraft.config.speculative import SpeculativeConfig
+
+    attention, mlp = (layer_set.attention, layer_set.mlp) if layer_set else ((), ())
+    return SpeculativeConfig(method="layer_skip", skipped_attention=attention, skipped_mlp=mlp, **draft_keys)
+
+
+def _drafter_of(target: CausalLM, draft_keys: dict[str, Any]) -> Callable[[LayerSet], Any]:
+    from foredraft.drafters import make_drafter
+    from foredraft.drafters.context import DrafterContext
+
+    return lambda layer_set: make_drafter(_config(draft_keys, layer_set), DrafterContext(target))
+
+
+def words(layer_set: LayerSet) -> str:
+    return f"attention {list(layer_set.attention)}, MLP {list(layer_set.mlp)}"

@@ -1,0 +1,202 @@
+"""Prompts of the command line: from arguments, standard input and files, and through the chat template."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foredraft.cli.options import TargetOptions
+from foredraft.config.keywords import check_unicode
+from foredraft.errors import ConfigError, PromptError
+from foredraft.sessions.prompt_files import STDIN, read_prompts_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from foredraft.bench.workload import BenchPrompt
+
+
+Chat = Annotated[
+    bool,
+    typer.Option("--chat", help="Put text through the chat template; what instruct models get without saying so."),
+]
+Raw = Annotated[bool, typer.Option("--raw", help="Give the model the text as it is, without its chat template.")]
+
+_INSTRUCT_NAME = re.compile(r"(?:^|[-_. ])(?:instruct|chat|it)(?:$|[-_. ])", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One prompt.
+
+    Args:
+      given: what the user wrote: text, or ``{"prompt_token_ids": [...]}``.
+      prompt: what the model gets.
+      is_templated: the chat template stands between the two.
+    """
+
+    given: Any
+    prompt: Any
+    is_templated: bool = False
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_prompts(prompts: Sequence[str], file: str | None, *, raw: bool = False) -> list[Any]:
+    """Prompts of the command line ("-" is standard input) and of a file.
+
+    Raises: PromptError when there is none, a line cannot be read, or a text is not valid Unicode, or empty without
+      ``raw``.
+    """
+    read: list[Any] = [read_stdin() if prompt == STDIN else prompt for prompt in prompts]
+    if file is not None:
+        read += [one.given for one in read_prompts_file(file)]
+    if not read:
+        raise PromptError("there is no prompt; give some text, - for standard input, or --prompts-file")
+    for place, prompt in enumerate(read):
+        if isinstance(prompt, str):
+            check_text(prompt, place, raw=raw)
+    return read
+
+
+def check_text(text: str, place: int, *, raw: bool = False) -> None:
+    """Raises: PromptError for text that is not valid Unicode, or empty where it is not to be given as it is."""
+    check_unicode(text, f"prompt {place}")
+    if not raw and not text.strip():
+        raise PromptError(
+            f"prompt {place} is empty: {text!r} says nothing to go on with; give some text (--raw gives this as it is)"
+        )
+
+
+def read_stdin() -> str:
+    """Standard input as one text, in the encoding of the terminal, without the line end that ``echo`` adds."""
+    return sys.stdin.read().removeprefix("\ufeff").removesuffix("\n").removesuffix("\r")
+
+
+# -- the chat template -----------------------------------------------------------------------------------------------
+
+
+def check_template(chat: bool, raw: bool) -> None:
+    """Raises: BadParameter for both at once."""
+    if chat and raw:
+        raise typer.BadParameter("--chat puts text through the chat template and --raw does not; leave one out")
+
+
+def ask(
+    tokenizer: PreTrainedTokenizerBase | None,
+    model: str,
+    given: Iterable[Any],
+    *,
+    chat: bool = False,
+    raw: bool = False,
+) -> list[Asked]:
+    """Every prompt as the model gets it: text as a message to an instruct model, token ids as they are.
+
+    Args:
+      model: as the user named it.
+      chat: use the template whatever the model is.
+      raw: never use it.
+
+    Raises:
+      ConfigError: a template is needed, and there is none.
+      PromptError: a message is empty or not valid Unicode.
+    """
+    listed = list(given)
+    has_text = any(isinstance(prompt, str) for prompt in listed)
+    if raw or not has_text or not (chat or is_instruct(tokenizer, model)):
+        return [Asked(prompt, prompt) for prompt in listed]
+    return [
+        _message(tokenizer, one, place) if isinstance(one, str) else Asked(one, one) for place, one in enumerate(listed)
+    ]
+
+
+def _message(tokenizer: PreTrainedTokenizerBase | None, text: str, place: int) -> Asked:
+    from foredraft.sessions.prompts import chat_prompt
+
+    check_text(text, place)
+    return Asked(text, chat_prompt(tokenizer, [{"role": "user", "content": text}]), True)
+
+
+def is_instruct(tokenizer: PreTrainedTokenizerBase | None, model: str) -> bool:
+    """Whether plain text is a message to this model: the zoo's manifest says so, elsewhere its chat template does.
+
+    A model that is one by its name and has no template is given the text as it is, and the user is told.
+
+    Raises: ConfigError for a model of the zoo that is to have a template and has none.
+    """
+    from foredraft import zoo
+    from foredraft.loading.models import is_zoo
+
+    has_template = tokenizer is not None and bool(tokenizer.chat_template)
+    if is_zoo(model):
+        is_meant = zoo.manifest(model).is_instruct
+        if is_meant and not has_template:
+            raise ConfigError(
+                f"{model} answers messages, and its tokenizer has no chat template to put them in; give --raw, and a "
+                "prompt in the format that it was trained on"
+            )
+        return is_meant
+    if not has_template and tokenizer is not None and looks_like_instruct(model):
+        typer.echo(
+            f"foredraft: by its name {model} is an instruct model, but its tokenizer has no chat template: the prompt "
+            "is given as it is, and the answer may be empty. Put the model's chat_template.jinja beside its tokenizer; "
+            "--raw says that this is meant",
+            err=True,
+        )
+    return has_template
+
+
+def looks_like_instruct(model: str) -> bool:
+    """Whether the last part of a path or hub id has "instruct", "chat" or "it" as a word of its own."""
+    return _INSTRUCT_NAME.search(Path(model).name) is not None
+
+
+BUILT_IN = "built-in"
+NumPrompts = Annotated[int, typer.Option(help="Use only this many of them, from the first.", min=1)]
+
+
+@dataclass(frozen=True)
+class TuneOptions(TargetOptions):
+    """For what target, and on which texts of its."""
+
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PATH|HUB_ID|zoo:NAME", help="The target; zoo:smollm2 where it is installed, else zoo:tiny."
+        ),
+    ] = None
+    prompts: Annotated[str, typer.Option(help="JSONL or .txt file with prompts like those to come, or built-in.")] = (
+        BUILT_IN
+    )
+    raw: Raw = False
+    num_prompts: NumPrompts = 16
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens that the target writes per prompt.", min=4)] = 64
+
+    def check_prompts(self) -> None:
+        """Raises: PromptError, before anything is loaded, for a file that cannot be read."""
+        if self.prompts not in (BUILT_IN, STDIN):
+            read_prompts_file(self.prompts)
+
+    def read_prompts(self, model: str, tokenizer: Any) -> list[BenchPrompt]:
+        """Token ids to continue: those of a file as `generate` would have them, built-in questions in chat format.
+
+        Raises: PromptError, ConfigError.
+        """
+        from foredraft.bench.workload import BenchPrompt, load_prompts, read_questions, select
+        from foredraft.sessions.prompts import read_prompt
+
+        if self.prompts != BUILT_IN:
+            given = [one.given for one in read_prompts_file(self.prompts)[: self.num_prompts]]
+            asked = ask(tokenizer, model, given, raw=self.raw)
+            ids = (read_prompt(one.prompt, tokenizer, place).token_ids for place, one in enumerate(asked))
+            return [BenchPrompt(str(place), "file", one) for place, one in enumerate(ids)]
+        if tokenizer is None:
+            raise ConfigError("the built-in prompts are text, and the model has no tokenizer; give --prompts with ids")
+        return load_prompts(tokenizer, select(read_questions(), self.num_prompts))

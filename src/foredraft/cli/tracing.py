@@ -1,0 +1,76 @@
+"""The file of ``foredraft generate --trace``: what every step drafted, kept and rejected, token by token."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foredraft.cli.info import peak_memory
+from foredraft.cli.writers import as_record
+from foredraft.views.token_view import Drafts
+from foredraft.views.trajectory import write_text
+
+if TYPE_CHECKING:
+    from foredraft.llm import LLM
+    from foredraft.sessions.outputs import StreamOutput
+    from foredraft.sessions.runner import Stream
+
+
+class TraceFile:
+    """Notes the steps of a stream and writes them, one JSON object per sample."""
+
+    def __init__(self, file: Path, llm: LLM) -> None:
+        self._file = file
+        self._target = llm.target
+        self._method = llm.speculative_config.title
+        self._drafts = Drafts(llm.tokenizer)
+        self._steps: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+
+    def note(self, delta: StreamOutput) -> None:
+        """What one step added: tokens, who has proposed each, and what was rejected beside them."""
+        if not delta.token_ids and not delta.text:
+            return
+        texts = list(delta.texts) or ([delta.text] if delta.text else [])
+        self._steps[delta.prompt_index, delta.index].append(
+            {
+                "token_ids": list(delta.token_ids),
+                "texts": texts,
+                **self._drafts.of(delta, slice(0, len(delta.token_ids))),
+                "num_drafted": 0 if delta.tree is None else delta.tree.num_draft_tokens,
+                "num_accepted": delta.num_accepted,
+            }
+        )
+
+    def write(self, stream: Stream) -> None:
+        """Write all samples, those that were interrupted with what they have.
+
+        Raises: ConfigError where that is not possible.
+        """
+        lines = []
+        memory = peak_memory(self._target)
+        for place, output in enumerate(stream.outputs()):
+            record = as_record(output)
+            for sample in output.outputs:
+                plans = [asdict(step) for step in output.metrics.trace if step.sample == sample.index]
+                steps = self._steps[place, sample.index]
+                for step, plan in zip(steps, plans, strict=False):  # a step may end a text and tell of no token
+                    step |= plan
+                told = {key: record[key] for key in ("prompt", "num_prompt_tokens", "lossless", "metrics", "timings")}
+                lines.append(
+                    {
+                        "result": "trace",
+                        "prompt_index": place,
+                        "sample": sample.index,
+                        "text": sample.text,
+                        "finish_reason": sample.finish_reason,
+                        "seed": sample.seed,
+                        "method": self._method,
+                        "peak_memory_bytes": memory,
+                        **told,
+                        "steps": steps,
+                    }
+                )
+        write_text(self._file, "".join(json.dumps(line) + "\n" for line in lines))

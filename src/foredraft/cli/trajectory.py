@@ -1,0 +1,61 @@
+"""``foredraft trajectory``: the Jacobi iterations behind a text."""
+
+from __future__ import annotations
+
+import sys
+from shutil import get_terminal_size
+from typing import Annotated
+
+import typer
+
+from foredraft.cli.options import AsJson, Loading, ModelChoice, SamplingOptions, takes_groups
+from foredraft.cli.prompts import Chat, Raw, ask, check_template, read_prompts
+from foredraft.cli.running import exit_codes, load_llm, put_json
+from foredraft.folders import check_place
+
+
+@takes_groups
+def trajectory(
+    *,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text; - is stdin.")],
+    model: ModelChoice,
+    block: Annotated[int, typer.Option("--block", help="Tokens that are iterated together.")] = 16,
+    initial_guess: Annotated[
+        str, typer.Option(help="repeat (the last token), prompt (its tokens) or random (of the vocabulary).")
+    ] = "repeat",
+    max_new_tokens: Annotated[int, typer.Option(help="Budget.")] = 64,
+    sampling: Annotated[SamplingOptions, "temperature", "top_k", "top_p", "seed"],
+    chat: Chat = False,
+    raw: Raw = False,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page to look at.")] = None,
+    jsonl: Annotated[str | None, typer.Option(metavar="FILE", help="Write one line per block, to train on.")] = None,
+    loading: Loading,
+    as_json: AsJson = False,
+) -> None:
+    """Show how Jacobi decoding arrives at a text: every iterate of every block until its fixed point.
+
+    Standard output gets a table, or with --json one line per block.
+    """
+    with exit_codes():
+        params = sampling.params(max_tokens=max_new_tokens)
+        check_template(chat, raw)
+        read = read_prompts([prompt], None, raw=raw)
+        for file in (html, jsonl):
+            if file is not None:
+                check_place(file)
+        name = model.chosen()
+        from foredraft.views.trajectory import trajectory as trace
+        from foredraft.views.trajectory import write_text
+
+        llm = load_llm(name, "none", gguf_file=model.gguf_file, **vars(loading))
+        (asked,) = ask(llm.tokenizer, name, read, chat=chat, raw=raw)
+        found = trace(llm, asked.prompt, block, params, initial_guess=initial_guess)
+        if html is not None:
+            write_text(html, found.html())
+        if jsonl is not None:
+            found.write_jsonl(jsonl)
+        if as_json:
+            for record in found.records():
+                put_json(record)
+        else:
+            sys.stdout.write(found.text(get_terminal_size().columns if sys.stdout.isatty() else None))

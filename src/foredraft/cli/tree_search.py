@@ -1,0 +1,163 @@
+"""The search behind ``foredraft tune tree``: its options, and what it found, as data and for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from foredraft.cli.prompts import TuneOptions
+from foredraft.cli.running import choose_model, load_llm
+
+if TYPE_CHECKING:
+    from foredraft.llm import LLM
+    from foredraft.tune.trees import TreeSearch
+
+_SHOWN_RANKS = 5
+
+
+@dataclass(frozen=True)
+class TreeOptions(TuneOptions):
+    """What is searched, and how."""
+
+    heads: Annotated[
+        str | None,
+        typer.Option(metavar="PATH|HUB_ID", help="Its heads: a folder or a hub id with Medusa's or Hydra's."),
+    ] = None
+    speculative_config: Annotated[
+        str | None, typer.Option(metavar="JSON|@FILE", help="Keys of medusa, hydra or eagle, instead of --heads.")
+    ] = None
+    temperature: Annotated[float, typer.Option(help="At which the texts are sampled; 0 is greedy.", min=0.0)] = 0.0
+    nodes: Annotated[
+        int | None, typer.Option(help="Nodes of the tree, root included; by default as many as pay here.", min=2)
+    ] = None
+    max_nodes: Annotated[int, typer.Option(help="Largest tree to consider, root included.", min=2)] = 64
+    repeats: Annotated[int, typer.Option(help="Timings of every size; the shortest counts.", min=1)] = 9
+    seed: Annotated[int, typer.Option(help="Of the sampled texts.", min=0)] = 0
+
+
+def find_tree(options: TreeOptions) -> tuple[TreeSearch, dict[str, Any]]:
+    """Measure what the heads get right and what steps cost; the search, and what is to be known about it.
+
+    Ctrl-C ends the texts; costs are then timed once each.
+
+    Raises: ConfigError, CheckpointError, PromptError, UnsupportedModelError.
+    """
+    from foredraft.bench.provenance import conditions
+    from foredraft.config.sampling import SamplingParams
+    from foredraft.drafters.heads.eagle import EagleDrafter
+    from foredraft.errors import ConfigError
+    from foredraft.tune.trees import measured_costs, measured_hits, search, watched_hits
+
+    model = choose_model(options.model)
+    llm = _loaded(model, options)
+    drafter = _drafter(llm)
+    prompts = [prompt.token_ids for prompt in options.read_prompts(model, llm.tokenizer)]
+    params = SamplingParams(
+        temperature=options.temperature, max_tokens=options.max_new_tokens, ignore_eos=True, seed=options.seed
+    )
+    interrupted = Event()
+    try:
+        if isinstance(drafter, EagleDrafter):
+            depth = llm.speculative_config.num_speculative_tokens
+            hits = watched_hits(llm.target, drafter, prompts, params, depth, interrupted)
+        else:
+            hits = measured_hits(llm.target, drafter, prompts, params, interrupted)
+    except ConfigError:
+        if interrupted.is_set():  # too early to tell anything
+            raise KeyboardInterrupt from None
+        raise
+    longest, repeats = max(prompts, key=len), 1 if interrupted.is_set() else options.repeats
+    found = search(
+        hits,
+        options.max_nodes,
+        lambda tree: measured_costs(llm.target, drafter, tree, longest, repeats),
+        options.nodes,
+    )
+    details = {
+        "found_by": "foredraft tune tree",
+        "is_interrupted": interrupted.is_set(),
+        "method": llm.speculative_config.method,
+        "num_nodes": found.best.num_nodes,
+        "tokens_per_step": found.best.tokens_per_step,
+        "tokens_per_step_if_independent": found.chosen.value(hits.accuracies),
+        "step_cost": found.best.cost,
+        "speedup": found.best.speedup,
+        "accuracies": hits.accuracies,
+        "num_places": len(hits.ranks),
+        "sizes": [[one.num_nodes, one.tokens_per_step, one.cost] for one in found.sizes],
+        "search": {
+            key: getattr(options, key)
+            for key in ("prompts", "num_prompts", "max_new_tokens", "temperature", "nodes", "max_nodes", "seed")
+        },
+        "conditions": conditions(),
+    }
+    return found, details
+
+
+def _loaded(model: str, options: TreeOptions) -> LLM:
+    """The target with its heads."""
+    from foredraft.config.speculative import SpeculativeConfig
+    from foredraft.errors import ConfigError
+
+    if (options.heads is None) == (options.speculative_config is None):
+        raise ConfigError("give the heads, either by --heads or by --speculative-config")
+    config = SpeculativeConfig.parse(
+        {"model": options.heads} if options.speculative_config is None else options.speculative_config
+    )
+    return load_llm(model, config, **options.loading())
+
+
+def _drafter(llm: LLM) -> Any:
+    """A drafter of heads with a static tree.
+
+    Raises: ConfigError for any other, saying which method it is.
+    """
+    from foredraft.drafters.heads.eagle import EagleDrafter
+    from foredraft.drafters.heads.medusa_hydra import MultiHeadDrafter
+    from foredraft.errors import ConfigError
+
+    drafter = llm.drafting.new_drafter()
+    if not isinstance(drafter, (MultiHeadDrafter, EagleDrafter)):
+        method = llm.speculative_config.method
+        raise ConfigError(f"this search is for the static trees of medusa, hydra and eagle, not for {method!r}")
+    return drafter
+
+
+def show_tree(found: TreeSearch, details: dict[str, Any], out: Path | None) -> None:
+    """The search for people."""
+    console = Console(highlight=False)
+    if details["is_interrupted"]:
+        console.print("interrupted: this is what the texts said by then, with costs timed once each")
+    accuracies = Table(title=f"how often the candidate of each rank was right, at {details['num_places']} places")
+    accuracies.add_column("head")
+    for rank in range(_SHOWN_RANKS):
+        accuracies.add_column(f"rank {rank}", justify="right")
+    for depth, shares in enumerate(found.hits.accuracies):
+        accuracies.add_row(str(depth), *(f"{share:.3f}" for share in shares[:_SHOWN_RANKS]))
+    console.print(accuracies)
+    sizes = Table(title="what a tree of n nodes brings, and what its step costs by a plain one")
+    for column in ("n", "tokens per step", "cost", "x plain"):
+        sizes.add_column(column, justify="right")
+    shown = {2, 4, 8, 12, 16, 24, 32, 48, 64, found.best.num_nodes}
+    for one in found.sizes:
+        if one.num_nodes in shown:
+            mark = " <" if one is found.best else ""
+            sizes.add_row(
+                str(one.num_nodes), f"{one.tokens_per_step:.2f}", f"{one.cost:.2f}", f"{one.speedup:.2f}{mark}"
+            )
+    console.print(sizes)
+    if found.best.speedup < 1:
+        console.print("no tree that was looked at beats plain decoding here")
+    if out is not None:
+        console.print(
+            f"kept in {out}: --speculative-config "
+            f'\'{{"method": "{details["method"]}", "model": ..., "speculative_token_tree": "{out}"}}\'',
+            markup=False,
+            soft_wrap=True,
+        )

@@ -1,0 +1,162 @@
+"""``foredraft verify``: is it still the model's own output?"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foredraft.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelChoice, takes_groups
+from foredraft.cli.prompts import Chat, Raw, ask, check_template, read_prompts
+from foredraft.cli.running import EXIT_INTERRUPTED, exit_codes, load_llm, put_json, say
+from foredraft.ending import finishing
+from foredraft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foredraft.llm import LLM
+    from foredraft.verify import Subject, Verdict
+
+ASSISTED, LOOKUP, PLAIN = "transformers-assisted", "transformers-prompt-lookup", "transformers"
+KEY_VARIABLE = "FOREDRAFT_VERIFY_API_KEY"
+SIGNS = {"holds": "yes", "broken": "NO", "undecided": "?", "left out": "-"}
+
+
+@takes_groups
+def verify(
+    target: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="The model; the same as --model.", show_default=False)
+    ] = None,
+    *,
+    model: ModelChoice,
+    drafting: DraftingOptions,
+    prompts_file: Annotated[
+        str | None,
+        typer.Option(
+            "--prompts-file", "--prompts", metavar="FILE", help="JSONL or .txt; questions of our own if left out."
+        ),
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="How many of them, from the front.", min=1)] = 4,
+    max_new_tokens: Annotated[int, typer.Option(help="Of every answer that is compared.", min=3)] = 16,
+    budget: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="After which no check or draw begins but the first ones; loading is not counted.",
+            min=1,
+        ),
+    ] = 60.0,
+    false_alarm_rate: Annotated[float, typer.Option(help="Chance that a lossless decoder fails any law test.")] = 0.01,
+    seed: Annotated[int, typer.Option(help="Of all sampled texts.", min=0)] = 0,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHAT",
+            help=f"Judge another decoder over the same model: {LOOKUP}, {ASSISTED} (with --draft-model), {PLAIN}, the "
+            "URL of an OpenAI-compatible server, or MODULE:FUNCTION, a generate(prompt_ids, params).",
+        ),
+    ] = None,
+    chat: Chat = False,
+    raw: Raw = False,
+    loading: LoadingOptions,
+    as_json: AsJson = False,
+) -> None:
+    """Judge whether a decoder says what its model says: lossless, not lossless, or undecided, and why.
+
+    Tokens are compared with plain decoding under every setting of sampling, with the same seeds; differences are told
+    from rounding by the gap of logits. Short continuations are tested against the enumerated law of the model. A
+    decoder that is broken on purpose has to be caught. Exit status: 0 lossless, 3 not, 4 undecided.
+    """
+    with exit_codes():
+        check_template(chat, raw)
+        name = model.named(target).chosen()
+        given = None if prompts_file is None else read_prompts((), prompts_file, raw=raw)
+        config = "none" if against is not None else drafting.config(name, loading.profile_file)
+        llm = load_llm(name, config, gguf_file=model.gguf_file, **vars(loading))
+        asked = ask(llm.tokenizer, name, (given or _questions(name))[:num_prompts], chat=chat, raw=raw)
+        subject = None if against is None else _subject(against, llm, name, drafting)
+        from foredraft.verify import verify as judge
+
+        found = judge(
+            llm,
+            [one.prompt for one in asked],
+            subject,
+            max_tokens=max_new_tokens,
+            budget_seconds=budget,
+            false_alarm_rate=false_alarm_rate,
+            seed=seed,
+            progress=say if sys.stderr.isatty() else None,
+        )
+        with finishing():
+            if as_json:
+                put_json(found.as_dict())
+            else:
+                _show(found)
+        raise typer.Exit(EXIT_INTERRUPTED if found.is_interrupted else found.exit_status)
+
+
+def _questions(name: str) -> list[str]:
+    """Prompts of which some repeat themselves, so that something is drafted."""
+    from foredraft.cli.comparison import questions_for
+
+    own = questions_for(name)
+    return [own[place] for place in (3, 5, 1, 0, 4, 2) if place < len(own)]
+
+
+def _subject(against: str, llm: LLM, name: str, drafting: DraftingOptions) -> Subject:
+    """Somebody else's decoder."""
+    from foredraft.model.execution.rounding import ROUNDINGS, round_weights
+    from foredraft.verify import FunctionSubject, ServerSubject, TransformersSubject
+
+    if against.startswith(("http://", "https://")):
+        return ServerSubject(against, api_key=os.environ.get(KEY_VARIABLE))
+    if against in (PLAIN, LOOKUP, ASSISTED):
+        if against == ASSISTED and drafting.draft_model is None:
+            raise ConfigError(f"{ASSISTED} needs a small model; name one by --draft-model")
+        model = _loaded(name, llm)
+        if llm.target.quantization in ROUNDINGS:
+            round_weights(model, llm.target.quantization)
+        return TransformersSubject(
+            model,
+            against,
+            eos_token_ids=llm.eos_token_ids,
+            options={"prompt_lookup_num_tokens": 3} if against == LOOKUP else None,
+            assistant=_loaded(drafting.draft_model, llm) if against == ASSISTED and drafting.draft_model else None,
+        )
+    module, _, function = against.partition(":")
+    if not function:
+        known = ", ".join((LOOKUP, ASSISTED, PLAIN))
+        raise ConfigError(f"--against {against!r} is not known; give {known}, a URL, or MODULE:FUNCTION")
+    sys.path.insert(0, "")  # as python -m has it
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"--against {against!r} cannot be imported: {error}") from None
+    return FunctionSubject(found, against)
+
+
+def _loaded(name: str, llm: LLM) -> Any:
+    """The same weights again, as transformers has them."""
+    from foredraft.loading.models import load_model
+
+    return load_model(name, dtype=llm.target.dtype, device=llm.target.device, with_tokenizer=False).model
+
+
+def _show(verdict: Verdict) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, title=f"{verdict.subject}, beside {verdict.reference}")
+    for title in ("setting", "check", "holds", "what was found"):
+        table.add_column(title, overflow="fold")
+    for finding in verdict.findings:
+        colour = {"holds": "green", "broken": "bold red", "undecided": "yellow"}.get(finding.status, "dim")
+        table.add_row(finding.feature, finding.check, f"[{colour}]{SIGNS[finding.status]}[/]", finding.found)
+    console = Console(highlight=False)
+    console.print(table)
+    if verdict.promise:
+        console.print(f"Promise: {verdict.promise}", markup=False)
+    console.print(verdict.sentence() + f" ({verdict.seconds:.0f} s)", markup=False)

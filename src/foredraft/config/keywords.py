@@ -1,0 +1,231 @@
+"""Keywords of a configuration: aliases, the nearest name for an unknown one, names of other tools, values in range."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, ParamSpec, TypeVar
+
+from foredraft.errors import ConfigError, PromptError
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """An argument of another tool that has no counterpart here.
+
+    Args:
+      reason: why, and what to use instead.
+      harmless: values that ask for what happens anyway; they are accepted and have no effect.
+    """
+
+    reason: str
+    harmless: tuple[Any, ...] = (None,)
+
+    def is_harmless(self, value: Any) -> bool:
+        return any(_same(value, harmless) for harmless in self.harmless)
+
+
+def did_you_mean(given: str, known: Iterable[str], cutoff: float = 0.5, *, shown: Callable[[str], str] = repr) -> str:
+    """The nearest name as a question; where none is near, all that are known."""
+    names = list(known)
+    near = get_close_matches(given, names, n=1, cutoff=cutoff)
+    return f"did you mean {shown(near[0])}?" if near else f"known are {', '.join(names)}."
+
+
+def unknown_key(owner: str, key: str, known: Iterable[str]) -> ConfigError:
+    """The error for a key that does not exist; it names the nearest one."""
+    return ConfigError(f"{owner} takes no {key!r}; {did_you_mean(key, sorted(known))}")
+
+
+def native(owner: str, given: Mapping[str, Any], foreign: Mapping[str, Foreign]) -> dict[str, Any]:
+    """The given keys without those of other tools that ask for what happens anyway.
+
+    Raises: ConfigError for those that ask for more, with the reason.
+    """
+    for key in given.keys() & foreign.keys():
+        if not foreign[key].is_harmless(given[key]):
+            raise ConfigError(f"{owner} cannot take {key}={_brief(given[key])}: {foreign[key].reason}")
+    return {key: value for key, value in given.items() if key not in foreign}
+
+
+def _brief(value: Any) -> str:
+    """The repr of a plain value, the class of any other."""
+    return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+def canonical(
+    owner: str, given: Mapping[str, Any], fields: Iterable[str], aliases: Mapping[str, str]
+) -> dict[str, Any]:
+    """The given keys under their own names.
+
+    Raises: ConfigError for an unknown key, and for two spellings of one key with different values.
+    """
+    names = frozenset(fields)
+    spelled: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        name = key if key in names else aliases.get(key)
+        if name is None:
+            raise unknown_key(owner, key, names | aliases.keys())
+        if name in values and not _same(values[name], value):
+            raise ConfigError(
+                f"{owner} got {spelled[name]}={values[name]!r} and {key}={value!r}, two names of one key; give one"
+            )
+        spelled[name], values[name] = key, value
+    return values
+
+
+def respelled(owner: str, given: Mapping[str, Any], normal: Callable[[str], str]) -> dict[str, Any]:
+    """The given keys, dashes and the like normalised."""
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        name = normal(key)
+        if name in values and not _same(values[name], value):
+            raise ConfigError(f"{owner} got {name} twice, as {values[name]!r} and as {value!r}; give it once")
+        values[name] = value
+    return values
+
+
+def _same(a: Any, b: Any) -> bool:
+    plain, nested = (bool, int, float, str), (list, dict)
+    return a is b or (any(type(a) in kinds and type(b) in kinds for kinds in (plain, nested)) and bool(a == b))
+
+
+def strict_keywords(aliases: Mapping[str, str], foreign: Mapping[str, Foreign]) -> Callable[[type[T]], type[T]]:
+    """Class decorator: a dataclass whose constructor takes aliases and names the nearest known key.
+
+    ``foreign`` holds keys of other tools that cannot apply.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        generated = cls.__init__
+        names = [f.name for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
+
+        @functools.wraps(generated)
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            values = canonical(cls.__name__, native(cls.__name__, kwargs, foreign), names, aliases)
+            twice = set(names[: len(args)]) & values.keys()
+            if twice:
+                raise ConfigError(f"{cls.__name__} got {sorted(twice)} both by position and by name; give each once")
+            generated(self, *args, **values)
+
+        cls.__init__ = init  # type: ignore[method-assign]
+        return cls
+
+    return decorate
+
+
+def known_arguments(
+    owner: str, aliases: Mapping[str, str], foreign: Mapping[str, Foreign]
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator of a method: it takes aliases, explains arguments of other tools, and names the nearest known one.
+
+    Its signature stays as it is, for readers and type checkers.
+    """
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        names = [name for name in inspect.signature(method).parameters if name != "self"]
+
+        @functools.wraps(method)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            return method(*args, **canonical(owner, native(owner, kwargs, foreign), names, aliases))
+
+        return call
+
+    return decorate
+
+
+def whole_number(value: Any) -> int:
+    """The number, of any type that holds whole ones.
+
+    Raises: TypeError, for truth values too, which Python and torch count as 0 and 1.
+    """
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool":
+        raise TypeError(f"{value!r} is not a whole number")
+    return operator.index(value)
+
+
+def listed(owner: str, name: str, value: Any) -> tuple[Any, ...]:
+    """The entries of a list or the like, none for None.
+
+    Raises: ConfigError for what has no entries.
+    """
+    if value is None:
+        return ()
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
+        raise ConfigError(f"{owner}.{name} is {value!r}; it must be a list")
+    return tuple(value)
+
+
+def integer(owner: str, name: str, value: Any, low: int, high: int | None = None, remedy: str = "") -> int:
+    """The value as an int within the limits."""
+    try:
+        number = whole_number(value)
+    except TypeError:
+        raise ConfigError(f"{owner}.{name} is {value!r}; it must be a whole number{_and(remedy)}") from None
+    if number < low or (high is not None and number > high):
+        limit = f"{low} or more" if high is None else f"between {low} and {high}"
+        raise ConfigError(f"{owner}.{name} is {number}; it must be {limit}{_and(remedy)}")
+    return number
+
+
+def real(
+    owner: str,
+    name: str,
+    value: Any,
+    low: float,
+    high: float = math.inf,
+    *,
+    above: bool = False,
+    remedy: str = "",
+) -> float:
+    """The value as a finite float within the limits; ``above`` excludes the lower one."""
+    try:
+        if isinstance(value, (bool, str)):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{owner}.{name} is {value!r}; it must be a number{_and(remedy)}") from None
+    if not math.isfinite(number) or number > high or number < low or (above and number == low):
+        edge = "greater than" if above else "at least"
+        limit = f"{edge} {low:g}" + ("" if math.isinf(high) else f" and at most {high:g}")
+        raise ConfigError(f"{owner}.{name} is {number}; it must be finite, {limit}{_and(remedy)}")
+    return number
+
+
+def _and(remedy: str) -> str:
+    return f"; {remedy}" if remedy else ""
+
+
+def strings(owner: str, name: str, value: str | Iterable[Any] | None) -> tuple[str, ...]:
+    """One string or several as a tuple without empty ones."""
+    given = (value,) if isinstance(value, str) else listed(owner, name, value)
+    for string in given:
+        if not isinstance(string, str) or not string:
+            raise ConfigError(f"{owner}.{name} holds {string!r}; every entry must be a non-empty string")
+    return given
+
+
+def check_unicode(text: str, name: str) -> None:
+    """Raises: PromptError for text with half a surrogate pair or undecodable bytes in it, which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"{name} is not valid Unicode: character {error.start} is {text[error.start]!r}, half of a surrogate pair "
+            "or a byte that is not UTF-8; repair the text"
+        ) from None
+
+
+def spelling(name: str) -> str:
+    """``--spec-draft-n-max`` -> ``spec_draft_n_max``."""
+    return name.lstrip("-").replace("-", "_")

@@ -1,0 +1,281 @@
+"""How tokens are sampled: `SamplingParams`. Unknown keys are errors. How they are drafted: `SpeculativeConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foredraft.config.foreign import SAMPLING_PARAMETERS
+from foredraft.config.keywords import integer, listed, real, strict_keywords, strings
+from foredraft.config.structured import StructuredOutputs
+from foredraft.errors import ConfigError
+
+MIN_TEMPERATURE = 1e-5
+"""Smallest temperature other than 0; below it, dividing float32 logits tells nothing that greedy does not."""
+
+MAX_DIGITS = 20
+"""Of a token id that is text; Python makes no number of more than 4,300."""
+
+SAMPLING_ALIASES = {
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "max_gen_len": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_strings": "stop",
+    "stop_sequences": "stop",
+    "num_return_sequences": "n",
+    "bad_words_token_ids": "bad_words_ids",
+    "logits_processor": "logits_processors",
+}
+"""Names of transformers, of the OpenAI API and of `foredraft.classic` for fields of `SamplingParams`."""
+MAX_NAMED = 10
+"""Token ids that an error names."""
+
+
+class TokenIds(tuple[int, ...]):
+    """Token ids that have been checked, one by one: parameters that are made of others check them no more."""
+
+
+@strict_keywords(SAMPLING_ALIASES, foreign=SAMPLING_PARAMETERS)
+@dataclass(frozen=True, repr=False)
+class SamplingParams:
+    """How the tokens of one request are chosen: vLLM's names and defaults, HF's order of processors.
+
+    Args:
+      n: samples per prompt; sample i has the seed ``mix(seed, i)``.
+      temperature: 0 is greedy; otherwise logits are divided by it.
+      top_p: nucleus mass kept, in (0, 1]; 1 is off.
+      top_k: most likely tokens kept, ties included; 0 or -1 is off.
+      min_p: tokens below this fraction of the most likely one's probability are dropped; 0 is off.
+      typical_p: mass of locally typical tokens kept, in (0, 1]; 1 is off.
+      presence_penalty: subtracted once from tokens that the output holds; -2..2.
+      frequency_penalty: subtracted as often as the output holds the token; -2..2.
+      repetition_penalty: divides positive and multiplies negative logits of tokens seen so far,
+        prompt included; 1 is off.
+      no_repeat_ngram_size: n-grams of this size occur once in prompt and output; 0 is off.
+      stop: string or strings that end the output.
+      stop_token_ids: tokens that end the output, beside EOS.
+      include_stop_str_in_output: keep the stop string in the text.
+      min_tokens: EOS and stop tokens are impossible before that many output tokens.
+      max_tokens: output budget, None for up to the context; 0 only reads the prompt, and takes
+        ``prompt_logprobs``. Alias: ``max_new_tokens``.
+      logit_bias: token id -> number added to its logit, -inf to ban it.
+      allowed_token_ids: tokens that may be chosen, None for all of them; EOS, too, only if it is among them.
+      bad_words: strings that may not occur; the front door resolves them with the tokenizer.
+      bad_words_ids: token sequences that may not occur.
+      seed: 0..2**64-1; None (or -1) draws one per request, which is reported.
+      logprobs: None, or how many most likely tokens are returned with every token, 0 for its own only.
+      logprob_token_ids: tokens whose log-probabilities are returned with every token, in the place of the most likely
+        ones.
+      prompt_logprobs: None, or how many most likely tokens are returned with every token of the prompt, 0 for its own
+        only; by the model alone, before any processor, since nothing of a prompt was sampled.
+      prediction: text or token ids that the output is expected to be like: drafted beside what the drafter proposes, so
+        that only the speed depends on it. The front door turns text into tokens.
+      structured_outputs: what the output must match, `StructuredOutputs` or a mapping of its fields.
+      ignore_eos: EOS does not end the output.
+      skip_special_tokens: leave special tokens out of the text.
+      detokenize: produce text; stop strings need it.
+      logits_processors: callables (input_ids [1, T], scores [1, V]) -> scores, as of transformers. They
+        must be functions of their arguments alone: drafts show them prefixes that may be rejected later.
+      num_speculative_tokens: longest draft for this request, 0 for plain decoding; None for as long as the
+        speculative config allows. Under "match" the tokens are the same whatever it is.
+
+    Raises: ConfigError for an unknown field or a value out of range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    logit_bias: Mapping[int, float] | Mapping[str, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: str | Sequence[str] | None = ()
+    bad_words_ids: Sequence[Sequence[int]] | None = ()
+    seed: int | None = None
+    logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
+    prompt_logprobs: int | None = None
+    prediction: str | Sequence[int] | None = None
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    logits_processors: Sequence[Callable[..., Any]] | None = ()
+    num_speculative_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_budget()
+        self._set("stop", strings("SamplingParams", "stop", self.stop))
+        self._set("bad_words", strings("SamplingParams", "bad_words", self.bad_words))
+        self._set("stop_token_ids", tuple(self._token("stop_token_ids", t) for t in self._listed("stop_token_ids")))
+        self._set("bad_words_ids", tuple(self._token_sequence(words) for words in self._listed("bad_words_ids")))
+        if self.prediction is not None and not isinstance(self.prediction, (str, TokenIds)):
+            self._set("prediction", TokenIds(self._token("prediction", t) for t in self._listed("prediction")))
+        if self.structured_outputs is not None:
+            self._set("structured_outputs", StructuredOutputs.of(self.structured_outputs))
+        if self.logprob_token_ids is not None and not isinstance(self.logprob_token_ids, TokenIds):
+            named = TokenIds(
+                dict.fromkeys(self._token("logprob_token_ids", t) for t in self._listed("logprob_token_ids"))
+            )
+            if not named:
+                raise ConfigError("SamplingParams.logprob_token_ids is empty; name a token, or leave it out")
+            self._set("logprob_token_ids", named)
+        if self.logprob_token_ids is not None and self.logprobs is None:
+            self._set("logprobs", 0)
+        self._set("logit_bias", self._checked_bias())
+        self._check_allowed()
+        self._check_processors()
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"SamplingParams.{name} is {getattr(self, name)!r}; it must be True or False")
+        if self.stop and not self.detokenize:
+            raise ConfigError(
+                f"SamplingParams.stop={self.stop} needs text; leave detokenize=True or use stop_token_ids"
+            )
+
+    def __repr__(self) -> str:
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
+        return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Build from a mapping such as a JSON object; same names, same errors."""
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"sampling parameters are {type(values).__name__}; give a mapping of names to values")
+        return cls(**{str(key): value for key, value in values.items()})
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """transformers' name of ``max_tokens``."""
+        return self.max_tokens
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """``stop``, always as a tuple."""
+        return tuple(self.stop or ())
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_numbers(self) -> None:
+        number = functools.partial(real, "SamplingParams")
+        temperature = number("temperature", self.temperature, 0.0, remedy="0 is greedy decoding")
+        if 0.0 < temperature < MIN_TEMPERATURE:
+            raise ConfigError(f"SamplingParams.temperature is {temperature}, below {MIN_TEMPERATURE}; use 0 for greedy")
+        self._set("temperature", temperature)
+        self._set("top_p", number("top_p", self.top_p, 0.0, 1.0, above=True, remedy="1 turns it off"))
+        self._set("min_p", number("min_p", self.min_p, 0.0, 1.0, remedy="0 turns it off"))
+        self._set("typical_p", number("typical_p", self.typical_p, 0.0, 1.0, above=True, remedy="1 turns it off"))
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._set(name, number(name, getattr(self, name), -2.0, 2.0, remedy="0 turns it off"))
+        self._set(
+            "repetition_penalty",
+            number("repetition_penalty", self.repetition_penalty, 0.0, above=True, remedy="1 turns it off"),
+        )
+
+    def _check_budget(self) -> None:
+        whole = functools.partial(integer, "SamplingParams")
+        self._set("n", whole("n", self.n, 1))
+        self._set("top_k", max(0, whole("top_k", self.top_k, -1, remedy="0 or -1 turns it off")))
+        self._set("no_repeat_ngram_size", whole("no_repeat_ngram_size", self.no_repeat_ngram_size, 0))
+        self._set("min_tokens", whole("min_tokens", self.min_tokens, 0))
+        if self.max_tokens is not None:
+            least = 1 if self.prompt_logprobs is None else 0
+            remedy = "None means up to the context, and prompt_logprobs alone need none"
+            self._set("max_tokens", whole("max_tokens", self.max_tokens, least, remedy=remedy))
+            if self.min_tokens > self.max_tokens:
+                raise ConfigError(
+                    f"SamplingParams.min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
+                    "lower the first or raise the second"
+                )
+        for name in ("logprobs", "prompt_logprobs", "num_speculative_tokens"):
+            if (count := getattr(self, name)) is not None:
+                self._set(name, whole(name, count, 0, remedy="None turns them off"))
+        if self.seed is not None:
+            seed = whole("seed", self.seed, -1, 2**64 - 1, remedy="None draws one per request")
+            self._set("seed", None if seed == -1 else seed)
+
+    def _listed(self, name: str) -> tuple[Any, ...]:
+        return listed("SamplingParams", name, getattr(self, name))
+
+    def _token(self, name: str, token: Any) -> int:
+        return integer("SamplingParams", name, token, 0, remedy="token ids are not negative")
+
+    def _token_sequence(self, words: Any) -> tuple[int, ...]:
+        if not isinstance(words, Sequence) or isinstance(words, str) or not words:
+            raise ConfigError(f"SamplingParams.bad_words_ids holds {words!r}; every entry must be a list of token ids")
+        return tuple(self._token("bad_words_ids", token) for token in words)
+
+    def _checked_bias(self) -> dict[int, float] | None:
+        if not self.logit_bias:
+            return None
+        if not isinstance(self.logit_bias, Mapping):
+            raise ConfigError(f"SamplingParams.logit_bias is {self.logit_bias!r}; give a mapping of token id to number")
+        bias = {}
+        for key, value in self.logit_bias.items():
+            is_number = isinstance(key, str) and key.isdecimal() and len(key) <= MAX_DIGITS
+            token = self._token("logit_bias", int(key) if is_number else key)
+            number = float("-inf") if value == float("-inf") else real("SamplingParams", "logit_bias", value, -math.inf)
+            bias[token] = number
+        return bias
+
+    def _check_allowed(self) -> None:
+        if self.allowed_token_ids is None or isinstance(self.allowed_token_ids, TokenIds):
+            return
+        allowed = {self._token("allowed_token_ids", token) for token in self._listed("allowed_token_ids")}
+        if not allowed:
+            raise ConfigError("SamplingParams.allowed_token_ids is empty; name a token, or leave it out to allow all")
+        self._set("allowed_token_ids", TokenIds(sorted(allowed)))
+
+    def _check_processors(self) -> None:
+        processors = self._listed("logits_processors")
+        for processor in processors:
+            if not callable(processor):
+                raise ConfigError(
+                    f"SamplingParams.logits_processors holds {processor!r}; every entry must be callable as "
+                    "processor(input_ids, scores)"
+                )
+        self._set("logits_processors", processors)
+
+
+def check_named_tokens(params: SamplingParams, vocab_size: int) -> None:
+    """Raises: ConfigError for a token outside of the vocabulary, and words that are not tokens yet."""
+    if params.bad_words and not params.bad_words_ids:
+        raise ConfigError(
+            f"bad_words {params.bad_words} were not resolved to tokens; give bad_words_ids, or a tokenizer"
+        )
+    named = {
+        "logit_bias": [int(token) for token in params.logit_bias or ()],
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "logprob_token_ids": params.logprob_token_ids or (),
+        "bad_words_ids": [token for words in params.bad_words_ids or () for token in words],
+        "stop_token_ids": params.stop_token_ids or (),
+    }
+    for name, tokens in named.items():
+        outside = [token for token in tokens if token >= vocab_size]
+        if outside:
+            more = f" and {len(outside) - MAX_NAMED} more" if len(outside) > MAX_NAMED else ""
+            raise ConfigError(
+                f"{name} holds token ids {outside[:MAX_NAMED]}{more}, outside the vocabulary, 0..{vocab_size - 1}; "
+                "leave them out"
+            )

@@ -1,0 +1,259 @@
+"""How drafts are made and accepted: `SpeculativeConfig`. Its keys are those of the methods; unknown keys are errors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from foredraft.config.acceptance import RULES, AcceptanceRule, TypicalLimits
+from foredraft.config.foreign import METHODS_ELSEWHERE, SPECULATIVE_KEYS, method_elsewhere
+from foredraft.config.keywords import canonical, native, respelled, spelling
+from foredraft.config.method import Method, compositions, method_aliases, methods, recognized
+from foredraft.config.options import Key, Options
+from foredraft.config.written import ALIASES, IMPLIED, read_text, switched
+from foredraft.errors import ConfigError
+
+NAME = "SpeculativeConfig"
+
+LOADED = "(a loaded model)"
+"""What stands for the model of a config that must not refer to it."""
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class SpeculativeConfig:
+    """How drafts are made and accepted: a method, and the keys of that method.
+
+    Keys are vLLM's where vLLM has one; those of other systems are aliases. Every key of the method can be read as an
+    attribute; a key of another method reads as None. docs/speculative_config.md lists the keys of every method with
+    their ranges and defaults; so does ``foredraft info --keys --method NAME``.
+
+    Args:
+      method: a name such as "ngram", or several as in "ngram+suffix". Left out, it follows from the other keys: a
+        folder with a head means the method of that head, any other model ``draft_model``, a key of one method that one.
+      options: to start from, of the same method; other keys go before them.
+      keys: of the method, under their own names or an alias. A key that is left out, or None, takes its default.
+
+    Raises: ConfigError for an unknown key, a value out of range, or a key that does not belong to the method.
+    """
+
+    method: str
+    options: Options
+
+    def __init__(self, method: str | None = None, options: Options | None = None, **keys: Any) -> None:
+        given = {**({} if options is None else _set(options)), **_canonical({**_if(method=method), **keys})}
+        given = {key: value for key, value in given.items() if value is not None}
+        chosen, drafters = _chosen(given.pop("method", None), given)
+        if drafters is not None:
+            given["drafters"] = drafters
+        _check_keys(chosen, given)
+        object.__setattr__(self, "method", chosen.name)
+        object.__setattr__(self, "options", chosen.options.of(given))
+
+    def __getattr__(self, name: str) -> Any:
+        """A key of the method, which may fix it; None for a key of other methods. A copy in the making has none."""
+        options = self.__dict__.get("options")
+        if options is not None and name in vars(options):
+            return getattr(options, name)
+        if options is not None and name in all_keys():
+            return getattr(options, name, None)
+        known = "" if options is None else f"; the keys of method {self.method!r} are {', '.join(options.keys())}"
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{known}")
+
+    def __repr__(self) -> str:
+        values = {"method": self.method, **_set(self.options)}
+        if values.get("model") is not None and not isinstance(values["model"], (str, os.PathLike)):
+            values["model"] = type(values["model"])  # a loaded model shows all of its layers
+        return f"{NAME}({', '.join(f'{name}={_shown(value)}' for name, value in values.items())})"
+
+    @classmethod
+    def parse(cls, value: SpeculativeConfig | Mapping[str, Any] | str | None) -> SpeculativeConfig:
+        """Read what a user gave: nothing, a mapping, JSON, ``@file`` with JSON, a method's name, or a config.
+
+        Raises: ConfigError when it is none of these, or not valid.
+        """
+        if value is None:
+            return cls(method="none")
+        if isinstance(value, SpeculativeConfig):
+            return value
+        if isinstance(value, str):
+            value = read_text(value)
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"speculative config is {value!r}; give a JSON object, a mapping, @FILE or None")
+        return cls(**{str(name): item for name, item in value.items()})
+
+    @property
+    def definition(self) -> Method:
+        """The description of the method."""
+        return methods()[self.method]
+
+    @property
+    def rule(self) -> AcceptanceRule:
+        """How drafts are accepted."""
+        return RULES[self.rejection_sample_method]
+
+    @property
+    def is_governed(self) -> bool:
+        """Whether measured costs decide how much is drafted."""
+        return bool(getattr(self.options, "is_governed", False))
+
+    @property
+    def typical_limits(self) -> TypicalLimits:
+        """What the rule "typical" accepts."""
+        given = {"threshold": self.posterior_threshold, "alpha": self.posterior_alpha}
+        return TypicalLimits(**_if(**given))
+
+    @property
+    def is_speculative(self) -> bool:
+        return self.method != "none"
+
+    @property
+    def parts(self) -> tuple[SpeculativeConfig, ...]:
+        """The configs of the drafters that this one combines, else itself alone."""
+        return tuple(self.drafters) if self.definition.combines else (self,)
+
+    @property
+    def title(self) -> str:
+        """The method as one would write it: ``ngram``, ``suffix+draft_model``."""
+        sign = self.definition.sign
+        return sign.join(part.title for part in self.parts) if sign else self.method
+
+    def as_dict(self) -> dict[str, Any]:
+        """The method and every key that has a value."""
+        return {"method": self.method, **_set(self.options)}
+
+    @property
+    def model_part(self) -> SpeculativeConfig | None:
+        """The config of the drafter that is a model: this one or the first such part."""
+        if not self.definition.combines:
+            is_self = self.definition.model_is_optional and self.model is None
+            return self if self.definition.takes_model and not is_self else None
+        return next((part.model_part for part in self.parts if part.model_part is not None), None)
+
+    def without_model(self) -> SpeculativeConfig:
+        """The same config, without a reference to any loaded model; heads stay, and that there was a model may."""
+        keeps = self.definition.drafts_with_heads
+        values = {name: value for name, value in self.as_dict().items() if keeps or name != "model"}
+        if self.definition.model_is_optional and self.model is not None:
+            values["model"] = LOADED
+        if self.definition.combines:
+            values["drafters"] = [part.without_model() for part in self.parts]
+        return SpeculativeConfig(**values)
+
+
+def all_keys() -> dict[str, Key]:
+    """The keys of all methods by their names."""
+    return {name: key for method in methods().values() for name, key in method.keys.items()}
+
+
+def _if(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _set(options: Options) -> dict[str, Any]:
+    return _if(**{key.name: getattr(options, key.name) for key in options.keys().values()})
+
+
+def _canonical(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The given keys under their own names, with what aliases imply."""
+    given = switched(NAME, native(NAME, respelled(NAME, keys, spelling), SPECULATIVE_KEYS))
+    values = canonical(NAME, given, {"method", *all_keys()}, ALIASES)
+    for alias in given.keys() & IMPLIED.keys():
+        values = {**IMPLIED[alias], **values}
+    return values
+
+
+def _chosen(name: Any, given: Mapping[str, Any]) -> tuple[Method, list[str] | None]:
+    """The method, under its own name or inferred from the keys, and the parts that its name names."""
+    if name is None:
+        return _inferred(given), None
+    if not isinstance(name, str):
+        raise ConfigError(f"method is {name!r}; choose one of {', '.join(methods())}")
+    spelled = spelling(name).lower()
+    if spelled.startswith(("{", "@")):
+        raise ConfigError(
+            f"method is {name!r}, which is a config; give it as speculative_config (--speculative-config)"
+        )
+    _check_available(spelled)
+    is_whole = spelled in methods() or spelled in method_aliases()  # "hydra++" has a sign in it
+    for sign, composition in () if is_whole else compositions().items():
+        if sign in spelled:
+            if given.get("drafters") is not None:
+                raise ConfigError(f"method {name!r} names its drafters, and drafters does too; give one")
+            parts = _parted(spelled, sign)
+            if not all(parts):
+                raise ConfigError(f"method {name!r} names nothing on one side of {sign!r}; write 'ngram{sign}suffix'")
+            return methods()[composition], parts
+    spelled = method_aliases().get(spelled, spelled)
+    if spelled not in methods():
+        near = get_close_matches(spelled, [*methods(), *method_aliases(), *METHODS_ELSEWHERE], n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        if near and near[0] in METHODS_ELSEWHERE:
+            hint += "That is not available in this version; "
+        raise ConfigError(f"method {name!r} is not known; {hint}choose one of {', '.join(methods())}")
+    return methods()[spelled], None
+
+
+def _parted(spelled: str, sign: str) -> list[str]:
+    """The names that a sign joins: "suffix+hydra++" -> suffix, hydra++, since that of a method may hold the sign."""
+    for name in (*methods(), *method_aliases()):
+        spelled = spelled.replace(name, name.replace(sign, "\0"))
+    return [part.strip().replace("\0", sign) for part in spelled.split(sign)]
+
+
+def method_named(name: str) -> Method:
+    """The method of this name or alias.
+
+    Raises: ConfigError, naming the nearest, for a name that is not known.
+    """
+    return _chosen(name, {})[0]
+
+
+def _inferred(given: Mapping[str, Any]) -> Method:
+    """The one method that a key belongs to, or the only one that has all of them; a folder may hold a head."""
+    found = recognized(given["model"]) if "model" in given else None
+    if found is not None:
+        return found
+    single = [method for method in methods().values() if not method.combines]
+    owners = {key: [method for method in single if key in method.keys] for key in given}
+    fitting = list({owner[0].name: owner[0] for owner in owners.values() if len(owner) == 1}.values())
+    if not fitting:
+        fitting = [
+            method
+            for method in single
+            if given
+            and given.keys() <= method.keys.keys()
+            and not (method.drafts_with_heads or method.model_is_optional)
+        ]
+    if len(fitting) != 1:
+        raise ConfigError(
+            f"the method does not follow from the keys {sorted(given)}; add method, one of {', '.join(methods())}"
+        )
+    return fitting[0]
+
+
+def _check_keys(method: Method, given: Iterable[str]) -> None:
+    for key in sorted(set(given) - method.keys.keys()):
+        owners = [other.name for other in methods().values() if key in other.keys]
+        remedy = "leave it out"
+        if method.combines:
+            remedy += f", or give it to a part: drafters=[{{'method': {owners[0]!r}, {key!r}: ...}}, ...]"
+        raise ConfigError(
+            f"key {key!r} has no meaning for method {method.name!r}, only for {', '.join(owners)}; {remedy}"
+        )
+
+
+def _check_available(name: str) -> None:
+    """Refuse methods that people know and this version does not have."""
+    what = method_elsewhere(name)
+    if what is not None and name not in methods():
+        raise ConfigError(
+            f"method {name!r} ({what}) is not available in this version; choose one of {', '.join(methods())}, or "
+            "compare those that fit with foredraft bench --methods all --model MODEL"
+        )
+
+
+def _shown(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else repr(value)

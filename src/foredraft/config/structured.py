@@ -1,0 +1,103 @@
+"""What an output must match: `StructuredOutputs`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from foredraft.config.keywords import canonical, strings
+from foredraft.errors import ConfigError
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+"""Fields of which one says what the output must match."""
+
+MAX_CHARACTERS = 1 << 18
+"""Of what an output must match, as text."""
+
+
+@dataclass(frozen=True, repr=False)
+class StructuredOutputs:
+    """What an output must match, in vLLM's names; exactly one of the first five is given.
+
+    Args:
+      json: a JSON schema, as a mapping or as text.
+      regex: a regular expression that the whole output matches.
+      choice: texts, of which the output is one.
+      grammar: a context-free grammar, in Lark's form or as EBNF (GBNF).
+      json_object: any JSON object.
+      disable_any_whitespace: JSON without spaces and line ends between its parts.
+      whitespace_pattern: a regular expression of the space between parts of JSON; by default at most 64 characters.
+
+    Raises: ConfigError for none or several of the first five, or what is too long.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise ConfigError(
+                f"StructuredOutputs got {', '.join(given) or 'nothing'}; give exactly one of {', '.join(KINDS)}"
+            )
+        object.__setattr__(self, "kind", given[0])
+        if self.json is not None and not isinstance(self.json, str):
+            object.__setattr__(self, "json", _as_text(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", strings("StructuredOutputs", "choice", self.choice))
+            if not self.choice:
+                raise ConfigError("StructuredOutputs.choice is empty; give one text or more")
+        for name in ("json", "regex", "grammar", "whitespace_pattern"):
+            if (value := getattr(self, name)) is not None and (not isinstance(value, str) or not value):
+                raise ConfigError(f"StructuredOutputs.{name} is {value!r}; it must be a text that is not empty")
+        for name in ("json_object", "disable_any_whitespace"):
+            if (value := getattr(self, name)) is not None and not isinstance(value, bool):
+                raise ConfigError(f"StructuredOutputs.{name} is {value!r}; it must be True or False")
+        if self.num_characters > MAX_CHARACTERS:
+            raise ConfigError(
+                f"StructuredOutputs.{given[0]} has {self.num_characters} characters, and may have {MAX_CHARACTERS}; "
+                "make it smaller"
+            )
+
+    def __repr__(self) -> str:
+        given = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
+        return f"StructuredOutputs({', '.join(f'{name}={_shortened(value)}' for name, value in given.items())})"
+
+    kind = ""
+    """The one field of `KINDS` that is given."""
+
+    @property
+    def num_characters(self) -> int:
+        """Of what an output must match, as text."""
+        return sum(map(len, (self.json or "", self.regex or "", self.grammar or "", *(self.choice or ()))))
+
+    @classmethod
+    def of(cls, given: Any) -> StructuredOutputs:
+        """From a mapping, such as a JSON object; one that is made already stays as it is."""
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f"SamplingParams.structured_outputs is {type(given).__name__}; give StructuredOutputs, or a mapping of "
+                "its fields"
+            )
+        return cls(**canonical("StructuredOutputs", dict(given), [one.name for one in fields(cls)], {}))
+
+
+def _as_text(schema: Any) -> str:
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"StructuredOutputs.json cannot be written as JSON ({error}); give a JSON schema") from None
+
+
+def _shortened(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -1,0 +1,31 @@
+"""Methods of drafting, and the way from a `SpeculativeConfig` to a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from foredraft.config.speculative import SpeculativeConfig
+    from foredraft.drafters.context import DrafterContext
+    from foredraft.engine.drafter import Drafter
+
+DrafterFactory = Callable[[], "Drafter"]
+"""Makes a new drafter without state on every call."""
+
+
+def make_drafter(config: SpeculativeConfig, context: DrafterContext) -> Drafter:
+    """A drafter without state.
+
+    Raises: ConfigError if the config asks for something that the context does not have.
+    """
+    return config.definition.build(config.options, context)
+
+
+def drafter_factory(config: SpeculativeConfig, context: DrafterContext) -> DrafterFactory:
+    """Return a function that makes a new drafter on every call.
+
+    Raises: ConfigError if the config asks for something that the context does not have.
+    """
+    make_drafter(config, context)  # refuse now, not later
+    return lambda: make_drafter(config, context)

@@ -1,0 +1,164 @@
+"""Jacobi decoding: guess a block, let one forward correct all of it at once, and go on with the corrections."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, ClassVar
+
+from foredraft.config.drafting import DraftOptions, draft_length
+from foredraft.config.method import Method
+from foredraft.config.options import one_of, option
+from foredraft.drafters.length_options import LengthOptions
+from foredraft.drafters.lengths import LengthPolicy, PlannedDrafter
+from foredraft.engine.drafter import Budget, Requirements, StepResult
+from foredraft.engine.sequence import Sequence
+from foredraft.errors import ConfigError
+from foredraft.lazy import Lazy
+from foredraft.tree import DraftTree
+
+if TYPE_CHECKING:
+    from foredraft.drafters.context import DrafterContext
+    from foredraft.law import noise
+else:
+    noise = Lazy("foredraft.law.noise")
+
+
+class PromptTokens:
+    """Tokens of a row's prompt, drawn at random, as many as are asked for.
+
+    Randomness: the draft stream of the row's seed, apart from every number that decides what is emitted.
+    """
+
+    def __init__(self, row: Sequence) -> None:
+        self._tokens = row.token_ids
+        self._num_tokens = row.num_prompt_tokens
+        self._seed = row.seed
+        self._draws = count()
+
+    def next(self) -> int:
+        """One more token."""
+        key = noise.stream_key(self._seed, next(self._draws), 0, noise.Purpose.DRAFT)
+        return self._tokens[int(noise.uniform(key) * self._num_tokens)]
+
+
+def random_token(seed: int, vocab_size: int, position: int, node: int = 0) -> int:
+    """A token of the whole vocabulary, for a position of a text or a node of the draft that begins there.
+
+    Randomness: the draft stream of the seed of a row, keyed by position and node, so that what is drafted again gets
+    the same token whatever ran beside it; every token is as likely as any other.
+    """
+    key = noise.stream_key(seed, position, node, noise.Purpose.DRAFT)
+    return int(noise.uniform(key) * vocab_size)
+
+
+INITIAL_GUESS = one_of(("repeat", "prompt", "random"))
+"""The kind of ``initial_guess``, which checks the word."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JacobiOptions(LengthOptions, DraftOptions):
+    """Keys of Jacobi decoding."""
+
+    method: ClassVar[str] = "jacobi"
+    num_speculative_tokens: int = draft_length(16)
+    initial_guess: str = option(
+        INITIAL_GUESS, "repeat", "the last token again, tokens of the prompt, or of the whole vocabulary"
+    )
+
+
+class JacobiDrafter(PlannedDrafter["Guesses"]):
+    """A chain of guesses, each replaced in every step by what the target says after the guesses before it.
+
+    Source: Jacobi decoding (Santilli et al. 2023, arXiv:2305.10427; Song et al. 2021, arXiv:2002.03629). Deviations:
+    the block slides, so that it never waits for its last tokens; a position is refreshed with the choice that the
+    row's noise makes there, not with the argmax, so that it converges to the sampled text too.
+
+    Args:
+      vocab_size: of the target; for initial_guess="random".
+      length_policy: instead of the one that the options name.
+
+    Raises: ConfigError for "random" without a ``vocab_size``.
+    Exactness: lossless for any acceptance rule that takes deterministic drafts. A block of m guesses takes at most m
+    steps, since each step settles one more token at least.
+    Randomness: initial guesses of "prompt" and "random" are drawn by the row's seed, apart from every number that
+    decides what is emitted; those of "random" are a function of seed and position.
+    Cost: O(block) per step, whatever the length of the text.
+    """
+
+    name = "jacobi"
+    requires = Requirements(choices=True)
+
+    def __init__(
+        self,
+        options: JacobiOptions | None = None,
+        *,
+        vocab_size: int | None = None,
+        length_policy: LengthPolicy | None = None,
+    ) -> None:
+        self.options = options or JacobiOptions()
+        super().__init__(length_policy or self.options.new_policy(self.options.num_speculative_tokens))
+        if self.options.initial_guess == "random" and vocab_size is None:
+            raise ConfigError('initial_guess="random" needs the vocab_size of the target; give it')
+        self._vocab_size = vocab_size or 0
+
+    def new_state(self, row: Sequence) -> Guesses:
+        return Guesses(row, self.options.initial_guess, self._vocab_size)
+
+    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+        length = self.length_policy.length(row, budget)
+        return DraftTree.chain(row.pending, self._state_of[row.id].first(length), source=self.name)
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        super().observe(rows, results)
+        for row, result in zip(rows, results, strict=True):
+            self._state_of[row.id].refresh(result.features.choices, len(result.emitted))
+
+
+class Guesses:
+    """The guesses for the next tokens of one row, starting after the pending one."""
+
+    def __init__(self, row: Sequence, initial_guess: str, vocab_size: int = 0) -> None:
+        self._row = row
+        self._prompt_tokens = PromptTokens(row) if initial_guess == "prompt" else None
+        self._vocab_size = vocab_size if initial_guess == "random" else None
+        self._tokens: list[int] = []
+
+    def first(self, length: int) -> list[int]:
+        """The first ``length`` guesses, new ones where there are too few."""
+        self._tokens += [self._initial(place) for place in range(len(self._tokens), length)]
+        return self._tokens[:length]
+
+    def refresh(self, choices: Seq[int], num_emitted: int) -> None:
+        """Take the target's choices for guesses, and drop those for what was emitted meanwhile.
+
+        Choice i stands in the place of guess i. With guesses 5 6 7 8, choices 5 6 9 2 1 and three tokens emitted
+        (5 6 9), the guesses are now 2 1.
+        """
+        tokens = [*choices, *self._tokens[len(choices) :]][num_emitted:]
+        self._tokens = tokens[: tokens.index(-1)] if -1 in tokens else tokens
+
+    def drop(self, length: int) -> None:
+        """Forget the first ``length`` guesses."""
+        del self._tokens[:length]
+
+    def _initial(self, place: int) -> int:
+        if self._prompt_tokens is not None:
+            return self._prompt_tokens.next()
+        if self._vocab_size is not None:
+            return random_token(self._row.seed, self._vocab_size, len(self._row.token_ids) + place)
+        return self._tokens[-1] if self._tokens else self._row.pending
+
+
+def build(options: JacobiOptions, context: DrafterContext) -> JacobiDrafter:
+    """Guesses need nothing but the text."""
+    return JacobiDrafter(options, vocab_size=context.target.vocab_size)
+
+
+METHOD = Method(
+    JacobiOptions,
+    build,
+    summary="guesses that the target corrects all at once, step after step",
+    aliases=("jacobi_decoding",),
+)

@@ -1,0 +1,311 @@
+"""Lookahead decoding: parallel Jacobi iterations make n-grams, a pool keeps them, and one tree holds both."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from foredraft.beginnings import shared_length
+from foredraft.config.drafting import DraftOptions, draft_length, node_limit
+from foredraft.config.method import Method
+from foredraft.config.options import flag, option, whole
+from foredraft.drafters.iterate.jacobi import PromptTokens
+from foredraft.drafters.parts.draft import GrowingDraft
+from foredraft.engine.drafter import Budget, ContextDrafter, Requirements, StepResult
+from foredraft.engine.sequence import Sequence
+from foredraft.errors import ConfigError
+from foredraft.tree import DraftTree
+
+if TYPE_CHECKING:
+    from foredraft.drafters.context import DrafterContext
+
+EXPECTED_TOKENS, FEW_STEPS = 0.5, 16.0
+"""Tokens per step that a window is trusted to bring (the paper's speeds are 1.5 to 2.3), and steps worth that."""
+
+MOST_STEPS = 256.0
+"""Of a window, that are remembered."""
+
+LONGEST_REST, TRY_STEPS = 1024, 12
+"""Steps after which a resting window is tried again, and for how many: 1 % of the time where it doubles a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookaheadOptions(DraftOptions):
+    """Keys of lookahead decoding. Its N is num_speculative_tokens + 1."""
+
+    method: ClassVar[str] = "lookahead"
+    drafts_trees: ClassVar[bool] = True
+    least_length: ClassVar[int] = 1
+    num_speculative_tokens: int = draft_length(4)
+    max_draft_nodes: int | None = node_limit()
+    window_size: int = option(whole(1, 1024), 7, "columns of the window, W")
+    guess_set_size: int = option(whole(0, 1024), 7, "n-grams that are verified per step, G")
+    pool_from_prompt: bool = option(flag(), True, "whether n-grams of prompt and output enter the pool")
+
+    @property
+    def num_cells(self) -> int:
+        """The most cells of its window, pending token included."""
+        return most_cells(self.window_size, self.num_speculative_tokens)
+
+    def check(self) -> None:
+        super().check()
+        if self.max_draft_nodes is not None and self.max_draft_nodes < self.num_cells:
+            raise ConfigError(
+                f"max_draft_nodes={self.max_draft_nodes} holds no window with window_size={self.window_size} and "
+                f"num_speculative_tokens={self.num_speculative_tokens}; raise the first to {self.num_cells} or lower "
+                "the others"
+            )
+
+
+class LookaheadDrafter(ContextDrafter):
+    """Verifies n-grams from a pool that a two-dimensional window of guesses fills on the way.
+
+    Source: lookahead decoding (Fu et al. 2024, arXiv:2402.02057; hao-ai-lab/LookaheadDecoding). With the paper's N =
+    ``num_speculative_tokens`` + 1, W = ``window_size`` and G = ``guess_set_size``, a full step has (W + G) (N - 1)
+    nodes before equal siblings are merged. Deviations: the window goes on with the choices that the row's noise makes
+    at its positions, not with the argmax, so that sampled text is guessed too; guesses form a tree, in which what they
+    share is verified once; a guess that is right to its end is followed by a bonus token; window cells may be accepted
+    like any other node; where steps are governed, the window rests while its n-grams bring less than it costs; guesses
+    are verified while the window fills, too; n-grams of prompt and output enter the pool.
+
+    Exactness: lossless for any acceptance rule that takes deterministic trees. Randomness: the first level of the
+    window is drawn from the prompt by the row's seed.
+    Cost: O(tree) per step, whatever the length of the text; one n-gram per prompt token at the start. Where only
+    chains can be verified the best guess remains and the window starts over in every step.
+    """
+
+    name = "lookahead"
+    requires = Requirements(choices=True)
+
+    def __init__(self, options: LookaheadOptions | None = None) -> None:
+        self.options = options = options or LookaheadOptions()
+        self._max_guess_nodes = sys.maxsize
+        if options.max_draft_nodes is not None:
+            self._max_guess_nodes = options.max_draft_nodes - options.num_cells + 1
+        self._worth = WindowWorth(options.num_cells - 1)
+        self._window_of: dict[int, GuessWindow | None] = {}  # None while it rests
+        self._pool_of: dict[int, NgramPool] = {}
+
+    def start(self, rows: Seq[Sequence]) -> None:
+        for row in rows:
+            self._window_of[row.id] = self._new_window(row)
+            self._pool_of[row.id] = NgramPool(self.options.num_speculative_tokens, self.options.guess_set_size)
+            self._learn(row, len(row.token_ids))
+
+    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+        draft = GrowingDraft(row, budget.depth)
+        for guess in self._pool_of[row.id].continuations(row.pending):
+            draft.add_path(guess, self._max_guess_nodes)
+        if not self._worth.covers(budget.least):
+            self._window_of[row.id] = None
+            return draft.tree(self.name)
+        window = self._window_of[row.id] = self._window_of[row.id] or self._new_window(row)
+        window.add_to(draft)
+        return draft.tree(self.name, is_whole=True)
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        for row, result in zip(rows, results, strict=True):
+            window, pool = self._window_of[row.id], self._pool_of[row.id]
+            self._worth.learn(pool.advance_by_windows(result.tree.tokens[0], result.emitted), result.tree.is_whole)
+            if window is not None:
+                for ngram in window.advance(result.tree, result.features.choices):
+                    pool.add(ngram[0], ngram[1:], is_read=False)
+            self._learn(row, len(result.emitted))
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        for row in rows:
+            self._window_of.pop(row.id, None)
+            self._pool_of.pop(row.id, None)
+
+    def _new_window(self, row: Sequence) -> GuessWindow:
+        ends = frozenset((*row.law.eos_token_ids, *(row.params.stop_token_ids or ())))
+        return GuessWindow(self.options.window_size, self.options.num_speculative_tokens, PromptTokens(row).next, ends)
+
+    def _learn(self, row: Sequence, num_new_tokens: int) -> None:
+        if self.options.pool_from_prompt:
+            self._pool_of[row.id].add_text(row.token_ids, len(row.token_ids) - num_new_tokens)
+
+
+def most_cells(size: int, num_levels: int) -> int:
+    """The most cells, pending token included, that a `GuessWindow` ever has: full, or one of the steps before."""
+    return max(count * (size + num_levels - count) for count in range(1, num_levels + 1))
+
+
+class GuessWindow:
+    """Levels of guesses for future positions; each level is what the target made of the one above it.
+
+    Column j of level l guesses the token l + j places after the pending one, which is itself column 0 of level 0.
+    A cell of level 0 follows the cells to its left, every other one the cell above it:
+
+        level 0   pending - a1 - a2 - a3
+                  |         |    |    |
+        level 1   b0        b1   b2   b3
+                  |         |    |    |
+        level 2   c0        c1   c2   c3
+
+    So the window is a tree, and depths in it are the places. Read downwards with what the target says after the last
+    level, a column is an n-gram: (a1, b1, c1 would follow its key a1): a1 -> b1 c1 and the new token.
+
+    Args:
+      size: columns, W.
+      num_levels: levels when it is full, N - 1. It starts with the first one, N - 2 columns wider, and gains a level
+        for a column in each of its first steps.
+      initial: makes tokens for the first level, and for cells that have no other.
+      ends: tokens that end a text; they are never guessed, for nothing could follow them.
+    """
+
+    def __init__(self, size: int, num_levels: int, initial: Callable[[], int], ends: frozenset[int]) -> None:
+        self._num_levels = num_levels
+        self._initial = initial
+        self._ends = ends
+        self._first = [self._guess(initial()) for _ in range(size + num_levels - 2)]  # without the pending token
+        self._levels: list[list[int]] = []
+
+    @property
+    def levels(self) -> list[list[int]]:
+        """Tokens by level and column, the first level without the pending token."""
+        return [self._first, *self._levels]
+
+    def add_to(self, draft: GrowingDraft) -> None:
+        """Grow the window below the root."""
+        self._walk(draft.child)
+
+    def advance(self, tree: DraftTree, choices: Seq[int]) -> list[tuple[int, ...]]:
+        """Move one step on with the target's tokens (N,) after the nodes of a tree that held this window.
+
+        Returns: the n-grams of all columns, key first, once the window is full. A column that the tree does not hold
+          to its end (it was cut near the end of a row) gives none.
+        """
+        bottom = self._walk(lambda node, token: None if node is None else tree.child(node, token))
+        keys = [tree.tokens[0], *self._first]
+        ngrams = []
+        if len(self.levels) == self._num_levels:
+            ngrams = [
+                (key, *(level[column] for level in self._levels), choices[node])
+                for column, (key, node) in enumerate(zip(keys, bottom, strict=True))
+                if node is not None and choices[node] >= 0
+            ]
+        self._shift([self._guess(-1 if node is None else choices[node]) for node in bottom])
+        return ngrams
+
+    def _walk(self, child: Callable[[int | None, int], int | None]) -> list[int | None]:
+        """The nodes of the last level, by a function from (node, token) to the node below."""
+        node: int | None = 0
+        nodes = [node]
+        for token in self._first:
+            node = child(node, token)
+            nodes.append(node)
+        for level in self._levels:
+            nodes = [child(node, token) for node, token in zip(nodes, level, strict=True)]
+        return nodes
+
+    def _shift(self, newest: list[int]) -> None:
+        """All cells one place nearer: by a column while the window fills, by a level afterwards."""
+        if len(self.levels) < self._num_levels:
+            self._first = self._first[1:]
+            self._levels = [level[1:] for level in [*self._levels, newest]]
+        else:
+            first, *self._levels = [*self._levels, newest]
+            self._first = first[1:]
+
+    def _guess(self, token: int) -> int:
+        """The token, or an initial one in the place of an end or of nothing (-1)."""
+        return self._initial() if token < 0 or token in self._ends else token
+
+
+class WindowWorth:
+    """What a window brings, in tokens per step with one, by what it costs.
+
+    It brings the tokens by which its n-grams are longer right than those of prompt and output. While it rests, it is
+    given another try now and then.
+
+    Args:
+      num_nodes: of a window.
+    """
+
+    def __init__(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+        self._num_steps = FEW_STEPS
+        self._num_tokens = FEW_STEPS * EXPECTED_TOKENS
+        self._num_resting = 0
+
+    def covers(self, least: float) -> bool:
+        """Whether it brings what its nodes cost.
+
+        Args:
+          least: half of the tokens that the time of a node would make otherwise (`Budget.least`); 0 where nobody knows.
+        """
+        if 2.0 * least * self._num_nodes * self._num_steps <= self._num_tokens:
+            return True
+        return self._num_resting >= LONGEST_REST
+
+    def learn(self, num_tokens: int, has_window: bool) -> None:
+        """Count a step, and what windows have brought it."""
+        self._num_tokens += num_tokens
+        self._num_steps += has_window
+        if not has_window or self._num_resting >= LONGEST_REST:
+            self._num_resting = (self._num_resting + 1) % (LONGEST_REST + TRY_STEPS)
+        if self._num_steps > MOST_STEPS:
+            self._num_steps, self._num_tokens = self._num_steps / 2, self._num_tokens / 2
+
+
+class NgramPool:
+    """Token -> the last ``limit`` different continuations of ``length`` tokens seen after it.
+
+    Source: the pool of lookahead decoding (Fu et al. 2024, arXiv:2402.02057): seen again means most recent, and the
+    least recent leaves first.
+    """
+
+    def __init__(self, length: int, limit: int) -> None:
+        self._length = length
+        self._limit = limit
+        self._continuations_of: dict[int, dict[tuple[int, ...], bool]] = {}  # the most recent last
+
+    def add(self, token: int, continuation: tuple[int, ...], *, is_read: bool = True) -> None:
+        """Record what was seen after a token.
+
+        Args:
+          is_read: in prompt or output; else in a window.
+        """
+        known = self._continuations_of.setdefault(token, {})
+        known[continuation] = known.pop(continuation, False) or is_read
+        if len(known) > self._limit:
+            del known[next(iter(known))]
+
+    def add_text(self, tokens: Seq[int], first: int) -> None:
+        """Record the n-grams of a text whose last token stands at ``first`` or later.
+
+        Of 1 2 3 4 from 3 on, with two tokens after the first of each: 2 -> 3 4.
+        """
+        for end in range(max(first, self._length), len(tokens)):
+            start = end - self._length
+            self.add(tokens[start], tuple(tokens[start + 1 : end + 1]))
+
+    def continuations(self, token: int) -> list[tuple[int, ...]]:
+        """The continuations that were seen after a token, the most recent first."""
+        return list(reversed(self._continuations_of.get(token, {})))
+
+    def advance_by_windows(self, token: int, text: Seq[int]) -> int:
+        """By how many tokens those of windows have said what came after a token further than those of texts."""
+        longest = {False: 0, True: 0}
+        for continuation, is_read in self._continuations_of.get(token, {}).items():
+            shared = shared_length(continuation, tuple(text[: len(continuation)]))
+            longest[is_read] = max(longest[is_read], shared)
+        return max(0, longest[False] - longest[True])
+
+
+def build(options: LookaheadOptions, context: DrafterContext) -> LookaheadDrafter:
+    """Window and pool begin with the prompt."""
+    context.check_trees(options.method)
+    return LookaheadDrafter(options)
+
+
+METHOD = Method(
+    LookaheadOptions,
+    build,
+    summary="n-grams from a pool that a window of guesses fills on the way",
+    aliases=("lookahead_decoding", "lade"),
+)

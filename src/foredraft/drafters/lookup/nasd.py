@@ -1,0 +1,215 @@
+"""N-gram storage learned online: which token has followed these tokens most often."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from foredraft.config.drafting import BranchOptions, depth_within, draft_length, node_limit
+from foredraft.config.method import Method
+from foredraft.config.options import flag, number, one_of, option, path, whole
+from foredraft.drafters.iterate.jacobi import random_token
+from foredraft.drafters.length_options import LengthOptions
+from foredraft.drafters.lengths import CONFIDENCE, NOTHING, LengthPolicy, PlannedDrafter
+from foredraft.drafters.parts.ngram_storage import RUNNER_UP_WEIGHT, STORAGES, Guess, NGramStorage
+from foredraft.drafters.parts.state_file import check_writable, warned
+from foredraft.engine.drafter import Budget, StepResult
+from foredraft.engine.features import top_ids_of
+from foredraft.engine.sequence import Sequence
+from foredraft.errors import ConfigError
+from foredraft.tree import DraftTree
+
+if TYPE_CHECKING:
+    from foredraft.drafters.context import DrafterContext
+
+UNKNOWN = ("stop", "random")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NasdOptions(LengthOptions, BranchOptions):
+    """Keys of drafting from an n-gram storage."""
+
+    method: ClassVar[str] = "nasd"
+    looks: ClassVar[frozenset[str]] = frozenset({NOTHING, CONFIDENCE})
+    num_speculative_tokens: int = draft_length(5)
+    max_draft_nodes: int | None = node_limit()
+    ngram_size: int = option(whole(2), 4, "n of the longest n-gram, the predicted token included")
+    storage: str = option(
+        one_of(STORAGES, {"ngramstorage": "levels", "onelevelngramstorage": "single"}),
+        "levels",
+        "levels: contexts of n - 1 tokens down to one, the longest known one decides; single: of n - 1 tokens only",
+    )
+    filler_top_k: int = option(
+        whole(1), 3, "tokens that the target ranked highest which enter the storage, per position; 1 for none"
+    )
+    filler_weight: float = option(
+        number(0.0, 1.0, above=True), RUNNER_UP_WEIGHT, "of such a token beside one that was said, which weighs 1"
+    )
+    unknown: str = option(one_of(UNKNOWN), "stop", "at an unknown context: end the draft, or draft a random token")
+    shared: bool = option(flag(), False, "whether requests learn from each other")
+    state_file: str | None = option(path(), help="where what requests share is kept from run to run")
+
+    def check(self) -> None:
+        super().check()
+        if self.state_file is not None and not self.shared:
+            raise ConfigError("state_file is of a storage that requests share; add shared=true, or leave it out")
+
+
+class NasdDrafter(PlannedDrafter[NGramStorage]):
+    """Drafts the most frequent successor of the last tokens, again and again, by counts of the row's text.
+
+    Source: n-gram assisted speculative decoding (romsto/Speculative-Decoding; the text-only case is ANPD, Ou
+    et al. 2024, arXiv:2404.08698). Deviations: dev/deviations.md.
+
+    A tree has at most ``num_draft_branches`` * depth drafted nodes, the likeliest paths first. What requests share
+    lives until `reset`; its file is read when it exists, and written when the last row has ended.
+
+    Args:
+      vocab_size: of the target; for unknown="random" and a state file.
+      learned: the shared storage to go on with; None begins anew, or with what is in the state file.
+      length_policy: instead of the one that the options name.
+
+    Raises: ConfigError where the vocabulary is missing; CheckpointError, ConfigError for a file that cannot be written
+      or does not fit.
+    Exactness: lossless for any acceptance rule that takes deterministic drafts. Randomness: of "random" the draft
+    stream of the row's seed, keyed by position, apart from every number that decides what is emitted; else none.
+    Cost: dictionary operations per new token and per drafted node; none depends on the length of the text.
+    """
+
+    name = "nasd"
+    is_free = True
+
+    def __init__(
+        self,
+        options: NasdOptions | None = None,
+        *,
+        vocab_size: int | None = None,
+        learned: NGramStorage | None = None,
+        length_policy: LengthPolicy | None = None,
+    ) -> None:
+        self.options = options = options or NasdOptions()
+        depth = depth_within(options.num_speculative_tokens, options.max_draft_nodes, options.num_draft_branches)
+        super().__init__(length_policy or options.new_policy(depth))
+        if (options.unknown == "random" or options.state_file is not None) and vocab_size is None:
+            raise ConfigError('unknown="random" and state_file need the vocab_size of the target; give it')
+        self._vocab_size = vocab_size or 0
+        self._state_file = None if options.state_file is None else Path(options.state_file).expanduser()
+        self._shared = (learned or self._opened()) if options.shared else None
+        self._is_unsaved = False
+        self._num_counted_of: dict[int, int] = {}
+
+    def _new_storage(self) -> NGramStorage:
+        options = self.options
+        return NGramStorage(
+            options.ngram_size,
+            options.num_draft_branches,
+            storage=options.storage,
+            filler_weight=options.filler_weight,
+        )
+
+    def _opened(self) -> NGramStorage:
+        """A shared storage, as the file has it where there is one."""
+        storage = self._new_storage()
+        if self._state_file is not None and self._state_file.exists():
+            storage.load(self._state_file, self._vocab_size)
+        elif self._state_file is not None:
+            check_writable(self._state_file)
+        return storage
+
+    @property
+    def learned(self) -> NGramStorage | None:
+        """The storage that all rows share; None where each has its own."""
+        return self._shared
+
+    @property
+    def is_shared(self) -> bool:
+        return self._shared is not None
+
+    def reset(self) -> None:
+        """Forget what rows have shared. Rows that run go on learning from here."""
+        if self._shared is not None:
+            self._shared.reset()
+            self._is_unsaved = True
+
+    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+        if self._shared is not None and memory is self._shared.epoch:
+            self._num_counted_of[row.id] = num_tokens  # the row before has put them in
+        return super().recall(row, memory, num_tokens)
+
+    def new_state(self, row: Sequence) -> NGramStorage:
+        self._is_unsaved = True
+        storage = self._new_storage() if self._shared is None else self._shared
+        storage.extend(row.token_ids, [], first=self._num_counted_of.get(row.id, 1))
+        self._num_counted_of[row.id] = len(row.token_ids)
+        return storage
+
+    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+        if self._shared is not None:  # the prompt has been counted
+            self._num_counted_of |= {copy.id: len(copy.token_ids) for copy in copies}
+        self.start(copies)
+
+    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+        storage, tokens, guess = self._state_of[row.id], row.token_ids, self._guess(row)
+        length = self.length_policy.length(row, budget, storage.log_shares(tokens, guess))
+        return storage.draft(tokens, length, self.name, guess)
+
+    def _guess(self, row: Sequence) -> Guess | None:
+        """Random tokens for unknown contexts, the same whenever this position is drafted from."""
+        if self.options.unknown != "random":
+            return None
+        size, position = self._vocab_size, len(row.token_ids)
+        return lambda node: (random_token(row.seed, size, position, node), 1.0 / size)
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        super().observe(rows, results)
+        ranked = self._runners_up(results)
+        for row, result in zip(rows, results, strict=True):
+            num_emitted = len(result.emitted)
+            first = len(row.token_ids) - num_emitted
+            self._state_of[row.id].extend(row.token_ids, list(islice(ranked, num_emitted)), first)
+            self._num_counted_of[row.id] = len(row.token_ids)
+
+    def _runners_up(self, results: Seq[StepResult]) -> Iterator[list[int]]:
+        """The target's best tokens in every place, row after row, best first; none where they are not learned."""
+        if self.options.filler_top_k < 2 or not results:
+            return iter(())
+        nodes = [range(len(result.emitted)) for result in results]
+        return iter(top_ids_of([result.committed for result in results], self.options.filler_top_k, nodes).tolist())
+
+    def keep(self, row: Sequence) -> object:
+        return None if self._shared is None else self._shared.epoch
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        for row in rows:
+            storage, num_counted = self._state_of.get(row.id), self._num_counted_of.pop(row.id, 1)
+            if storage is not None and storage is self._shared:  # nothing was said of the last step of a row
+                storage.extend(row.token_ids, [], first=num_counted)
+        super().forget(rows)
+        if self._shared is not None and self._state_file is not None and self._is_unsaved and not self._state_of:
+            self._is_unsaved = False
+            with warned():
+                self._shared.save(self._state_file, self._vocab_size)
+
+
+def build(options: NasdOptions, context: DrafterContext) -> NasdDrafter:
+    """An n-gram storage begins empty, unless requests share one."""
+    vocab_size = context.target.vocab_size
+    if not options.shared:
+        return NasdDrafter(options, vocab_size=vocab_size)
+    sizes = (options.ngram_size, options.storage, options.filler_weight, options.num_draft_branches)
+    learned = context.keep(
+        ("nasd", options.state_file, *sizes), lambda: NasdDrafter(options, vocab_size=vocab_size).learned
+    )
+    return NasdDrafter(options, vocab_size=vocab_size, learned=learned)
+
+
+METHOD = Method(
+    NasdOptions,
+    build,
+    summary="the most frequent successors of the last tokens in this text",
+    aliases=("ngram_storage", "ngram_assisted"),
+)

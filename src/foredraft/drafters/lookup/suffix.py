@@ -1,0 +1,172 @@
+"""Suffix decoding: copy what followed the longest end of the text that has occurred before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from foredraft.config.drafting import BranchOptions, branches, draft_length, node_limit
+from foredraft.config.method import Method
+from foredraft.config.options import flag, number, option, path, whole
+from foredraft.drafters.length_options import LengthOptions
+from foredraft.drafters.lengths import LengthPolicy, PlannedDrafter
+from foredraft.drafters.parts.state_file import check_writable, warned
+from foredraft.engine.drafter import Budget, StepResult
+from foredraft.engine.sequence import Sequence
+from foredraft.errors import ConfigError
+from foredraft.retrieval.automaton import SuffixAutomaton
+from foredraft.retrieval.growth import Root, Shape, grow
+from foredraft.retrieval.history import OutputHistory
+from foredraft.retrieval.manifest import fingerprint_of
+from foredraft.retrieval.suffix_tree import Spot
+from foredraft.tree import DraftTree
+
+if TYPE_CHECKING:
+    from foredraft.drafters.context import DrafterContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuffixOptions(LengthOptions, BranchOptions):
+    """Keys of suffix decoding."""
+
+    method: ClassVar[str] = "suffix"
+    num_speculative_tokens: int = draft_length(16)
+    max_draft_nodes: int = node_limit(24)
+    num_draft_branches: int = branches(4)
+    shared: bool = option(flag(), False, "whether requests learn from each other's outputs")
+    state_file: str | None = option(path(), help="where outputs that requests share are kept from run to run")
+    suffix_decoding_max_tree_depth: int = option(
+        whole(2, 1024), 24, "longest string that is counted, context and continuation together"
+    )
+    suffix_decoding_max_cached_requests: int = option(
+        whole(0), 10_000, "past outputs that are remembered when it is shared"
+    )
+    suffix_decoding_max_spec_factor: float = option(number(0.0, above=True), 4.0, "drafted tokens per matched token")
+    suffix_decoding_min_token_prob: float = option(
+        number(0.0, 1.0), 0.1, "estimated chance below which a token is not drafted"
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.state_file is not None and not self.shared:
+            raise ConfigError("state_file is of a history that requests share; add shared=true, or leave it out")
+
+
+class SuffixDrafter(PlannedDrafter[SuffixAutomaton]):
+    """Drafts the likeliest continuations of the text's end, by how often and how long a context they have followed.
+
+    Source: SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) for counts, draft lengths and past outputs;
+    SAM-Decoding (Hu et al. 2024, arXiv:2411.10666) for the automaton over the request. Deviations:
+    dev/deviations.md.
+
+    Args:
+      history: past outputs of all requests, which this drafter reads and extends, and saves in the state file whenever
+        no request is running; None keeps every request to itself.
+      length_policy: instead of the one that the options name.
+
+    Raises: CheckpointError for a state file whose directory cannot be written.
+    Exactness: lossless for any acceptance rule that takes deterministic drafts. Randomness: none.
+    Cost: amortised O(max_tree_depth) per new token and per drafted node; none depends on the length of the text.
+    """
+
+    name = "suffix"
+    is_free = True
+    drafts_from_text = True
+
+    def __init__(
+        self,
+        options: SuffixOptions | None = None,
+        *,
+        history: OutputHistory | None = None,
+        length_policy: LengthPolicy | None = None,
+    ) -> None:
+        self.options = options or SuffixOptions()
+        super().__init__(length_policy or self.options.new_policy(self.options.num_speculative_tokens))
+        self.history = history
+        self._state_file = None if self.options.state_file is None else Path(self.options.state_file).expanduser()
+        if self._state_file is not None:
+            check_writable(self._state_file)
+        self._num_saved = 0 if history is None else history.num_added
+        self._spot_of: dict[int, Spot] = {}
+
+    @property
+    def is_shared(self) -> bool:
+        return self.history is not None
+
+    def new_state(self, row: Sequence) -> SuffixAutomaton:
+        options = self.options
+        text = SuffixAutomaton(options.suffix_decoding_max_tree_depth, floor=options.suffix_decoding_min_token_prob)
+        text.extend(row.token_ids)
+        return text
+
+    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+        length = self.length_policy.length(row, budget)
+        text = self._state_of[row.id]
+        text.extend(row.token_ids)
+        roots, longest = [], 0
+        place = text.match()
+        if place is not None:
+            roots.append(Root(text, place))
+            longest = place.length
+        if self.history is not None:
+            spot = self.history.match(row.token_ids)
+            if spot is not None:
+                roots.append(Root(self.history, spot))
+                longest = max(longest, len(spot.string) // 4)
+                self._spot_of[row.id] = spot
+        options = self.options
+        depth = min(length, max(1, int(longest * options.suffix_decoding_max_spec_factor)))
+        if not roots or depth == 0:
+            return DraftTree.root(row.token_ids[-1], self.name)
+        nodes, width = budget.max_nodes(options.max_draft_nodes), budget.width(options.num_draft_branches)
+        shape = Shape(nodes, depth, width, options.suffix_decoding_min_token_prob)
+        return grow(row.token_ids[-1], roots, shape, self.name)
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        super().observe(rows, results)
+        for row, result in zip(rows, results, strict=True):
+            spot = self._spot_of.pop(row.id, None)
+            if spot is not None and self.history is not None and result.num_accepted:
+                self.history.touch(spot)
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        super().forget(rows)
+        for row in rows:
+            self._spot_of.pop(row.id, None)
+            if self.history is not None:
+                self.history.add(row.output_ids)
+        if self.history is None or self._state_file is None or self._state_of:
+            return
+        if self.history.num_added != self._num_saved:
+            self._num_saved = self.history.num_added
+            with warned():
+                self.history.save(self._state_file)
+
+
+def build(options: SuffixOptions, context: DrafterContext) -> SuffixDrafter:
+    """Reads the history where requests share one."""
+    return SuffixDrafter(options, history=_history(options, context) if options.shared else None)
+
+
+def _history(options: SuffixOptions, context: DrafterContext) -> OutputHistory:
+    """Past outputs, from the state file where there is one; the same for all drafters of one model."""
+    depth, limit = options.suffix_decoding_max_tree_depth, options.suffix_decoding_max_cached_requests
+
+    def load() -> OutputHistory:
+        fingerprint = "" if context.tokenizer is None else fingerprint_of(context.tokenizer)
+        history = OutputHistory(depth, max_outputs=limit, fingerprint=fingerprint)
+        if options.state_file is not None and Path(options.state_file).expanduser().exists():
+            history.load(options.state_file, context.target.vocab_size)
+        return history
+
+    return context.keep(("history", options.state_file, depth, limit), load)
+
+
+METHOD = Method(
+    SuffixOptions,
+    build,
+    summary="the likeliest continuations of the end of the text, by how often they followed it",
+    aliases=("suffix_decoding", "sam", "sam_decoding"),
+)

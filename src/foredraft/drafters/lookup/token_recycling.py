@@ -1,0 +1,228 @@
+"""Token recycling: what the target ranked high after a token the last time makes the tree of the next time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from foredraft.config.drafting import DraftOptions, draft_length, node_limit
+from foredraft.config.method import Method
+from foredraft.config.options import flag, one_of, option, path, whole
+from foredraft.drafters.parts.adjacency import AdjacencyMatrix
+from foredraft.drafters.parts.draft import GrowingDraft
+from foredraft.drafters.parts.rank_tree import RankTree, TreeShape
+from foredraft.drafters.parts.state_file import check_writable, warned
+from foredraft.engine.drafter import Budget, ContextDrafter, PromptChunk, Requirements, StepResult
+from foredraft.engine.features import top_ids_of
+from foredraft.engine.sequence import Sequence
+from foredraft.tree import DraftTree
+
+if TYPE_CHECKING:
+    from foredraft.drafters.context import DrafterContext
+    from foredraft.model.cache.ragged import KVCache
+    from foredraft.model.lm import CausalLM
+
+
+RANK_SHARES = (0.45, 0.13, 0.07, 0.05, 0.035, 0.025, 0.02, 0.015)
+"""How often the target's token is the candidate of each rank. Further ranks are worth half of the one before."""
+
+INITIAL_STATES = ("vocabulary", "prompt", "text", "empty")
+
+DEFAULT_NODES, DEFAULT_NODES_ON_CPU = 80, 16
+"""Nodes of the tree where the config names none: as published, and where every node costs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRecyclingOptions(DraftOptions):
+    """Keys of token recycling."""
+
+    method: ClassVar[str] = "token_recycling"
+    drafts_trees: ClassVar[bool] = True
+    least_length: ClassVar[int] = 1
+    num_speculative_tokens: int = draft_length(6)
+    max_draft_nodes: int | None = node_limit(help="nodes of the tree, root included; by default 16 on a CPU, else 80")
+    num_candidates: int = option(whole(1), 8, "successors that are kept per token")
+    shared: bool = option(flag(), False, "whether requests learn from each other")
+    initial_state: str = option(
+        one_of(("auto", *INITIAL_STATES)),
+        "auto",
+        "what is known before the first step: text (of the prompt), prompt (its text, and the target's candidates "
+        "along it, which make reading it longer by the output embedding of every token), vocabulary (what the target "
+        "says after every token alone, at the cost of a prompt as long as the vocabulary, and prompt), empty, or auto: "
+        "text, and what a model of the zoo brings",
+    )
+    state_file: str | None = option(path(), help="where what was learned is kept")
+
+
+class TokenRecyclingDrafter(ContextDrafter):
+    """A static tree, filled breadth-first from a matrix of the target's own candidates.
+
+    Source: token recycling (Luo et al. 2024, arXiv:2408.08696; Luowaterbi/TokenRecycling). Deviations: unknown
+    successors are left out of the tree, where the published code drafts token 0; the text of the prompt fills rows
+    before the first step; where a token stands at several nodes its row comes from the accepted one; the matrix ends
+    with its request unless it is shared. The published tree is not described by a rule; see `best_tree` for ours.
+
+    Candidates of the prompt (initial_state="prompt") are worth 4 % more tokens per step and make reading it a quarter
+    longer (dev/log, 2026-11-25). A state file keeps a matrix that the vocabulary made, or that requests share. It is
+    read if it exists, and written when the vocabulary has been gone through or the last shared row has ended.
+
+    Args:
+      vocab_size: of the target.
+      options: initial_state="auto" is "text" here.
+      matrix: what was learned before, to start from.
+
+    Raises: CheckpointError, ConfigError for a file that does not fit.
+    Exactness: lossless for any acceptance rule that takes deterministic trees. Randomness: none.
+    Cost: array operations on the nodes of the tree per step, whatever the length of the text; one pass over the
+    prompt, and with "prompt" and "vocabulary" the output embedding for its tokens.
+    """
+
+    name = "token_recycling"
+    is_free = True
+
+    def __init__(
+        self, vocab_size: int, options: TokenRecyclingOptions | None = None, *, matrix: AdjacencyMatrix | None = None
+    ) -> None:
+        self.options = options = options or TokenRecyclingOptions()
+        num_candidates = min(options.num_candidates, vocab_size)
+        self.requires = Requirements(prompt_logits=options.initial_state in ("vocabulary", "prompt"))
+        max_nodes = options.max_draft_nodes or DEFAULT_NODES
+        self._shape = TreeShape.of(best_tree(max_nodes, options.num_speculative_tokens, num_candidates).paths)
+        self._learns_vocabulary = options.initial_state == "vocabulary"
+        self._state_file = None if options.state_file is None else Path(options.state_file).expanduser()
+        if matrix is None and self._state_file is not None:
+            matrix = self._load(self._state_file, vocab_size, num_candidates)
+        self._is_blank = matrix is None
+        self._start = matrix or AdjacencyMatrix(vocab_size, num_candidates)
+        self._is_unsaved = False
+        self._matrix_of: dict[int, AdjacencyMatrix] = {}
+
+    @property
+    def is_shared(self) -> bool:
+        return self.options.shared
+
+    def bind(self, target: CausalLM, cache: KVCache) -> None:
+        if self._is_blank and self._learns_vocabulary:
+            self._start = AdjacencyMatrix.of_vocabulary(target, self._start.num_candidates)
+            self._is_blank = False
+            if self._state_file is not None:
+                self._start.save(self._state_file)
+
+    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+        """Candidates of the tokens that are read are enough."""
+        return num_tokens
+
+    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+        for row, chunk in zip(rows, chunks, strict=True):
+            tokens = row.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+            top_ids = chunk.features.top_ids(self._start.num_candidates, range(chunk.num_tokens))
+            self._known(row).update(tokens, top_ids.cpu().numpy())
+
+    def start(self, rows: Seq[Sequence]) -> None:
+        for row in rows:
+            matrix = self._known(row)
+            if self.options.initial_state != "empty":
+                matrix.add_text(row.token_ids)
+
+    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+        for copy in copies:
+            matrix = self._matrix_of[row.id]
+            self._matrix_of[copy.id] = matrix if self.options.shared else matrix.copy()
+
+    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+        return filled(row, self._shape, budget.depth, self._matrix_of[row.id]).tree(self.name)
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        if not rows:
+            return
+        orders = [last_of_all(len(result.tree), result.path) for result in results]
+        ranked = top_ids_of([result.features for result in results], self._start.num_candidates, orders).cpu().numpy()
+        start = 0
+        for row, result, order in zip(rows, results, orders, strict=True):
+            tokens = [result.tree.tokens[node] for node in order]
+            self._matrix_of[row.id].update(tokens, ranked[start : start + len(order)])
+            start += len(order)
+        self._is_unsaved = True
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        for row in rows:
+            self._matrix_of.pop(row.id, None)
+        if self.options.shared and self._state_file is not None and self._is_unsaved and not self._matrix_of:
+            self._is_unsaved = False
+            with warned():
+                self._start.save(self._state_file)
+
+    def _load(self, file: Path, vocab_size: int, num_candidates: int) -> AdjacencyMatrix | None:
+        """Read the file; None if it is still to be written.
+
+        Raises: CheckpointError, ConfigError.
+        """
+        if file.exists() or not (self.options.shared or self._learns_vocabulary):
+            return AdjacencyMatrix.load(file, vocab_size, num_candidates)
+        check_writable(file)
+        return None
+
+    def _known(self, row: Sequence) -> AdjacencyMatrix:
+        """The matrix of a row, a new one where it has none."""
+        if row.id not in self._matrix_of:
+            self._matrix_of[row.id] = self._matrix()
+        return self._matrix_of[row.id]
+
+    def _matrix(self) -> AdjacencyMatrix:
+        """The one that a new request works with."""
+        if self.options.shared:
+            return self._start
+        if self._is_blank:  # a new one costs nothing, a copy touches all of its memory
+            return AdjacencyMatrix(self._start.vocab_size, self._start.num_candidates)
+        return self._start.copy()
+
+
+def best_tree(num_nodes: int, max_depth: int, num_candidates: int, shares: Seq[float] = RANK_SHARES) -> RankTree:
+    """The tree that accepts most when the candidate of rank r is right with probability ``shares[r]`` everywhere.
+
+    Source: Sequoia (Chen et al. 2024, arXiv:2402.12374), for shares that do not grow; see `RankTree.grown`.
+
+    Args:
+      num_nodes: root included.
+    """
+    shares = [*shares, *(shares[-1] * 0.5**i for i in range(1, num_candidates + 1))][:num_candidates]
+    return RankTree.grown([shares] * max_depth, num_nodes, num_candidates, "best tree")
+
+
+def filled(row: Sequence, shape: TreeShape, max_depth: int, matrix: AdjacencyMatrix) -> GrowingDraft:
+    """The tree below a pending token with what the matrix knows, as deep as allowed; nothing follows the unknown."""
+    draft = GrowingDraft(row, max_depth, shape=shape)
+    for _ in range(max_depth):
+        for node in draft.take_frontier():
+            draft.fill(node, matrix.after(draft.tokens[node]))
+    return draft
+
+
+def last_of_all(num_nodes: int, path: Seq[int]) -> list[int]:
+    """All nodes, those of the path after the others: 4 nodes and the path 0 2 make 1 3 0 2."""
+    accepted = set(path)
+    return [*(node for node in range(num_nodes) if node not in accepted), *path]
+
+
+def build(options: TokenRecyclingOptions, context: DrafterContext) -> TokenRecyclingDrafter:
+    """Begins with what a target of the zoo says after every token alone, where it brings that along."""
+    context.check_trees(options.method)
+    matrix, initial_state, vocab_size = None, options.initial_state, context.target.vocab_size
+    if initial_state == "auto":
+        initial_state, candidates = "text", context.asset("candidates")
+        if candidates is not None and options.state_file is None and options.num_candidates <= 8:
+            matrix = AdjacencyMatrix.load(candidates, vocab_size, options.num_candidates)
+    default_nodes = DEFAULT_NODES_ON_CPU if context.target.device.type == "cpu" else DEFAULT_NODES
+    max_nodes = options.max_draft_nodes or default_nodes
+    options = replace(options, initial_state=initial_state, max_draft_nodes=max_nodes)
+    return TokenRecyclingDrafter(vocab_size, options, matrix=matrix)
+
+
+METHOD = Method(
+    TokenRecyclingOptions,
+    build,
+    summary="what the target ranked high after a token the last time",
+    aliases=("recycling",),
+)

@@ -1,0 +1,149 @@
+"""Which tokens the target ranked highest after each token, in one matrix for the whole vocabulary."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from foredraft.drafters.parts.state_file import read_state, save_state
+from foredraft.errors import CheckpointError, ConfigError
+from foredraft.lazy import Lazy
+
+if TYPE_CHECKING:
+    import torch
+
+    import foredraft.model.nodes as nodes_of
+    from foredraft.model.lm import CausalLM
+else:
+    torch = Lazy("torch")
+    nodes_of = Lazy("foredraft.model.nodes")
+
+_FORMAT = "foredraft token_recycling 1"
+_TENSOR = "candidates"
+
+
+class AdjacencyMatrix:
+    """The k most likely successors of every token, as the target ranked them last.
+
+    Source: token recycling (Luo et al. 2024, arXiv:2408.08696). Deviation: rows start out unknown, not with token 0.
+
+    Args:
+      vocab_size: V.
+      num_candidates: k, successors per token, best first.
+
+    Memory: 4 V k bytes at most; pages that no token has touched cost nothing.
+    """
+
+    def __init__(self, vocab_size: int, num_candidates: int) -> None:
+        self._successors = np.zeros((vocab_size, num_candidates), dtype=np.int32)  # ids plus one; 0 is unknown
+
+    @classmethod
+    def of_vocabulary(cls, target: CausalLM, num_candidates: int, batch_size: int = 256) -> AdjacencyMatrix:
+        """What a target says after every token of its vocabulary that stands alone, at the beginning of a text.
+
+        The tokens of a forward stand side by side in one row, each seeing itself only. That is the work of a prompt as
+        long as the vocabulary, once.
+
+        Exactness: any state is as good as another for what is generated. Randomness: none.
+        """
+        matrix = cls(target.vocab_size, num_candidates)
+        with torch.inference_mode():
+            for start in range(0, target.vocab_size, batch_size):
+                tokens = torch.arange(start, min(start + batch_size, target.vocab_size))
+                alone = torch.eye(len(tokens), dtype=torch.bool)
+                nodes = nodes_of.Nodes(tokens[None], torch.zeros_like(tokens)[None], (len(tokens),), alone[None])
+                logits = target.forward(nodes, target.new_cache(1))
+                matrix.update(tokens.tolist(), logits[0].topk(num_candidates, dim=-1).indices.cpu().numpy())
+        return matrix
+
+    @property
+    def vocab_size(self) -> int:
+        return self._successors.shape[0]
+
+    @property
+    def num_candidates(self) -> int:
+        return self._successors.shape[1]
+
+    @property
+    def candidates(self) -> np.ndarray:
+        """The matrix, int32 (V, k); -1 where nothing is known."""
+        return self._successors - 1
+
+    def copy(self) -> AdjacencyMatrix:
+        """Another matrix with the same contents."""
+        matrix = AdjacencyMatrix(0, self.num_candidates)
+        matrix._successors = self._successors.copy()
+        return matrix
+
+    def after(self, token: int) -> list[int]:
+        """The successors of a token as far as they are known, best first."""
+        return [following - 1 for following in self._successors[token].tolist() if following]
+
+    def update(self, tokens: Seq[int], top_ids: np.ndarray) -> None:
+        """Put the target's best ids (M, k) after each token in its row; of equal tokens the last one counts."""
+        width = top_ids.shape[1]
+        for token, best in dict(zip(tokens, top_ids + 1, strict=True)).items():
+            self._successors[token, :width] = best
+
+    def add_text(self, tokens: Seq[int]) -> None:
+        """Put the successors that a text gives its tokens before all others, the most recent first."""
+        found: dict[int, list[int]] = {}
+        for place in range(len(tokens) - 1, 0, -1):
+            row = found.setdefault(tokens[place - 1], [])
+            if len(row) < self.num_candidates and tokens[place] not in row:
+                row.append(tokens[place])
+        for token, row in found.items():
+            known = [other - 1 for other in self._successors[token].tolist() if other]
+            merged = list(dict.fromkeys([*row, *known]))[: self.num_candidates]
+            self._successors[token, : len(merged)] = np.array(merged) + 1
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything that is known to a safetensors file, whole or not at all.
+
+        Raises: CheckpointError where that is not possible.
+        """
+        save_state(path, {_TENSOR: self.candidates}, {"format": _FORMAT})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], vocab_size: int, num_candidates: int) -> AdjacencyMatrix:
+        """Read what `save` wrote.
+
+        Raises: CheckpointError for a file that is missing, truncated, of another kind or inconsistent; ConfigError for
+          one of another vocabulary or with fewer candidates; of more, the best are taken.
+        """
+        candidates = _read(path)[:, :num_candidates]
+        if candidates.shape != (vocab_size, num_candidates):
+            raise ConfigError(
+                f"{path} holds {candidates.shape[1]} candidates for each of {candidates.shape[0]} tokens, but the "
+                f"target has {vocab_size} tokens and num_candidates is {num_candidates}; use the file with the model "
+                "that it is from"
+            )
+        if candidates.min(initial=-1) < -1 or candidates.max(initial=-1) >= vocab_size:
+            raise CheckpointError(
+                f"{path} holds token ids outside of 0..{vocab_size - 1}; it is damaged, save it again"
+            )
+        matrix = cls(vocab_size, num_candidates)
+        np.add(candidates, 1, out=matrix._successors)
+        if _has_twins(matrix._successors):
+            raise CheckpointError(f"{path} names a successor of some token twice; it is damaged, save it again")
+        return matrix
+
+
+def _read(path: str | os.PathLike[str]) -> np.ndarray:
+    candidates = read_state(path, _FORMAT, "a saved adjacency matrix")[1].get(_TENSOR)
+    if candidates is None:
+        raise CheckpointError(f"{path} cannot be read: it has no {_TENSOR}; check the path, or save it again")
+    if candidates.dtype != np.int32 or candidates.ndim != 2:
+        raise CheckpointError(f"{path} holds {candidates.dtype} {candidates.shape}, not an int32 matrix; save it again")
+    return candidates
+
+
+def _has_twins(successors: np.ndarray) -> bool:
+    """Whether any row holds an id twice, or an id after an unknown one."""
+    known = successors > 0
+    in_order = np.sort(successors, axis=1)
+    twins = (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] > 0)
+    return bool(twins.any() or (known[:, 1:] & ~known[:, :-1]).any())

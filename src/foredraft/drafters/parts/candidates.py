@@ -1,0 +1,193 @@
+"""The tokens that may follow a node by a drafter's logits, of its whole vocabulary or of the part that it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from foredraft.lazy import Lazy
+
+if TYPE_CHECKING:
+    import torch
+
+    import foredraft.model.lm as lm
+    from foredraft.heads.vocabulary import DraftVocabulary
+    from foredraft.law import choice, sampling
+    from foredraft.tree import DraftTree
+else:
+    torch = Lazy("torch")
+    lm = Lazy("foredraft.model.lm")
+    choice = Lazy("foredraft.law.choice")
+    sampling = Lazy("foredraft.law.sampling")
+
+SHARPNESS = 1.5
+"""Power to which a drafter's law is raised, and normalised, where it is to say how likely tokens are to be taken by a
+greedy target, until outcomes show which is right. Such a target takes its likeliest token however flat its law is, so
+the first choice of a good drafter is right more often than its law says; that of a poor one is not."""
+RATE = 0.05  # of the sharpness, by the difference of an outcome from what was said of it
+FLATTEST, SHARPEST = 0.5, 4.0
+
+Scored = list[tuple[int, float]]
+"""Tokens and their scores, the best one first."""
+
+
+@dataclass(frozen=True)
+class Parents:
+    """M nodes that get children.
+
+    Args:
+      laws: of their rows.
+      paths: draft tokens up to each node, its own included.
+      positions: of the tokens that follow.
+    """
+
+    laws: Seq[sampling.SamplingLaw]
+    paths: Seq[tuple[int, ...]]
+    positions: Seq[int]
+
+    def of(self, rows: Seq[int]) -> Parents:
+        """Some of them."""
+        return Parents(
+            [self.laws[row] for row in rows], [self.paths[row] for row in rows], [self.positions[row] for row in rows]
+        )
+
+
+class Candidates:
+    """Ranks what may follow nodes.
+
+    A drafter with a reduced vocabulary has logits of its own tokens alone. They are used as they are, unless a row has
+    processors, which name tokens of the target: logits are spread over the whole vocabulary then.
+
+    Args:
+      target_vocab_size: V; other widths are cut or padded to it.
+      vocabulary: of the drafter, where it knows some of the target's tokens only.
+      is_greedy: rank by the drafter's law alone, in sampled rows too.
+      sharpness: see `SHARPNESS`; `follow` changes it.
+    """
+
+    def __init__(
+        self,
+        target_vocab_size: int,
+        vocabulary: DraftVocabulary | None,
+        *,
+        is_greedy: bool,
+        sharpness: float = SHARPNESS,
+    ) -> None:
+        self._vocab_size = target_vocab_size
+        self._vocabulary = None if vocabulary is None or vocabulary.is_full else vocabulary
+        self._ids = None if self._vocabulary is None else self._vocabulary.target_ids
+        self._is_greedy = is_greedy
+        self.sharpness = sharpness
+
+    @property
+    def columns(self) -> tuple[int, torch.Tensor | None]:
+        """How many columns of logits count, where no row has processors, and their tokens; None for their numbers."""
+        if self._vocabulary is None:
+            return self._vocab_size, None
+        return len(self._vocabulary), self._vocabulary.target_ids
+
+    def log_probs(self, logits: torch.Tensor, parents: Parents) -> torch.Tensor:
+        """The processed law after each node (M, V), for what looks at its shape: a reduced one stays reduced."""
+        logits, _ = self._processable(logits, parents)
+        return sampling.log_probs(logits, parents.laws, parents.paths)
+
+    def whole(self, logits: torch.Tensor, parents: Parents) -> torch.Tensor:
+        """The processed law after each node over all of the target's tokens (M, V)."""
+        return sampling.log_probs(self._spread(logits), parents.laws, parents.paths)
+
+    def best(self, logits: torch.Tensor, parents: Parents, k: int, *, as_chances: bool) -> list[Scored]:
+        """Up to k children of every node; equal ones in the order of their ids, none where there is no law.
+
+        Args:
+          as_chances: scores are logarithms of how likely children are to be right, comparable among nodes of all
+            depths; else how far each is behind the best.
+        """
+        logits, columns = self._processable(logits, parents)
+        found: list[Scored] = [[] for _ in parents.laws]
+        for is_certain in (True, False):
+            # scores that only rank greedy rows need no law
+            by_law = [self._is_greedy or (law.is_greedy and as_chances) for law in parents.laws]
+            rows = [i for i, needs_law in enumerate(by_law) if needs_law == is_certain]
+            if rows:
+                some = logits if len(rows) == len(found) else logits[rows]
+                rank = self._by_law if is_certain else self._by_noise
+                for i, scored in zip(rows, rank(some, parents.of(rows), k, columns, as_chances), strict=True):
+                    found[i] = scored
+        return found
+
+    def only(self, logits: torch.Tensor, parents: Parents) -> list[int]:
+        """The best child of every node, -1 where there is no law."""
+        logits, columns = self._processable(logits, parents)
+        laws, paths, positions = parents.laws, parents.paths, parents.positions
+        if self._is_greedy:
+            return _named(sampling.argmax(sampling.log_probs(logits, laws, paths)), columns).tolist()
+        if columns is None:
+            return sampling.choose(logits, laws, paths, positions).tolist()
+        best, _ = sampling.choose_siblings(logits, laws, paths, positions, 1, columns)
+        return best[:, 0].tolist()
+
+    def follow(self, tree: DraftTree, emitted: int) -> None:
+        """Sharpen the law where a draft's first choice is right more often than its score says, else flatten it."""
+        if tree.scores is not None:
+            first = max(tree.children[0], key=tree.scores.__getitem__)
+            error = (emitted == tree.tokens[first]) - tree.scores[first]
+            self.sharpness = min(max(self.sharpness + RATE * error, FLATTEST), SHARPEST)
+
+    # -- one kind of rows ------------------------------------------------------------------------------------------
+
+    def _by_law(
+        self, logits: torch.Tensor, parents: Parents, k: int, columns: torch.Tensor | None, as_chances: bool
+    ) -> list[Scored]:
+        k = min(k, logits.shape[-1])
+        if all(law.is_argmax for law in parents.laws):  # the law is the softmax, which keeps the order of logits
+            found, scores = choice.likeliest(logits, k, self.sharpness) if as_chances else choice.largest(logits, k)
+        else:
+            laws = sampling.log_probs(logits, parents.laws, parents.paths)
+            found, scores = choice.largest(laws, k)
+            if as_chances:
+                powers = [self.sharpness if law.is_greedy else 1.0 for law in parents.laws]
+                chances = torch.log_softmax(laws * torch.tensor(powers, device=laws.device)[:, None], dim=-1)
+                scores = chances.gather(1, found.clamp(min=0)).double()
+        return _paired(_named(found, columns), scores.where(found >= 0, -torch.inf))
+
+    def _by_noise(
+        self, logits: torch.Tensor, parents: Parents, k: int, columns: torch.Tensor | None, as_chances: bool
+    ) -> list[Scored]:
+        """By the noise that the target draws with.
+
+        The token that wins here wins there unless another comes near: the chance of each is its share by its distance
+        to the winner.
+        """
+        laws, paths, positions = parents.laws, parents.paths, parents.positions
+        found, gaps = sampling.choose_siblings(logits, laws, paths, positions, k, columns)
+        return _paired(found, gaps - gaps.logsumexp(-1, keepdim=True) if as_chances else gaps)
+
+    def _processable(self, logits: torch.Tensor, parents: Parents) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits that the laws of nodes can process, and the tokens of their columns; None for their numbers."""
+        if self._ids is None or any(law.is_processed for law in parents.laws):
+            return self._spread(logits), None
+        self._ids = self._ids.to(logits.device)  # once, not with every call
+        return logits, self._ids
+
+    def _spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """(M, V of the drafter) -> (M, V of the target): what it does not know is impossible."""
+        if self._vocabulary is not None:
+            return self._vocabulary.spread(logits)
+        return lm.fit_vocabulary(logits, self._vocab_size)
+
+
+def _named(found: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
+    """Tokens of columns; -1 stays."""
+    return found if columns is None else torch.where(found >= 0, columns.to(found.device)[found.clamp(min=0)], -1)
+
+
+def _paired(tokens: torch.Tensor, scores: torch.Tensor) -> list[Scored]:
+    """Tokens (M, k) and scores float64, without what is impossible or not a number."""
+    if tokens.device.type != "cpu":  # one round trip instead of two; float64 holds all tokens
+        scores, names = torch.stack([scores, tokens.double()]).cpu()
+        tokens = names.long()
+    return [
+        [(token, score) for token, score in zip(*columns, strict=True) if token >= 0 and score > float("-inf")]
+        for columns in zip(tokens.tolist(), scores.tolist(), strict=True)
+    ]

@@ -1,0 +1,359 @@
+"""What a head of EAGLE knows of every row: an entry per committed token, in a cache of its own, and what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from foredraft.drafters.parts.head_states import CachedStates
+from foredraft.drafters.parts.rows import CachedRow, frontier_nodes, spans, unpadded
+from foredraft.engine.drafter import Features, Requirements, StepResult
+from foredraft.engine.sequence import Sequence
+from foredraft.lazy import Lazy
+
+if TYPE_CHECKING:
+    import torch
+
+    import foredraft.heads.int8 as int8
+    import foredraft.heads.layers as layers
+    import foredraft.law.noise as noise
+    import foredraft.model.execution.packing as packing
+    import foredraft.model.masks as masks
+    import foredraft.model.nodes as nodes_of
+    import foredraft.native.library as kernels_of
+    from foredraft.drafters.parts.draft import GrowingDraft
+    from foredraft.heads.eagle import EagleHead
+    from foredraft.heads.vocabulary import DraftVocabulary
+    from foredraft.model.lm import CausalLM
+else:
+    torch = Lazy("torch")
+    int8 = Lazy("foredraft.heads.int8")
+    kernels_of = Lazy("foredraft.native.library")
+    layers = Lazy("foredraft.heads.layers")
+    masks = Lazy("foredraft.model.masks")
+    nodes_of = Lazy("foredraft.model.nodes")
+    noise = Lazy("foredraft.law.noise")
+    packing = Lazy("foredraft.model.execution.packing")
+
+MOST_OWED = 32
+"""Committed tokens of a row whose entries are made later, with the next draft."""
+
+
+class EagleRows(CachedStates):
+    """Rows of a head's cache. Between steps every row has as many entries as the target has committed tokens.
+
+    Entry t is made of what the target computed after token t, and of token t + 1: what a head itself has predicted
+    never stays. Drafted nodes are fed behind the entries while a draft grows, and forgotten. Where the head runs in the
+    library's own kernels, entries of steps are made as late as they are needed: with the next draft.
+
+    The kernels take calls of few nodes, and modules the others, but for heads in float32: their modules would keep keys
+    in another dtype than the kernels.
+
+    Args:
+      head: on the device of the target, in its dtype.
+      target: whose embedding is read, and whose output layer where the head has none.
+      output: of some tokens alone, instead of the target's.
+      vocabulary: of the output layer; None for all of the target's tokens.
+    """
+
+    lag = 1
+
+    def __init__(
+        self,
+        head: EagleHead,
+        target: CausalLM,
+        output: torch.nn.Module | None = None,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> None:
+        super().__init__(lambda *nodes: self._streams(*nodes), head, head.shape.num_layers, target.device)
+        self.head = head
+        self._own_output = head.lm_head if head.lm_head is not None else output
+        is_full = vocabulary is None or vocabulary.is_full
+        self._names = None if vocabulary is None or is_full else vocabulary.target_ids.contiguous()
+        self._target = target
+        self._masks = masks.Masks((masks.FULL,), None, head.dtype, target.device, is_additive=True)
+        self._owed: dict[int, tuple[Sequence, int, list[torch.Tensor]]] = {}  # rows, first tokens, streams
+        self.native = int8_head(head, target, self._output_layer)
+        self._is_alone = head.dtype == torch.float32
+        dtype = head.dtype if self.native is None else torch.bfloat16
+        self.column_bytes = head.shape.num_layers * head.shape.layer.kv_numbers * dtype.itemsize
+        self._places: list[CachedRow] = []  # of rows whose drafts grow
+        self._fed: torch.Tensor  # (M, H), of the level that was fed last
+        self._number_of: list[dict[int, int]] = []  # by draft, of the nodes of this level
+
+    @property
+    def requires(self) -> Requirements:
+        """What the head reads of the target."""
+        shape = self.head.shape
+        return Requirements(last_hidden=shape.reads_last_hidden, layer_inputs=shape.layer_inputs)
+
+    def __contains__(self, row: Sequence) -> bool:
+        return row.id in self._last or row.id in self._owed
+
+    def of(self, rows: Seq[Sequence]) -> torch.Tensor:
+        """The outputs of their last entries (B, H)."""
+        dtype = self.head.dtype if self.native is None else torch.float32
+        return torch.stack([self._last[row.id].to(dtype) for row in rows])
+
+    # -- rows --------------------------------------------------------------------------------------------------
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        if self.native is None:
+            super().observe(rows, results)
+        else:
+            for row, result in zip(rows, results, strict=True):
+                self._owe(row, self._streams(result.committed, range(len(result.emitted))), len(result.emitted))
+        if self.head.expectation is not None:
+            for result in results:
+                self.head.expectation.add(result.tree.num_draft_tokens, result.num_accepted)
+
+    def _owe(self, row: Sequence, stream: torch.Tensor, num_emitted: int) -> None:
+        """Make the entries of the newest committed tokens later."""
+        start = len(row.token_ids) - 1 - num_emitted
+        _, first, parts = self._owed.setdefault(row.id, (row, start, []))
+        parts.append(stream.clone() if len(self.head.shape.streams) == 1 else stream)  # one is a view of the forward
+        if start + len(stream) - first >= MOST_OWED:
+            self.settle([row])
+
+    def settle(self, rows: Iterable[Sequence]) -> None:
+        owed = [self._owed.pop(row.id) for row in rows if row.id in self._owed]
+        if owed:
+            streams = [parts[0] if len(parts) == 1 else torch.cat(parts) for _, _, parts in owed]
+            self._take_in([row for row, _, _ in owed], streams, [start for _, start, _ in owed])
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        super().forget(rows)
+        for row in rows:
+            self._owed.pop(row.id, None)
+
+    def _streams(self, features: Features, nodes: Seq[int]) -> torch.Tensor:
+        """What the head reads of nodes, side by side: (n, streams * H of the target)."""
+        shape = self.head.shape
+        parts = [
+            features.last_hidden(nodes) if layer == shape.num_layers_of_target else features.layer_input(layer, nodes)
+            for layer in shape.streams
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def _take_in(self, rows: Seq[Sequence], states: Seq[torch.Tensor], starts: Seq[int]) -> None:
+        """Make entries of the next committed tokens of rows, side by side where they lie together."""
+        given = {}
+        for row, stream, start in zip(rows, states, starts, strict=True):
+            given[self._place(row, start, len(stream)).slot] = (
+                row,
+                row.token_ids[start + 1 : start + 1 + len(stream)],
+                stream,
+            )
+        for slots in spans(given):
+            chains = [given[slot][1] if slot in given else [] for slot in slots]
+            streams = [given[slot][2] if slot in given else None for slot in slots]
+            if (native := self._kernels_for(sum(map(len, chains)))) is not None:
+                for slot, output in self._made(native, slots, chains, streams):
+                    self._last[given[slot][0].id] = output
+                continue
+            nodes = nodes_of.Nodes.from_chains(chains)
+            width = len(self.head.shape.streams) * self.head.shape.target_size
+            wide = torch.zeros(len(slots), nodes.width, width, dtype=self.head.dtype, device=self._target.device)
+            for i, states_of_row in enumerate(streams):
+                if states_of_row is not None:
+                    wide[i, : nodes.counts[i]] = states_of_row
+            wide_outputs = self._run(nodes, wide, slots.start, is_true=True)
+            self.cache.commit([range(count) for count in nodes.counts], slots.start)
+            for i, slot in enumerate(slots):
+                if slot in given:
+                    self._last[given[slot][0].id] = wide_outputs[i, nodes.counts[i] - 1].clone()
+
+    def _made(
+        self, native: int8.Int8Head, slots: range, chains: Seq[Seq[int]], streams: Seq[torch.Tensor | None]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Make and commit entries of neighbouring rows by the kernels, as many at a time as one call is to take.
+
+        Args:
+          chains: by row, the next tokens; none of rows that lie between.
+          streams: by row (n, streams * H of the target), of those that have tokens.
+
+        Yields: slots, and outputs (H,) of the newest entries.
+        """
+        longest = max(map(len, chains))
+        width = max(1, int8.MOST_NODES // len(slots)) if self._is_alone else longest
+        for start in range(0, longest, width):
+            parts = [chain[start : start + width] for chain in chains]
+            wide = [stream[start : start + width] for stream in streams if stream is not None]
+            buffers = self._buffers(slots.start, len(slots), max(map(len, parts)))
+            nodes, lengths = nodes_of.Nodes.from_chains(parts), self.cache.row_lengths(slots.start, len(slots))
+            outputs = native.feed(
+                nodes, lengths, *buffers, wide[0] if len(wide) == 1 else torch.cat(wide), is_true=True
+            )
+            self.cache.commit([range(len(part)) for part in parts], slots.start)
+            for slot, part, end in zip(slots, parts, accumulate(map(len, parts)), strict=True):
+                if part:
+                    yield slot, outputs[end - 1]
+
+    # -- drafts ------------------------------------------------------------------------------------------------
+
+    def grow(self, draft: GrowingDraft, least_mass: float, sharpness: float) -> None:
+        """Grow the draft of a row in one call of the library's own kernels, which makes entries that are owed.
+
+        Args:
+          least_mass, sharpness: see `Growth`.
+        """
+        assert self.native is not None
+        row, count = draft.row, 0
+        place, owed = self.rows.get(row.id), None
+        if row.id in self._owed and place is not None and place.trunk == self._owed[row.id][1]:
+            _, start, parts = self._owed.pop(row.id)
+            streams = parts[0] if len(parts) == 1 else torch.cat(parts)
+            self._last[row.id] = torch.empty(self.head.shape.layer.hidden_size)
+            owed, count = (row.token_ids[start + 1 : start + 1 + len(streams)], streams), len(streams)
+        self.settle([row])
+        place = self.rows[row.id]
+        draft.tokens, draft.parents, draft.scores = self.native.grow(
+            place.trunk + count,
+            row.pending,
+            self._last[row.id] if owed is not None else self._last[row.id].float(),
+            *self._buffers(place.slot, 1, count + (draft.cap - 1) * draft.beam_width),
+            self._names,
+            owed=owed,
+            depth=draft.cap,
+            branches=draft.num_branches,
+            beam=draft.beam_width,
+            most=draft.max_nodes,
+            power=sharpness,
+            least_mass=least_mass,
+            least=draft.least,
+            drawing=_drawing(draft),
+        )
+        self.cache.commit([range(count)], place.slot)
+        place.trunk += count
+
+    def open(self, rows: Seq[Sequence]) -> torch.Tensor:
+        """Begin drafts: the outputs (B, H) of the entries that hold the pending tokens, which were made before."""
+        self.settle(rows)
+        self._places = self.rows.align([row.id for row in rows])
+        self._fed = self.of(rows)
+        self._number_of = [{0: number} for number in range(len(rows))]
+        return self._fed
+
+    def feed(self, drafts: Seq[GrowingDraft], *, are_chains: bool = False) -> torch.Tensor:
+        """Run the frontier of every draft, each node with the output of its parent: outputs (M, H), draft by draft."""
+        counts = [len(draft.frontier) for draft in drafts]
+        width = max(1, *counts)
+        above = [
+            [number_of[draft.parents[node]] for node in draft.frontier]
+            for draft, number_of in zip(drafts, self._number_of, strict=True)
+        ]
+        if (native := self._kernels_for(len(drafts) * width)) is not None:
+            buffers = self._buffers(0, len(drafts), width)
+            nodes = frontier_nodes(self.cache, drafts, self._places, are_chains=False)
+            features = self._fed[[number for row in above for number in row]]
+            lengths = self.cache.row_lengths(0, len(drafts))
+            self._fed = native.feed(nodes, lengths, *buffers, features, is_true=False)
+        else:
+            nodes = frontier_nodes(self.cache, drafts, self._places, are_chains=are_chains)
+            padded = torch.tensor([row + [0] * (width - len(row)) for row in above], device=self._fed.device)
+            outputs = self._run(nodes, self._fed[padded].to(self.head.dtype), 0, is_true=False)
+            self._fed = unpadded(outputs, drafts)
+        self.cache.commit([range(width)] * len(drafts))
+        starts = accumulate(counts, initial=0)
+        self._number_of = [
+            {node: start + j for j, node in enumerate(draft.frontier)}
+            for draft, start in zip(drafts, starts, strict=False)
+        ]
+        return self._fed
+
+    def close(self) -> None:
+        """Forget what was fed of drafts."""
+        self.cache.rollback([place.trunk for place in self._places])
+        for place in self._places:
+            place.offset_of = {}
+        self._places = []
+
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """(..., H) -> (..., V_d)."""
+        if (native := self._kernels_for(outputs.shape[:-1].numel())) is not None:
+            return native.logits(outputs)
+        with torch.inference_mode():
+            found: torch.Tensor = self._output_layer(self.head.before_output(outputs.to(self.head.dtype)))
+        return found
+
+    @property
+    def _output_layer(self) -> torch.nn.Module:
+        own = self._own_output
+        layer: torch.nn.Module = self._target.shadow.get_output_embeddings() if own is None else own
+        return layer
+
+    def _kernels_for(self, num_nodes: int) -> int8.Int8Head | None:
+        """The kernels, where a call of so many nodes is for them."""
+        return self.native if num_nodes > 0 and (self._is_alone or num_nodes <= int8.MOST_NODES) else None
+
+    def _buffers(self, first_row: int, num_rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of neighbouring rows for the kernels, with room for so many more columns."""
+        self.cache.open(first_row, num_rows, max(width, 1))
+        (layer,) = self.cache.layers
+        if not layer.is_initialized:
+            sizes = self.head.shape.layer
+            blank = torch.zeros(1, sizes.num_kv_heads, 1, sizes.head_dim, dtype=torch.bfloat16)
+            layer.lazy_initialization(blank, blank)
+        rows = slice(first_row, first_row + num_rows)
+        return layer.keys[rows], layer.values[rows]
+
+    def _run(self, nodes: nodes_of.Nodes, given: torch.Tensor, first_row: int, *, is_true: bool) -> torch.Tensor:
+        """Run nodes behind the committed columns of neighbouring rows.
+
+        Args:
+          given: (B, N, ...), streams of the target where ``is_true``, else features that the head predicted.
+        Returns: (B, N, H); of padding anything.
+        """
+        with torch.inference_mode():
+            return self._outputs(nodes, given, first_row, is_true)
+
+    def _outputs(self, nodes: nodes_of.Nodes, given: torch.Tensor, first_row: int, is_true: bool) -> torch.Tensor:
+        num_rows, width = nodes.tokens.shape
+        device = self._target.device
+        lengths = self.cache.row_lengths(first_row, num_rows)
+        starts = torch.tensor([length - nodes.num_fed for length in lengths], device=device)[:, None]
+        positions = starts + nodes.depths.to(device)  # (B, S + N)
+        is_padded = num_rows > 1 and nodes.num_real < num_rows * width
+        flat = nodes_of.FlatNodes(nodes.counts, width, device) if is_padded else None
+        columns = self.cache.open(first_row, num_rows, width, None, flat)
+        mask = None if nodes.is_one_token else self._masks.formatted(self._masks.visible(nodes, starts, columns))
+        tokens, own = nodes.tokens.to(device), positions[:, nodes.num_fed :]
+        # what is not finite would stay in the cache behind the columns that count, where 0 * NaN is NaN
+        given = torch.nan_to_num(given)
+        if flat is not None:
+            tokens, own, given = (flat.listed(values)[None] for values in (tokens, own, given))
+        placed = layers.Placed(*self.head.place(own), mask, self.cache, flat)
+        features = self.head.features(given) if is_true else given
+        outputs = self.head(self._embedded(tokens), features, placed)
+        return outputs if flat is None else flat.spread(outputs[0])
+
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        own = self.head.embed_tokens
+        return packing.embedding_rows(self._target.shadow.get_input_embeddings() if own is None else own, tokens)
+
+
+def _drawing(draft: GrowingDraft) -> int8.RankingNoise | None:
+    """How the target draws the tokens that a draft foresees; None where it takes its likeliest."""
+    law, start = draft.row.law, len(draft.row.token_ids)
+    if law.is_greedy:
+        return None
+    warper = law.warper
+    keys = [noise.row_key(law.seed, start + depth) for depth in range(draft.cap)]
+    return int8.RankingNoise(keys, (warper.top_k, warper.temperature, warper.top_p, warper.min_p))
+
+
+def int8_head(head: EagleHead, target: CausalLM, output: torch.nn.Module) -> int8.Int8Head | None:
+    """The head as the kernels run it; None where it runs as a module.
+
+    Heads that were made in memory run as modules, since their weights may still change; so do those of eager targets.
+    """
+    if target.execution.kind == "eager" or not int8.is_frozen(head) or target.device.type != "cpu":
+        return None
+    own = head.embed_tokens
+    table = packing.embedding_weight(target.shadow.get_input_embeddings() if own is None else own)
+    kernels = kernels_of.library()
+    if kernels is None or int8.why_not(head, table, kernels) is not None or not int8.is_plain(output):
+        return None
+    return int8.Int8Head(head, table, output, kernels)

@@ -1,0 +1,251 @@
+"""What heads know of rows, and drafters over heads: they take in what the target computes of the text."""
+
+from __future__ import annotations
+
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from foredraft.drafters.parts.rows import CachedRow, CachedRows, CacheMemory, spans
+from foredraft.engine.drafter import Budget, Drafter, Features, OwnCache, PromptChunk, StepResult
+from foredraft.engine.sequence import Sequence
+from foredraft.lazy import Lazy
+
+if TYPE_CHECKING:
+    import torch
+
+    import foredraft.model.cache.ragged as ragged
+    from foredraft.drafters.parts.draft import GrowingDraft
+    from foredraft.drafters.parts.growth import Growth
+    from foredraft.heads.medusa_hydra import PrefixLayer
+    from foredraft.tree import DraftTree
+else:
+    torch = Lazy("torch")
+    ragged = Lazy("foredraft.model.cache.ragged")
+
+TakeStates = Callable[[Features, Seq[int]], "torch.Tensor"]
+"""The states (n, H) that heads read, of some nodes."""
+
+
+def last_hidden(features: Features, nodes: Seq[int]) -> torch.Tensor:
+    """The input of the output embedding."""
+    return features.last_hidden(nodes)
+
+
+class HeadStates:
+    """The state (H,) of the last committed token of every row; none yet where the prompt is a single token.
+
+    Args:
+      take: the states that heads read.
+    """
+
+    lag = 0
+    """How many tokens after its own the entry of a token needs."""
+
+    def __init__(self, take: TakeStates) -> None:
+        self._take = take
+        self._last: dict[int, torch.Tensor] = {}
+
+    def __contains__(self, row: Sequence) -> bool:
+        """Whether there is anything to draft from."""
+        return row.id in self._last
+
+    def of(self, rows: Seq[Sequence]) -> torch.Tensor:
+        """Of several rows, (B, H)."""
+        return torch.stack([self._last[row.id] for row in rows])
+
+    def own_caches(self) -> list[OwnCache]:
+        """Caches that grow with the text."""
+        return []
+
+    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+        """How much of a prompt need not be read again: never its last token, whose state is wanted."""
+        return max(0, min(num_tokens, len(row.token_ids) - 2))
+
+    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+        """Take in chunks of prompts."""
+        states = [self._take(chunk.features, range(chunk.num_tokens)) for chunk in chunks]
+        self._take_in(rows, states, [chunk.start for chunk in chunks])
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        """Take in what steps have committed: the token that was pending, and all that was emitted but the last."""
+        states = [self._take(result.committed, range(len(result.emitted))) for result in results]
+        starts = [len(row.token_ids) - 1 - len(result.emitted) for row, result in zip(rows, results, strict=True)]
+        if rows:
+            self._take_in(rows, states, starts)
+
+    def _take_in(self, rows: Seq[Sequence], states: Seq[torch.Tensor], starts: Seq[int]) -> None:
+        """Take in the states (n, H) of the next tokens of rows.
+
+        Args:
+          starts: index in its text of the first token of every row.
+        """
+        for row, state in zip(rows, states, strict=True):
+            self._last[row.id] = state[-1].clone()
+
+    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+        """Give other samples of a prompt what its row has."""
+        if row.id in self._last:
+            self._last.update((copy.id, self._last[row.id]) for copy in copies)
+
+    def keep(self, row: Sequence) -> object:
+        """For prompts that begin like this row."""
+        return None
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        for row in rows:
+            self._last.pop(row.id, None)
+
+
+class CachedStates(HeadStates):
+    """What layers of the heads' own make of the states of a whole text, over a cache: committed tokens only.
+
+    Args:
+      take: the states that they read.
+      writer: the module that these layers are.
+      num_layers: of it.
+      device: of the target.
+
+    Attributes:
+      column_bytes: of keys and values of a token in all layers.
+    """
+
+    column_bytes: int
+
+    def __init__(self, take: TakeStates, writer: torch.nn.Module, num_layers: int, device: torch.device) -> None:
+        super().__init__(take)
+        self._writer = writer
+        self.cache = ragged.KVCache(num_layers, device=device)
+        self.rows = CachedRows(self.cache)
+
+    def own_caches(self) -> list[OwnCache]:
+        return [OwnCache(self.cache, self.column_bytes)]
+
+    def settle(self, rows: Iterable[Sequence]) -> None:
+        """Make all entries of rows that are still to be made."""
+
+    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+        """Take over entries of an earlier row; an entry that knows what followed its token there is of no use here."""
+        if not isinstance(memory, CacheMemory) or memory.writer is not self._writer:
+            return 0
+        num_known = super().recall(row, memory, min(num_tokens - self.lag, memory.length))
+        return self.rows.recall(row.id, memory, num_known) if num_known else 0
+
+    def _place(self, row: Sequence, start: int, count: int) -> CachedRow:
+        """Where the entries of so many tokens are about to be put."""
+        place = self.rows.enter(row.id)
+        self.cache.rollback([start], place.slot)
+        place.trunk = start + count
+        return place
+
+    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+        self.settle([row])
+        super().fork(row, copies)
+        for copy in copies if row.id in self.rows else ():
+            self.rows.fork(row.id, copy.id)
+
+    def keep(self, row: Sequence) -> CacheMemory | None:
+        self.settle([row])
+        return self.rows.keep(row.id, self._writer)
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        super().forget(rows)
+        self.rows.remove(row.id for row in rows)
+
+
+class PrefixStates(CachedStates):
+    """What Hydra++'s prefix layer makes of the states of a whole text. Column t of a row holds token t, at position t.
+
+    Args:
+      layer: see `PrefixLayer`.
+      take: the states that it reads.
+      device: of the target.
+    """
+
+    def __init__(self, layer: PrefixLayer, take: TakeStates, device: torch.device) -> None:
+        super().__init__(take, layer, 1, device)
+        self.layer = layer
+        self.column_bytes = layer.shape.kv_numbers * next(layer.parameters()).element_size()
+
+    def _take_in(self, rows: Seq[Sequence], states: Seq[torch.Tensor], starts: Seq[int]) -> None:
+        state_of = {}
+        for row, state, start in zip(rows, states, starts, strict=True):
+            state_of[self._place(row, start, len(state)).slot] = (row.id, state)
+        for slots in spans(state_of, max_gap=0):
+            outputs = self._run([state_of[slot][1] for slot in slots], slots[0])
+            for slot, output in zip(slots, outputs, strict=True):
+                self._last[state_of[slot][0]] = output
+
+    def _run(self, states: Seq[torch.Tensor], first_slot: int) -> list[torch.Tensor]:
+        """Feed the next states of neighbouring rows; the last output (H,) of each."""
+        counts = list(map(len, states))
+        width = max(counts)
+        device = self.cache.device
+        hidden = torch.nn.utils.rnn.pad_sequence(list(states), batch_first=True)  # (B, width, H)
+        # what is not finite would stay in the cache behind the columns that count, where 0 * NaN is NaN
+        hidden = torch.nan_to_num(hidden)
+        starts = torch.tensor(self.cache.row_lengths(first_slot, len(states)), device=device)[:, None]
+        positions = starts + torch.arange(width, device=device)  # (B, width)
+        num_columns = self.cache.open(first_slot, len(states), width)
+        mask = torch.arange(num_columns, device=device) <= positions[:, :, None]
+        placed = self.layer.placed(positions, hidden.dtype, mask[:, None], self.cache)
+        outputs = self.layer(hidden, placed)
+        self.cache.commit([range(count) for count in counts], first_slot)
+        return [output[count - 1].clone() for output, count in zip(outputs, counts, strict=True)]
+
+
+# -- drafters --------------------------------------------------------------------------------------------------------
+
+States = TypeVar("States", bound=HeadStates)
+
+
+class HeadDrafter(Drafter, Generic[States]):
+    """A drafter over heads, which says how drafts grow; ``states`` are told of all that happens to its rows.
+
+    Attributes:
+      reach: levels that the heads can draft.
+    """
+
+    growth: Growth
+    states: States
+    reach = sys.maxsize
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        drafts = [
+            self.growth.begin(row, budget if row in self.states else Budget(0), self.reach)
+            for row, budget in zip(rows, budgets, strict=True)
+        ]
+        growing = [draft for draft in drafts if draft.cap > 0]
+        if growing:
+            self._grow(growing)
+        return [self.growth.finish(draft, self.name) for draft in drafts]
+
+    @abstractmethod
+    def _grow(self, drafts: Seq[GrowingDraft]) -> None:
+        """Grow drafts of rows whose states are known to their end."""
+
+    def own_caches(self) -> Seq[OwnCache]:
+        return self.states.own_caches()
+
+    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+        return self.states.recall(row, memory, num_tokens)
+
+    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+        self.states.read(rows, chunks)
+
+    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+        self.states.fork(row, copies)
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        self.states.observe(rows, results)
+        for row, result in zip(rows, results, strict=True):
+            self.growth.end(row, result)
+
+    def keep(self, row: Sequence) -> object:
+        return self.states.keep(row)
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        self.growth.forget(rows)
+        self.states.forget(rows)

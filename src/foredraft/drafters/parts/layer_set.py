@@ -1,0 +1,294 @@
+"""Which layers of a model are left out, and cheaper forms of it: without them, over 4-bit weights, or both; and
+SWIFT, which finds such layers while it decodes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foredraft.errors import ConfigError
+from foredraft.folders import keep_json, parsed_json
+from foredraft.lazy import Lazy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    import foredraft.model.lm as lm
+    from foredraft.model import sublayers
+    from foredraft.model.execution import rounding
+    from foredraft.model.lm import CausalLM
+else:
+    lm = Lazy("foredraft.model.lm")
+    rounding = Lazy("foredraft.model.execution.rounding")
+    sublayers = Lazy("foredraft.model.sublayers")
+
+FORMAT = "foredraft-layer-set"
+
+
+@dataclass(frozen=True)
+class LayerSet:
+    """Which residual branches are left out while drafting.
+
+    Args:
+      attention, mlp: indices of the layers, ascending.
+      num_layers: of the model that the set is for; None for any.
+      details: how it was found; kept as it is.
+    """
+
+    attention: tuple[int, ...] = ()
+    mlp: tuple[int, ...] = ()
+    num_layers: int | None = None
+    details: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def exit_at(cls, layer: int, num_layers: int) -> LayerSet:
+        """Everything from ``layer`` on: early exit, the first ``layer`` layers and the head draft.
+
+        Raises: ConfigError unless 1 <= layer < num_layers.
+        """
+        if not 1 <= layer < num_layers:
+            raise ConfigError(f"exit_layer is {layer}; the model has {num_layers} layers, so 1..{num_layers - 1} exit")
+        rest = tuple(range(layer, num_layers))
+        return cls(rest, rest, num_layers)
+
+    @classmethod
+    def load(cls, path: str | Path) -> LayerSet:
+        """Read what ``save`` (and ``foredraft tune layer-skip``) wrote.
+
+        Raises: ConfigError for a file that is missing or something else.
+        """
+        path = Path(path).expanduser()
+        try:
+            content = parsed_json(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"layer set {path} cannot be read: {error.strerror}; check the path") from None
+        except ValueError as error:
+            raise ConfigError(f"layer set {path} is not JSON: {error}; make one by foredraft tune layer-skip") from None
+        try:
+            if content["format"] != FORMAT:
+                raise KeyError("format")
+            return cls(
+                _layers(content, "skipped_attention"),
+                _layers(content, "skipped_mlp"),
+                _whole(content["num_layers"], "num_layers"),
+                dict(content.get("details") or {}),
+            )
+        except KeyError as error:
+            raise ConfigError(
+                f"layer set {path} lacks a proper {error}; make one by foredraft tune layer-skip"
+            ) from None
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{path} is not a layer set: {error}; make one by foredraft tune layer-skip") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write a small JSON file."""
+        content = {
+            "format": FORMAT,
+            "num_layers": self.num_layers,
+            "skipped_attention": list(self.attention),
+            "skipped_mlp": list(self.mlp),
+            "details": self.details,
+        }
+        keep_json(Path(path), content)
+
+    def check(self, num_layers: int, model_name: str) -> None:
+        """Raises: ConfigError when a layer is named that the model does not have, or the set is for another depth."""
+        if self.num_layers is not None and self.num_layers != num_layers:
+            raise ConfigError(
+                f"the layer set is for a model of {self.num_layers} layers and {model_name} has {num_layers}; "
+                "search one for this model by foredraft tune layer-skip"
+            )
+        for kind, indices in (("skipped_attention", self.attention), ("skipped_mlp", self.mlp)):
+            missing = [index for index in indices if not 0 <= index < num_layers]
+            if missing:
+                raise ConfigError(f"{kind} names layers {missing}, and {model_name} has 0..{num_layers - 1}")
+
+    def __len__(self) -> int:
+        """Number of sublayers left out."""
+        return len(self.attention) + len(self.mlp)
+
+
+def _layers(content: dict[str, Any], key: str) -> tuple[int, ...]:
+    """Raises: KeyError, TypeError for anything but a list of whole numbers."""
+    if not isinstance(content[key], list):
+        raise TypeError(f"{key} is {content[key]!r}, not a list of layers")
+    return tuple(sorted({_whole(layer, key) for layer in content[key]}))
+
+
+def _whole(value: object, key: str) -> int:
+    """Raises: TypeError for anything but a whole number, which int() would cut to one."""
+    if type(value) is not int:
+        raise TypeError(f"{key} has {value!r}, not a whole number")
+    return value
+
+
+def skipping(target: CausalLM, layer_set: LayerSet) -> CausalLM:
+    """A variant of the target without these sublayers.
+
+    Raises: ConfigError for layers that it does not have; UnsupportedModelError for layers that are built differently.
+    """
+    layer_set.check(target.num_layers, target.name)
+
+    return target.variant(f"without {len(layer_set)} sublayers", lambda variant, _: leave_out(variant, layer_set))
+
+
+def quantized(target: CausalLM, group_size: int, layer_set: LayerSet, *, with_head: bool = False) -> CausalLM:
+    """A variant of the target over 4-bit weights, without some sublayers.
+
+    Raises: ConfigError when no linear of the target can be quantised in such groups.
+    """
+    layer_set.check(target.num_layers, target.name)
+
+    def edit(variant: CausalLM, model: PreTrainedModel) -> None:
+        rounding.quantize_linears(model, group_size, with_head=with_head)
+        if len(layer_set):
+            leave_out(variant, layer_set)
+
+    return target.variant("4-bit", edit)
+
+
+def leave_out(variant: CausalLM, layer_set: LayerSet) -> None:
+    """Take these sublayers out of a variant that is being made."""
+    sublayers.SkippableLayers(variant.layers, lambda: run_once(variant)).leave_out(layer_set.attention, layer_set.mlp)
+
+
+def run_once(model: CausalLM) -> None:
+    """One forward over a token, in a cache of its own."""
+    model.forward(lm.Nodes.from_chains([[0]]), model.new_cache(1, capacity=8))
+
+
+Sublayer = tuple[str, int]
+"""Kind, "attention" or "mlp", and the index of the layer."""
+
+FEWEST_LAYERS = 3
+SKIP_RATIO = 0.45
+NUM_SCORED = 32
+PROPOSAL_INTERVAL = 25
+GOOD_ENOUGH = 0.95
+MAX_TRIALS = 1000
+PATIENCE = 300
+
+
+class SwiftSearch:
+    """Which set to try next, which is the best, and when to stop. The number of sublayers left out never changes.
+
+    Source: SWIFT (Xia et al. 2024, arXiv:2410.06916) and its published program: first and last layer stay, 0.45 of the
+    other sublayers are left out, every other layer to begin with; a candidate exchanges one sublayer of the best set;
+    every 25th comes from Bayesian optimisation. Deviations: before a candidate replaces the best set, that is scored
+    again on the same tokens, since easy tokens (a text that repeats itself) let any set look good: on zoo:tiny the
+    published rule, which compares with an earlier score, ended at sets that were worse than its start.
+    The proposals are those of Optuna's tree-structured Parzen estimator where it is installed, else every candidate is
+    an exchange.
+
+    Args:
+      num_layers: of the model.
+      start: set to begin with, whose size is kept; None for the published one.
+      seed: of exchanges and proposals.
+
+    Attributes:
+      best_score: share of tokens that the best set has predicted; below 0 before the first trial.
+
+    Raises: ConfigError for fewer than three layers, and for a start that leaves out nothing or everything.
+    Randomness: ``seed``.
+    """
+
+    def __init__(self, num_layers: int, start: LayerSet | None = None, seed: int = 0) -> None:
+        if num_layers < FEWEST_LAYERS:
+            raise ConfigError(
+                f"layer_search='swift' keeps the first and the last layer, and the model has {num_layers}; give a set"
+            )
+        self._num_layers = num_layers
+        self._free: list[Sublayer] = [(kind, i) for kind in ("attention", "mlp") for i in range(1, num_layers - 1)]
+        if start is not None and not 0 < len(self._members(start)) < len(self._free):
+            raise ConfigError(
+                "layer_search='swift' needs a set to begin with that leaves out some sublayers, not all, between the "
+                "first and the last layer; correct it, or give none"
+            )
+        self._best = frozenset(self._first()) if start is None else self._members(start)
+        self.best_score = -1.0
+        self._random = random.Random(seed)
+        self._proposals = _Proposals(self._free, seed) if find_spec("optuna") else None
+        self.num_trials = 0
+        self._num_stale = 0
+
+    def _first(self) -> list[Sublayer]:
+        """Every other layer, and as many sublayers as the ratio allows: 4 of 8 of six layers."""
+        size = max(1, round(SKIP_RATIO * len(self._free)))
+        in_turn = [(kind, i) for i in range(1, self._num_layers - 1, 2) for kind in ("attention", "mlp")]
+        return [*in_turn, *(sublayer for sublayer in self._free if sublayer not in in_turn)][:size]
+
+    def _members(self, layer_set: LayerSet) -> frozenset[Sublayer]:
+        named = {("attention", i) for i in layer_set.attention} | {("mlp", i) for i in layer_set.mlp}
+        return frozenset(named & set(self._free))
+
+    @property
+    def best(self) -> LayerSet:
+        return self._as_set(self._best)
+
+    @property
+    def is_over(self) -> bool:
+        return self.best_score > GOOD_ENOUGH or self._num_stale >= PATIENCE or self.num_trials >= MAX_TRIALS
+
+    def candidate(self) -> LayerSet:
+        """The next set to be scored; the start comes first."""
+        if self.num_trials == 0:
+            self._tried = self._best
+        elif self._proposals is not None and self.num_trials % PROPOSAL_INTERVAL == 0:
+            self._tried = self._proposals.next(len(self._best))
+        else:
+            self._tried = self._exchanged()
+        return self._as_set(self._tried)
+
+    def _exchanged(self) -> frozenset[Sublayer]:
+        left_out = sorted(self._best)
+        remaining = [sublayer for sublayer in self._free if sublayer not in self._best]
+        return self._best - {self._random.choice(left_out)} | {self._random.choice(remaining)}
+
+    def tell(self, score: float, score_again: Callable[[LayerSet], float] | None = None) -> None:
+        """The share of the tokens that the candidate predicted.
+
+        Args:
+          score_again: scores the best set so far on the same tokens. A candidate has to beat it there.
+        """
+        if score > self.best_score and self.num_trials and score_again is not None:
+            self.best_score = score_again(self.best)
+        self.num_trials += 1
+        if self._proposals is not None:
+            self._proposals.tell(self._tried, score)
+        if score > self.best_score:
+            self._best, self.best_score, self._num_stale = self._tried, score, 0
+        else:
+            self._num_stale += 1
+
+    def _as_set(self, sublayers: frozenset[Sublayer]) -> LayerSet:
+        kinds = {kind: tuple(sorted(i for k, i in sublayers if k == kind)) for kind in ("attention", "mlp")}
+        return LayerSet(kinds["attention"], kinds["mlp"], self._num_layers)
+
+
+class _Proposals:
+    """Bayesian proposals of sets of one size: the sublayers with the largest of one number each."""
+
+    def __init__(self, free: list[Sublayer], seed: int) -> None:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._optuna: Any = optuna
+        self._free = free
+        self._names = [f"{kind}.{index}" for kind, index in free]
+        self._range = optuna.distributions.FloatDistribution(0.0, 1.0)
+        self._study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
+
+    def next(self, size: int) -> frozenset[Sublayer]:
+        trial = self._study.ask(dict.fromkeys(self._names, self._range))
+        order = sorted(range(len(self._free)), key=lambda i: -trial.params[self._names[i]])
+        return frozenset(self._free[i] for i in order[:size])
+
+    def tell(self, sublayers: frozenset[Sublayer], score: float) -> None:
+        params = {name: float(sublayer in sublayers) for name, sublayer in zip(self._names, self._free, strict=True)}
+        distributions = dict.fromkeys(self._names, self._range)
+        trial = self._optuna.trial.create_trial(params=params, distributions=distributions, value=score)
+        self._study.add_trial(trial)

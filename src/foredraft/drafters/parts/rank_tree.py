@@ -1,0 +1,335 @@
+"""Static trees as paths of ranks: published ones, cartesian products, and trees grown from measured accuracies."""
+
+from __future__ import annotations
+
+import math
+import os
+from ast import literal_eval
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heappop, heappush
+from itertools import accumulate, pairwise, product, starmap
+from pathlib import Path
+from typing import Any
+
+from foredraft.engine.budget import Budget
+from foredraft.errors import CheckpointError, ConfigError
+from foredraft.folders import keep_json, parsed_json
+
+PUBLISHED_TREES = {
+    "mc_sim_7b_63": (
+        "0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40 21 004 005 "
+        "0000 011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 101 021 90 060 0001 16 070"
+    ),
+    "vicuna_7b_stage2": (
+        "0 00 1 01 000 10 2 02 001 03 3 010 20 4 002 04 11 100 0000 5 003 05 020 30 011 06 6 07 004 40 12 08 7 030 "
+        "0001 005 21 006 101 0010 200 50 09 012 8 040 021 13 007 0002 008 110 0100 60 9 013 0003 102 050 31 0020 70 "
+        "14"
+    ),
+    "vicuna_7b_stage1_ablation": (
+        "0 00 1 000 01 10 2 02 001 3 03 010 20 002 04 4 0000 100 11 003 020 05 5 30 011 06 6 004 12 0001 40 005 07 08 "
+        "030 0010 101 7 200 006 21 012 50 021 09 0002 040 8 13 007 0100 110 60 9 008 009 050 0020 102 013 0003 300 31"
+    ),
+    "vicuna_7b_stage1": (
+        "0 00 1 2 01 10 3 02 4 000 03 5 20 04 6 05 11 001 7 30 06 8 9 010 07 08 40 002 12 09 21 50 100 003 13 020 011 "
+        "004 60 14 005 22 030 31 006 70 15 101 200 007 80 0000 41 012 040 90 021 23 16 008 050 32 51"
+    ),
+    "vicuna_13b_stage2": (
+        "0 00 1 000 01 10 2 02 001 010 3 03 20 002 0000 04 100 11 4 003 05 020 5 30 011 06 004 0001 07 005 12 0010 "
+        "030 101 40 006 08 200 09 6 7 21 50 012 0002 8 040 0100 021 007 110 13 0020 9 008 050 0003 009 013 102 0011 "
+        "300 1000"
+    ),
+    "vicuna_13b_stage1": (
+        "0 00 1 01 2 10 000 02 3 03 4 20 04 001 05 5 11 010 6 06 002 7 30 8 07 08 100 003 40 12 9 09 21 020 004 13 "
+        "011 005 50 030 0000 006 60 14 200 012 31 040 101 22 007 15 70 008 80 050 009 021 110 013 41 23 16"
+    ),
+    "vicuna_33b_stage2": (
+        "0 00 1 01 000 10 2 02 001 03 3 010 20 04 4 002 11 100 05 5 0000 003 30 020 06 011 6 004 07 7 12 40 8 030 005 "
+        "0001 08 21 09 101 200 006 50 0010 13 012 040 007 021 9 110 0002 60 008 0100 70 013 050 14 009 31 102 22"
+    ),
+    "vicuna_33b_stage1": (
+        "0 1 00 2 01 3 10 4 02 5 03 000 6 04 20 7 11 05 30 8 9 06 07 001 12 40 010 08 09 21 002 50 13 003 100 14 60 "
+        "020 31 22 004 70 011 15 41 005 030 90 80 16 006 23 012 32 040 200 17 101 007 51 24 008 021"
+    ),
+    "zephyr_stage2": (
+        "0 00 1 01 2 000 10 02 3 03 4 20 001 04 5 05 010 11 6 002 30 06 7 07 08 003 100 09 020 12 40 8 9 21 011 004 "
+        "0000 50 030 13 005 006 60 200 101 012 040 14 31 22 007 70 021 008 013 050 15 009 110 0001 0010 41 23"
+    ),
+    "eagle": "0 00 000 0000 00000 1 01 10 001 010 100 0001 2 00001 02 20 3 002 020 30 0002 11 011 21 021",
+}
+"""Sparse trees as their authors have published them, node by node in the order of worth.
+
+Provenance: FasterDecoding/Medusa, commit e2a5d20 (2024-04-18), ``medusa/model/medusa_choices.py``, Apache-2.0. Each was
+grown by its authors from the accuracies of one set of heads (Cai et al. 2024, arXiv:2401.10774): "stage1" heads were
+trained alone (Medusa-1), "stage2" heads with their target (Medusa-2). Hydra (zankner/Hydra, commit 3f39fbd) uses
+``mc_sim_7b_63`` for all of its heads. All have 63 nodes below the root and at most 10 siblings.
+
+"eagle" is the tree of EAGLE: SafeAILab/EAGLE, branch v1, commit 4a9cf3a (2024-06-27), Apache-2.0, where it is called
+mc_sim_7b_63, too. It has 25 nodes below the root and was not tuned; its order here is that of usual accuracies.
+
+A node is written as the ranks on its path, one digit each: "021" is the child of rank 1 of the child of rank 2 of the
+child of rank 0 of the pending token. Every prefix of a list is a tree; of Medusa's trees the published order is kept.
+"""
+"""By the names that they were published under."""
+
+
+Ranks = tuple[int, ...]
+"""The ranks on the way from the pending token to a node, 0 for the likeliest successor; () is the pending token."""
+
+MAX_SIBLINGS = 10
+"""Of a node of a grown tree, as in the published ones."""
+
+MAX_NODES = 4096
+"""Of a tree; nobody can want more."""
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """A tree without tokens, breadth-first.
+
+    Args:
+      children: of every node, the best rank first: (range(1, 3), range(3, 4), range(4, 4), range(4, 4)) is a root with
+        two children, the better of which has one.
+    """
+
+    children: tuple[range, ...]
+
+    @classmethod
+    def of(cls, paths: Iterable[Ranks]) -> TreeShape:
+        """The nodes of paths that are a tree."""
+        ordered = [(), *sorted(paths, key=lambda path: (len(path), path))]
+        widths = Counter(path[:-1] for path in ordered if path)
+        return cls(tuple(starmap(range, pairwise(accumulate((widths[path] for path in ordered), initial=1)))))
+
+    @cached_property
+    def levels(self) -> tuple[range, ...]:
+        """The nodes of every depth, that of the root first."""
+        levels, below = list[range](), range(1)
+        while below:
+            levels.append(below)
+            below = range(self.children[below.start].start, self.children[below.stop - 1].stop)
+        return tuple(levels)
+
+    @property
+    def depth(self) -> int:
+        """Levels below the root."""
+        return len(self.levels) - 1
+
+    def widest(self, depth: int) -> int:
+        """The most children of a node of this depth."""
+        return max(len(self.children[node]) for node in self.levels[depth])
+
+
+@dataclass(frozen=True)
+class RankTree:
+    """The shape of a draft: which successors of which nodes are tried, by rank.
+
+    Args:
+      paths: nodes below the root in the order of worth. Parents and better siblings stand before a node, so that the
+        first n paths are a tree for every n.
+      name: for messages.
+
+    Raises: ConfigError for paths that are not a tree, saying which and why.
+    """
+
+    paths: tuple[Ranks, ...]
+    name: str = "tree"
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.paths) <= MAX_NODES:
+            raise ConfigError(f"{self.name} has {len(self.paths)} nodes below its root; want 1 to {MAX_NODES}")
+        seen: set[Ranks] = {()}
+        for path in self.paths:
+            if path in seen:
+                raise ConfigError(f"{self.name} names the node {list(path)} twice; name it once")
+            missing = self._missing_before(path, seen)
+            if missing is not None:
+                raise ConfigError(
+                    f"{self.name} has the node {list(path)} without {list(missing)}, {_why(path, missing)}; add it"
+                )
+            seen.add(path)
+
+    @staticmethod
+    def _missing_before(path: Ranks, seen: set[Ranks]) -> Ranks | None:
+        """The parent or the next better sibling, where it does not stand before a node."""
+        needed = [path[:-1]] + ([(*path[:-1], path[-1] - 1)] if path[-1] > 0 else [])
+        return next((node for node in needed if node not in seen), None)
+
+    # -- where trees come from -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def of(cls, paths: Iterable[Seq[int]], name: str = "tree") -> RankTree:
+        """From paths in any order, which is kept where it puts parents and better siblings first.
+
+        Raises: ConfigError for what is not a list of paths, or not a tree.
+        """
+        given = [_ranks(path, name) for path in paths]
+        ordered = _in_order(given)
+        return cls(tuple(given if ordered is None else ordered), name)
+
+    @classmethod
+    def published(cls, name: str) -> RankTree:
+        """One of `PUBLISHED_TREES`."""
+        return cls(tuple(tuple(map(int, path)) for path in PUBLISHED_TREES[name].split()), name)
+
+    @classmethod
+    def cartesian(cls, widths: Seq[int], name: str = "") -> RankTree:
+        """Every combination of the best ``widths[d]`` tokens of every depth, as the first trees of Medusa were.
+
+        (3, 2) has 3 + 6 nodes. Those with the smallest ranks count as worth most.
+        """
+        name = name or "x".join(map(str, widths))
+        if not widths or any(width < 1 for width in widths) or math.prod(widths) > MAX_NODES:
+            raise ConfigError(f"{name} is not a cartesian tree; give widths of 1 or more, such as 4x2x1")
+        paths = [path for d in range(1, len(widths) + 1) for path in product(*map(range, widths[:d]))]
+        return cls(tuple(sorted(paths, key=lambda path: (sum(path) + len(path), len(path), path))), name)
+
+    @classmethod
+    def grown(
+        cls, accuracies: Seq[Seq[float]], num_nodes: int, max_siblings: int = MAX_SIBLINGS, name: str = "grown tree"
+    ) -> RankTree:
+        """The most valuable ``num_nodes - 1`` paths, where a path is worth the product of the accuracies along it.
+
+        Source: Medusa (Cai et al. 2024, arXiv:2401.10774), sparse trees; with a heap instead of repeated searches.
+        A sibling comes after the better one whatever it is worth, so trees stay left-packed. Of equal nodes the
+        shallower one comes first, then the one with the smaller ranks.
+
+        Args:
+          accuracies: ``[d][r]``: how often the candidate of rank r is right at depth d + 1, given that what stands
+            before it is.
+          num_nodes: root included; fewer where the accuracies have no more.
+          max_siblings: of a node.
+
+        Raises: ConfigError for accuracies that are none.
+        """
+        if num_nodes < 2 or not accuracies or any(not shares for shares in accuracies):
+            raise ConfigError(
+                f"a tree of {num_nodes} nodes over {len(accuracies)} depths cannot be grown; want 2 or more"
+            )
+        if any(not 0.0 <= share <= 1.0 for shares in accuracies for share in shares):
+            raise ConfigError("accuracies of candidates lie between 0 and 1; measure them again")
+        found: list[Ranks] = []
+        heap: list[tuple[float, int, Ranks]] = [(-accuracies[0][0], 1, (0,))]
+        while heap and len(found) < num_nodes - 1:
+            _, depth, path = heappop(heap)
+            found.append(path)
+            if path[-1] + 1 < min(len(accuracies[depth - 1]), max_siblings):
+                sibling = (*path[:-1], path[-1] + 1)
+                heappush(heap, (-path_value(accuracies, sibling), depth, sibling))
+            if depth < len(accuracies):
+                heappush(heap, (-path_value(accuracies, (*path, 0)), depth + 1, (*path, 0)))
+        return cls(tuple(found), name)
+
+    @classmethod
+    def parse(cls, value: Any) -> RankTree:
+        """Read what a user gave: a published name, widths as in "4x2x1", paths, their text, or a file of `save`.
+
+        Raises: ConfigError; CheckpointError for a file that cannot be read.
+        """
+        if isinstance(value, RankTree):
+            return value
+        if not isinstance(value, (str, os.PathLike)):
+            return cls.of(_listed(value))
+        text = os.fspath(value).strip()
+        if text in PUBLISHED_TREES:
+            return cls.published(text)
+        if text.replace("x", "").isdigit() and text[0] != "x" and text[-1] != "x":
+            return cls.cartesian([int(part) for part in text.split("x") if part])
+        if not text.startswith(("[", "(")):
+            return cls.load(text.removeprefix("@"))
+        try:
+            paths = literal_eval(text)
+        except (ValueError, SyntaxError) as error:
+            raise ConfigError(f"the tree {text[:60]!r} is not a list of paths such as [[0], [0, 0], [1]]") from error
+        return cls.of(_listed(paths))
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load(cls, file: str | os.PathLike[str]) -> RankTree:
+        """A tree that `save` or ``foredraft tune tree`` has written.
+
+        Raises: CheckpointError, ConfigError.
+        """
+        path = Path(file).expanduser()
+        try:
+            content = parsed_json(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            known = ", ".join(PUBLISHED_TREES)
+            raise CheckpointError(
+                f"there is no tree {os.fspath(file)!r} ({error.strerror}); give a file of foredraft tune tree, widths "
+                f"such as 4x2x1, a list of paths, or one of {known}"
+            ) from None
+        except ValueError:
+            raise CheckpointError(f"{path} is not JSON; write it again with foredraft tune tree") from None
+        paths = content.get("paths") if isinstance(content, dict) else content
+        return cls.of(_listed(paths), path.name)
+
+    def save(self, file: str | os.PathLike[str], **details: Any) -> None:
+        """Write the tree, with what is to be known about it."""
+        content = {"paths": [list(path) for path in self.paths], **details}
+        keep_json(Path(file), content)
+
+    # -- what it is like -----------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Number of nodes, root included."""
+        return len(self.paths) + 1
+
+    @property
+    def depth(self) -> int:
+        return max(map(len, self.paths))
+
+    @property
+    def is_chain(self) -> bool:
+        return all(rank == 0 for path in self.paths for rank in path)
+
+    def value(self, accuracies: Seq[Seq[float]]) -> float:
+        """Tokens per step to be expected, the bonus included, where depths are right or wrong independently."""
+        return 1.0 + sum(path_value(accuracies, path) for path in self.paths if len(path) <= len(accuracies))
+
+    def first(self, num_nodes: int) -> RankTree:
+        """The most valuable nodes, root included."""
+        return RankTree(self.paths[: num_nodes - 1], self.name)
+
+    def within(self, budget: Budget) -> TreeShape:
+        """What of it a budget allows, level by level: the most valuable nodes of those that are not too deep."""
+        depth = budget.depth
+        paths = [path for path in self.paths if len(path) <= depth and not (budget.chains_only and any(path))]
+        return TreeShape.of(paths[: budget.max_nodes() - 1])
+
+
+def path_value(accuracies: Seq[Seq[float]], path: Ranks) -> float:
+    """The product of the accuracies along a path; 0 for ranks that were not measured."""
+    shares = [accuracies[depth][rank] if rank < len(accuracies[depth]) else 0.0 for depth, rank in enumerate(path)]
+    return math.prod(shares)
+
+
+def _why(path: Ranks, missing: Ranks) -> str:
+    return "its parent" if len(missing) < len(path) else "the better sibling, which would be tried first"
+
+
+def _in_order(paths: list[Ranks]) -> list[Ranks] | None:
+    """The paths sorted by depth and rank, unless they stand parents and better siblings first already."""
+    seen: set[Ranks] = {()}
+    for path in paths:
+        if RankTree._missing_before(path, seen) is not None:
+            return sorted(paths, key=lambda path: (len(path), path))
+        seen.add(path)
+    return None
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise ConfigError(f"a tree is a list of paths such as [[0], [0, 0], [1]]; got {value!r}")
+    return list(value)
+
+
+def _ranks(path: Any, name: str) -> Ranks:
+    ranks = tuple(_listed(path))
+    if not ranks or any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in ranks):
+        raise ConfigError(f"{name} has the path {list(ranks)}; a path holds one or more ranks, 0 or more each")
+    return ranks

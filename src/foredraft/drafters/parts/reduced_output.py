@@ -1,0 +1,115 @@
+"""Output layers of frequent tokens alone: less to read for every drafted token, whoever drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from foredraft.config.options import Options, anything, option
+from foredraft.errors import ConfigError
+from foredraft.lazy import Lazy
+
+if TYPE_CHECKING:
+    import torch
+
+    import foredraft.heads.vocabulary as vocabularies
+    import foredraft.model.execution.forwards as forwards
+    import foredraft.model.execution.packing as packing
+    from foredraft.drafters.context import DrafterContext
+    from foredraft.heads.eagle import EagleHead
+    from foredraft.heads.vocabulary import DraftVocabulary
+    from foredraft.model.lm import CausalLM
+else:
+    torch = Lazy("torch")
+    forwards = Lazy("foredraft.model.execution.forwards")
+    packing = Lazy("foredraft.model.execution.packing")
+    vocabularies = Lazy("foredraft.heads.vocabulary")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyOptions(Options):
+    """Which tokens may be drafted at all.
+
+    Source: FR-Spec (Zhao et al. 2025, arXiv:2502.14856).
+    """
+
+    draft_vocabulary: Any = option(
+        anything("file with a JSON list of token ids"),
+        help="tokens that may be drafted, so that only their rows of the output layer are read; by default all",
+    )
+
+
+def chosen_vocabulary(
+    options: VocabularyOptions, context: DrafterContext, trained_as: Any = None
+) -> DraftVocabulary | None:
+    """The tokens that a config names; None for all.
+
+    Args:
+      trained_as: config of a model that may say with which tokens it was trained, where the user names none.
+
+    Raises: ConfigError, CheckpointError for what is not a list of tokens of the target, EOS among them.
+    """
+    given = options.draft_vocabulary
+    if given is None:
+        given = getattr(trained_as, "draft_vocabulary", None)
+    if given is None:
+        return None
+    size = context.target.vocab_size
+    if isinstance(given, (list, tuple)):
+        found = vocabularies.DraftVocabulary.of(given, size)
+    elif isinstance(given, str) or hasattr(given, "__fspath__"):
+        found = vocabularies.DraftVocabulary.load(given, size)
+    else:
+        raise ConfigError(f"draft_vocabulary is {type(given).__name__}; give a file, or a list of token ids")
+    eos = getattr(context.tokenizer, "eos_token_id", None)
+    found.check_eos([] if eos is None else [int(eos)], "this config")
+    return found
+
+
+def rows_of_output(layer: torch.nn.Module, vocabulary: DraftVocabulary) -> torch.nn.Module:
+    """An output layer of some tokens alone, run as the whole one is.
+
+    Args:
+      layer: the output embedding of a model, packed or not.
+
+    Raises: ConfigError for one that is no plain linear layer.
+    """
+    if type(layer) is not torch.nn.Linear:
+        raise ConfigError(
+            f"draft_vocabulary takes rows of the output layer, and that of this model is a {type(layer).__name__}; "
+            "leave it out"
+        )
+    packed = forwards.replacement(layer)
+    weight = packed.dense() if isinstance(packed, packing.PackedLinear) else layer.weight
+    ids = vocabulary.target_ids.to(weight.device)
+    reduced = torch.nn.Linear(weight.shape[1], len(ids), bias=layer.bias is not None, device="meta")
+    reduced.weight = torch.nn.Parameter(weight.detach().index_select(0, ids).to(layer.weight.dtype), False)
+    if layer.bias is not None:
+        reduced.bias = torch.nn.Parameter(layer.bias.detach().index_select(0, ids), False)
+    if isinstance(packed, packing.PackedLinear):
+        copy = packing.PackedLinear.of(reduced)
+        forwards.replace_forward(reduced, copy)
+        copy.product.release()
+    return reduced
+
+
+def reduced_model(model: CausalLM, vocabulary: DraftVocabulary) -> CausalLM:
+    """An adapter of the same model whose logits are of these tokens alone."""
+    layer = rows_of_output(model.shadow.get_output_embeddings(), vocabulary)
+    return model.variant(f"{len(vocabulary)} tokens", lambda _, copied: copied.set_output_embeddings(layer))
+
+
+def output_of(
+    head: EagleHead, target: CausalLM, vocabulary: DraftVocabulary | None
+) -> tuple[DraftVocabulary | None, torch.nn.Module | None]:
+    """The vocabulary of a head, and the output layer that it needs beside its own.
+
+    Raises: ConfigError for a head that has chosen its tokens already.
+    """
+    if vocabulary is not None and head.vocabulary is not None:
+        raise ConfigError(f"this head knows {len(head.vocabulary)} tokens only; leave draft_vocabulary out")
+    if vocabulary is None:
+        vocabulary = head.vocabulary
+    if vocabulary is None or head.lm_head is not None:
+        return vocabulary, None
+    return vocabulary, rows_of_output(target.shadow.get_output_embeddings(), vocabulary)

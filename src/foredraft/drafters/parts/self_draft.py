@@ -1,0 +1,142 @@
+"""The target as its own drafter: a cheaper form of it, over its own cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+from foredraft.drafters.parts.growth import Growth
+from foredraft.drafters.parts.layer_set import LayerSet, quantized, skipping
+from foredraft.drafters.parts.rows import CachedRow, feed, reach, unpadded
+from foredraft.engine.drafter import Budget, Drafter, OwnCache, StepResult
+from foredraft.engine.sequence import Sequence
+from foredraft.lazy import Lazy
+
+if TYPE_CHECKING:
+    import torch
+
+    import foredraft.engine.memory as memory_of
+    import foredraft.model.lm as lm
+    from foredraft.drafters.parts.draft import GrowingDraft
+    from foredraft.drafters.parts.sparse_view import SparseView
+    from foredraft.model.cache.ragged import KVCache
+    from foredraft.model.lm import CausalLM
+    from foredraft.tree import DraftTree
+else:
+    lm = Lazy("foredraft.model.lm")
+    memory_of = Lazy("foredraft.engine.memory")
+
+
+class SelfDrafter(Drafter):
+    """Drafts with a variant of the target that shares its tensors and its cache: no second prefill, no second cache.
+
+    What the variant writes after the committed columns is forgotten before the verification, which writes the same
+    columns again in every layer.
+
+    Args:
+      name: of the method.
+      layer_set: sublayers that are left out of drafts.
+      group_size: inputs that share a scale in 4-bit copies of the weights, over which it drafts; None for the weights
+        themselves.
+      with_head: whether the output embedding is quantised, too; see `quantize_linears`.
+      view: chosen columns of the target's cache, over which it drafts instead of over all of them.
+      usual_acceptance: see `Drafter`.
+      growth: arguments of `Growth`.
+
+    Exactness: lossless for any variant; the target, its modules and its committed cache are never changed.
+    Randomness: keyed, see ``acceptance`` of `Growth`; none when greedy.
+    """
+
+    model: CausalLM
+    _cache: KVCache
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        layer_set: LayerSet | None = None,
+        group_size: int | None = None,
+        with_head: bool = False,
+        view: SparseView | None = None,
+        usual_acceptance: float | None = None,
+        **growth: Any,
+    ) -> None:
+        self.name = name
+        self.usual_acceptance = usual_acceptance
+        self.layer_set = layer_set or LayerSet()
+        self._group_size, self._with_head = group_size, with_head
+        self.growth = Growth(**growth)
+        self._view = view
+        self._target: CausalLM | None = None
+        self._places: list[CachedRow] = []  # of the rows of the cache, while a draft grows
+        self._spoilt: set[int] = set()  # slots where something that is not a number was written meanwhile
+
+    def _variant(self, target: CausalLM) -> CausalLM:
+        """The cheaper form of the target."""
+        if self._group_size is not None:
+            return quantized(target, self._group_size, self.layer_set, with_head=self._with_head)
+        if len(self.layer_set):
+            return skipping(target, self.layer_set)
+        return target.variant("as it is", lambda *_: None)
+
+    def bind(self, target: CausalLM, cache: KVCache) -> None:
+        self._cache = cache if self._view is None else self._view.bind(target, cache)
+        if target is not self._target:
+            self._target, self.model = target, self._variant(target)
+        self.growth.takes_trees = target.supports_trees
+
+    def own_caches(self) -> list[OwnCache]:
+        return [] if self._view is None else [self._view.own_cache(memory_of.bytes_per_token(self.model))]
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        drafts = [
+            self.growth.begin(row, budget, reach(self.model, row)) for row, budget in zip(rows, budgets, strict=True)
+        ]
+        last = max((slot for slot, draft in enumerate(drafts) if draft.cap > 0), default=-1)
+        if last >= 0:
+            if self._view is not None:
+                self._view.follow(drafts[: last + 1])
+            lengths = self._cache.lengths[: last + 1]
+            self._places = [CachedRow(slot, length) for slot, length in enumerate(lengths)]
+            try:
+                self.growth.grow(drafts[: last + 1], self)  # they lie in the cache as they do for the target
+            finally:
+                self._cache.rollback(lengths)
+                while self._spoilt:
+                    slot = self._spoilt.pop()
+                    self._cache.erase(slot, lengths[slot])
+        return [self.growth.finish(draft, self.name) for draft in drafts]
+
+    def open(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
+        """Feed the pending tokens."""
+        logits = self.model.forward(lm.Nodes.from_chains([[draft.row.pending] for draft in drafts]), self._cache)
+        self._cache.commit([range(1)] * len(drafts))
+        for place in self._places[: len(drafts)]:
+            place.trunk += 1
+        return self._watched(logits)[:, 0]
+
+    def expand(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
+        """Feed the frontier of every draft."""
+        places = self._places[: len(drafts)]
+        logits = feed(self.model, self._cache, drafts, places, are_chains=self.growth.drafts_chains)
+        return unpadded(self._watched(logits), drafts)
+
+    def _watched(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits (B, F, V), looked through for NaN.
+
+        All logits of a node are NaN where its hidden state is, and so is what it has left in the cache. From there it
+        would reach the target's own nodes, and other rows that come to this place.
+        """
+        nodes = logits[..., 0].isnan()
+        if bool(nodes.any()):
+            self._spoilt.update(nodes.any(1).nonzero()[:, 0].tolist())
+        return logits
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        for row, result in zip(rows, results, strict=True):
+            self.growth.end(row, result)
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        self.growth.forget(rows)
+        if self._view is not None:
+            self._view.forget(rows)

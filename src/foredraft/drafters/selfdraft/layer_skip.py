@@ -1,0 +1,214 @@
+"""Drafting with some of the target's own layers left out.
+
+Source: Draft & Verify (Zhang et al. 2023, arXiv:2309.08168); early exit as in LayerSkip (Elhoushi et al. 2024,
+arXiv:2404.16710), without its training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from foredraft.config.drafting import draft_length
+from foredraft.config.method import Method
+from foredraft.config.options import one_of, option, path, whole, whole_numbers
+from foredraft.drafters.parts.growth import GrowthOptions
+from foredraft.drafters.parts.layer_set import FEWEST_LAYERS, NUM_SCORED, LayerSet, SwiftSearch, run_once
+from foredraft.drafters.parts.self_draft import SelfDrafter
+from foredraft.errors import ConfigError
+from foredraft.lazy import Lazy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    import torch
+
+    import foredraft.model.lm as lm
+    from foredraft.drafters.context import DrafterContext
+    from foredraft.engine.drafter import Budget
+    from foredraft.engine.sequence import Sequence
+    from foredraft.law import sampling
+    from foredraft.model import sublayers
+    from foredraft.model.cache.ragged import KVCache
+    from foredraft.model.lm import CausalLM
+    from foredraft.tree import DraftTree
+else:
+    torch = Lazy("torch")
+    lm = Lazy("foredraft.model.lm")
+    sampling = Lazy("foredraft.law.sampling")
+    sublayers = Lazy("foredraft.model.sublayers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSetOptions(GrowthOptions):
+    """Which layers are left out, given in one of several ways."""
+
+    layer_set: str | None = option(path(is_read=True), help="file that foredraft tune layer-skip wrote")
+    skipped_attention: tuple[int, ...] | None = option(whole_numbers(), help="layers whose attention is left out")
+    skipped_mlp: tuple[int, ...] | None = option(whole_numbers(), help="layers whose MLP is left out")
+
+    @property
+    def num_ways(self) -> int:
+        """The number of ways in which the options say what is left out."""
+        by_index = self.skipped_attention is not None or self.skipped_mlp is not None
+        return (self.layer_set is not None) + by_index
+
+    def check(self) -> None:
+        super().check()
+        if self.num_ways > 1:
+            raise ConfigError("layer_set, exit_layer and skipped_attention / skipped_mlp exclude each other; give one")
+
+    def given_set(self, num_layers: int) -> LayerSet | None:
+        """The layer set that is given, for a model of ``num_layers`` layers."""
+        if self.layer_set is not None:
+            return LayerSet.load(self.layer_set)
+        if self.num_ways:
+            return LayerSet(self.skipped_attention or (), self.skipped_mlp or ())
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSkipOptions(LayerSetOptions):
+    """Keys of drafting with fewer layers."""
+
+    method: ClassVar[str] = "layer_skip"
+    own_policy: ClassVar[str] = "acceptance"
+    num_speculative_tokens: int = draft_length(8)
+    exit_layer: int | None = option(whole(1), help="everything from this layer on is left out")
+    layer_search: str | None = option(
+        one_of(("swift",)),
+        help="swift looks for a better set while decoding, from the given one or its own; default where none is known",
+    )
+
+    @property
+    def num_ways(self) -> int:
+        return super().num_ways + (self.exit_layer is not None)
+
+    def given_set(self, num_layers: int) -> LayerSet | None:
+        return (
+            LayerSet.exit_at(self.exit_layer, num_layers)
+            if self.exit_layer is not None
+            else super().given_set(num_layers)
+        )
+
+
+class SwiftDrafter(SelfDrafter):
+    """Drafts with fewer layers, by a set that improves meanwhile, without data or a search beforehand.
+
+    As long as the search lasts, every step scores one candidate by one forward of it over the latest generated tokens
+    of a row, all at once, in the target's own cache; the columns it writes over are saved and put back. A candidate
+    that seems better costs a second forward, of the set it would replace. The score is
+    the share of tokens that the candidate would have drafted: its argmax, and of sampled rows its choice by the row's
+    own noise. The set outlives the requests; of their text it keeps nothing else.
+
+    Source: see `SwiftSearch`. Deviations from the published program: nothing is cloned but the columns at stake; drafts
+    follow length policy and branches of the config instead of a fixed comb of siblings.
+
+    Args:
+      start: set to begin with; None for the published one.
+      num_scored: tokens that a candidate is scored on.
+      seed: of the search.
+      options: see `SelfDrafter`.
+
+    Exactness, randomness: as of `SelfDrafter`; the search draws from ``seed``.
+    """
+
+    def __init__(
+        self, start: LayerSet | None = None, *, num_scored: int = NUM_SCORED, seed: int = 0, **options: Any
+    ) -> None:
+        super().__init__(LayerSkipOptions.method, layer_set=start, **options)
+        self._start = start
+        self._num_scored = num_scored
+        self._seed = seed
+        self.search: SwiftSearch | None = None
+        self.num_scoring_passes = 0
+
+    def _variant(self, target: CausalLM) -> CausalLM:
+        """A variant whose set can be changed, and a search for a better one."""
+        if self._start is not None:
+            self._start.check(target.num_layers, target.name)
+        self.search = SwiftSearch(target.num_layers, self._start, self._seed)
+
+        def edit(variant: CausalLM, _: Any) -> None:
+            self._layers = sublayers.SkippableLayers(variant.layers, lambda: run_once(variant), variant.changed)
+
+        variant = target.variant("some sublayers left out", edit)
+        self._use(self.search.best)
+        return variant
+
+    def _use(self, layer_set: LayerSet) -> None:
+        self.layer_set = layer_set
+        self._layers.leave_out(layer_set.attention, layer_set.mlp)
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        if self.search is not None and not self.search.is_over:
+            self._try_one(self.search, rows)
+        return super().propose(rows, budgets)
+
+    def _try_one(self, search: SwiftSearch, rows: Seq[Sequence]) -> None:
+        """Score a candidate on one of the rows that have generated enough, in turn."""
+        ready = [slot for slot, row in enumerate(rows) if row.num_output_tokens > self._num_scored]
+        if not ready:
+            return
+        slot = ready[self.num_scoring_passes % len(ready)]
+
+        def score_again(layer_set: LayerSet) -> float:
+            self._layers.leave_out(layer_set.attention, layer_set.mlp)
+            return self._score(rows[slot], self._cache, slot)
+
+        candidate = search.candidate()
+        self._layers.leave_out(candidate.attention, candidate.mlp)
+        try:
+            search.tell(self._score(rows[slot], self._cache, slot), score_again)
+        finally:
+            self._use(search.best)
+
+    def _score(self, row: Sequence, cache: KVCache, slot: int) -> float:
+        """Share of the latest tokens that the variant would have drafted, each after the true text.
+
+        Of 40 tokens, the last pending, and C = 32: columns 7..38 are written over by tokens 7..38, whose successors
+        8..39 are compared.
+        """
+        first = cache.lengths[slot] - self._num_scored
+        fed, true = row.token_ids[first:-1], row.token_ids[first + 1 :]
+        self.num_scoring_passes += 1
+        with cache.kept(slot, first, cache.lengths[slot]):
+            logits = lm.fit_vocabulary(
+                self.model.forward(lm.Nodes.from_chains([fed]), cache, first_row=slot)[0], row.law.vocab_size
+            )
+        if row.law.is_greedy:
+            found = sampling.argmax(logits)
+        else:
+            size = len(true)
+            found = sampling.choose(logits, [row.law] * size, [()] * size, list(range(first + 1, first + 1 + size)))
+        num_right: int = (found == torch.tensor(true, device=found.device)).sum().item()  # type: ignore[assignment]
+        return num_right / len(true)
+
+
+def build(options: LayerSkipOptions, context: DrafterContext) -> SelfDrafter:
+    """Leaves out what is given, what a target of the zoo brings along, or what a search finds meanwhile."""
+    target = context.target
+    for layer in target.layers:
+        sublayers.Sublayers.of(layer)  # refuse layers that are built differently now, not later
+    layer_set, brought = options.given_set(target.num_layers), context.asset("layer_set")
+    if layer_set is None and brought is not None and options.layer_search is None:
+        layer_set = LayerSet.load(brought)
+    if layer_set is not None:
+        layer_set.check(target.num_layers, target.name)
+    if options.layer_search is not None or (layer_set is None and target.num_layers >= FEWEST_LAYERS):
+        SwiftSearch(target.num_layers, layer_set)  # refuse a set that it cannot begin with now, not later
+        return SwiftDrafter(layer_set, **options.growth(target.vocab_size))
+    if layer_set is None:
+        raise ConfigError(
+            f"method 'layer_skip' needs to know what to leave out of {target.num_layers} layers{context.brings_none}; "
+            "give layer_set=FILE (from foredraft tune layer-skip), skipped_attention and skipped_mlp, or exit_layer"
+        )
+    return SelfDrafter(options.method, layer_set=layer_set, **options.growth(target.vocab_size))
+
+
+METHOD = Method(
+    LayerSkipOptions,
+    build,
+    summary="with the target itself, some of its layers left out",
+    aliases=("draft_and_verify", "self_speculative", "early_exit"),
+)

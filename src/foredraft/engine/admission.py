@@ -1,0 +1,142 @@
+"""Rows of requests as they arrive, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+from foredraft.config.structured import StructuredOutputs
+from foredraft.engine.prediction import Prediction
+from foredraft.engine.sequence import Sequence, as_ids, check_prompt
+from foredraft.engine.stopping import StopChecker
+from foredraft.errors import ConfigError
+from foredraft.law.noise import fresh_seed, mix
+from foredraft.law.sampling import SamplingLaw
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from foredraft.config.sampling import SamplingParams
+    from foredraft.model.lm import CausalLM
+    from foredraft.structured.grammars import Grammars
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Makes the rows of requests.
+
+    Args:
+      target: the model.
+      eos_token_ids: tokens that end a row.
+      tokenizer: needed for stop strings only.
+      max_model_len: prompt and output together never exceed it.
+      contains_faults: see `EngineConfig`.
+      grammars: for what outputs must match.
+      ids: of rows; unique also when requests are added from several threads.
+    """
+
+    target: CausalLM
+    eos_token_ids: tuple[int, ...]
+    tokenizer: PreTrainedTokenizerBase | None
+    max_model_len: int
+    contains_faults: bool
+    grammars: Grammars
+    ids: Iterator[int] = field(default_factory=count)
+
+    def rows(
+        self,
+        prompt_ids: Seq[int],
+        params: SamplingParams,
+        request_id: str | None,
+        history_ids: Seq[int] | None,
+        output_ids: Seq[Seq[int]],
+    ) -> list[Sequence]:
+        """The ``params.n`` rows of a request; see `Engine.add_request`."""
+        prompt = as_ids(prompt_ids)
+        if output_ids and len(output_ids) != params.n:
+            raise ConfigError(f"output_ids has {len(output_ids)} lists for n={params.n} samples; give one for each")
+        check_prompt(prompt, self.target.vocab_size, self.max_model_len, num_new_tokens=params.max_tokens != 0)
+        request_id = f"request-{next(self.ids)}" if request_id is None else request_id
+        seed = fresh_seed() if params.seed is None else params.seed
+        prediction = self._prediction(params, len(prompt))
+        rows = []
+        for index in range(params.n):
+            law = self._law(params, prompt, history_ids, mix(seed, index))
+            own = None if prediction is None else prediction.copy()
+            rows.append(self._row(prompt, law, request_id, index, own))
+        for row, output in zip(rows, output_ids, strict=False):
+            self._continue(row, as_ids(output))
+        return rows
+
+    def _continue(self, row: Sequence, output_ids: list[int]) -> None:
+        """Let a row have said something already, which is replayed before it goes on.
+
+        Raises: PromptError for ids outside the vocabulary; ConfigError for an output that had ended before, or that its
+          grammar does not allow.
+        """
+        if not output_ids:
+            return
+        check_prompt(output_ids, self.target.vocab_size, None)
+        for place, token in enumerate(output_ids, 1):
+            if row.is_finished:
+                raise ConfigError(
+                    f"output_ids has {len(output_ids)} tokens, but the output ends with the first {place - 1} "
+                    f"({row.finish_reason}); leave out what comes after"
+                )
+            if (finish := row.checker.check(token)) is not None:
+                row.finish_reason, row.stop_reason = finish.reason, finish.cause
+        row.extend(output_ids)
+        if row.law.matching is not None and row.law.matching.fault is not None:
+            raise ConfigError(f"output_ids cannot be continued: {row.law.matching.fault}")
+        row.num_replayed = len(output_ids)
+
+    def _prediction(self, params: SamplingParams, start: int) -> Prediction | None:
+        given = params.prediction
+        if not given:
+            return None
+        if isinstance(given, str):
+            raise ConfigError(f"prediction {given[:40]!r} was not resolved to tokens; give token ids, or a tokenizer")
+        outside = [token for token in given if token >= self.target.vocab_size]
+        if outside:
+            raise ConfigError(
+                f"prediction holds token ids {outside[:8]}, outside the vocabulary, 0..{self.target.vocab_size - 1}; "
+                "leave them out"
+            )
+        return Prediction(given, start)
+
+    def _law(self, params: SamplingParams, prompt: list[int], history_ids: Seq[int] | None, seed: int) -> SamplingLaw:
+        wanted = params.structured_outputs
+        law = SamplingLaw(
+            params,
+            vocab_size=self.target.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            prompt_ids=prompt,
+            history_ids=history_ids,
+            device=self.target.device,
+            matching=None if wanted is None else self.grammars.matching(StructuredOutputs.of(wanted)),
+        )
+        law.seed, law.contains_faults = seed, self.contains_faults
+        return law
+
+    def _row(
+        self, prompt: list[int], law: SamplingLaw, request_id: str, index: int, prediction: Prediction | None
+    ) -> Sequence:
+        params, length = law.params, len(prompt)
+        wanted = self.max_model_len if params.max_tokens is None else length + params.max_tokens
+        max_length = min(wanted, self.max_model_len)
+        return Sequence(
+            id=next(self.ids),
+            request_id=request_id,
+            index=index,
+            token_ids=list(prompt),
+            num_prompt_tokens=length,
+            params=params,
+            seed=law.seed,
+            law=law,
+            max_length=max_length,
+            checker=StopChecker(params, self.eos_token_ids, length, max_length, self.tokenizer),
+            prediction=prediction,
+        )

@@ -1,0 +1,394 @@
+"""How much of a draft is worth making, what limits that, what of it is worth verifying, and what every limit has cut
+off in the end."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
+
+if TYPE_CHECKING:
+    from foredraft.tree import DraftTree
+
+NOTHING_FOUND = "nothing_found"
+"""Why a step has no draft whose drafter was asked and proposed nothing. All other causes keep it from drafting."""
+
+NO_TOKENS: Mapping[str, int] = {}
+
+CAUSES: Mapping[str, str] = {
+    "governor": "the governor",
+    "bits": "the promise of bits",
+    "chains": "a model or rule that verifies chains only",
+    "memory": "the limit of memory",
+    "budget": "the end of the text's budget",
+    "policy": "the length policy",
+    "context": "the context of the draft model",
+    "request": "the request",
+    "doubt": "a step that gave no token",
+    "fault": "a fault of the drafter",
+}
+"""What keeps tokens from being drafted or verified, and how it is called in messages."""
+
+
+class Budget(int):
+    """How much may be drafted for one row in one step. As a number it is the depth.
+
+    Args:
+      depth: tokens on one path, the pending one not counted; 0 for no draft.
+      nodes: of the whole draft, root included.
+      chains_only: whether only the continuation of first children will be verified.
+      least: chance of a node, below which neither it nor what follows it will be verified; drafters may ignore it.
+    """
+
+    nodes: int
+    chains_only: bool
+    least: float
+
+    def __new__(cls, depth: int, nodes: int = sys.maxsize, chains_only: bool = False, least: float = 0.0) -> Self:
+        self = super().__new__(cls, depth)
+        self.nodes, self.chains_only, self.least = nodes, chains_only, least
+        return self
+
+    def __repr__(self) -> str:
+        return f"Budget(depth={self.depth}, nodes={self.nodes}, chains_only={self.chains_only}, least={self.least})"
+
+    @property
+    def depth(self) -> int:
+        """Tokens on one path."""
+        return int(self)
+
+    @classmethod
+    def of(cls, budget: int) -> Budget:
+        """The budget itself, or one that limits the depth alone."""
+        return budget if isinstance(budget, Budget) else cls(budget)
+
+    def within(self, depth: int, least: float) -> Budget:
+        """As much of it as a governor wants."""
+        return Budget(min(self.depth, depth), self.nodes, self.chains_only, least)
+
+    def width(self, num_branches: int) -> int:
+        """How many of the wanted siblings are worth drafting."""
+        return 1 if self.chains_only else num_branches
+
+    def max_nodes(self, limit: int | None = None) -> int:
+        """Nodes of the draft, within a limit of the drafter's own."""
+        return self.nodes if limit is None else min(self.nodes, limit)
+
+    def cut(self, tree: DraftTree) -> DraftTree:
+        """Cut a draft to the budget; if it has too many nodes, the first ones stay."""
+        if len(tree) == 1:
+            return tree
+        tree = (tree.main_chain() if self.chains_only else tree).cut(self.depth)
+        return tree if len(tree) <= self.nodes else tree.restricted(range(max(1, self.nodes)))
+
+
+class Limits(NamedTuple):
+    """Budget of a row, and the causes (`CAUSES`) of its bounds.
+
+    Args:
+      budget: as much as all of them allow.
+      depth: the cause of its depth.
+      nodes: of its number of nodes.
+      shape: of its being for chains only, where it is.
+    """
+
+    budget: Budget
+    depth: str
+    nodes: str = "memory"
+    shape: str = "chains"
+
+    def stages(self, budget: Budget, draft: DraftTree) -> Iterator[tuple[str, int]]:
+        """Tokens that are left of a draft within a budget, cause by cause."""
+        if budget.chains_only:
+            draft = draft.main_chain()
+            yield self.shape, len(draft) - 1
+        yield self.depth if draft.depth > budget.depth else self.nodes, len(budget.cut(draft)) - 1
+
+    def why_nothing(self, budget: Budget, draft: DraftTree) -> str:
+        """The cause of an empty draft."""
+        if budget.depth == 0:
+            return self.depth
+        if budget.nodes <= 1:
+            return self.nodes
+        return draft.plan.cause if draft.plan is not None and draft.plan.gamma == 0 else NOTHING_FOUND
+
+
+@dataclass
+class Cuts:
+    """Counts of one row, or of several together.
+
+    Attributes:
+      tokens: drafted tokens that were left out before verifying, by what left them out.
+      steps: steps without a draft, by what kept them from having one: a cause, or `NOTHING_FOUND`.
+      latest: why the newest step had no draft; empty where it had one.
+      latest_tokens: what was left out of the newest draft, like ``tokens``.
+    """
+
+    tokens: Counter[str] = field(default_factory=Counter)
+    steps: Counter[str] = field(default_factory=Counter)
+    latest: str = ""
+    latest_tokens: Mapping[str, int] = field(default_factory=lambda: NO_TOKENS)
+
+    def count(
+        self, limits: Limits, budget: Budget, draft: DraftTree, tree: DraftTree, *, has_failed: bool = False
+    ) -> None:
+        """Count what was cut from the draft of a step, or why there is none.
+
+        Args:
+          budget: as much of that of ``limits`` as the governor has left, which the drafter was given.
+          tree: what is verified of the draft.
+          has_failed: whether a fault of the drafter has ended drafting.
+        """
+        if len(tree) == len(draft) > 1:
+            self.latest, self.latest_tokens = "", NO_TOKENS
+            return
+        if budget != limits.budget:
+            limits = limits._replace(depth="governor")
+        if len(draft) > 1:
+            self.record("", len(draft) - 1, [*limits.stages(budget, draft), ("governor", len(tree) - 1)])
+        else:
+            self.record("fault" if has_failed else limits.why_nothing(budget, draft), 0)
+
+    def record(self, cause: str, num_proposed: int, stages: Seq[tuple[str, int]] = ()) -> None:
+        """Count one step.
+
+        Args:
+          cause: why there is no draft where nothing was proposed.
+          num_proposed: tokens of the draft.
+          stages: in order, what may cut it and how many tokens are then left; the last ones are verified.
+
+        Of eight tokens the promise of bits leaves five, and the governor none. Stages (("bits", 5), ("governor", 0))
+        count three tokens for the promise, five for the governor, and a step without a draft for the governor.
+        """
+        if not num_proposed:
+            self.latest, self.latest_tokens = cause, NO_TOKENS
+            self.steps[cause] += 1
+            return
+        left = num_proposed
+        cut: dict[str, int] = {}
+        for stage, num_left in stages:
+            if num_left < left:
+                cut[stage] = cut.get(stage, 0) + left - num_left
+                cause, left = stage, num_left
+        self.latest, self.latest_tokens = "" if left else cause, cut
+        self.tokens.update(cut)
+        if not left:
+            self.steps[cause] += 1
+
+    def add(self, other: Cuts) -> None:
+        """Pool the counts of another row."""
+        self.tokens.update(other.tokens)
+        self.steps.update(other.steps)
+
+    @property
+    def num_tokens(self) -> int:
+        """Drafted tokens that were left out."""
+        return self.tokens.total()
+
+    @property
+    def num_held_steps(self) -> int:
+        """Steps that were kept from having a draft."""
+        return self.steps.total() - self.steps[NOTHING_FOUND]
+
+    @property
+    def main_cause(self) -> str:
+        """What kept most steps from having a draft; empty where nothing did."""
+        held = [(count, cause) for cause, count in self.steps.items() if cause != NOTHING_FOUND]
+        return max(held, default=(0, ""))[1]
+
+    def describe(self) -> str:
+        """What was cut, for people, the cause of most first; empty where nothing was.
+
+        Example:
+            >>> cuts = Cuts()
+            >>> cuts.record("nothing_found", 8, [("governor", 0)])
+            >>> cuts.record("governor", 0)
+            >>> cuts.describe()
+            'the governor cut 8 drafted tokens and left 2 steps without a draft'
+        """
+        causes = sorted(CAUSES, key=lambda cause: (-self.steps[cause], -self.tokens[cause]))
+        said = [self._of(cause) for cause in causes if self.steps[cause] or self.tokens[cause]]
+        return ", ".join(said)
+
+    def _of(self, cause: str) -> str:
+        tokens, steps = self.tokens[cause], self.steps[cause]
+        parts = [f"cut {counted(tokens, 'drafted token')}"] if tokens else []
+        parts += [f"left {counted(steps, 'step')} without a draft"] if steps else []
+        return f"{CAUSES[cause]} {' and '.join(parts)}"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 step``, ``2,000 steps``, ``2 guesses``."""
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
+NumNodes: TypeAlias = Callable[[int], int]
+"""The number of nodes that a forward runs, padding included, by that of its drafts."""
+
+Worth: TypeAlias = Callable[[int, bool], float]
+"""The tokens that the time of verifying drafts of so many nodes would make otherwise; whether all are chains."""
+
+Chances: TypeAlias = list[tuple[float, int]]
+"""Nodes of a draft with their chances to be accepted, the likeliest first."""
+
+
+APART = 0.1
+"""Of the steps that are left to a batch: a row that is ahead by so many ends last 1/e as often as the last."""
+
+
+def weights_of(num_left: Seq[float], share: float) -> list[float]:
+    """How much a token of every row counts where no request waits for the place of a row that ends.
+
+    The batch takes as long as the row that ends last. Tokens of the others make later steps cheaper only by what a row
+    costs in them. So of a step, what rows cost is shared by all of them, and the rest goes to those that may be last;
+    of k rows that may be, a kth of it: what rows gain varies, and the one that gains least is the last. That tells what
+    batches of 8 recorded texts gain to 1.6 % of 64 steps and 1.1 % of 200 (dev/log, 2026-11-27).
+
+    Args:
+      num_left: steps that every row is expected to take at its pace so far.
+      share: of the time of a step that a step with one row fewer takes.
+    """
+    most, count = max(num_left), len(num_left)
+    ahead = min(max(count * (1.0 - share), 0.0), 1.0)
+    lasts = [math.exp((left - most) / (APART * most)) for left in num_left]
+    total, squares = sum(lasts), sum([last * last for last in lasts])
+    rest = (1.0 - ahead) * count * squares / total**3  # a kth, where total**2 / squares rows may be last
+    return [ahead + rest * last for last in lasts]
+
+
+def best_counts(found: Seq[Chances], worth: Worth, *, are_chains: bool = False) -> tuple[list[int], float]:
+    """How many of the likeliest nodes of every row pay, the root not counted; and the tokens that they gain."""
+    ranked = found[0]
+    if len(found) > 1:
+        ranked = [(chance, row) for row, nodes in enumerate(found) for chance, _ in nodes]
+        ranked.sort(key=itemgetter(0), reverse=True)
+    best_value, best, gained, most = 0.0, 0, 0.0, sum([chance for chance, _ in ranked])
+    for size, (chance, _) in enumerate(ranked, len(found) + 1):
+        gained += chance
+        price = worth(size, are_chains)
+        if gained - price > best_value:
+            best_value, best = gained - price, size - len(found)
+        if most - price <= best_value:  # what all others could gain is less than what this many cost
+            break
+    if len(found) == 1:
+        return [best], best_value
+    counts = [0] * len(found)
+    for _, row in ranked[:best]:
+        counts[row] += 1
+    return counts, best_value
+
+
+class Habit:
+    """Drafts as deep as was decided last, cut as drafts like them were cut: a few operations per row.
+
+    Of drafts without scores, chains are cut to one length, the mean of what was kept, and others to the nodes that
+    stand where nodes were kept, by the ranks among siblings from the root on. Those that must not be cut are kept whole
+    or not at all.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self._keeps_whole = True
+        self._length = 0
+        self.least = 0.0
+        """A chance below which it is not worth drafting what follows a node: half of what one more node costs."""
+        self._standings: set[int] = set()
+        self._known: dict[tuple[int, ...], list[int]] = {}  # parents -> nodes that are kept, of trees without scores
+
+    def adopt(self, trees: Seq[DraftTree], kept: Seq[DraftTree], worth: Worth) -> None:
+        """Take over what was decided of drafts.
+
+        Args:
+          kept: what is verified of each.
+          worth: by which that was decided.
+        """
+        if any(tree.scores is not None or tree.is_whole for tree in trees):
+            size, are_chains = sum(map(len, kept)), all(tree.is_chain for tree in trees)
+            one_more = worth(size + 1, are_chains) - worth(size, are_chains)
+            self.least = max(one_more, 0.0) / 2
+        lengths, is_cut = [], False  # of chains
+        for tree, part in zip(trees, kept, strict=True):
+            if len(tree) == 1:
+                continue
+            if tree.is_whole:
+                self._keeps_whole = len(part) == len(tree)
+            elif tree.scores is None and tree.is_chain:
+                lengths.append(len(part) - 1)
+                is_cut = is_cut or len(part) < len(tree)
+            elif tree.scores is None:
+                standings = _standings(tree)
+                self._standings.difference_update(standings)
+                self._standings.update(standings[node] for node in _nodes_of(tree, part))
+                self._known.clear()
+        if is_cut:  # one length for all rows: that of the last would be any
+            self._length = round(sum(lengths) / len(lengths))
+        elif lengths:
+            self._length = max(self._length, *lengths)
+
+    def budgets(self, budgets: list[Budget]) -> list[Budget]:
+        """What may be drafted for every row."""
+        depth, least = self.depth, self.least
+        if depth == sys.maxsize and not least:
+            return budgets
+        return [budget.within(depth, least) for budget in budgets]
+
+    def cut(self, trees: Seq[DraftTree]) -> list[DraftTree]:
+        """The parts of drafts that are verified."""
+        return [self._cut(tree) for tree in trees]
+
+    def _cut(self, tree: DraftTree) -> DraftTree:
+        if len(tree) == 1:
+            return tree
+        if tree.is_whole:
+            return tree if self._keeps_whole else tree.restricted([0])
+        if tree.is_chain:
+            return tree if len(tree) <= self._length + 1 else tree.restricted(range(self._length + 1))
+        nodes = self._known.get(tree.parents)
+        if nodes is None:
+            standings = self._standings
+            wanted = [node for node, standing in enumerate(_standings(tree)) if standing in standings]
+            nodes = self._known[tree.parents] = _closed(tree, wanted)
+        return tree.restricted(nodes)
+
+
+def _closed(tree: DraftTree, nodes: list[int]) -> list[int]:
+    """These nodes, the root, and none whose parent is not among them."""
+    found = {-1, *nodes}
+    if nodes and nodes[0] == 0 and found.issuperset([tree.parents[node] for node in nodes]):
+        return nodes
+    kept, places = [0], {0}
+    for node in nodes:
+        if tree.parents[node] in places:
+            kept.append(node)
+            places.add(node)
+    return kept
+
+
+def _nodes_of(tree: DraftTree, part: DraftTree) -> set[int]:
+    """The nodes of a tree that a part of it holds."""
+    places = [0]
+    for node in range(1, len(part)):
+        place = tree.child(places[part.parents[node]], part.tokens[node])
+        assert place is not None
+        places.append(place)
+    return set(places)
+
+
+def _standings(tree: DraftTree) -> list[int]:
+    """Where every node stands: its ranks from the root on, as the digits of a number.
+
+    For parents (-1, 0, 0, 1, 1): 0, 1, 2, 257, 258.
+    """
+    standings, next_ranks = [0], [1]
+    for parent in tree.parents[1:]:
+        rank = next_ranks[parent]
+        next_ranks[parent] = rank + 1
+        standings.append(256 * standings[parent] + rank)
+        next_ranks.append(1)
+    return standings

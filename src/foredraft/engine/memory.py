@@ -1,0 +1,164 @@
+"""Plan of the memory for keys and values: which rows fit, and how large their drafts may be."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from foredraft.config.engine import available_bytes, share_of
+from foredraft.errors import ConfigError, ContextLengthError
+from foredraft.model.nodes import Nodes
+
+if TYPE_CHECKING:
+    from foredraft.config.engine import EngineConfig
+    from foredraft.engine.drafter import Drafter, OwnCache
+    from foredraft.engine.forwards import Forwards
+    from foredraft.engine.sequence import Sequence
+    from foredraft.model.cache.ragged import KVCache
+    from foredraft.model.lm import CausalLM
+
+logger = logging.getLogger("foredraft")
+
+STEP = 64
+"""Columns by which rows are counted. Drafts and padding of a step lie within the next one."""
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Keys and values of an engine, and the plan for them.
+
+    Args:
+      allocated_bytes: of the target and of its drafter, views of constant size included.
+      planned_bytes: that may be taken; None without a plan.
+      planned_share: of the plan that the rows count as, see `MemoryPlan.fits`; None without a plan.
+      prefix_bytes: of what rows that have ended left for later prompts, the drafter's part included; it comes besides.
+    """
+
+    allocated_bytes: int
+    planned_bytes: int | None = None
+    planned_share: float | None = None
+    prefix_bytes: int = 0
+
+    @classmethod
+    def of(cls, plan: MemoryPlan | None, cache: KVCache, own_caches: Seq[OwnCache], prefix_bytes: int = 0) -> MemoryUse:
+        """As it is now, of the cache of a target, and those of its drafter."""
+        allocated = sum(each.num_bytes for each in (cache, *(own.cache for own in own_caches)))
+        if plan is None:
+            return cls(allocated, prefix_bytes=prefix_bytes)
+        return cls(allocated, plan.num_bytes, plan.share(cache.lengths), prefix_bytes)
+
+
+class MemoryPlan:
+    """Keeps the cache within a number of bytes: what is counted is what is allocated, rows times the longest of them.
+
+    A request comes in when it fits beside those that run. When they have grown too long together, the one that came
+    last leaves its slot, waits before all others, and is read again; what it has said so far is replayed.
+
+    Args:
+      num_bytes: of keys and values of the target, drafts included, and of drafters' caches that grow with the text.
+      target: whose cache it is.
+      own_caches: of the drafter. Those of constant size, views of `sparse_kv`, are told and come besides.
+
+    Exactness: what was said is replayed as chains, by the kernels that said it: under a native promise no bit changes.
+    Raises: ConfigError for a plan that does not hold one row of any length, or where every step has one shape.
+    """
+
+    def __init__(self, num_bytes: int, target: CausalLM, own_caches: Seq[OwnCache] = ()) -> None:
+        self.num_bytes = num_bytes
+        of_target = bytes_per_token(target)
+        of_drafter = sum(own.column_bytes for own in own_caches if own.most_columns is None)
+        self.bytes_per_token = of_target + of_drafter
+        self.max_cells = num_bytes // self.bytes_per_token
+        if self.max_cells < 2 * STEP:
+            raise ConfigError(
+                f"max_kv_bytes is {num_bytes}, which holds {self.max_cells} tokens of {target.name} and its drafter "
+                f"({of_target} + {of_drafter} bytes each); it must hold {2 * STEP}: give "
+                f"{2 * STEP * self.bytes_per_token} or more"
+            )
+        besides = sum(own.column_bytes * own.most_columns for own in own_caches if own.most_columns is not None)
+        logger.info(
+            "keys and values: %.1f MB at most, %d bytes per token of %s and %d of its drafter: %d tokens, all rows "
+            "together as long as the longest; besides %.1f MB per row for views of constant size.",
+            num_bytes / 1e6,
+            of_target,
+            target.name,
+            of_drafter,
+            self.max_cells,
+            besides / 1e6,
+        )
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, target: CausalLM, forwards: Forwards, cache: KVCache, drafter: Drafter
+    ) -> MemoryPlan | None:
+        """The plan that a config asks for, if it does, to which an empty cache and those of the drafter are bound."""
+        if config.max_kv_bytes is None:
+            return None
+        if forwards.has_one_shape:
+            raise ConfigError(
+                "exactness='strict' runs every step of this model at one shape, over columns of max_model_len for "
+                "max_num_seqs rows, so max_kv_bytes cannot hold it to less; leave it out and lower max_num_seqs"
+            )
+        num_bytes, own_caches = config.max_kv_bytes, drafter.own_caches()
+        if isinstance(num_bytes, str):
+            num_bytes = share_of("max_kv_bytes", num_bytes, available_on(target.device))
+        plan = cls(num_bytes, target, own_caches)
+        for each in (cache, *(own.cache for own in own_caches if own.most_columns is None)):
+            each.max_cells, each.capacity = plan.max_cells, min(each.capacity, plan.max_cells)
+        return plan
+
+    def fits(self, rows: Seq[Sequence], room: int = 0) -> bool:
+        """Whether these may be in the cache together, each with ``room`` further tokens, as far as it can grow.
+
+        Three rows of 100, 30 and 190 tokens count as three of 256: 190 and a step of drafts, by steps of 64.
+        """
+        longest = max((min(len(row.token_ids) + room, row.max_length) for row in rows), default=0)
+        return len(rows) * self._columns(longest) <= self.max_cells
+
+    def share(self, lengths: Seq[int]) -> float:
+        """Of the plan that rows of these lengths count as."""
+        return len(lengths) * self._columns(max(lengths)) / self.max_cells if lengths else 0.0
+
+    def max_nodes(self, lengths: Seq[int]) -> int:
+        """Largest number of nodes of a draft so that the cache need not grow beyond the plan.
+
+        Args:
+          lengths: columns of all rows of the cache, at least one.
+        """
+        return self.max_cells // len(lengths) - max(lengths)
+
+    def _columns(self, length: int) -> int:
+        return -(-length // STEP) * STEP + STEP
+
+    def check(self, prompt_length: int, max_length: int) -> None:
+        """Raises: ContextLengthError for a request that does not fit even alone."""
+        if self._columns(max_length) > self.max_cells:
+            needed = self._columns(max_length) * self.bytes_per_token
+            raise ContextLengthError(
+                f"a request of {prompt_length} tokens that may grow to {max_length} needs {needed} bytes of keys and "
+                f"values, and max_kv_bytes is {self.num_bytes}, so it could never run; lower max_tokens, shorten the "
+                "prompt, or raise max_kv_bytes"
+            )
+
+
+def bytes_per_token(target: CausalLM) -> int:
+    """Memory that the keys and values of one token take in a cache, all layers together; found by a forward."""
+    count, cache = target.num_forwards, target.new_cache(1, capacity=1)
+    target.forward(Nodes.from_chains([[0]]), cache)
+    target.num_forwards = count
+    return cache.num_bytes
+
+
+def available_on(device: torch.device) -> int | None:
+    """Memory that can still be allocated there, in bytes; None where the system does not say.
+
+    Of a CUDA device what is free, and what this process has freed and torch holds for what comes next.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return available_bytes() if device.type == "cpu" else None

@@ -1,0 +1,150 @@
+"""What a machine and a method were measured to do, from a file that ``foredraft tune`` wrote."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from foredraft.config.keywords import integer, real
+from foredraft.engine.cost_model import FEW, MEMORY, CostCurve, read_seconds
+from foredraft.errors import ConfigError
+from foredraft.folders import parsed_json
+
+if TYPE_CHECKING:
+    from foredraft.engine.governor import Governor
+
+REMEDY = "make one with foredraft tune"
+
+SAME_MODEL = ("model", "layers", "shapes")
+"""Facts that must agree; where others differ, the costs of a profile do not hold and are left out."""
+
+
+@dataclass(frozen=True)
+class BestLength:
+    """The length of draft that is best at one batch and context.
+
+    Args:
+      num_speculative_tokens: 0 where plain decoding is best.
+      speedup, low, high: expected speed by plain decoding, with its 95 % interval over prompts.
+    """
+
+    num_rows: int
+    context: int
+    num_speculative_tokens: int
+    speedup: float
+    low: float
+    high: float
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> BestLength:
+        """One as JSON has it."""
+        least = {"num_rows": 1, "context": 0, "num_speculative_tokens": 0}
+        counts = (integer("a setting", name, data[name], low) for name, low in least.items())
+        return cls(*counts, *(real("a setting", name, data[name], 0.0) for name in ("speedup", "low", "high")))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measured costs and acceptance of one method over one target.
+
+    Args:
+      method: whose drafts were measured.
+      facts: of the target and the machine, see `foredraft.engine.costs`.
+      curves: of verification.
+      drafting: seconds of drafting by levels, one row.
+      acceptance: chance that a draft which was right so far is right at depth 1, 2, ...
+      settings: what follows.
+      details: conditions, for people.
+    """
+
+    method: str
+    facts: Mapping[str, Any]
+    curves: tuple[CostCurve, ...]
+    drafting: Mapping[int, float]
+    acceptance: tuple[float, ...]
+    settings: tuple[BestLength, ...] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "method": self.method,
+            "facts": dict(self.facts),
+            "costs": [asdict(curve) for curve in self.curves],
+            "drafting_seconds": dict(self.drafting),
+            "acceptance": list(self.acceptance),
+            "settings": [asdict(setting) for setting in self.settings],
+            **self.details,
+        }
+
+    @classmethod
+    def load(cls, file: str | os.PathLike[str]) -> Self:
+        """Read what `as_dict` made.
+
+        Raises: ConfigError for a file that cannot be read or holds something else.
+        """
+        path = Path(file).expanduser()
+        try:
+            data = parsed_json(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"profile {path} cannot be read: {error.strerror}; make it with foredraft tune") from None
+        except ValueError as error:
+            raise ConfigError(f"profile {path} is not valid JSON: {error}; make it with foredraft tune") from None
+        try:
+            return cls(
+                str(data["method"]),
+                dict(data["facts"]),
+                tuple(map(CostCurve.read, data["costs"])),
+                read_seconds(data["drafting_seconds"]),
+                tuple(real("a profile", "acceptance", rate, 0.0, 1.0) for rate in data["acceptance"]),
+                tuple(map(BestLength.read, data["settings"])),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ConfigError(
+                f"profile {path} lacks what a profile holds ({type(error).__name__}: {error}); {REMEDY}"
+            ) from None
+
+    def difference(self, facts: Mapping[str, Any]) -> str | None:
+        """What was otherwise when this was measured; None where nothing was.
+
+        Raises: ConfigError for another model.
+        """
+        differing = [name for name in facts if self.facts.get(name) != facts[name]]
+        other = [name for name in differing if name in SAME_MODEL]
+        if other:
+            other += ["dtype"] if "dtype" in differing else []  # of which shapes hold those of the weights
+            theirs = ", ".join(f"{name} {self.facts.get(name)}" for name in other)
+            ours = ", ".join(f"{name} {facts[name]}" for name in other)
+            raise ConfigError(f"the profile is of another model ({theirs}; here {ours}); {REMEDY}")
+        return ", ".join(f"{name} {self.facts.get(name)}, here {facts[name]}" for name in differing) or None
+
+    def curve(self) -> CostCurve | None:
+        """Of one row at the shortest context, and what longer ones cost; None where one row was not measured."""
+        single = sorted((curve for curve in self.curves if curve.num_rows == 1), key=lambda curve: curve.context)
+        if not single:
+            return None
+        short, long = single[0], single[-1]
+        fewest = min(short.seconds.keys() & long.seconds.keys(), default=None)
+        if fewest is None or long.context == short.context:
+            return short
+        more = max(long.seconds[fewest] - short.seconds[fewest], 0.0)
+        return replace(short, per_token=more / (long.context - short.context))
+
+    def teach(self, governor: Governor, *, has_costs: bool) -> None:
+        """Give a governor the experience that was measured.
+
+        Args:
+          has_costs: whether they hold on this machine.
+        """
+        for depth, rate in enumerate(self.acceptance, 1):
+            governor.acceptance.expect(self.method, depth, rate, MEMORY / 2)
+        for _ in range(FEW if has_costs else 0):
+            for curve in self.curves:
+                governor.costs.after(curve.context)
+                for nodes, seconds in curve.seconds.items():
+                    governor.costs.verified(curve.num_rows, curve.num_rows * nodes, seconds)
+            for levels, seconds in self.drafting.items():
+                governor.costs.drafted(1, levels, seconds)

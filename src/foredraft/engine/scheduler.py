@@ -1,0 +1,380 @@
+"""The rows of an engine from arrival to end: who waits, who reads its prompt, who decodes, and in which slot."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from functools import partial
+from itertools import accumulate, islice, takewhile
+from typing import TYPE_CHECKING
+
+from foredraft.model.cache.prefixes import Prefix
+from foredraft.native.abi import MOST_NODES
+
+if TYPE_CHECKING:
+    from foredraft.config.engine import EngineConfig
+    from foredraft.engine.drafter import Drafter
+    from foredraft.engine.memory import MemoryPlan
+    from foredraft.engine.sequence import Sequence
+    from foredraft.engine.stats import StepProfile
+    from foredraft.model.cache.prefixes import PrefixStore
+    from foredraft.model.cache.ragged import KVCache
+    from foredraft.model.lm import CausalLM
+
+HEADROOM = 64
+"""Tokens that every row is to be able to add when another one comes in, so that it need not leave at once."""
+
+
+class Scheduler:
+    """Says which rows run in a step, and keeps cache, drafter and store of prefixes in step with who is there.
+
+    Row i of those that run has slot i of the cache: first come those that decode, then those that read their prompts.
+    Rows join at the end and leave by exchange with the last one of their part, so both parts stay contiguous and a
+    forward over either is a plain view of the cache.
+
+    Prompts are read chunk by chunk, all tokens but the last, and take turns. While rows decode, they have a step after
+    every forward, and a forward reads one chunk, or several short ones that are no longer together: however many
+    prompts come, running rows wait for one chunk at most. Where nothing decodes, all prompts that may be read together
+    are. Where a chunk begins depends on its own prompt alone.
+
+    Args:
+      target: whose weights may change, after which rows that began before are not kept.
+      cache: of the rows.
+      drafter: is told of every row that begins to decode, and of every one that leaves.
+      plan: how much of the cache may be used; None for as much as the rows need.
+      prefixes: keeps rows that have ended for prompts that begin like them, perhaps for other engines, too, which read
+        prompts in chunks of the same size.
+      owner: of what the drafter leaves there, from which other drafters cannot go on; the drafter, in engines.
+    """
+
+    def __init__(
+        self,
+        target: CausalLM,
+        cache: KVCache,
+        drafter: Drafter,
+        config: EngineConfig,
+        *,
+        plan: MemoryPlan | None = None,
+        prefixes: PrefixStore | None = None,
+        owner: object = None,
+    ) -> None:
+        self._target = target
+        self._cache = cache
+        self._drafter = drafter
+        self._config = config
+        self._plan = plan
+        self._prefixes = prefixes
+        self._owner = owner
+        self.waiting: deque[Sequence] = deque()
+        self.ended: list[Sequence] = []  # before they decoded, which nobody was told yet
+        self.num_decoding = 0
+        self._rows: list[Sequence] = []
+        self._due: set[Sequence] = set()  # that have not had their chunk in this round
+        self._has_read = False  # since rows have last had their turn
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Rows that are in the cache."""
+        return list(self._rows)
+
+    @property
+    def decoding(self) -> list[Sequence]:
+        return self._rows[: self.num_decoding]
+
+    @property
+    def prefilling(self) -> list[Sequence]:
+        return self._rows[self.num_decoding :]
+
+    def slot_of(self, row: Sequence) -> int:
+        """The place of a row in the cache."""
+        return self._rows.index(row)
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a row of this request is waiting or in the cache."""
+        return any(row.request_id == request_id for row in [*self.waiting, *self._rows])
+
+    @property
+    def max_nodes(self) -> int:
+        """Largest number of nodes of a draft: what the plan leaves behind the longest row, a step of it at least."""
+        return sys.maxsize if self._plan is None else max(1, self._plan.max_nodes(self._cache.lengths))
+
+    def queue(self, rows: list[Sequence], *, are_alike: bool) -> None:
+        """Let the samples of a request wait: together for one reading of their prompt where all they have is alike."""
+        if are_alike:
+            rows[0].forks = rows[1:]
+            rows = rows[:1]
+        self.ended += [row for row in rows if row.is_finished]
+        self.waiting += [row for row in rows if not row.is_finished]
+
+    def take_ended(self) -> list[Sequence]:
+        """Rows that have ended without a step, when they came or when they were read; each once."""
+        ended, self.ended = self.ended, []
+        return ended
+
+    # -- coming in ---------------------------------------------------------------------------------------------
+
+    def admit(self, profile: StepProfile, welcomes: Callable[[], bool]) -> None:
+        """Give waiting rows slots, as far as there is room, and what earlier rows left of their prompts.
+
+        Where rows have grown too long together, the last ones leave first. Short prompts come before longer ones.
+
+        Args:
+          welcomes: whether a row that comes in now has the drafter.
+        """
+        while (row := self._too_many()) is not None:
+            self._send_back(row)
+            profile.num_preemptions += 1
+        if not self.waiting:
+            return
+        admitted: list[Sequence] = []
+        for row in islice(self.waiting, self._config.max_num_seqs - len(self._rows)):
+            if not self._fits([*self._rows, *admitted, row], HEADROOM):
+                break
+            admitted.append(row)
+        admitted.sort(key=lambda row: row.num_to_prefill)
+        for row in admitted:
+            self._cache.add_rows()
+            self.waiting.remove(row)
+            row.is_plain = row.is_plain or not welcomes() or (row.cache_salt is not None and self._drafter.is_shared)
+            self._rows.append(row)
+        for row in admitted:
+            profile.num_cached_tokens += self._recall(row)
+        # those of one token, and those that earlier rows have left whole
+        self.start([row for row in admitted if row.is_prefilled])
+
+    def _fits(self, rows: list[Sequence], room: int) -> bool:
+        """Whether they may be in the cache together; one alone always may, since others have been refused."""
+        return self._plan is None or len(rows) == 1 or self._plan.fits(rows, room)
+
+    def _too_many(self) -> Sequence | None:
+        """The row that came last, where all of them together have grown too long."""
+        if self._plan is None or not self._rows or self._fits(self._rows, 0):
+            return None
+        return max(self._rows, key=lambda row: row.id)
+
+    def _send_back(self, row: Sequence) -> None:
+        """Let a row leave its slot and wait before all others, until its prompt is read and its output replayed."""
+        self._drafter.forget([row])
+        self._remove(row, erase=row.is_in_doubt)
+        row.num_prefilled, row.num_replayed = 0, row.num_output_tokens
+        row.stats.num_preemptions += 1
+        self.waiting.appendleft(row)
+
+    def _recall(self, row: Sequence) -> int:
+        """Take over what is known of the prompt's beginning, as far as the drafter can go on: so many tokens."""
+        row.num_changes = self._target.num_changes
+        grain, remembered = self._grain, partial(self._drafter.recall, row)
+        if row.beginning is not None:
+            row.num_prefilled = row.beginning.load(self._cache, self.slot_of(row), remembered, grain)
+            row.beginning = None
+            return 0  # as for samples that had a slot at once
+        if self._prefixes is None or row.params.prompt_logprobs is not None:
+            return 0
+        prompt = row.token_ids[: row.num_to_prefill if grain == 1 else row.num_prompt_to_read]
+        owner = self._owner if row.has_drafter else None
+        slot, salt = self.slot_of(row), row.cache_salt
+        row.num_prefilled = self._prefixes.load(prompt, self._cache, slot, remembered, grain, owner, salt)
+        row.num_cached_tokens = row.num_prefilled
+        return row.num_prefilled
+
+    @property
+    def _grain(self) -> int:
+        """Of how many columns those are a multiple that earlier rows leave, where bits are promised.
+
+        What a prompt leaves in the cache depends on its tokens and on where its chunks begin; long chunks are read by
+        other kernels than short ones and steps. So columns of whole chunks are what another prompt would read, too.
+        """
+        if self._config.exactness == "relaxed":
+            return 1
+        kind, size = self._target.promise(self._config.exactness).kind, self._config.prefill_chunk_size
+        has_one_kind = kind == "near-ties" or (kind == "native" and size <= MOST_NODES)
+        return 1 if has_one_kind else size
+
+    # -- reading prompts ---------------------------------------------------------------------------------------
+
+    def to_read(self, *, one_by_one: bool) -> list[Sequence]:
+        """Neighbours in the cache that read a chunk in this step; none where the rows that decode have it.
+
+        Args:
+          one_by_one: whether prompts may not be read together.
+        """
+        prefilling = self.prefilling
+        self._due.intersection_update(prefilling)
+        if not prefilling or (self._has_read and self.num_decoding):
+            self._has_read = False
+            return []
+        self._has_read = True
+        self._due = self._due or set(prefilling)
+        first = next(place for place, row in enumerate(prefilling) if row in self._due)
+        due = takewhile(self._due.__contains__, prefilling[first:])
+        kind = self._kind_of_chunk(prefilling[first])
+        together = list(takewhile(lambda row: self._kind_of_chunk(row) == kind, due))
+        if one_by_one:
+            together = together[:1]
+        elif self.num_decoding or prefilling[first].learns_logprobs:  # whose logits are kept meanwhile
+            totals = accumulate(map(self._chunk_length, together))
+            together = together[: max(1, sum(total <= self._config.prefill_chunk_size for total in totals))]
+        self._due.difference_update(together)
+        return together
+
+    def _kind_of_chunk(self, row: Sequence) -> tuple[bool, bool]:
+        """Whether the next chunk is one of few nodes, which other kernels read than long ones: its bits may not depend
+        on what is read beside it. And whether logits of it are wanted."""
+        return self._chunk_length(row) <= MOST_NODES, row.learns_logprobs
+
+    def next_chunk(self, row: Sequence) -> list[int]:
+        """The tokens that a row reads next."""
+        return row.token_ids[row.num_prefilled : row.num_prefilled + self._chunk_length(row)]
+
+    def _chunk_length(self, row: Sequence) -> int:
+        """Tokens of the next chunk. Those that were generated are replayed as chains, by the kernels of steps.
+
+        Of a prompt of 600 tokens, and 90 said after it, chunks of 512: 512, 87, 64, 26; the last token is pending.
+        """
+        num_left = row.num_prompt_to_read - row.num_prefilled
+        if num_left > 0:
+            return min(self._config.prefill_chunk_size, num_left)
+        return min(MOST_NODES, row.num_to_prefill - row.num_prefilled)
+
+    # -- decoding ----------------------------------------------------------------------------------------------
+
+    def start(self, rows: Seq[Sequence]) -> None:
+        """Let rows whose prompts are in the cache decode, with the other samples of their requests.
+
+        Those that are to generate nothing end here.
+        """
+        self._end_read([row for row in rows if row.params.max_tokens == 0])
+        rows = [row for row in rows if not row.is_finished]
+        if not rows:
+            return
+        self._drafter.start(rows)
+        for row in rows:
+            forks = self._enter(row)
+            if forks:
+                self._drafter.fork(row, forks)
+
+    def _end_read(self, rows: Seq[Sequence]) -> None:
+        """End rows that only had to be read, with the other samples of their requests."""
+        for row in rows:
+            for each in (row, *row.forks):
+                each.finish_reason = "length"
+                self.ended.append(each)
+            row.forks = []
+            self.retire(row)
+
+    def _enter(self, row: Sequence) -> list[Sequence]:
+        """Move a row to those that decode, with its forks, which are returned; those without a slot wait for one."""
+        slot = self.num_decoding
+        self._swap(self.slot_of(row), slot)
+        self.num_decoding += 1
+        room = self._config.max_num_seqs - len(self._rows)
+        while room > 0 and not self._fits([*self._rows, *row.forks[:room]], HEADROOM):
+            room -= 1
+        entered, left = row.forks[:room], row.forks[room:]
+        for fork in entered:
+            fork.num_changes = row.num_changes
+            self._rows.append(fork)
+            self._swap(self._cache.fork(slot), self.num_decoding)
+            self.num_decoding += 1
+        if left:
+            self._hand_down(row, slot, left)
+        self.waiting.extendleft(reversed(left))
+        row.forks = []
+        return entered
+
+    def _hand_down(self, row: Sequence, slot: int, waiting: Seq[Sequence]) -> None:
+        """Leave one copy of a prompt that was read to the samples without a slot, so that none reads it again.
+
+        It comes besides the plan for memory, as kept prefixes do, until the last of them has a slot.
+        """
+        length = row.num_prompt_to_read
+        if length and row.num_changes == self._target.num_changes:
+            states, memory = self._cache.export(slot, length), self._drafter.keep(row)
+            beginning = Prefix(tuple(row.token_ids[: row.num_prompt_tokens]), length, states, memory)
+            for each in waiting:
+                each.beginning = beginning
+
+    def to_decode(self) -> list[Sequence]:
+        """Rows that decode, those without drafts last: drafters that draft in their cache draft for the first ones."""
+        last = [row for row in self.decoding if not row.has_drafter]
+        if len(last) < self.num_decoding:
+            for place, row in enumerate(reversed(last), 1):
+                self._swap(self.slot_of(row), self.num_decoding - place)
+        return self.decoding
+
+    def leave_drafter(self) -> None:
+        """Let all rows in the cache go on without the drafter."""
+        self._drafter.forget(self._rows)
+        for row in self._rows:
+            row.is_plain = True
+
+    # -- leaving -----------------------------------------------------------------------------------------------
+
+    def retire(self, row: Sequence) -> None:
+        """Take a row out of the cache, and leave what it has there to later ones."""
+        self._keep(row)
+        self._drafter.forget([row])
+        self._remove(row, erase=row.finish_reason in (None, "error"))
+
+    def withdraw(self, request_id: str) -> list[Sequence]:
+        """Take out the rows of a request, wherever they are; all that were taken out."""
+        waiting = [row for row in self.waiting if row.request_id == request_id]
+        for row in waiting:
+            self.waiting.remove(row)
+        running = [row for row in self._rows if row.request_id == request_id]
+        withdrawn = [each for row in [*waiting, *running] for each in (row, *row.forks)]
+        for row in running:
+            self.retire(row)
+        return withdrawn
+
+    def end_all(self) -> None:
+        """Leave nothing of the rows of a step that broke off; may itself be cut off and called again."""
+        self._drafter.forget(self.running)
+        found = dict.fromkeys(each for row in self._rows for each in (row, *row.forks))
+        for row in self._rows:
+            row.forks = []
+        self._rows, self.num_decoding = [], 0
+        self._cache.clear()
+        self._cache.erase()
+        for row in found:
+            if row not in self.waiting:
+                row.finish_reason = row.finish_reason or "abort"
+
+    def forget_prefixes(self) -> None:
+        """Drop all that earlier rows have left."""
+        for row in self.waiting:
+            row.beginning = None
+        if self._prefixes is not None:
+            self._prefixes.clear()
+
+    def _keep(self, row: Sequence) -> None:
+        """Leave what a row has in the caches, unless it may be wrong or is of other weights."""
+        is_doubtful = row.is_in_doubt or row.finish_reason == "error"
+        if self._prefixes is None or is_doubtful or row.num_changes != self._target.num_changes:
+            return
+        slot, grain = self.slot_of(row), self._grain
+        length = self._cache.lengths[slot]
+        num_columns = length if grain == 1 else min(length, row.num_prompt_to_read) // grain * grain
+        remember, owner = partial(self._drafter.keep, row), self._owner if row.has_drafter else None
+        tokens = row.token_ids[:length]
+        self._prefixes.keep(tokens, self._cache, slot, num_columns, remember, owner, row.cache_salt)
+
+    def _remove(self, row: Sequence, *, erase: bool) -> None:
+        """Take a row out of the cache; ``erase`` what it wrote where that may not be finite."""
+        slot = self.slot_of(row)
+        if erase:
+            self._cache.erase(slot)
+        if slot < self.num_decoding:
+            self.num_decoding -= 1
+            self._swap(slot, self.num_decoding)
+            slot = self.num_decoding
+        self._cache.remove(slot)
+        last = self._rows.pop()
+        if last is not row:
+            self._rows[slot] = last
+
+    def _swap(self, slot: int, other: int) -> None:
+        self._cache.swap(slot, other)
+        self._rows[slot], self._rows[other] = self._rows[other], self._rows[slot]

@@ -1,0 +1,190 @@
+"""A row: one text that is being generated, with its parameters, law and counters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from foredraft.config.keywords import whole_number
+from foredraft.engine.logprobs import TokenLogprobs, raw_logprobs
+from foredraft.engine.stats import SequenceStats, StepTrace
+from foredraft.errors import ContextLengthError, PromptError
+
+if TYPE_CHECKING:
+    import torch
+
+    from foredraft.config.sampling import SamplingParams
+    from foredraft.engine.prediction import Prediction
+    from foredraft.engine.stopping import Detokenizer, StopChecker
+    from foredraft.law.sampling import SamplingLaw
+    from foredraft.model.cache.prefixes import Prefix
+    from foredraft.tree import DraftTree
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A prompt and what has been generated for it.
+
+    Between steps the last token is *pending*: part of ``token_ids``, not yet in any cache.
+
+    Args:
+      id: unique within an engine; drafters key their state by it.
+      request_id: the request this row belongs to.
+      index: which of the request's ``n`` samples this is.
+      token_ids: prompt and output.
+      num_prompt_tokens: how many of them are the prompt.
+      params: what the user asked for.
+      seed: of this row; sample i of n has ``mix(seed of the request, i)``.
+      law: turns logits of this row into its target distribution; holds the incremental history.
+      max_length: prompt and output together never exceed it.
+      checker: decides after every token whether the row ends with it.
+      num_cached_tokens: how many tokens of the prompt were in the cache already, from rows that have ended.
+      trace: one entry per step.
+      forks: the other samples of its request, which copy its cache once its prompt is in.
+      beginning: what another sample of its request has read of their prompt, while this one waits for a slot.
+      num_prefilled: tokens in the cache, until the row decodes.
+      num_replayed: length of its output when it last had to leave the cache, to be read again.
+      is_in_doubt: whether its last step gave no token, and a draft may be to blame: the next one goes without.
+      num_changes: of the target, when the row came into the cache.
+      is_plain: whether it goes without the drafter, which costs more than it brings (`Patience`).
+      prediction: of its output, where the user gives one.
+      prompt_logprobs: of the tokens of the prompt that follow those that were read, where they are wanted.
+      cache_salt: of the request: what it leaves is taken over by requests of the same salt alone, and the other way
+        round, so that nobody learns from the time of an answer what others have asked.
+    """
+
+    id: int
+    request_id: str
+    index: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    law: SamplingLaw
+    max_length: int
+    checker: StopChecker
+    stats: SequenceStats = field(default_factory=SequenceStats)
+    num_steps: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    trace: list[StepTrace] = field(default_factory=list)
+    forks: list[Sequence] = field(default_factory=list)
+    beginning: Prefix | None = None
+    num_prefilled: int = 0
+    num_replayed: int = 0
+    is_in_doubt: bool = False
+    num_changes: int = 0
+    is_plain: bool = False
+    prediction: Prediction | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cache_salt: str | None = None
+
+    @property
+    def text(self) -> Detokenizer | None:
+        """Text of the output, taken in no further than somebody has needed it; None where no text is wanted."""
+        return self.checker.text
+
+    @property
+    def pending(self) -> int:
+        return self.token_ids[-1]
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Number of tokens that the budget and the context still allow."""
+        return self.max_length - len(self.token_ids)
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether the drafter is told of it, unless a fault or its cost has ended that for good."""
+        return not self.is_plain and not self.stats.drafter_error
+
+    @property
+    def drafts_itself(self) -> bool:
+        """Whether it may have a draft whatever the drafter does: of a prediction, or of what its grammar forces."""
+        return self.prediction is not None or self.law.matching is not None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def num_prompt_to_read(self) -> int:
+        """All tokens of the prompt but the last one, which a step verifies."""
+        return self.num_prompt_tokens - 1
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Tokens that are read of the prompt, and replayed of the output."""
+        return self.num_prompt_to_read + self.num_replayed
+
+    @property
+    def learns_logprobs(self) -> bool:
+        """Whether its next chunk tells log-probabilities of the prompt, as that of a first sample may."""
+        wants = self.params.prompt_logprobs is not None and self.index == 0
+        return wants and len(self.prompt_logprobs) == self.num_prefilled < self.num_prompt_to_read
+
+    @property
+    def is_prefilled(self) -> bool:
+        return self.num_prefilled == self.num_to_prefill
+
+    def learn_logprobs(self, num_tokens: int, logits: torch.Tensor) -> None:
+        """Take in those of the tokens that follow its next chunk, given the logits (N, V) of its ``num_tokens``."""
+        first = self.num_prefilled + 1
+        tokens = self.token_ids[first : first + num_tokens]
+        self.prompt_logprobs += raw_logprobs(tokens, logits, self.params.prompt_logprobs or 0)
+
+    def record(self, tree: DraftTree, accepted: Seq[int], num_emitted: int) -> None:
+        """Count one verify step, before its tokens are appended; ``accepted`` are drafted nodes."""
+        plan = tree.plan
+        entropy, gamma = (plan.entropy, plan.gamma) if plan else (None, None)
+        self.trace.append(StepTrace(self.index, len(self.token_ids), entropy, gamma, tree.depth, len(accepted)))
+        self.stats.record(tree.num_draft_tokens, len(accepted), num_emitted)
+        if tree.num_draft_tokens:
+            self.stats.credit(tree, accepted)
+
+    def extend(self, tokens: Seq[int]) -> None:
+        """Append emitted tokens and carry the law's history along."""
+        self.token_ids.extend(tokens)
+        self.law.extend(tokens)
+
+
+def as_ids(prompt: Iterable[Any]) -> list[int]:
+    """Token ids as plain integers.
+
+    Raises: PromptError for what is not a whole number.
+    """
+    try:
+        return [whole_number(token) for token in prompt]
+    except (TypeError, ValueError) as error:
+        raise PromptError(
+            f"the prompt is not a list of token ids ({error}); give those of one prompt, such as input_ids[0].tolist()"
+        ) from None
+
+
+def check_prompt(prompt: Seq[int], vocab_size: int, max_length: int | None, num_new_tokens: int = 1) -> None:
+    """Refuse what cannot be read, or continued by so many tokens.
+
+    Raises: PromptError for an empty prompt or ids outside the vocabulary; ContextLengthError when the prompt leaves
+    no room for the new tokens within ``max_length``.
+    """
+    if not prompt:
+        raise PromptError("the prompt holds no tokens; give at least one (the BOS token, for instance)")
+    worst = max(prompt, key=lambda token: (not 0 <= token < vocab_size, abs(token)))
+    if not 0 <= worst < vocab_size:
+        raise PromptError(f"token id {worst} lies outside the vocabulary, 0..{vocab_size - 1}")
+    if max_length is not None and len(prompt) + num_new_tokens > max_length:
+        room = ": no room for a new token" if num_new_tokens else ""
+        raise ContextLengthError(
+            f"the prompt has {len(prompt)} tokens and the context {max_length}{room}; shorten the prompt"
+        )

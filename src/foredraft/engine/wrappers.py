@@ -1,0 +1,277 @@
+"""What an engine puts around its drafter: a guard, by which a fault ends the drafts of the rows of a call alone, and
+beside it the drafts that requests bring along: what they predict, and what a grammar forces."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from foredraft.engine.drafter import Budget, Drafter, PromptChunk, StepResult, WrappingDrafter, own_result
+from foredraft.engine.prediction import PREDICTION
+from foredraft.errors import ConfigError, TreeError, described, is_fatal
+from foredraft.tree import DraftTree
+
+if TYPE_CHECKING:
+    from foredraft.config.acceptance import AcceptanceRule
+    from foredraft.engine.sequence import Sequence
+    from foredraft.model.cache.ragged import KVCache
+    from foredraft.model.lm import CausalLM
+
+logger = logging.getLogger("foredraft")
+
+T = TypeVar("T")
+
+
+class GuardedDrafter(WrappingDrafter):
+    """A drafter whose drafts fit their rows, and whose exceptions end its drafting for the rows of the call alone.
+
+    These rows are forgotten by the drafter, the lengths of the target's cache are put back, and the rows go on
+    decoding plainly. A draft that does not fit its row counts as an exception. The first fault is told in a warning;
+    `SequenceStats.drafter_error` has that of each row.
+
+    A drafter that drafts in the target's cache must be shown its rows from the first one on, so the engine keeps rows
+    without drafts behind the others (`Scheduler.to_decode`).
+
+    Args:
+      drafter: to be guarded. What it raises when it is bound is raised: that is a matter of set-up.
+      contains_faults: whether exceptions stay here; else they are raised.
+
+    Exactness: as of the drafter; a draft that never comes is the empty draft.
+    """
+
+    def __init__(self, drafter: Drafter, *, contains_faults: bool) -> None:
+        super().__init__([drafter])
+        self.name = drafter.name
+        self._drafter = drafter
+        self._contains_faults = contains_faults
+        self._has_warned = False
+        self._drafts_in_cache = type(drafter).bind is not Drafter.bind
+
+    def bind(self, target: CausalLM, cache: KVCache) -> None:
+        self._cache = cache
+        self._vocab_size = target.vocab_size
+        super().bind(target, cache)
+
+    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+        if not row.has_drafter:
+            return num_tokens
+        return self._try([row], partial(self._recalled, row, memory, num_tokens), num_tokens)
+
+    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+        self._tell(super().read, rows, chunks)
+
+    def start(self, rows: Seq[Sequence]) -> None:
+        self._tell(super().start, rows)
+
+    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+        if row.stats.drafter_error:
+            self._give_up(copies, row.stats.drafter_error)
+        elif row.is_plain:
+            for copy in copies:
+                copy.is_plain = True
+        else:
+            self._try([row, *copies], partial(self._drafter.fork, row, copies), None)
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        asked = self._with_drafts(rows)
+        none: list[DraftTree] = []
+        of_rows, of_budgets = _at(asked, rows, budgets)
+        trees = self._try(of_rows, partial(self._checked, of_rows, of_budgets), none) if asked else none
+        if len(trees) == len(rows):
+            return trees
+        if asked and not trees and self._drafts_in_cache:  # what it has written may not be finite
+            for slot, length in enumerate(self._cache.lengths):
+                self._cache.erase(slot, length)
+        found = [DraftTree.root(row.pending) for row in rows]
+        for i, tree in zip(asked, trees, strict=False):
+            found[i] = tree
+        return found
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        self._tell(self._drafter.observe, rows, results)
+
+    def keep(self, row: Sequence) -> object:
+        return self._try([row], partial(self._drafter.keep, row), None) if row.has_drafter else None
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        self._tell(super().forget, rows)
+
+    # -- faults ------------------------------------------------------------------------------------------------
+
+    def _with_drafts(self, rows: Seq[Sequence]) -> list[int]:
+        """Places of the rows that the drafter is told of."""
+        return [i for i, row in enumerate(rows) if row.has_drafter]
+
+    def _tell(self, verb: Callable[..., None], rows: Seq[Sequence], *others: Seq[Any]) -> None:
+        """Call a verb for the rows that have drafts, with their entries of other lists."""
+        with_drafts = self._with_drafts(rows)
+        if with_drafts:
+            of_rows, *of_others = _at(with_drafts, rows, *others)
+            self._try(of_rows, partial(verb, of_rows, *of_others), None)
+
+    def _try(self, rows: Seq[Sequence], call: Callable[[], T], otherwise: T) -> T:
+        if not self._contains_faults:
+            return call()
+        lengths = list(self._cache.lengths)
+        try:
+            return call()
+        except Exception as fault:
+            if is_fatal(fault):
+                raise
+            self._cache.lengths[:] = lengths
+            self._give_up(rows, described(fault))
+            return otherwise
+
+    def _give_up(self, rows: Seq[Sequence], reason: str) -> None:
+        for row in rows:
+            row.stats.drafter_error = row.stats.drafter_error or reason
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "drafter %r has failed (%s); the %d rows that it was drafting for go on without drafts, with the same "
+                "tokens. Further faults are counted in metrics and not told.",
+                self.name,
+                reason,
+                len(rows),
+            )
+        try:
+            self._drafter.forget(rows)
+        except Exception as fault:
+            if is_fatal(fault):
+                raise
+            logger.debug("drafter %r could not forget rows after a fault: %s", self.name, described(fault))
+
+    def _recalled(self, row: Sequence, memory: object, num_tokens: int) -> int:
+        """Number of tokens of a prompt that need not be read, of those that there are."""
+        known = self._drafter.recall(row, memory, num_tokens)
+        if not isinstance(known, int) or not 0 <= known <= num_tokens:
+            raise ConfigError(
+                f"recall returned {known!r} of {num_tokens} tokens; give a number of tokens, 0..{num_tokens}"
+            )
+        return known
+
+    def _checked(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        """Drafts that begin with the pending tokens and name tokens that there are, one for each row."""
+        trees = self._drafter.propose(rows, budgets)
+        if len(trees) != len(rows):
+            raise TreeError(f"{len(trees)} drafts for {len(rows)} rows")
+        for row, tree in zip(rows, trees, strict=True):
+            tokens = tree.tokens
+            if tokens[0] != row.pending:
+                raise TreeError(f"the draft starts with token {tokens[0]}, but {row.pending} is pending")
+            if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+                raise TreeError(f"the draft {tokens} leaves the vocabulary, 0..{self._vocab_size - 1}")
+        return trees
+
+
+def _at(places: Seq[int], *lists: Seq[Any]) -> tuple[Seq[Any], ...]:
+    """The entries of lists at some places, without a copy where these are all."""
+    if len(places) == len(lists[0]):
+        return lists
+    return tuple([entries[i] for i in places] for entries in lists)
+
+
+GRAMMAR = "grammar"
+"""Name of what proposed tokens that the grammar forces."""
+
+GUESSED = "grammar_guess"
+"""Name of what proposed tokens that came of the same choice of the grammar before, and what those force."""
+
+EXPECTED = 0.9
+"""Chance of a predicted token after right ones, where the drafter says those of its own."""
+
+
+class JoiningDrafter(WrappingDrafter):
+    """A drafter, and beside it what rows draft by themselves (`SamplingParams.prediction`).
+
+    Both are one tree, in which the drafter's nodes come last; where rules look at the laws that drafts are from, or
+    only chains are verified, what the row drafts takes the place of the drafter's. Nodes that the grammar of a row does
+    not allow are left out, but for drafts that are samples, which must not be chosen from. The drafter sees the outcome
+    of its own proposals.
+
+    Args:
+      drafter: of all rows.
+      rule: how drafts are accepted.
+
+    Exactness: as of the drafter; what a row drafts depends on its text alone.
+    """
+
+    def __init__(self, drafter: Drafter, rule: AcceptanceRule) -> None:
+        super().__init__([drafter])
+        self.name = drafter.name
+        self._drafter = drafter
+        self._rule = rule
+        self._proposed: dict[int, DraftTree] = {}  # by the drafter, for rows whose drafts were changed
+
+    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+        return self._drafter.recall(row, memory, num_tokens)
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        trees = list(self._drafter.propose(rows, budgets))
+        for place, (row, tree, budget) in enumerate(zip(rows, trees, budgets, strict=True)):
+            matching = row.law.matching
+            if row.prediction is None and matching is None:
+                continue
+            self._proposed[row.id] = tree
+            if row.prediction is not None and (predicted := row.prediction.draft(row.token_ids, budget)):
+                tree = self._joined(predicted, tree, budget)
+            trees[place] = matching.legal(tree) if matching is not None and tree.probs is None else tree
+        return trees
+
+    def _joined(self, predicted: Seq[int], tree: DraftTree, budget: Budget) -> DraftTree:
+        chain = DraftTree.chain(tree.tokens[0], predicted, source=PREDICTION)
+        if len(tree) == 1 or budget.chains_only or not self._rule.keeps_tokens:
+            return chain.planned(tree.plan)
+        if tree.scores is not None:
+            chain = replace(chain, scores=tuple(EXPECTED**depth for depth in range(len(chain))))
+        return chain.joined(tree, budget.nodes)
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        if not self._drafter.observes:
+            return
+        self._drafter.observe(
+            rows,
+            [
+                own_result(self._proposed[row.id], result) if row.id in self._proposed else result
+                for row, result in zip(rows, results, strict=True)
+            ],
+        )
+
+    def keep(self, row: Sequence) -> object:
+        return self._drafter.keep(row)
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        super().forget(rows)
+        for row in rows:
+            self._proposed.pop(row.id, None)
+
+
+def with_forced(row: Sequence, tree: DraftTree, budget: Budget, rule: AcceptanceRule) -> DraftTree:
+    """A draft with the tokens that the grammar of its row forces: they are right, whatever is measured of drafts.
+
+    Beyond them come a few that the grammar's choices led to before, where a row has seen that these are mostly right.
+
+    Args:
+      tree: legal already, so that it goes along with what is forced as far as it reaches.
+      budget: that the row has, before a governor's decision.
+    """
+    matching = row.law.matching
+    if matching is None or not budget.depth:
+        return tree
+    forced = matching.forced()
+    may_guess = rule.keeps_tokens and (len(tree) == 1 or not budget.chains_only)
+    guessed = matching.guessed(budget.depth, forced) if may_guess else ()
+    if not forced and not guessed:
+        return tree
+    chain = DraftTree.chain(tree.tokens[0], (*forced, *guessed), source=GRAMMAR)
+    if guessed:
+        chain = replace(chain, sources=(GRAMMAR,) * (len(forced) + 1) + (GUESSED,) * len(guessed))
+    if tree.scores is not None:
+        chances = [EXPECTED**place for place in range(1, len(guessed) + 1)]
+        chain = replace(chain, scores=(1.0,) * (len(forced) + 1) + tuple(chances))
+    chain = budget.cut(chain)
+    return chain.joined(tree, budget.nodes) if rule.keeps_tokens else chain.planned(tree.plan)

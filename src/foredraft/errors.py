@@ -1,0 +1,133 @@
+"""Every refusal of the library, below one base.
+
+ForedraftError
+├── ConfigError              a parameter is unknown, out of range or contradicts another
+│   └── GrammarError             what an output must match is no grammar, costs too much, or needs another tokenizer
+├── PromptError              a prompt is empty, malformed or holds ids outside the vocabulary
+├── ContextLengthError       a prompt does not fit the context of the model
+├── TreeError                a draft tree is malformed
+├── ShapeError               tensors given to a pure function do not fit together
+├── ProbabilityError         a draft carries a token that its own law cannot produce
+├── NumericsError            the model returned NaN, or left no token possible
+├── UnsupportedModelError    the model cannot be verified exactly; the message says why
+│   ├── UnsupportedStateError    state that cannot be rolled back (recurrent, convolutional)
+│   └── ProbeError               chains through the adapter disagree with the model itself
+├── TokenizerMismatchError   drafter and target do not share a tokenizer
+├── CheckpointError          a checkpoint is missing, truncated or of an unknown layout
+├── DatastoreError           a datastore is missing, damaged, foreign, or cannot be written
+├── CorpusError              a corpus is empty, binary or malformed
+├── NothingAcceptedError     a search has found no setting under which a draft is accepted
+├── CopyError                what belongs to one process was to be pickled or copied
+└── EngineBusyError          one engine was entered from two threads at once
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+class ForedraftError(Exception):
+    """Base of every error this library raises on purpose."""
+
+
+class ConfigError(ForedraftError, ValueError):
+    """A parameter is unknown, out of range, or contradicts another."""
+
+
+class GrammarError(ConfigError):
+    """What an output must match cannot be compiled, costs too much, or cannot be told for this tokenizer."""
+
+
+class PromptError(ForedraftError, ValueError):
+    """A prompt is empty, malformed, or holds token ids outside the vocabulary."""
+
+
+class ContextLengthError(PromptError):
+    """A prompt leaves no room for a single new token in the model's context."""
+
+
+class TreeError(ForedraftError, ValueError):
+    """A draft tree is malformed."""
+
+
+class ShapeError(ForedraftError, ValueError):
+    """Tensors given to a pure function do not fit together."""
+
+
+class ProbabilityError(ForedraftError, ValueError):
+    """A draft carries a token to which its own law gives probability zero."""
+
+
+class NumericsError(ForedraftError, ArithmeticError):
+    """The model returned NaN, or the sampling parameters left no token possible."""
+
+
+class NoTokenError(NumericsError):
+    """The sampling parameters of a request contradict each other: they leave no token possible."""
+
+
+class UnsupportedModelError(ForedraftError, ValueError):
+    """The model cannot be decoded exactly by this library."""
+
+
+class UnsupportedStateError(UnsupportedModelError):
+    """The model keeps state that cannot be rolled back exactly."""
+
+
+class ProbeError(UnsupportedModelError):
+    """Logits of a chain through the adapter differ from the model's own."""
+
+
+class TokenizerMismatchError(ForedraftError, ValueError):
+    """Drafter and target do not share one tokenizer."""
+
+
+class CheckpointError(ForedraftError, OSError):
+    """A checkpoint is missing, truncated, or of an unknown layout."""
+
+
+class DatastoreError(ForedraftError, OSError):
+    """A datastore or a saved history is missing, damaged, foreign, or cannot be written."""
+
+
+class NothingAcceptedError(ForedraftError, RuntimeError):
+    """A search has found no setting under which a drafted token is accepted."""
+
+
+class CorpusError(ForedraftError, ValueError):
+    """A corpus is empty, binary, or malformed."""
+
+
+class CopyError(ForedraftError, TypeError):
+    """An object that belongs to the process which made it was to be pickled or copied."""
+
+
+class EngineBusyError(ForedraftError, RuntimeError):
+    """An engine was entered from two threads at once."""
+
+
+# -- exceptions that are contained in the row that they came from: which may be, and how they are told ---------------
+
+
+def is_fatal(error: BaseException) -> bool:
+    """Whether memory has run out. What has run out for one row has run out for all, so this is never contained.
+
+    On CPUs torch says so with a plain RuntimeError, in which its allocator names itself.
+    """
+    torch = sys.modules.get("torch")  # whose errors nobody raises who has not loaded it
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def described(error: BaseException) -> str:
+    """Type and message of an error, also of one whose message cannot be made."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
+def told(error: Exception) -> str:
+    """An error as the result of a row tells it: ours speak for themselves, others with their type."""
+    return str(error) if isinstance(error, ForedraftError) else described(error)

@@ -1,0 +1,198 @@
+"""The header of a GGUF file: metadata, and the kinds of tensors that follow. Read without any package.
+
+Source: the GGUF specification (ggml-org/ggml, docs/gguf.md), versions 2 and 3, little-endian.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from foredraft.errors import CheckpointError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_DEFAULT_ALIGNMENT = 32
+_MOST_BYTES = 2**27
+"""Of a header: vocabularies take some ten MB, and lists of Python take many times the bytes that they are read from."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of the file.
+
+    Args:
+      shape: outermost dimension first, as in torch.
+      type_id: of its elements or blocks, by number.
+      offset: from the beginning of the data.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type_id: int
+    offset: int
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Header:
+    """The front of a GGUF file.
+
+    Args:
+      data_start: byte at which the tensors begin.
+      num_bytes: of the whole file.
+      alignment: of tensors, in bytes.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: tuple[TensorInfo, ...]
+    data_start: int
+    num_bytes: int
+    alignment: int
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata["general.architecture"])
+
+    def of_architecture(self, key: str) -> Any:
+        """The value of ``<architecture>.<key>``, or None."""
+        return self.metadata.get(f"{self.architecture}.{key}")
+
+
+def aligned(place: int, alignment: int) -> int:
+    """The first multiple of an alignment that is not before a byte.
+
+    Example:
+        >>> aligned(33, 32), aligned(64, 32)
+        (64, 64)
+    """
+    return -(-place // alignment) * alignment
+
+
+def is_gguf(file: Path | str) -> bool:
+    """Whether a file begins like a GGUF file, whatever its name."""
+    try:
+        with open(file, "rb") as stream:
+            return stream.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def read_header(file: Path | str) -> Header:
+    """Read and check the front of a file; the tensors themselves are not read.
+
+    Raises: CheckpointError for a file that is not GGUF, ends early, or is of a version or kind that is not read.
+    """
+    path = Path(file)
+    try:
+        with path.open("rb") as stream:
+            header = _Reader(stream, path).header()
+        _check_kind(header)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, TypeError, OverflowError, RecursionError, struct.error) as error:
+        raise CheckpointError(f"{path} is damaged in its header ({error}); download or copy it again") from None
+    return header
+
+
+class _Reader:
+    """Takes values off a stream in the order of the specification."""
+
+    def __init__(self, stream: BinaryIO, path: Path) -> None:
+        self.stream, self.path = stream, path
+        self.num_bytes = os.fstat(stream.fileno()).st_size
+
+    def header(self) -> Header:
+        magic = self.stream.read(4)
+        if magic != MAGIC:
+            raise CheckpointError(
+                f"{self.path} is not a GGUF file: it begins with {magic!r} instead of {MAGIC!r}; download it again, or "
+                "give the directory of a model that save_pretrained wrote"
+            )
+        version = self.take("I")
+        if version not in VERSIONS:
+            kind = "is big-endian" if version >> 24 in VERSIONS else f"is of GGUF version {version}"
+            raise CheckpointError(
+                f"{self.path} {kind}; only little-endian files of versions 2 and 3 are read. Convert it again with a "
+                "current llama.cpp"
+            )
+        num_tensors, num_entries = self.take("Q"), self.take("Q")
+        metadata = {}
+        for _ in range(num_entries):
+            key = self.string()
+            metadata[key] = self.value(self.take("I"))
+        tensors = tuple(self.tensor() for _ in range(num_tensors))
+        alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT)) or _DEFAULT_ALIGNMENT
+        if alignment < 0:  # tensors would begin within the header
+            raise ValueError(f"general.alignment is {alignment}")
+        data_start = aligned(self.stream.tell(), alignment)
+        return Header(self.path, metadata, tensors, data_start, self.num_bytes, alignment)
+
+    def tensor(self) -> TensorInfo:
+        name, num_dimensions = self.string(), self.take("I")
+        shape = tuple(reversed(self.many("Q", num_dimensions)))
+        return TensorInfo(name, shape, self.take("I"), self.take("Q"))
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            element, count = self.take("I"), self.take("Q")
+            if element in _SCALARS:
+                return list(self.many(_SCALARS[element], count))
+            return [self.value(element) for _ in range(count)]
+        if kind not in _SCALARS:
+            raise CheckpointError(f"{self.path} holds a metadata value of the unknown kind {kind}; the file is damaged")
+        return self.take(_SCALARS[kind])
+
+    def string(self) -> str:
+        return self.read(self.take("Q")).decode("utf-8", errors="replace")
+
+    def take(self, code: str) -> Any:
+        return self.many(code, 1)[0]
+
+    def many(self, code: str, count: int) -> tuple[Any, ...]:
+        return struct.unpack(f"<{count}{code}", self.read(count * struct.calcsize(f"<{code}")))
+
+    def read(self, num_bytes: int) -> bytes:
+        position = self.stream.tell()
+        if num_bytes > self.num_bytes - position:
+            raise CheckpointError(
+                f"{self.path} ends after {self.num_bytes} bytes, within its header: it is truncated or damaged. "
+                "Download or copy it again"
+            )
+        if num_bytes > _MOST_BYTES - position:
+            raise CheckpointError(
+                f"{self.path} claims a header of more than {_MOST_BYTES >> 20} MiB: a length in it is damaged. "
+                "Download or copy it again"
+            )
+        return self.stream.read(num_bytes)
+
+
+def _check_kind(header: Header) -> None:
+    num_parts = int(header.metadata.get("split.count", 1) or 1)
+    if num_parts > 1:
+        raise CheckpointError(
+            f"{header.path} is one of {num_parts} parts of a model, and parts are not read; join them with "
+            "llama-gguf-split --merge FIRST_PART WHOLE.gguf"
+        )
+    if "general.architecture" not in header.metadata:
+        raise CheckpointError(f"{header.path} names no architecture (general.architecture), so it is not a model")
+    kind = header.metadata.get("general.type", "model")
+    if kind != "model":
+        raise CheckpointError(
+            f"{header.path} is of type {kind!r} and not a model; give the file of the whole language model"
+        )

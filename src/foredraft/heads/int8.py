@@ -1,0 +1,265 @@
+"""Heads of EAGLE in eight bits: a level of a draft, or all of it, in one call of the library's own kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from math import inf
+from typing import NamedTuple, cast
+
+import torch
+from torch import nn
+
+from foredraft.heads.eagle import EagleHead, FusedLayer
+from foredraft.heads.layers import DecoderLayer, RMSNorm
+from foredraft.model.execution import forwards, packing
+from foredraft.model.nodes import Nodes
+from foredraft.native import abi
+from foredraft.native.codes import Unrounded
+from foredraft.native.library import Library
+from foredraft.native.packed_matmul import CodesMatrix
+
+MOST_NODES = 64
+"""Of a call. Beyond, the products of torch in bfloat16 are faster: they compute more at a time, and read no faster."""
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+class RankingNoise(NamedTuple):
+    """The noise and the law by which the tokens of a draft are ranked.
+
+    Args:
+      keys: of the match stream, by depth.
+      law: top-k (0 for all), temperature, top-p and min-p.
+    """
+
+    keys: Seq[int]
+    law: tuple[int, float, float, float]
+
+
+class Int8Head:
+    """A head of EAGLE as the kernels run it: weights in eight bits, all else in float32, keys and values in bfloat16.
+
+    Args:
+      head: of one decoder layer, in bfloat16 or float32 on the CPU; see `why_not`.
+      table: (V, H), the embeddings that it reads.
+      output: the output layer (V_d, H) that it drafts with, see `is_plain`.
+      kernels: of the library's own, which multiply bytes.
+
+    Attributes:
+      num_bytes: of its weights.
+
+    Exactness: within the rounding of bytes of what the module computes; what is drafted is verified.
+    Randomness: none.
+    """
+
+    def __init__(self, head: EagleHead, table: torch.Tensor, output: nn.Module, kernels: Library) -> None:
+        shape, layer = head.shape, cast("DecoderLayer | FusedLayer", head.layers[0])
+        attention, mlp = layer.self_attn, layer.mlp
+        sizes = shape.layer
+        self.size, self.num_logits = sizes.hidden_size, len(packing.unpacked_weight(output))
+        self._kernels = kernels
+        self._kept: list[object] = [table]
+        hidden_norm = layer.hidden_norm if isinstance(layer, FusedLayer) else None
+        norms = (head.embed_norm, head.input_norm, layer.input_layernorm, hidden_norm)
+        products: tuple[Seq[nn.Module], ...] = (
+            [head.fc],
+            attention.sharing_input,
+            [attention.o_proj],
+            mlp.sharing_input,
+            [mlp.down_proj],
+            [output],
+        )
+        matrices = [_matrix(layers, kernels) for layers in products]
+        self.num_bytes = sum(matrix.num_bytes for matrix in matrices)
+        frequencies = head.rotary.frequencies.float().contiguous()
+        self._kept += [matrices, frequencies]
+        self._head = abi.Head(
+            shape.generation,
+            sizes.hidden_size,
+            len(shape.streams) * shape.target_size,
+            sizes.num_heads,
+            sizes.num_kv_heads,
+            sizes.head_dim,
+            sizes.intermediate_size,
+            shape.norm_before_residual,
+            shape.norm_output and head.norm is not None,
+            table.dtype == torch.float32,
+            table.data_ptr(),
+            frequencies.data_ptr(),
+            *(self._weight_of(norm) for norm in (*norms, layer.post_attention_layernorm, head.norm)),
+            *(matrix.fields for matrix in matrices),
+            sizes.eps,
+            head.rotary.factor,
+        )
+
+    def feed(
+        self,
+        nodes: Nodes,
+        lengths: Seq[int],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        given: torch.Tensor,
+        *,
+        is_true: bool,
+    ) -> torch.Tensor:
+        """Run nodes, and write their keys and values.
+
+        Args:
+          nodes, lengths: as of `Nodes.fields`.
+          keys, values: (R, heads, T, head_dim) in bfloat16, from the first of these rows on.
+          given: (n, streams * H of the target) in the dtype of the head where ``is_true``, else what this returned
+            for their parents; of all nodes, row after row.
+
+        Returns: (n, H) in float32: what children are fed, and what `logits` reads.
+        """
+        outputs, fields = torch.empty(nodes.num_real, self.size), nodes.fields(lengths)
+        given = given.contiguous() if is_true else given.float().contiguous()
+        level = abi.Level(
+            ctypes.addressof(fields),
+            keys.data_ptr(),
+            values.data_ptr(),
+            *keys.stride()[:2],
+            None if is_true else given.data_ptr(),
+            given.data_ptr() if is_true else None,
+            outputs.data_ptr(),
+        )
+        self._run("head_level", ctypes.addressof(level))
+        return outputs
+
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """(..., H) -> (..., V_d) in float32."""
+        outputs = outputs.float().contiguous()
+        found = outputs.new_empty(*outputs.shape[:-1], self.num_logits)
+        self._run("head_logits", outputs.data_ptr(), outputs.numel() // self.size, found.data_ptr())
+        return found
+
+    def grow(
+        self,
+        trunk: int,
+        pending: int,
+        last: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        names: torch.Tensor | None,
+        *,
+        owed: tuple[Seq[int], torch.Tensor] | None = None,
+        depth: int,
+        branches: int,
+        beam: int,
+        most: int,
+        power: float,
+        least_mass: float = 0.0,
+        least: float = -inf,
+        drawing: RankingNoise | None = None,
+    ) -> tuple[list[int], list[int], list[float]]:
+        """The draft of one row, as `Growth` makes it with reranking.
+
+        Args:
+          trunk: entries of the text; behind them there is room for ``(depth - 1) * beam`` more.
+          pending: the last token.
+          last: (H,) in float32, the output of the last entry; written where that is owed.
+          keys, values: (1, heads, T, head_dim), of this row.
+          names: int64 (V_d,), the tokens of the output layer; None for their own numbers.
+          owed: tokens (n,) and streams (n, streams * H of the target) of the last entries of the trunk, where these are
+            still to be made.
+          depth: levels.
+          branches: children of a node.
+          beam: nodes of a level that get children.
+          most: nodes of the draft, root included.
+          power: to which laws are raised, and normalised.
+          least_mass: of the nodes that are expanded next; see `Growth`.
+          least: score from which on nodes are expanded.
+          drawing: how the target draws; None where it takes its likeliest tokens.
+
+        Returns: tokens, parents, and logarithms of the chances of paths, of every node.
+        """
+        most = min(most, 1 + depth * beam * branches)
+        tokens, parents = (abi.Integer * most)(), (abi.Integer * most)()
+        scores = (ctypes.c_double * most)()
+        chain, streams = ((), None) if owed is None else (owed[0], owed[1].contiguous())
+        tokens_of = abi.array_of(chain)
+        keys_of_noise = (ctypes.c_uint64 * depth)(*(() if drawing is None else drawing.keys))
+        law = None if drawing is None else abi.Drawing(ctypes.addressof(keys_of_noise), *drawing.law)
+        growing = abi.Growing(
+            pending,
+            trunk,
+            depth,
+            branches,
+            beam,
+            most,
+            keys.data_ptr(),
+            values.data_ptr(),
+            *keys.stride()[:2],
+            len(chain),
+            ctypes.addressof(tokens_of),
+            None if streams is None else streams.data_ptr(),
+            last.data_ptr(),
+            None if names is None else names.data_ptr(),
+            None if law is None else ctypes.addressof(law),
+            *(ctypes.addressof(each) for each in (tokens, parents, scores)),
+            least_mass,
+            least,
+            power,
+        )
+        count = self._run("head_grow", ctypes.addressof(growing))
+        return tokens[:count], parents[:count], scores[:count]
+
+    def _run(self, name: str, *arguments: int) -> int:
+        function: Callable[..., int] = getattr(self._kernels, name)
+        return function(ctypes.addressof(self._head), *arguments, torch.get_num_threads())
+
+    def _weight_of(self, norm: nn.Module | None) -> int | None:
+        """The address of the weight of a norm, in float32."""
+        if norm is None:
+            return None
+        weight = norm.weight.detach().float().contiguous()  # type: ignore[operator]
+        self._kept.append(weight)
+        address: int = weight.data_ptr()
+        return address
+
+
+def why_not(head: EagleHead, table: torch.Tensor, kernels: Library | None) -> str | None:
+    """Why a head runs as a module; None where `Int8Head` takes it."""
+    shape = head.shape
+    sizes = shape.layer
+    inputs = (sizes.hidden_size, len(shape.streams) * shape.target_size, sizes.num_heads * sizes.head_dim)
+    plain = type(head.layers[0]) in (DecoderLayer, FusedLayer)
+    reasons = {
+        "no kernels are found": kernels is None,
+        "it is not in bfloat16 or float32 on a CPU": head.dtype not in DTYPES or head.fc.weight.device.type != "cpu",
+        "it has several layers": shape.num_layers != 1 or not plain,
+        "it has another activation than silu": sizes.activation != "silu",
+        "it has norms by head or by stream": sizes.has_head_norms or shape.fc_norm,
+        "its sizes are no multiples of 64": any(size % 64 for size in (*inputs, sizes.intermediate_size)),
+        "its attention heads are of an odd size": sizes.head_dim % 32 != 0 or sizes.head_dim > 2 * abi.MOST_HALF,
+        "its embeddings are in another dtype": table.dtype != head.dtype or not table.is_contiguous(),
+        "other norms than its own": any(type(module) is not RMSNorm for module in _norms(head)),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def is_frozen(head: EagleHead) -> bool:
+    """Whether its weights were packed when it was loaded, so that nobody trains them."""
+    return all(isinstance(forwards.replacement(layer), packing.PackedLinear) for layer in forwards.linears(head))
+
+
+def is_plain(output: nn.Module) -> bool:
+    """Whether an output layer is a product with a weight and nothing else."""
+    return type(output) is nn.Linear and output.bias is None
+
+
+def _norms(head: EagleHead) -> list[nn.Module]:
+    return [module for module in head.modules() if "norm" in type(module).__name__.lower()]
+
+
+def _matrix(layers: Seq[nn.Module], kernels: Library) -> CodesMatrix:
+    """Of layers with one input, as one."""
+    weights = [packing.unpacked_weight(layer) for layer in layers]
+    biases = [cast("torch.Tensor | None", layer.bias) for layer in layers]
+    bias = None
+    if any(each is not None for each in biases):
+        pairs = zip(weights, biases, strict=True)
+        bias = torch.cat([torch.zeros(len(weight)) if each is None else each.float() for weight, each in pairs])
+    return CodesMatrix([Unrounded.of(weight, 8) for weight in weights], bias, kernels, activation_bytes=1)

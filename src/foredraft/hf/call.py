@@ -1,0 +1,196 @@
+"""One call of ``generate``: its rows in an engine, its columns in the plain loop's order."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any
+
+import torch
+
+from foredraft.config.sampling import SamplingParams
+from foredraft.engine.engine import Engine
+from foredraft.engine.sequence import Sequence as EngineRow
+from foredraft.engine.stats import SequenceStats
+from foredraft.hf.processors import RowPlace, is_shared, sampling_fields
+from foredraft.hf.rows import Columns, Endings, InputRow
+from foredraft.law.noise import mix
+from foredraft.law.sampling import SamplingLaw, scores
+from foredraft.model.lm import CausalLM, Nodes
+
+logger = logging.getLogger("foredraft")
+
+TAIL_CHUNK = 512
+"""Tokens per forward over a text and its padding."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The decoding that one call of ``generate`` asks for.
+
+    Args:
+      rows: of the batch, expanded by ``num_return_sequences``.
+      processors: transformers' list.
+      seed: of the call; None decodes greedily.
+      endings: when rows end.
+      device: of ``input_ids``.
+    """
+
+    rows: Sequence[InputRow]
+    processors: Sequence[Any]
+    seed: int | None
+    endings: Endings
+    device: torch.device
+
+    def params(self, index: int) -> SamplingParams:
+        """Parameters of one row; the seed is the call's."""
+        row, eos = self.rows[index], self.endings.eos_token_ids
+        place = RowPlace(index, len(self.rows), row, eos, self.device)
+        fields = sampling_fields(self.processors, self.seed is not None, place)
+        if self.endings.max_length is not None:
+            fields["max_tokens"] = max(1, self.endings.max_length - len(row.shown_ids))
+            fields["min_tokens"] = min(fields.get("min_tokens", 0), fields["max_tokens"])
+        return SamplingParams(**{"max_tokens": None, "detokenize": False, "seed": self.seed or 0, **fields})
+
+
+class Call:
+    """Runs one call to its end.
+
+    Args:
+      engine: for this call alone, with a row for each of the batch.
+      lock: held while the target runs.
+      wishes: what is asked for.
+      columns: where the result is collected.
+    """
+
+    def __init__(self, engine: Engine, lock: threading.RLock, wishes: Wishes, columns: Columns) -> None:
+        self._engine = engine
+        self._lock = lock
+        self._wishes = wishes
+        self._columns = columns
+        self._rows: list[EngineRow] = []
+        self._params: list[SamplingParams] = []
+        self._add_rows()
+        self._index_of = {row.id: index for index, row in enumerate(self._rows)}
+
+    def _add_rows(self) -> None:
+        """Queue the rows. Consecutive equal ones share their prefill, unless their processors tell them apart."""
+        wishes = self._wishes
+        while (first := len(self._rows)) < len(wishes.rows):
+            params = wishes.params(first)
+            row = wishes.rows[first]
+            count = len(list(takewhile(row.__eq__, wishes.rows[first:]))) if is_shared(params) else 1
+            params = replace(params, seed=mix(wishes.seed or 0, first), n=count)
+            self._rows += self._engine.add_request(row.token_ids, params, history_ids=row.shown_ids)
+            self._params += [params] * params.n
+
+    @property
+    def stats(self) -> SequenceStats:
+        """Counters of all rows."""
+        pooled = SequenceStats()
+        for row in self._rows:
+            pooled.add(row.stats)
+        return pooled
+
+    def run(self) -> None:
+        """Step until the plain loop would have ended.
+
+        A row that reaches the end of the context ends there, with a warning.
+
+        Raises: NumericsError for logits without a distribution; whatever a processor, criterion or streamer raises.
+        """
+        while not self._columns.is_done:
+            with self._lock:
+                outputs = self._engine.step()
+            for output in outputs:
+                if output.error is not None:
+                    raise output.error
+                self._columns.take(self._index_of[output.row.id], output)
+            self._advance()
+            while (full := self._full_row()) is not None:
+                self._cut(full)
+                self._advance()
+
+    def _advance(self) -> None:
+        for index in self._columns.advance():
+            self._end(self._rows[index])
+
+    def _end(self, row: EngineRow) -> None:
+        if not row.is_finished:
+            with self._lock:
+                self._engine.abort_row(row)
+
+    def _full_row(self) -> int | None:
+        """A row that has filled its context, and whose next token is asked for."""
+        waiting = (i for i, row in enumerate(self._rows) if row.is_finished and self._columns.is_waiting_for(i))
+        return next(waiting, None)
+
+    def _cut(self, index: int) -> None:
+        logger.warning(
+            "row %d has filled the %d tokens of the model's context and ends there, though nothing has asked it to "
+            "end. Plain generate would go on, at positions that the model has not learnt; to do so here, raise "
+            "max_position_embeddings in the config of the model.",
+            index,
+            self._engine.max_model_len,
+        )
+        self._columns.cut(index)
+        if self._columns.is_done:
+            for row in self._rows:
+                self._end(row)
+
+    # -- rows that ended early -----------------------------------------------------------------------------------
+
+    def fill_tails(self) -> None:
+        """Scores and logits of rows over their padding, which ``generate`` computes and returns."""
+        columns = self._columns
+        if not columns.scores and not columns.logits:
+            return
+        for index, length in enumerate(columns.lengths):
+            rest = len(columns.columns) - (length or 0)
+            if rest and columns.silent[index] and not columns.is_cut[index]:  # those have no positions left
+                self._fill_tail(index, [column[index] for column in columns.columns], rest)
+
+    def _fill_tail(self, index: int, said: list[int], rest: int) -> None:
+        text, padding = said[: len(said) - rest], said[len(said) - rest :]
+        row, target = self._wishes.rows[index], self._engine.target
+        with self._lock:
+            logits = tail(target, [*row.token_ids, *text], padding)
+        law = SamplingLaw(
+            self._params[index],
+            vocab_size=target.vocab_size,
+            eos_token_ids=self._engine.eos_token_ids,
+            prompt_ids=row.token_ids,
+            history_ids=row.shown_ids,
+            device=target.device,
+        )
+        law.extend(text)
+        for kept in (self._columns.logits, self._columns.scores):
+            if kept is self._columns.scores and kept:
+                logits = scores(logits, [law] * rest, [padding[:count] for count in range(rest)])
+            for column, value in zip(kept[len(text) :], logits, strict=False):
+                column[index] = value
+
+
+@torch.inference_mode()
+def tail(target: CausalLM, text: list[int], padding: list[int]) -> torch.Tensor:
+    """Logits after a text, and after each token of the padding but the last.
+
+    Args:
+      text: prompt and output of a row.
+      padding: P tokens that follow.
+
+    Returns: float32 (P, V).
+    """
+    cache = target.new_cache(1, capacity=len(text) + len(padding))
+    chain = [*text, *padding[:-1]]
+    parts = []
+    for start in range(0, len(chain), TAIL_CHUNK):
+        chunk = chain[start : start + TAIL_CHUNK]
+        wanted = max(0, len(text) - 1 - start)
+        logits = target.forward(Nodes.from_chains([chunk]), cache, keep=slice(min(wanted, len(chunk)), len(chunk)))
+        cache.commit([range(len(chunk))])
+        parts.append(logits[0].float())
+    return torch.cat(parts)

@@ -1,0 +1,299 @@
+"""`speculate` and the callable that it returns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from foredraft import forking
+from foredraft.config.engine import EngineConfig
+from foredraft.config.sampling import SamplingParams
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.engine import Engine
+from foredraft.engine.stats import SequenceStats
+from foredraft.errors import ConfigError, CopyError, PromptError
+from foredraft.hf import refusals
+from foredraft.hf.call import Call, Wishes
+from foredraft.hf.refusals import GenerateArguments
+from foredraft.hf.rows import Columns, Endings, check_positions, read_rows
+from foredraft.loading.adapters import ADAPTERS, Adapter
+from foredraft.loading.models import load_tokenizer
+from foredraft.loading.pairing import Drafting
+from foredraft.model.default_device import makes_on_cpu
+from foredraft.model.dtypes import check_kv_cache_dtype
+from foredraft.model.execution.rounding import check_quantization
+from foredraft.model.lm import CausalLM
+from foredraft.model.support import check_unwrapped
+
+
+def speculate(
+    method: str | None = None,
+    *,
+    streamer: Any = None,
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
+    stop_strings: str | Iterable[str] | None = None,
+    execution: str = "auto",
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
+    **speculative_config: Any,
+) -> Speculation:
+    """A callable for ``model.generate(..., custom_generate=speculate(...))``.
+
+    It may be used for several models, several calls and from several threads. ``generate`` keeps its meaning: its
+    configuration, logits processors, stopping criteria and results are those of the plain loop.
+
+    Args:
+      method: how to draft; see `SpeculativeConfig`, whose other keys are taken too.
+      streamer: gets the prompt and every token, and is ended; ``generate(streamer=...)`` works as well.
+      tokenizer: of the target; needed for stop strings, and to check that a draft model shares it.
+      stop_strings: end a row at the token that completes one. ``generate`` cannot hand its own to a callable.
+      execution: "auto", "eager", "packed" or "compiled".
+      quantization: "int8" or "int4": decode with the linear layers rounded to so many bits. The model itself keeps its
+        weights.
+      kv_cache_dtype: "bfloat16" or "int8": decode with keys and values rounded when they are written.
+
+    Raises: ConfigError for an unknown key, a value out of range, or stop strings without a tokenizer.
+
+    Exactness: without sampling, the sequences of plain ``generate``; with sampling, its law. Under the default
+      ``rejection_sample_method="match"`` every method gives the tokens of ``speculate("none")``. With ``quantization``
+      or ``kv_cache_dtype``, the rounded model is the one that all of this holds of.
+    Randomness: one draw from torch's global generator per sampled call; ``torch.manual_seed`` repeats a call.
+    """
+    check_quantization(quantization)
+    check_kv_cache_dtype(kv_cache_dtype)
+    return Speculation(
+        SpeculativeConfig(method=method, **speculative_config),
+        streamer=streamer,
+        tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
+        stop_strings=stop_strings,
+        runs_by=(execution, quantization, kv_cache_dtype),
+    )
+
+
+class Speculation:
+    """The handle that `speculate` returns.
+
+    Attributes:
+      config: how it drafts.
+      stats: counters over all calls so far.
+    """
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        *,
+        streamer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        stop_strings: str | Iterable[str] | None = None,
+        runs_by: tuple[str, str | None, str] = ("auto", None, "auto"),
+    ) -> None:
+        self.config = config
+        self.stats = SequenceStats()
+        self._streamer, self._tokenizer = streamer, tokenizer
+        self._runs_by = runs_by
+        self._lock = forking.lock()
+        self._stop_criterion = _stop_criterion(stop_strings, tokenizer)
+
+    def __repr__(self) -> str:
+        values = self.config.as_dict()
+        return f"speculate({', '.join(f'{name}={_short(value)}' for name, value in values.items())})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Speculation:
+        """Itself: programs that copy the arguments of ``generate`` must not copy models, streamers and counters."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise CopyError(
+            "what speculate(...) returns holds locks and prepared models, so it cannot be pickled: call speculate(...) "
+            "with the same arguments in each process"
+        )
+
+    @makes_on_cpu
+    def prepare(self, model: PreTrainedModel) -> Speculation:
+        """Do now what the first call would do for a model: check, probe and pack it, and load its drafter.
+
+        It takes seconds, and is done once per model and ``execution``; calls that come later only look for changes.
+
+        Args:
+          model: whose ``generate`` will be called.
+
+        Returns: this object, so that it may be passed on: ``custom_generate=speculate("ngram").prepare(model)``.
+        Raises: as a call, for a model or a drafter that cannot be used.
+        Randomness: takes nothing from torch's global generator.
+        """
+        model = check_unwrapped(model)
+        refusals.check_model(model)
+        with torch.random.fork_rng(devices=()):
+            adapter, drafting = self._prepared(model)
+            with adapter.lock:
+                config = self._engine_config(1)
+                Engine(adapter.target, drafting.new_drafter(), config)
+                for lm in (adapter.target, drafting.model):
+                    if lm is not None:
+                        _decode_a_little(lm, config)
+        return self
+
+    def _engine_config(self, num_rows: int, **options: Any) -> EngineConfig:
+        acceptance, limits = self.config.rejection_sample_method, self.config.typical_limits
+        return EngineConfig(max_num_seqs=num_rows, acceptance=acceptance, typical=limits, **options)
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool | None = None,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        """Decode: ``generate`` calls this after all its own preparations.
+
+        Args:
+          input_ids: (B, T), padded at the beginning, expanded by ``num_return_sequences``.
+          logits_processor, stopping_criteria, generation_config, model_kwargs: as ``generate`` prepared them.
+
+        Returns: as plain ``generate``: int64 (B, T + new), or a `GenerateDecoderOnlyOutput` without a cache.
+        Raises: UnsupportedModelError, ProbeError, ConfigError, PromptError before anything runs; NumericsError.
+        """
+        caller = GenerateArguments.find()
+        synced = synced_gpus if synced_gpus is not None else caller.synced_gpus
+        theirs = streamer if streamer is not None else caller.streamer  # has got the prompt from ``generate``
+        with _ended(self._streamer), _ended(theirs):
+            _check(model, input_ids, logits_processor, generation_config, model_kwargs, caller, synced)
+            if theirs is not None and self._streamer is not None:
+                raise ConfigError("speculate(...) and generate(...) got a streamer each; give it to one of them")
+            if self._streamer is not None:
+                self._streamer.put(input_ids.cpu())
+                theirs = self._streamer
+            return self._generate(
+                model, input_ids, logits_processor, stopping_criteria, generation_config, theirs, model_kwargs
+            )
+
+    @makes_on_cpu
+    def _generate(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        streamer: Any,
+        model_kwargs: dict[str, Any],
+    ) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        mask = model_kwargs.get("attention_mask")
+        rows = read_rows(input_ids, mask)
+        with torch.random.fork_rng(devices=()):  # set-up takes nothing from the user's generator
+            adapter, drafting = self._prepared(model)
+        check_positions(rows, mask, model_kwargs.get("position_ids"), adapter.target)
+        endings = Endings(self._with_stop_strings(criteria))
+        keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
+        keeps_logits = bool(config.return_dict_in_generate and config.output_logits)
+        pad = config._pad_token_tensor  # that ``generate`` has settled on
+        pad_id = None if pad is None else int(pad)
+        columns = Columns(input_ids, endings, pad_id, streamer, keeps_scores=keeps_scores, keeps_logits=keeps_logits)
+        engine_config = self._engine_config(
+            len(rows),
+            prefill_chunk_size=config.prefill_chunk_size or EngineConfig.prefill_chunk_size,
+            output_scores=keeps_scores,
+            output_logits=keeps_logits,
+        )
+        eos = sorted(endings.eos_token_ids)
+        with adapter.lock:
+            drafter = drafting.new_drafter()
+            governor = drafting.governor(adapter.target, drafter)
+            engine = Engine(adapter.target, drafter, engine_config, eos_token_ids=eos, governor=governor)
+        seed = int(torch.randint(0, 2**63 - 1, ())) if config.do_sample else None
+        wishes = Wishes(rows, processors, seed, endings, input_ids.device)
+        call = Call(engine, adapter.lock, wishes, columns)
+        call.run()
+        call.fill_tails()
+        with self._lock:
+            self.stats.add(call.stats)
+        if not config.return_dict_in_generate:
+            return columns.sequences
+        return GenerateDecoderOnlyOutput(
+            sequences=columns.sequences,
+            scores=tuple(columns.scores) if keeps_scores else None,
+            logits=tuple(columns.logits) if keeps_logits else None,
+        )
+
+    def _with_stop_strings(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
+        if self._stop_criterion is None:
+            return criteria
+        return StoppingCriteriaList([*criteria, self._stop_criterion])
+
+    def _prepared(self, model: PreTrainedModel) -> tuple[Adapter, Drafting]:
+        adapter = ADAPTERS.of(model, *self._runs_by)
+        with adapter.lock:
+            return adapter, adapter.drafting(model, self.config, self._tokenizer)
+
+
+def _check(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    processors: LogitsProcessorList,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    caller: GenerateArguments,
+    synced_gpus: bool | None,
+) -> None:
+    """Refuse, before anything runs, what cannot be done exactly."""
+    refusals.check_model(model)
+    refusals.check_config(config, caller)
+    refusals.check_inputs(model_kwargs, caller)
+    refusals.check_processors(processors)
+    refusals.check_processes(model, synced_gpus)
+    if input_ids.ndim != 2 or 0 in input_ids.shape:
+        raise PromptError(f"input_ids have the shape {tuple(input_ids.shape)}; give (rows, tokens), one token at least")
+
+
+def _decode_a_little(lm: CausalLM, config: EngineConfig) -> None:
+    """Run what is measured, allocated or compiled at the first steps."""
+    engine = Engine(lm, EmptyDrafter(), config)
+    engine.add_request([0, 0], SamplingParams(max_tokens=1, temperature=0.0, detokenize=False))
+    for _ in engine.run():
+        pass
+
+
+def _short(value: Any) -> str:
+    return type(value).__name__ if isinstance(value, PreTrainedModel) else repr(value)
+
+
+@contextmanager
+def _ended(streamer: Any) -> Iterator[None]:
+    """End a streamer, also when the call breaks off: its reader in another thread would wait for ever."""
+    try:
+        yield
+    finally:
+        if streamer is not None:
+            streamer.end()
+
+
+def _stop_criterion(
+    stop_strings: str | Iterable[str] | None, tokenizer: PreTrainedTokenizerBase | None
+) -> StopStringCriteria | None:
+    """transformers' own criterion."""
+    if stop_strings is None:
+        return None
+    if tokenizer is None:
+        raise ConfigError(f"stop_strings={stop_strings!r} need the tokenizer of the model; give tokenizer too")
+    strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+    if not strings or not all(isinstance(string, str) and string for string in strings):
+        raise ConfigError(f"stop_strings are {stop_strings!r}; give one non-empty string, or several")
+    return StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)

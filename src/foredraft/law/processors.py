@@ -1,0 +1,298 @@
+"""The processors of one row, and the history they look at: raw logits to scores, before any temperature.
+
+Order and meaning follow transformers 5.23 ``generate`` in float32: logit bias, repetition penalty, presence and
+frequency penalty (vLLM's, output tokens only), no-repeat n-grams, bad words, minimum length, custom processors, and the
+masks of allowed tokens and of a grammar last. Every node sees its own path as prefix, through the row's incremental
+history plus the path's difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foredraft.config.sampling import SamplingParams, check_named_tokens
+from foredraft.errors import ConfigError, ShapeError, is_fatal
+from foredraft.law import noise
+from foredraft.law.history import BadWords, NgramIndex, TokenArray, TokenCounts
+from foredraft.law.support import Warper
+
+if TYPE_CHECKING:
+    from foredraft.structured.matching import Matching
+
+Path = Sequence[int]
+Entries = tuple[np.ndarray, ...]
+"""Token ids int64 (S,) of one node, and values that belong to them."""
+
+
+class SamplingLaw:
+    """The processed distribution of one row: its parameters and the history they look at.
+
+    Args:
+      params: what the user asked for, ``bad_words`` already resolved to ``bad_words_ids``.
+      vocab_size: V of the target.
+      eos_token_ids: impossible before ``min_tokens``, exempt from bad words.
+      prompt_ids: the prompt; penalties on repetition and n-grams count it.
+      history_ids: the prompt as n-grams, bad words and custom processors are to see it, padding included; by default
+        the prompt itself.
+      device: where the logits live.
+      matching: of the grammar that the output must match, if there is one.
+
+    Attributes:
+      seed: of the row; the engine sets it, else it is the one of ``params`` or a fresh one.
+      eos_token_ids: as given.
+      custom_processor_seconds: time spent in ``params.logits_processors``.
+      contains_faults: whether an exception of one of them only leaves its nodes without a distribution.
+      fault: that of their last call, or of the grammar, if there was one.
+
+    Raises: ConfigError when a bias, bad word or stop token lies outside the vocabulary, or bad words are not resolved.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        vocab_size: int,
+        eos_token_ids: Iterable[int] = (),
+        prompt_ids: Sequence[int] = (),
+        history_ids: Sequence[int] | None = None,
+        device: torch.device | str = "cpu",
+        matching: Matching | None = None,
+    ) -> None:
+        self.params = params
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self.seed = noise.fresh_seed() if params.seed is None else params.seed
+        self.custom_processor_seconds = 0.0
+        self.contains_faults = False
+        self.fault: Exception | None = None
+        self.num_output_tokens = 0
+        self.is_greedy = params.temperature == 0.0
+        self.warper = Warper() if self.is_greedy else Warper.of(params)
+        self.kind = (params.temperature, *(() if self.is_greedy else self.warper.truncation))
+        self.matching = matching
+        self._check_vocabulary()
+        eos = self.eos_token_ids = tuple(eos_token_ids)
+        self._tokens = list(prompt_ids if history_ids is None else history_ids)
+        self._seen = TokenCounts(prompt_ids) if params.repetition_penalty != 1.0 else None
+        self._output = TokenCounts() if params.presence_penalty or params.frequency_penalty else None
+        self._prefix: TokenArray | None = None  # of those, once a custom processor has asked for them
+        self._ngrams = NgramIndex(size, self._tokens) if (size := params.no_repeat_ngram_size) else None
+        self._bad_words = BadWords(params.bad_words_ids, eos) if params.bad_words_ids else None
+        self._stop_ids = (*eos, *(params.stop_token_ids or ())) if params.min_tokens else ()
+
+    def _check_vocabulary(self) -> None:
+        if self.params.structured_outputs is not None and self.matching is None:
+            raise ConfigError(f"{self.params.structured_outputs} was not compiled for a tokenizer; use LLM or Engine")
+        check_named_tokens(self.params, self.vocab_size)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Carry committed output tokens into the history; O(1) per token."""
+        tokens = list(tokens)
+        self.num_output_tokens += len(tokens)
+        self._tokens.extend(tokens)
+        if self._seen is not None:
+            self._seen.extend(tokens)
+        if self._output is not None:
+            self._output.extend(tokens)
+        if self._prefix is not None:
+            self._prefix.extend(tokens)
+        if self._ngrams is not None:
+            self._ngrams.update()
+        if self.matching is not None:
+            self.matching.extend(tokens)
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the choice is the argmax of the raw logits."""
+        return self.is_greedy and not self.is_processed
+
+    @property
+    def is_processed(self) -> bool:
+        """Whether any processor may still change the logits. The minimum length stops mattering once it is reached."""
+        return self._has_processors or (bool(self._stop_ids) and self.num_output_tokens < self.params.min_tokens)
+
+    @cached_property
+    def _has_processors(self) -> bool:
+        params = self.params
+        history = (self._seen, self._output, self._ngrams, self._bad_words, self.matching)
+        named = params.logit_bias or params.logits_processors or params.allowed_token_ids
+        return bool(named) or any(part is not None for part in history)
+
+    # -- what one node changes; ids and values, in HF's order of processors --------------------------------------
+
+    @cached_property
+    def _bias(self) -> Entries:
+        bias = self.params.logit_bias or {}
+        return np.array([*bias.keys()], dtype=np.int64), np.array([*bias.values()], dtype=np.float32)
+
+    def biases(self, path: Path) -> Entries | None:
+        """Tokens and what is added to their logits."""
+        return self._bias if self.params.logit_bias else None
+
+    def repetitions(self, path: Path) -> Entries | None:
+        """Tokens of prompt, output and path, and the repetition penalty."""
+        if self._seen is None:
+            return None
+        ids, _ = self._seen.with_path(path)
+        return ids, np.full(len(ids), self.params.repetition_penalty, dtype=np.float32)
+
+    def occurrences(self, path: Path) -> Entries | None:
+        """Tokens of output and path, what their counts cost, and what their presence costs."""
+        if self._output is None:
+            return None
+        ids, counts = self._output.with_path(path)
+        presence = np.full(len(ids), self.params.presence_penalty, dtype=np.float32)
+        return ids, counts * np.float32(self.params.frequency_penalty), presence
+
+    def bans(self, path: Path) -> Entries | None:
+        """Tokens that are impossible: they would repeat an n-gram, complete a bad word, or end the output too early."""
+        banned: set[int] = set()
+        if self._ngrams is not None:
+            banned |= self._ngrams.followers(path)
+        if self._bad_words is not None:
+            width = self._bad_words.longest_prefix
+            tail = self._tokens[max(0, len(self._tokens) - width) :] if width else []
+            banned.update(self._bad_words.completing([*tail, *path] if width else ()))
+        if self._stop_ids and self.num_output_tokens + len(path) < self.params.min_tokens:
+            banned.update(self._stop_ids)
+        return (np.fromiter(banned, dtype=np.int64, count=len(banned)),) if banned else None
+
+    def run_custom(self, scores: Tensor, paths: Sequence[Path]) -> Tensor:
+        """The user's processors on nodes of one depth d: float32 (b, V) and b paths -> float32 (b, V).
+
+        They get the whole prefixes, (b, T + d). Where faults are contained, what they raise is kept in ``fault``, and
+        the nodes have no distribution: NaN.
+        """
+        if self._prefix is None:
+            self._prefix = TokenArray(self._tokens)
+        prefixes = torch.from_numpy(self._prefix.with_paths(paths)).to(scores.device)
+        start, shape = perf_counter(), scores.shape
+        self.fault = None
+        try:
+            for processor in self.params.logits_processors or ():
+                scores = processor(prefixes, scores)
+                if not isinstance(scores, Tensor) or scores.shape != shape:
+                    found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+                    raise ShapeError(f"logits processor {processor!r} returned {found}, not scores {tuple(shape)}")
+        except Exception as fault:
+            if is_fatal(fault) or not self.contains_faults:
+                raise
+            self.fault = fault
+            return torch.full(shape, torch.nan, device=prefixes.device)
+        self.custom_processor_seconds += perf_counter() - start
+        return scores.float()
+
+    @cached_property
+    def _allowed(self) -> Tensor | None:
+        allowed = self.params.allowed_token_ids
+        return None if allowed is None else torch.tensor(allowed, device=self.device)
+
+    def mask(self, scores: Tensor, path: Path) -> None:
+        """Make tokens of one node (V,) impossible, in place, that are not among the allowed ones or not in the grammar.
+
+        After a fault all are.
+        """
+        if self._allowed is not None:
+            ids = self._allowed[self._allowed < len(scores)].to(scores.device)
+            kept = scores[ids]
+            scores.fill_(-torch.inf)
+            scores[ids] = kept
+        if self.matching is None:
+            return
+        allowed = self.matching.allowed(path)
+        if allowed is None:
+            self.fault = self.matching.fault
+            scores.fill_(torch.nan)
+            return
+        size = min(len(allowed), len(scores))
+        scores[:size].masked_fill_(torch.from_numpy(~allowed[:size]).to(scores.device), -torch.inf)
+        scores[size:] = -torch.inf
+
+
+def process(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> Tensor:
+    """Everything before the temperature: (M, V) of any float dtype -> float32 (M, V).
+
+    The input itself comes back when it is float32 and no processor is active; it is never changed.
+    """
+    return processed(logits, laws, paths).float()
+
+
+def processed(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> Tensor:
+    """`process`, but where no processor is active the input comes back as it is, in its own dtype."""
+    check_shapes(logits, laws, paths)
+    active = [row for row, law in enumerate(laws) if law.is_processed]
+    if not active:
+        return logits
+    scores = logits.detach().to(torch.float32, copy=True)
+    apply_entries(scores, [(row, laws[row], paths[row]) for row in active], as_arrays=scores.device.type == "cpu")
+    for law, rows in _by_prefix_length(active, laws, paths):
+        scores[rows] = law.run_custom(scores[rows], [paths[row] for row in rows])
+    for row in active:
+        laws[row].mask(scores[row], paths[row])
+    return scores
+
+
+def apply_entries(scores: Tensor, nodes: Sequence[tuple[int, SamplingLaw, Path]], as_arrays: bool) -> None:
+    """Apply what single tokens cost, and bans, to rows of ``scores`` (M, V) in place; one gather and scatter each.
+
+    ``as_arrays`` works on numpy's view of CPU memory, whose indexing is several times faster than torch's.
+    """
+    flat: Any = scores.view(-1).numpy() if as_arrays else scores.view(-1)
+    where_of: Any = np.where if as_arrays else torch.where
+
+    def gathered(entries_of: Callable[[SamplingLaw, Path], Entries | None]) -> list[Any]:
+        arrays = _gathered([(row, entries_of(law, path)) for row, law, path in nodes], scores.shape[1])
+        return arrays if as_arrays else [torch.from_numpy(array).to(scores.device) for array in arrays]
+
+    if added := gathered(SamplingLaw.biases):
+        where, bias = added
+        flat[where] = flat[where] + bias
+    if repeated := gathered(SamplingLaw.repetitions):
+        where, penalty = repeated
+        values = flat[where]
+        flat[where] = where_of(values < 0, values * penalty, values / penalty)
+    if counted := gathered(SamplingLaw.occurrences):
+        where, frequency, presence = counted
+        flat[where] = flat[where] - frequency - presence
+    if banned := gathered(SamplingLaw.bans):
+        flat[banned[0]] = -torch.inf
+
+
+def check_shapes(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> None:
+    if logits.ndim != 2 or not logits.shape[0] == len(laws) == len(paths):
+        raise ShapeError(f"logits {tuple(logits.shape)}, {len(laws)} laws, {len(paths)} paths; want (M, V), M and M")
+
+
+def _gathered(parts: Sequence[tuple[int, Entries | None]], vocab_size: int) -> list[np.ndarray]:
+    """Entries of several rows as flat indices into (M, V), and their values; empty when no row has any.
+
+    Token 3 of row 2 at V = 10 becomes 23. Tokens outside of the logits' vocabulary are left out.
+    """
+    columns: list[list[np.ndarray]] = []
+    for row, entries in parts:
+        if entries is None or not len(entries[0]):
+            continue
+        ids, *values = entries
+        if ids.max() >= vocab_size:
+            inside = ids < vocab_size
+            ids, values = ids[inside], [value[inside] for value in values]
+        columns.append([ids + row * vocab_size, *values])
+    return [part[0] if len(part) == 1 else np.concatenate(part) for part in zip(*columns, strict=True)]
+
+
+def _by_prefix_length(
+    rows: Sequence[int], laws: Sequence[SamplingLaw], paths: Sequence[Path]
+) -> list[tuple[SamplingLaw, list[int]]]:
+    """Nodes with custom processors, those of one sequence and depth together."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for row in rows:
+        if laws[row].params.logits_processors:
+            groups.setdefault((id(laws[row]), len(paths[row])), []).append(row)
+    return [(laws[group[0]], group) for group in groups.values()]

@@ -1,0 +1,223 @@
+"""The sampling law, once: logits become the target's distribution, and a choice from it, nowhere else.
+
+Order and meaning follow transformers 5.23 ``generate`` in float32: the processors of `foredraft.law.processors`; then,
+unless greedy, temperature, top-k, top-p, min-p, typical-p (`foredraft.law.support`).
+
+One bad row never harms another: where a row holds NaN or +inf, or where nothing is possible, its choice is -1 and its
+log-probabilities are NaN. `failure` turns such a row into the error to report. Nothing here raises for a row's values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foredraft.errors import NoTokenError, NumericsError, ShapeError
+from foredraft.law import noise
+from foredraft.law.choice import argmax, healthy_rows, largest, perturbed_best
+from foredraft.law.processors import Path, SamplingLaw, check_shapes, process, processed
+from foredraft.law.support import Warper
+from foredraft.native import sample_kernels
+
+Key = TypeVar("Key", bound=Hashable)
+
+__all__ = [
+    "SamplingLaw",
+    "argmax",
+    "choose",
+    "choose_at",
+    "choose_siblings",
+    "failure",
+    "log_probs",
+    "probs",
+    "process",
+    "scores",
+]
+
+
+def log_probs(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> Tensor:
+    """The processed distribution at each node, as log-probabilities.
+
+    Args:
+      logits: (M, V), any float dtype; never changed.
+      laws: M laws, one per node; nodes of one row share theirs.
+      paths: M paths, the draft tokens between the row's committed tokens and the node, its own included.
+
+    Returns: float32 (M, V); NaN in rows without a distribution. A greedy row has no temperature and no truncation: its
+      entries are the log-softmax of the processed logits, what users expect to be told; the point mass from which it
+      is decoded is what `probs` returns.
+    Exactness: transformers' own values up to the rounding of the normaliser, and exactly its support.
+    """
+    return _warped(logits, laws, paths, _log_law)
+
+
+def scores(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> Tensor:
+    """The processed scores at each node before any softmax, as ``generate`` returns them; -inf where a token is out.
+
+    Arguments as for `log_probs`. Returns: float32 (M, V), never the logits themselves.
+    Exactness: transformers' own values.
+    """
+    return _warped(logits, laws, paths, lambda scores, warper: warper.truncated(warper.scaled(scores)))
+
+
+def probs(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> Tensor:
+    """The law from which each node's token is decoded, float64 (M, V) and summing to one; NaN in bad rows.
+
+    Arguments as for `log_probs`. A greedy row is a point mass on its argmax.
+    """
+    result = log_probs(logits, laws, paths).double().exp_()
+    result /= result.sum(dim=-1, keepdim=True)
+    greedy = [row for row, law in enumerate(laws) if law.is_greedy]
+    if greedy:
+        best = choose(logits[greedy], [laws[row] for row in greedy], [paths[row] for row in greedy], [0] * len(greedy))
+        point = torch.zeros(len(greedy), result.shape[1], dtype=torch.float64, device=result.device)
+        point.scatter_(1, best.clamp(min=0)[:, None], 1.0)
+        point[best < 0] = torch.nan
+        result[greedy] = point
+    return result
+
+
+def choose(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path], positions: Sequence[int]) -> Tensor:
+    """The target's own token at each node: argmax of log p + Gumbel noise keyed by (seed, position, token).
+
+    Source: the Gumbel-max trick (Gumbel 1954); keyed as in `foredraft.law.noise`.
+
+    Args:
+      logits, laws, paths: as for `log_probs`.
+      positions: M absolute indices in the sequence of the token being chosen.
+
+    Returns: int64 (M,) on the device of the logits; -1 where `failure` has something to say.
+    Exactness: for one node and seed, the same token in any batch, order and draft; over seeds, exactly the law p.
+    Randomness: a pure function of (seed of the law, position, token id); none when greedy, where the lowest index of
+      the largest logit wins.
+    """
+    if all(law.is_argmax for law in laws):
+        check_shapes(logits, laws, paths)
+        return argmax(logits)
+    return choose_siblings(logits, laws, paths, positions, 1)[0][:, 0]
+
+
+def choose_at(logits: Tensor, node: int, law: SamplingLaw, path: Path, position: int) -> int:
+    """`choose` at one of the nodes whose logits are (N, V): its token, or -1."""
+    if not law.is_processed:
+        found = None
+        if law.is_greedy:
+            found = sample_kernels.argmax_at(logits, node)
+        elif not law.warper.truncates:
+            found = sample_kernels.gumbel_argmax_at(
+                logits, node, law.warper.temperature, noise.row_key(law.seed, position)
+            )
+        if found is not None:
+            return found
+    return int(choose(logits[node : node + 1], [law], [path], [position]))
+
+
+def choose_siblings(
+    logits: Tensor,
+    laws: Sequence[SamplingLaw],
+    paths: Sequence[Path],
+    positions: Sequence[int],
+    k: int,
+    columns: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The k best tokens at each node under the noise of `choose`: the natural children of a drafted node.
+
+    Source: Gumbel-top-k sampling without replacement (Kool et al. 2019, arXiv:1903.06059).
+
+    Args: as for `choose`; k: 1 or more; columns: int64 (V,), ascending, the tokens that the columns of the logits stand
+      for, where a drafter knows only some. None of the laws may have processors then, for these name tokens.
+
+    Returns: tokens int64 (M, k), best first, the first column equal to `choose`; scores float64 (M, k), perturbed log-
+      probability minus the row's best (log-probability when greedy). Where fewer than k tokens are possible, and in bad
+      rows, tokens are -1 and scores -inf.
+    Exactness: over seeds, k draws without replacement from the law.
+    Randomness: as for `choose`.
+    """
+    scores = processed(logits, laws, paths)
+    groups = _grouped(laws, lambda law: law.kind)  # temperature and truncation, greedy ones apart
+    if columns is not None:
+        if scores is not logits:
+            raise ShapeError("processors name tokens, and these logits are of some tokens only; spread them first")
+        names = torch.cat([columns.to(logits.device), columns.new_full((1,), -1, device=logits.device)])
+    if len(groups) == 1:
+        found, values = _best(scores, laws, positions, k, columns)
+        return (found if columns is None else names[found]), values  # the last name is that of no column, -1
+    tokens = torch.empty(len(laws), k, dtype=torch.int64, device=logits.device)
+    values = torch.empty(len(laws), k, dtype=torch.float64, device=logits.device)
+    for rows in groups.values():
+        group = _best(scores[rows], [laws[row] for row in rows], [positions[row] for row in rows], k, columns)
+        tokens[rows], values[rows] = group
+    return (tokens if columns is None else names[tokens]), values
+
+
+def failure(logits: Tensor, law: SamplingLaw) -> Exception:
+    """The error for a row (V,) of logits whose choice was -1: that of the model, or of what has processed them."""
+    if bool(torch.isnan(logits).any()):
+        return NumericsError("the model returned NaN logits; try a wider dtype, or check the weights")
+    if not bool((logits > -torch.inf).any()):
+        return NumericsError("the model returned -inf for every token; check its attention mask and weights")
+    if bool((logits == torch.inf).any()):
+        return NumericsError("the model returned infinite logits; try a wider dtype, or check the weights")
+    if law.fault is not None:
+        return law.fault
+    return NoTokenError(
+        "a logits processor returned NaN, or the sampling parameters leave no token possible; relax bad_words, "
+        "no_repeat_ngram_size, logit_bias, allowed_token_ids, min_tokens, logits_processors or structured_outputs "
+        f"({law.params})"
+    )
+
+
+def _grouped(laws: Sequence[SamplingLaw], key: Callable[[SamplingLaw], Key]) -> dict[Key, list[int]]:
+    """Numbers of the laws with the same key."""
+    groups: dict[Key, list[int]] = {}
+    for row, law in enumerate(laws):
+        groups.setdefault(key(law), []).append(row)
+    return groups
+
+
+def _warped(
+    logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path], warp: Callable[[Tensor, Warper], Tensor]
+) -> Tensor:
+    """Processed logits, and of these what a function makes of rows with equal temperature and truncation."""
+    scores = process(logits, laws, paths)
+    groups = _grouped(laws, lambda law: law.warper)
+    if len(groups) == 1:
+        result = warp(scores, next(iter(groups)))
+        return result.clone() if result is logits else result
+    result = torch.empty_like(scores)
+    for warper, rows in groups.items():
+        result[rows] = warp(scores[rows], warper)
+    return result
+
+
+def _best(
+    scores: Tensor, laws: Sequence[SamplingLaw], positions: Sequence[int], k: int, columns: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k best columns of rows of one kind, and their distance to the best: (M, k) int64 and float64."""
+    if laws[0].is_greedy:
+        return largest(scores, k)
+    warper = laws[0].warper
+    keys = [noise.row_key(law.seed, position) for law, position in zip(laws, positions, strict=True)]
+    return perturbed_best(warper, scores, keys, k, columns)
+
+
+def _log_law(scores: Tensor, warper: Warper) -> Tensor:
+    """Log-probabilities of rows with equal parameters, NaN in bad ones: float32 (M, V) -> float32 (M, V)."""
+    if not warper.truncates or scores.device.type != "cpu" or not warper.has_shortcut:
+        scaled = warper.scaled(scores)
+        result = torch.log_softmax(warper.truncated(scaled), dim=-1)
+        return result.where(scaled.amax(dim=-1, keepdim=True).isfinite(), torch.nan)
+    result = torch.full_like(scores, torch.nan)
+    for index, row, peak in healthy_rows(scores, warper.temperature):
+        support = warper.support(row, peak)
+        if not support.is_sure:
+            support = support.among(warper.kept(row))
+        normaliser = peak + np.log(support.weights.sum(dtype=np.float64))
+        law = result[index].numpy()
+        law.fill(-np.inf)
+        law[support.ids] = support.scores - np.float32(normaliser)
+    return result

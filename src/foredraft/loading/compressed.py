@@ -1,0 +1,236 @@
+"""Checkpoints in the layout of compressed-tensors whose weights alone are whole numbers: read and written.
+
+A layer ``NAME`` has ``NAME.weight_packed`` (codes of 4 or 8 bits in int32, the first in the lowest bits) with
+``NAME.weight_shape``, or ``NAME.weight`` in int8; ``NAME.weight_scale`` (outputs, groups); where codes are not even
+about 0, ``NAME.weight_zero_point``, packed along the outputs beside packed codes; and, where inputs are grouped by the
+order of activations, ``NAME.weight_g_idx``, the group of every input (-1 for groups of neighbours).
+
+Source: compressed-tensors (vllm-project/compressed-tensors), formats pack-quantized, int-quantized, naive-quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from foredraft.errors import UnsupportedModelError
+from foredraft.native.codes import Codes
+from foredraft.native.packed_matmul import CODES_SPAN
+
+METHOD = "compressed-tensors"
+FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
+PARTS = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx", "weight")
+"""Of the codes of a layer."""
+_WORD = 32
+_UNTOLD = [{"weights": {"num_bits": bits}} for bits in (4, 8)]
+"""Schemes of layers that come without any."""
+
+
+def why_not_plain(settings: Mapping[str, Any]) -> str:
+    """What else than whole numbers for weights a checkpoint of this layout asks for; empty where that is nothing."""
+    schemes = list((settings.get("config_groups") or {}).values())
+    formats = {settings.get("format"), *(scheme.get("format") or settings.get("format") for scheme in schemes)}
+    for found in sorted(map(str, formats - {*FORMATS, "mixed-precision"})):
+        return f"its format is {found}, and {', '.join(FORMATS)} are read"
+    for key in ("kv_cache_scheme", "transform_config"):
+        if settings.get(key):
+            return f"it has a {key}"
+    if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        return "its weights are sparse"
+    for scheme in schemes:
+        weights = scheme.get("weights") or {}
+        if scheme.get("input_activations") or scheme.get("output_activations"):
+            return "it rounds activations, too"
+        bits = whole_number(weights, "num_bits")
+        if weights.get("type", "int") != "int" or bits not in (4, 8):
+            return f"its weights are {weights.get('type')} of {bits} bits; int of 4 or 8 is read"
+        if weights.get("strategy") not in ("tensor", "channel", "group"):
+            return f"its scales are by {weights.get('strategy')}"
+    return ""
+
+
+def whole_number(settings: Mapping[str, Any], key: str) -> int | None:
+    """A setting; None where it is not said.
+
+    Raises: ValueError for a value of another kind.
+    """
+    value = settings.get(key)
+    if value is not None and type(value) is not int:
+        raise ValueError(f"{key} is {value!r} and should be a whole number, written without quotes")
+    return value
+
+
+# -- codes ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Read:
+    """The weight of a layer.
+
+    Args:
+      order: of its inputs in the codes; None for their own.
+    """
+
+    codes: Codes
+    order: torch.Tensor | None = None
+
+    def dense(self) -> torch.Tensor:
+        """float32 (out, in): the weight."""
+        dense = self.codes.dense()
+        return dense if self.order is None else dense[:, self.order.argsort()]
+
+
+def read(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.Tensor]) -> Read:
+    """The codes of a layer.
+
+    Raises: KeyError, RuntimeError, ValueError, IndexError for parts that do not fit one another,
+      UnsupportedModelError for groups without a kernel.
+    """
+    scales, zeros = parts["weight_scale"], parts.get("weight_zero_point")
+    if "weight_packed" in parts:
+        packed = parts["weight_packed"]
+        outputs, inputs = parts["weight_shape"].tolist()
+        columns = packed.shape[1]
+    else:
+        packed, columns = parts["weight"], None
+        outputs, inputs = packed.shape
+    scales = scales.reshape(-1, 1).expand(outputs, 1) if scales.numel() == 1 else scales.view(outputs, -1)
+    (bits, size), order = _form(settings, name, inputs, scales.shape[1], columns), None
+    numbers = packed.view(torch.uint8) ^ 128 if columns is None else unpacked(packed, bits, inputs, 1)
+    if numbers.shape != (outputs, inputs):
+        raise ValueError(f"{outputs} outputs in numbers of {len(numbers)}")
+    if zeros is not None and zeros.dtype == torch.int32:
+        zeros = unpacked(zeros, bits, outputs, 0)
+    elif zeros is not None:
+        zeros = zeros.expand(scales.shape).reshape(scales.shape).to(torch.int16).add(2 ** (bits - 1)).to(torch.uint8)
+    zeros = None if zeros is None else whole_zeros(zeros.view(scales.shape), bits)
+    groups = parts.get("weight_g_idx")
+    if groups is not None and not bool((groups == -1).all()):
+        of_groups, order = orders(name, groups, size)
+        scales, zeros = scales[:, of_groups], None if zeros is None else zeros[:, of_groups]
+        numbers = numbers if order is None else numbers[:, order].contiguous()
+    return Read(by_groups(name, numbers, bits, scales, zeros, size), order)
+
+
+def _form(
+    settings: Mapping[str, Any], name: str, inputs: int, count: int, columns: int | None = None
+) -> tuple[int, int]:
+    """Bits of a code and inputs of a group, of which the last may be cut off: of the first scheme that fits.
+
+    A scheme that names the layer comes before one for all linear layers, and this before others.
+
+    Args:
+      count: of its groups.
+      columns: words of every output; None where a code has a word of its own.
+
+    Raises: ValueError where no scheme fits.
+
+    Example:
+        >>> scheme = {"weights": {"num_bits": 4, "group_size": 32}}
+        >>> _form({"config_groups": {"a": scheme}}, "up", 72, 3, 9)
+        (4, 32)
+    """
+    schemes = list((settings.get("config_groups") or {}).values()) or _UNTOLD
+    targets = [scheme.get("targets") or () for scheme in schemes]
+    order = [(name not in each, "Linear" not in each, number) for number, each in enumerate(targets)]
+    for *_, number in sorted(order):
+        scheme = schemes[number]
+        bits, size = (whole_number(scheme["weights"], key) for key in ("num_bits", "group_size"))
+        size = inputs if count == 1 else size or inputs // count
+        if bits and -(-inputs // max(size, 1)) == count and columns in (None, -(-inputs * bits // _WORD)):
+            return bits if columns else 8, size
+    said = sorted({str((scheme.get("weights") or {}).get("group_size")) for scheme in schemes})
+    raise ValueError(f"{inputs} inputs in {count} groups, where groups have {', '.join(said)}")
+
+
+def orders(name: str, groups: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """In which order groups of a size come, and inputs, for each group to lie together; None for inputs that stay.
+
+    Args:
+      groups: of every input; the last may be smaller.
+
+    Raises: UnsupportedModelError for groups of several sizes.
+
+    Example:
+        >>> [order.tolist() for order in orders("up", torch.tensor([1, 0, 0, 1]), 2)]
+        [[0, 1], [1, 2, 0, 3]]
+    """
+    groups, inputs = groups.long(), len(groups)
+    order, first = groups.argsort(stable=True), groups[::size]
+    if not torch.equal(groups[order], torch.arange(inputs) // size):
+        raise refusal(f"inputs of {name} are in groups of several sizes (g_idx)")
+    if torch.equal(first.repeat_interleave(size)[:inputs], groups):
+        return first, None
+    return torch.arange(len(first)), order
+
+
+def whole_zeros(zeros: torch.Tensor, bits: int) -> torch.Tensor | None:
+    """Zero points; None where all are the code in the middle."""
+    return None if bool((zeros == 2 ** (bits - 1)).all()) else zeros.contiguous()
+
+
+def by_groups(
+    name: str, numbers: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | None, group: int
+) -> Codes:
+    """Codes with scales and zeros (outputs, groups) of so many inputs.
+
+    Raises: UnsupportedModelError for groups without a kernel.
+    """
+    if scales.shape[1] == 1:  # zeros have no kernel without groups, which zeros fill up
+        group = 0 if zeros is None else -(-numbers.shape[1] // CODES_SPAN) * CODES_SPAN
+    if group % 16 or (group > CODES_SPAN and group % CODES_SPAN):
+        raise refusal(f"{group} inputs of {name} share a scale (kernels take multiples of 16 up to 64, and of 64)")
+    scales = scales.to(torch.float16 if scales.dtype == torch.float16 else torch.float32)
+    return Codes(numbers, bits, scales.contiguous(), zeros, group)
+
+
+def refusal(reason: str) -> UnsupportedModelError:
+    """Of a checkpoint that is not plain, with what to do."""
+    return UnsupportedModelError(
+        f"{reason}, which is not read; load the model that it was made from, and quantise it here: quantization='int8'"
+    )
+
+
+def parts_of(codes: Codes) -> dict[str, torch.Tensor]:
+    """What the layout holds of codes, packed.
+
+    Raises: ValueError for zeros that are no whole numbers.
+    """
+    outputs, inputs = codes.numbers.shape
+    parts = {
+        "weight_packed": packed(codes.numbers, codes.bits, 1),
+        "weight_shape": torch.tensor([outputs, inputs]),
+        "weight_scale": codes.scales.contiguous(),
+    }
+    if codes.zeros is not None:
+        if codes.kind[2] != "whole":
+            raise ValueError("zeros are no whole numbers")
+        parts["weight_zero_point"] = packed(codes.zeros, codes.bits, 0)
+    return parts
+
+
+def packed(numbers: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """uint8 -> int32 with 32 / bits of them in each, along a dimension that zeros fill up.
+
+    Example:
+        >>> packed(torch.tensor([[1, 2, 3]], dtype=torch.uint8), 8, 1).tolist() == [[1 + 2 * 256 + 3 * 65536]]
+        True
+    """
+    count = _WORD // bits
+    rows = numbers if dim == 1 else numbers.t()
+    filled = F.pad(rows, (0, -rows.shape[1] % count)).view(len(rows), -1, count).to(torch.int64)
+    words = (filled << torch.arange(count) * bits).sum(-1)
+    words = (words - (words >> (_WORD - 1) << _WORD)).to(torch.int32)  # as two's complement
+    return words.contiguous() if dim == 1 else words.t().contiguous()
+
+
+def unpacked(words: torch.Tensor, bits: int, size: int, dim: int) -> torch.Tensor:
+    """The reverse: so many numbers along the dimension."""
+    rows = words if dim == 1 else words.t()
+    numbers = rows[..., None] >> torch.arange(_WORD // bits, dtype=torch.int32) * bits & (1 << bits) - 1
+    found = numbers.to(torch.uint8).flatten(1)[:, :size]
+    return found.contiguous() if dim == 1 else found.t().contiguous()

@@ -1,0 +1,268 @@
+"""A drafter for a target: the right one, with the same tokenizer, from one `SpeculativeConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from foredraft import zoo
+from foredraft.config.method import Method, methods, recognized
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.drafters import DrafterFactory, drafter_factory
+from foredraft.drafters.compose.auto import FREE
+from foredraft.drafters.context import DrafterContext
+from foredraft.engine import governing
+from foredraft.engine.costs import facts_of
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.profiles import Profile
+from foredraft.errors import ConfigError, ForedraftError, TokenizerMismatchError
+from foredraft.loading.info import Loaded, ModelInfo, describe
+from foredraft.loading.models import adapter_of, load_model, tokenizer_beside
+from foredraft.model.execution.execution import Execution
+from foredraft.model.lm import CausalLM
+
+FREE_PARTS = tuple(SpeculativeConfig(name).as_dict() for name in FREE)
+BROUGHT = {"draft": "draft_model", "eagle3": "eagle3"}
+"""What targets of the zoo bring, and the method that drafts with it."""
+
+_PADDING_MULTIPLES = (8, 16, 32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A way of drafting, ready to start.
+
+    Args:
+      new_drafter: makes a drafter without state, as often as one is needed.
+      model, info: of the method ``draft_model``.
+      heads: names of the heads that draft, of methods that have one.
+      is_governed: whether measured costs decide how much is drafted.
+      profile: with which they begin.
+    """
+
+    new_drafter: DrafterFactory
+    model: CausalLM | None = None
+    info: ModelInfo | None = None
+    heads: tuple[str, ...] = ()
+    is_governed: bool = False
+    profile: Profile | None = None
+    _governor_of: WeakKeyDictionary[Execution, governing.AnyGovernor | None] = field(
+        default_factory=WeakKeyDictionary, repr=False
+    )
+
+    def governor(self, target: CausalLM, drafter: Drafter) -> governing.AnyGovernor | None:
+        """The governor of all engines in which this drafts, as long as the target runs as it does; if there is one."""
+        if not self.is_governed:
+            return None
+        if target.execution not in self._governor_of:
+            self._governor_of[target.execution] = governing.new_governor(target, drafter, self.profile)
+        return self._governor_of[target.execution]
+
+    def refresh(self) -> None:
+        """Follow a drafter that its owner has changed; see `CausalLM.refresh`."""
+        if self.model is not None:
+            self.model.refresh()
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """A target in search of a drafter.
+
+    Args:
+      loaded, target: the model, and its adapter.
+      tokenizer: of the target, where one is known.
+      zoo_name: of a target of the zoo, which brings along what drafters need.
+      execution, trust_remote_code: for a drafter that is a model.
+      dtype: that the user chose for all that is loaded; "auto" takes the drafter's own, and nothing wider than the
+        target's.
+      profile: of costs and acceptance, measured before.
+      cache_packed: keep packed weights of a drafter that is a model, too.
+    """
+
+    loaded: Loaded
+    target: CausalLM
+    tokenizer: PreTrainedTokenizerBase | None
+    zoo_name: str | None = None
+    execution: str = "auto"
+    trust_remote_code: bool = False
+    dtype: str | torch.dtype = "auto"
+    profile: Profile | None = None
+    cache_packed: bool = False
+
+    def drafting(self, config: SpeculativeConfig) -> Drafting:
+        """Load what the config asks for and check that it fits.
+
+        Raises: CheckpointError, TokenizerMismatchError, UnsupportedModelError, ConfigError.
+        """
+        if self.profile is not None:  # of another model: refused where nothing is governed, too
+            self.profile.difference(facts_of(self.target))
+        config = self._with_what_is_on_board(config)
+        context = DrafterContext(self.target, tokenizer=self.tokenizer, zoo_name=self.zoo_name)
+        part = config.model_part
+        name = None if part is None else part.model if part.model is not None else self._own_drafter
+        heads = head_names(config, self.zoo_name)
+        if part is None or name is None:
+            return Drafting(
+                drafter_factory(config, context), heads=heads, is_governed=config.is_governed, profile=self.profile
+            )
+        check_no_head(name, part)
+        draft = self._load(name, part)
+        self._check(draft)
+        lm = adapter_of(draft, self.execution)
+        nameless = config.without_model()  # what is kept must not keep the user's model alive
+        make = drafter_factory(nameless, replace(context, draft_model=lm))
+        return Drafting(make, lm, describe(draft, lm), heads, config.is_governed, self.profile)
+
+    def _with_what_is_on_board(self, config: SpeculativeConfig) -> SpeculativeConfig:
+        """What method auto chooses from where nothing is named: what a target of the zoo brings, too."""
+        if config.method != "auto" or self.zoo_name is None:
+            return config
+        if config.model is not None or tuple(part.as_dict() for part in config.parts) != FREE_PARTS:
+            return config
+        brought = [method for what, method in BROUGHT.items() if zoo.brings(self.zoo_name, what)]
+        return SpeculativeConfig(**{**config.as_dict(), "drafters": [*config.parts, *brought]}) if brought else config
+
+    @property
+    def _own_drafter(self) -> str | None:
+        """The name under which the target of the zoo brings its drafter, if it does."""
+        return self.zoo_name if self.zoo_name is not None and zoo.brings(self.zoo_name, "draft") else None
+
+    def _load(self, name: Any, config: SpeculativeConfig) -> Loaded:
+        if isinstance(name, torch.nn.Module):
+            return load_model(name)
+        return load_model(
+            name,
+            part="draft",
+            dtype=config.dtype or self.dtype,
+            widest_dtype=self.target.dtype,
+            device=self.target.device,
+            revision=config.revision,
+            trust_remote_code=self.trust_remote_code,
+            cache_packed=self.cache_packed,
+        )
+
+    def _check(self, draft: Loaded) -> None:
+        ours = self.tokenizer if self.tokenizer is not None else tokenizer_beside(self.loaded.model)
+        theirs = draft.tokenizer if draft.is_owned else tokenizer_beside(draft.model)
+        if ours is not None and theirs is not None:
+            check_same_tokenizer(ours, theirs, self.loaded.name, draft.name)
+            return
+        num_tokens = None if ours is None else len(ours)
+        drafter_size = draft.model.config.get_text_config(decoder=True).vocab_size
+        check_vocab_sizes(self.target.vocab_size, drafter_size, self.loaded.name, draft.name, num_tokens)
+
+
+# -- heads -------------------------------------------------------------------------------------------------------
+
+
+def head_names(config: SpeculativeConfig, zoo_name: str | None = None) -> tuple[str, ...]:
+    """The heads that a config names, as messages call them, and those that a target of the zoo brings along instead."""
+    names = []
+    for part in config.parts:
+        if not part.definition.drafts_with_heads:
+            continue
+        asset = part.definition.head
+        if isinstance(part.model, torch.nn.Module):
+            names.append(type(part.model).__name__)
+        elif part.model is not None:
+            names.append(str(part.model))
+        elif zoo_name is not None and zoo.brings(zoo_name, asset):
+            names.append(f"{zoo_name}, {asset} (on board)")
+    return tuple(names)
+
+
+def check_no_head(name: Any, config: SpeculativeConfig) -> None:
+    """Refuse a head where a causal language model is wanted.
+
+    Raises: ConfigError, naming the method of that head.
+    """
+    found = recognized(name)
+    if found is not None:
+        raise ConfigError(
+            f"{name} holds a head over a target's features, not a model that method {config.method!r} could draft "
+            f"with; use method {found.name!r}"
+        )
+
+
+# -- one tokenizer for two models --------------------------------------------------------------------------------
+
+
+def check_same_tokenizer(
+    target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase, target_name: str, drafter_name: str
+) -> None:
+    """Compare vocabularies, ids and special tokens. Padding of embeddings plays no part.
+
+    Raises: TokenizerMismatchError, naming both and the first token that differs.
+    """
+    ours, theirs = _by_id(target), _by_id(drafter)
+    for token_id in sorted(ours.keys() | theirs.keys()):
+        if ours.get(token_id) != theirs.get(token_id):
+            raise TokenizerMismatchError(
+                f"the tokenizers of {target_name} and {drafter_name} differ: id {token_id} is "
+                f"{_quoted(ours.get(token_id))} in the first and {_quoted(theirs.get(token_id))} in the second; "
+                "use a drafter that was trained with the target's tokenizer, or method 'ngram', which needs none"
+            )
+    for name in ("bos_token", "unk_token"):  # a base model may end with another token than its chat model
+        first, second = getattr(target, name, None), getattr(drafter, name, None)
+        if first is not None and second is not None and first != second:
+            raise TokenizerMismatchError(
+                f"the tokenizers of {target_name} and {drafter_name} differ: {name} is {first!r} in the first and "
+                f"{second!r} in the second; use a drafter that was trained with the target's tokenizer"
+            )
+
+
+def check_vocab_sizes(
+    target_size: int, drafter_size: int, target_name: str, drafter_name: str, num_tokens: int | None = None
+) -> None:
+    """Compare sizes where tokenizers are not known. One may be the other padded to a round multiple.
+
+    Args:
+      num_tokens: of the target's tokenizer, where it is known.
+
+    Raises: TokenizerMismatchError.
+    """
+    small, large = sorted((target_size, drafter_size))
+    if _is_padded(small, large) or (num_tokens is not None and _is_padded(num_tokens, drafter_size)):
+        return
+    raise TokenizerMismatchError(
+        f"{target_name} has {target_size} token ids and the drafter {drafter_name} {drafter_size}, which "
+        "cannot be one vocabulary with different padding; use a drafter with the target's tokenizer"
+    )
+
+
+def _is_padded(size: int, padded: int) -> bool:
+    """Whether rounding ``size`` up to a usual multiple gives ``padded``: 50257 and 50304 (64)."""
+    return size == padded or any(-(-size // multiple) * multiple == padded for multiple in _PADDING_MULTIPLES)
+
+
+def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    vocab: dict[str, Any] = tokenizer.get_vocab()
+    return {int(token_id): token for token, token_id in vocab.items()}
+
+
+def _quoted(token: str | None) -> str:
+    return "missing" if token is None else repr(token)
+
+
+def applicable(attempt: Callable[[SpeculativeConfig], object]) -> list[tuple[str, str | None]]:
+    """Every method with None, or with the reason why the model cannot draft with it at present.
+
+    A method applies when its drafter can be made with its defaults.
+
+    Args:
+      attempt: makes the drafter of a config, such as ``partial(drafter_factory, context=...)``.
+    """
+    return [(name, _refusal(method, attempt)) for name, method in methods().items() if name != "none"]
+
+
+def _refusal(method: Method, attempt: Callable[[SpeculativeConfig], object]) -> str | None:
+    try:
+        attempt(SpeculativeConfig(method.name, **method.sample))
+    except ForedraftError as error:
+        return str(error)
+    return None

@@ -1,0 +1,235 @@
+"""Checkpoints whose linear layers are whole numbers: loaded without another copy of them, and saved."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from foredraft.errors import CheckpointError, ConfigError, UnsupportedModelError
+from foredraft.folders import check_new_folder, filling
+from foredraft.heads.checkpoint import CONFIG, read_checkpoint, write_checkpoint
+from foredraft.loading.checkpoint_errors import check_layers
+from foredraft.loading.compressed import METHOD, parts_of
+from foredraft.loading.layouts import LAYOUTS, codes_of, settings_of
+from foredraft.model.execution.forwards import replacement
+from foredraft.model.execution.packing import PackedLinear, named_weights
+from foredraft.model.execution.rounding import roundable, take_codes
+from foredraft.native.codes import Codes, Form, Kind, StoredCodes
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+def load_codes(location: str, revision: str | None, config: Any, dtype: torch.dtype) -> tuple[Any, str]:
+    """A model of a checkpoint in one of `LAYOUTS`, whose layers multiply by the codes in it.
+
+    Args:
+      config: of it; its layout has nothing against its settings.
+      dtype: of everything else.
+
+    Returns: the model in evaluation mode, and what its weights are, for people.
+    Raises: CheckpointError, UnsupportedModelError.
+    """
+    settings = settings_of(config)
+    layout, tensors = LAYOUTS[settings["quant_method"]], read_checkpoint(location, revision).tensors
+    check_layers(location, config, len(tensors))
+    layers = [name.removesuffix(f".{layout.mark}") for name in tensors if name.endswith(f".{layout.mark}")]
+    parts = {
+        layer: {part: tensors[f"{layer}.{part}"] for part in layout.parts if f"{layer}.{part}" in tensors}
+        for layer in layers
+    }
+    if not layers:
+        raise CheckpointError(
+            f"{location} says in config.json that its weights have the layout of {layout.method}, and holds no layer "
+            "in it; if its weights are plain, remove quantization_config there, else download the checkpoint again"
+        )
+    of_codes = {f"{layer}.{part}" for layer, found in parts.items() for part in found}
+    state = {name: tensor for name, tensor in tensors.items() if name not in of_codes}
+    forms, reordered = {}, []
+    for layer in layers:
+        found = codes_of(settings, layer, parts[layer])
+        forms[layer] = found.codes.form, found.codes.numbers.shape
+        reordered += [layer] * (found.order is not None)
+        state[f"{layer}.weight"] = found.dense().to(dtype)
+    model = _built(location, revision, config, state, dtype)
+    plain = set(roundable(model))
+    modules = dict(model.named_modules())
+    stored = {
+        modules[layer]: _stored(settings, layer, parts[layer], *forms[layer])
+        for layer in layers
+        if modules.get(layer) in plain and layer not in reordered
+    }
+    take_codes(model, stored, dtype=dtype)
+    others = [layer for layer in layers if modules.get(layer) not in stored and layer not in reordered]
+    notes = [f"{len(reordered)} with inputs in an order of their own"] if reordered else []
+    notes += [f"{len(others)} that are no linear layers here, like {others[0]}"] if others else []
+    return model, "; dequantised are ".join([_listed(each.form.kind for each in stored.values()), *notes])
+
+
+def _stored(
+    settings: Mapping[str, Any], layer: str, parts: Mapping[str, torch.Tensor], form: Form, shape: torch.Size
+) -> StoredCodes:
+    """The weight of a layer, unpacked when it is wanted."""
+    kept: list[Codes] = []  # while it is read piece by piece
+
+    def read(first: int, last: int) -> Codes:
+        if first == 0:
+            kept[:] = [codes_of(settings, layer, parts).codes]
+        found = kept[0].part(first, last)
+        if last == shape[0]:
+            kept.clear()
+        return found
+
+    return StoredCodes(shape, form, read)
+
+
+def _built(
+    location: str, revision: str | None, config: Any, state: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> PreTrainedModel:
+    """The model of dequantised weights."""
+    config = copy.deepcopy(config)
+    del config.quantization_config
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(config))
+    model, report = kind.from_pretrained(
+        None, config=config, state_dict=dict(state), dtype=dtype, output_loading_info=True
+    )
+    left = [name for name in report["unexpected_keys"] if name.endswith((".bias", ".scales")) and state[name].any()]
+    if left:
+        raise UnsupportedModelError(
+            f"{location} holds {left[0]}, for which {type(model).__name__} of transformers has no place: its texts "
+            "would be wrong; load the model that it was made from, and quantise it here: quantization='int8'"
+        )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{location} lacks {len(missing)} weights of its configuration ({', '.join(missing[:3])}, ...), which "
+            "would start out random; download or save the checkpoint again"
+        )
+    with suppress(OSError):  # none is there
+        model.generation_config = GenerationConfig.from_pretrained(location, revision=revision or "main")
+    found: PreTrainedModel = model.eval()
+    return found
+
+
+def _listed(kinds: Iterator[Kind]) -> str:
+    """``210 of 4 bits by 32 and 1 of 8 bits``."""
+    found = Counter(f"{bits} bits" + (f" by {group}" if group else "") for bits, group, _ in kinds)
+    return " and ".join(f"{count} of {kind}" for kind, count in found.most_common())
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def save_compressed(
+    model: PreTrainedModel, folder: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """Write a model whose layers multiply by codes as a checkpoint in the layout of compressed-tensors.
+
+    Args:
+      folder: that is made, or is empty.
+
+    Raises: ConfigError for a folder that holds something or cannot be written, and for weights that have no place in
+      the layout. Whatever breaks off, nothing is left that would load.
+    """
+    path = check_new_folder(folder)
+    codes = dict(_codes_by_name(model))
+    if not codes:
+        raise ConfigError(
+            f"{type(model).__name__} has no layer that multiplies by whole numbers here; load it by its name with "
+            "quantization='int8' or 'int4', on a CPU for which there are kernels"
+        )
+    tensors = dict(_dense_by_name(model, codes))
+    for name, found in codes.items():
+        try:
+            tensors |= {f"{name}.{part}": tensor for part, tensor in parts_of(found).items()}
+        except ValueError as error:
+            raise ConfigError(
+                f"{name} cannot be saved in the layout of compressed-tensors ({error}: it was rounded before); keep "
+                "the file that it comes from, or load it with quantization='int8'"
+            ) from None
+    config = copy.deepcopy(model.config)
+    output = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
+    if output in codes:
+        config.tie_word_embeddings = False
+    config.architectures = [type(model).__name__]
+    config.quantization_config = _settings(model, codes)
+    try:
+        with filling(path, CONFIG) as part:
+            write_checkpoint(part, config.to_dict(), tensors)
+            if model.generation_config is not None:
+                model.generation_config.save_pretrained(part)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(part)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"{path} cannot be written ({' '.join(str(error).split())[:200]}), and nothing was left there; make room, "
+            "or name another folder"
+        ) from error
+
+
+def _codes_by_name(model: nn.Module) -> Iterator[tuple[str, Codes]]:
+    for name, module in model.named_modules():
+        forward = replacement(module)
+        codes = forward.codes() if isinstance(forward, PackedLinear) else None
+        if codes is None:
+            continue
+        if type(module) is not nn.Linear:
+            raise ConfigError(f"{name} is a {type(module).__name__}, and compressed-tensors has a layout for Linear")
+        yield name, codes
+
+
+def _dense_by_name(model: nn.Module, codes: Mapping[str, Codes]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Everything else; of tied weights the first."""
+    seen = set()
+    for name, weight, packed in named_weights(model):
+        if (packed is not None and name.removesuffix(".weight") in codes) or weight.data_ptr() in seen:
+            continue
+        if packed is not None:  # its own may be released
+            yield name, packed.dense().to(weight.dtype)
+        else:
+            seen.add(weight.data_ptr())
+            yield name, weight.data
+
+
+def _settings(model: nn.Module, codes: Mapping[str, Codes]) -> dict[str, Any]:
+    """The entry ``quantization_config`` of the configuration."""
+    most = Counter(each.kind for each in codes.values())
+    groups: dict[str, Any] = {}
+    for number, kind in enumerate(sorted(most, key=most.__getitem__)):  # the first that fits a layer counts
+        bits, group, zeros = kind
+        names = [name for name, each in codes.items() if each.kind == kind]
+        groups[f"group_{number}"] = {
+            "targets": names if number < len(most) - 1 else ["Linear"],
+            "weights": {
+                "num_bits": bits,
+                "type": "int",
+                "symmetric": not zeros,
+                "strategy": "group" if group else "channel",
+                "group_size": group or None,
+                "dynamic": False,
+                "actorder": None,
+                "observer": "minmax",
+                "observer_kwargs": {},
+            },
+            "input_activations": None,
+            "output_activations": None,
+        }
+    left = [name for name, module in model.named_modules() if type(module) is nn.Linear and name not in codes]
+    return {
+        "quant_method": METHOD,
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": left,
+        "kv_cache_scheme": None,
+    }

@@ -1,0 +1,153 @@
+"""Files of tensors with a head in JSON, that are mapped as kernels read them, and tell when they are damaged.
+
+A line that names the format, the length of the head and its SHA-256, then the head, then tensors, each at a multiple of
+a page. The head holds sums of every tensor over every two MiB of it: reading finds what was changed or cut off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import get_ident
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from foredraft.folders import replacing
+
+FORMAT = "foredraft tensors 1"
+PAGE = 4096
+CHUNK = 2**21
+"""Bytes that have a sum of their own."""
+LARGEST_HEAD = 2**28
+READERS = 2
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+
+
+class DamagedFileError(Exception):
+    """A file is not what was written; the message says what about it, without naming it."""
+
+
+def write_tensors(file: Path, about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a file that others see whole or not at all; its folder is made where there is none.
+
+    Args:
+      about: goes into the head, as JSON.
+
+    Raises: OSError, after which a file is what it was before; KeyError for a dtype that the format does not have.
+    """
+    entries, place = {}, 0
+    raw = {name: _bytes_of(tensor) for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries[name] = {"dtype": [*DTYPES][[*DTYPES].index(dtype)], "shape": list(tensor.shape), "at": place}
+        entries[name]["sums"] = _sums(raw[name])
+        place += -(-raw[name].numel() // PAGE) * PAGE
+    head = json.dumps({"about": about, "tensors": entries, "bytes": place}).encode()
+    first = f"{FORMAT} {len(head)} {hashlib.sha256(head).hexdigest()}\n".encode()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f".{file.name}.{os.getpid()}-{get_ident()}.part")
+    with replacing(file, part), part.open("wb") as stream:
+        stream.write(first + head)
+        stream.write(bytes(-stream.tell() % PAGE))
+        for each in raw.values():
+            stream.write(each.numpy().data)
+            stream.write(bytes(-stream.tell() % PAGE))
+
+
+class TensorFile:
+    """A file that `write_tensors` wrote, opened.
+
+    Attributes:
+      about: of its head.
+
+    Raises: OSError; DamagedFileError where its head is not what was written, or tensors are cut off.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        with file.open("rb") as stream:
+            head, self._begin = _head_of(stream)
+            size = os.fstat(stream.fileno()).st_size
+        self.about: dict[str, Any] = head["about"]
+        self._entries: dict[str, dict[str, Any]] = head["tensors"]
+        if size != self._begin + head["bytes"]:
+            raise DamagedFileError(f"it has {size} of {self._begin + head['bytes']} bytes")
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """All tensors, in memory that is mapped from the file: processes share it, and what they write stays theirs.
+
+        Raises: OSError, DamagedFileError.
+        """
+        with self._file.open("rb") as stream:
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        found = {name: self._tensor(mapped, name, entry) for name, entry in self._entries.items()}
+        names = list(found)
+        with ThreadPoolExecutor(READERS) as readers:
+            for done in [readers.submit(self._check, found, names[number::READERS]) for number in range(READERS)]:
+                done.result()
+        return found
+
+    def _tensor(self, mapped: mmap.mmap, name: str, entry: Mapping[str, Any]) -> torch.Tensor:
+        dtype, count, first = DTYPES[entry["dtype"]], math.prod(entry["shape"]), self._begin + entry["at"]
+        if count == 0:
+            return torch.empty(entry["shape"], dtype=dtype)
+        if min(count, entry["at"]) < 0 or first + count * dtype.itemsize > len(mapped):
+            raise DamagedFileError(f"{name} is cut off")
+        return torch.frombuffer(mapped, dtype=dtype, count=count, offset=first).view(entry["shape"])
+
+    def _check(self, found: Mapping[str, torch.Tensor], names: list[str]) -> None:
+        for name in names:
+            if _sums(_bytes_of(found[name])) != self._entries[name]["sums"]:
+                raise DamagedFileError(f"{name} has other bytes than were written")
+
+
+def _head_of(stream: BinaryIO) -> tuple[dict[str, Any], int]:
+    """The head, and where tensors begin."""
+    line = stream.readline(256)
+    name, _, rest = line.decode(errors="replace").rpartition(f"{FORMAT} ")
+    length, _, digest = rest.strip().partition(" ")
+    if name or not length.isdigit() or not 0 < int(length) <= LARGEST_HEAD:
+        raise DamagedFileError("it does not begin as such files do")
+    head = stream.read(int(length))
+    if hashlib.sha256(head).hexdigest() != digest:
+        raise DamagedFileError("its head is damaged")
+    found: dict[str, Any] = json.loads(head)
+    return found, -(-(len(line) + len(head)) // PAGE) * PAGE
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, in its memory where it is contiguous."""
+    given = tensor.detach().contiguous()
+    return given.view(-1).view(torch.uint8) if math.prod(given.shape) else torch.empty(0, dtype=torch.uint8)
+
+
+def _sums(raw: torch.Tensor) -> list[int]:
+    return [_sum(raw[place : place + CHUNK]) for place in range(0, raw.numel(), CHUNK)]
+
+
+def _sum(raw: torch.Tensor) -> int:
+    """Over words of eight bytes, and those behind the last one."""
+    numbers, whole = raw.numpy(), raw.numel() // 8 * 8
+    return int(numbers[:whole].view(np.int64).sum()) + int(numbers[whole:].sum(dtype=np.int64))

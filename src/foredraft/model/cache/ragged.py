@@ -1,0 +1,274 @@
+"""Keys and values of many rows of different length, written by unmodified models.
+
+This is the only file that owns lengths, commit and rollback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from transformers.cache_utils import Cache
+
+from foredraft.errors import ShapeError
+from foredraft.model.cache.storage import Device, Moves, RaggedLayer, Rounded, Window, grown, held
+
+if TYPE_CHECKING:
+    from foredraft.model.nodes import FlatNodes
+
+RowStates: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor] | None, ...]
+"""Keys and values of one row, layer by layer; None for a layer that keeps none."""
+
+
+class KVCache(Cache):  # type: ignore[misc]
+    """A preallocated `transformers` cache whose rows have lengths of their own.
+
+    ``lengths[row]`` columns of a row are committed; a forward writes its nodes behind them, and nothing counts
+    before ``commit``. Columns grow in steps, rows too. Sliding-window layers keep every position and are
+    restricted by the mask, so that rollback stays exact after the window has filled.
+
+    Args:
+      num_layers: of the model.
+      num_rows: rows to start with, of length 0.
+      capacity: columns to start with.
+      device: of the model, for index tensors.
+      dtype: that keys and values are rounded to when they are written: also its own are so for a forward.
+
+    Attributes:
+      max_cells: rows times columns that are to be allocated at most, unless more are asked for at once. Near the limit
+        the cache grows to just below it, and gives columns back for rows, or rows for columns.
+      memory: another object after buffers were allocated.
+    """
+
+    def __init__(
+        self, num_layers: int, *, num_rows: int = 0, capacity: int = 256, device: Device = "cpu", dtype: Rounded = None
+    ) -> None:
+        super().__init__(layers=[RaggedLayer(self) for _ in range(num_layers)])
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.lengths: list[int] = [0] * num_rows
+        self.capacity = capacity
+        self.num_slots = max(num_rows, 1)
+        self.window = Window(0, 1, 0, None, 0)
+        self.max_cells: int | None = None
+        self.memory = object()
+        self._moves = Moves()
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the buffers hold."""
+        return sum(buffer.nbytes for buffer in self._buffers())
+
+    # -- one forward -------------------------------------------------------------------------------------------
+
+    def open(
+        self,
+        first_row: int,
+        num_rows: int,
+        width: int,
+        view_length: int | None = None,
+        flat: FlatNodes | None = None,
+    ) -> int:
+        """Make room for ``width`` new columns after the committed ones of the given rows.
+
+        Args:
+          view_length: number of columns the model gets to see; by default just enough.
+          flat: the nodes come as a list.
+        Returns: the number of columns T that attention will run over.
+        """
+        lengths = self.row_lengths(first_row, num_rows)
+        needed = max(lengths) + width
+        self.reserve(max(needed, view_length or 0), first_row + num_rows)
+        columns = None
+        if (flat is not None and not flat.is_full) or min(lengths) != max(lengths):
+            columns = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(width, device=self.device)
+        self.window = Window(first_row, num_rows, max(lengths), columns, view_length or needed, flat)
+        return self.window.view_length
+
+    def row_lengths(self, first_row: int, num_rows: int) -> list[int]:
+        """Committed lengths of some rows; 0 for slots after the last row, which may pad a batch."""
+        lengths = self.lengths[first_row : first_row + num_rows]
+        return lengths + [0] * (num_rows - len(lengths))
+
+    def row_offsets(self, first_row: int, num_rows: int) -> list[int] | None:
+        """How far the positions of the next tokens of some rows are ahead of their columns; None for nowhere."""
+        return None
+
+    def reserve(self, capacity: int, num_slots: int = 0) -> None:
+        """Grow to at least ``capacity`` columns and ``num_slots`` rows, in steps, one buffer after the other."""
+        if capacity <= self.capacity and num_slots <= self.num_slots:
+            return
+        columns, rows = max(capacity, *self.lengths, 1), max(num_slots, self.num_rows, 1)
+        capacity, num_slots = grown((self.capacity, columns), (self.num_slots, rows), self.max_cells)
+        self._moves = Moves()  # the others would keep the old buffers
+        try:
+            for layer in self.layers:
+                layer.resize(num_slots, capacity)
+        finally:  # what all layers hold, where there was no memory for more
+            self.num_slots, self.capacity = held(self.layers, num_slots, capacity)
+
+    def commit(self, paths: Sequence[Sequence[int]], first_row: int = 0) -> None:
+        """Keep the accepted nodes of every row, in path order, and forget the others.
+
+        ``paths[i]`` are node indices of row ``first_row + i``, ascending, root first; an empty path commits nothing.
+        Nodes of length L cache lie in columns L + node; path (0, 2, 3) copies columns L + 2, L + 3 to L + 1, L + 2.
+        """
+        rows, sources, targets = [], [], []
+        for row, path in enumerate(paths, first_row):
+            length = self.lengths[row]
+            for i, node in enumerate(path):
+                if node != i:
+                    rows.append(row)
+                    sources.append(length + node)
+                    targets.append(length + i)
+        if rows:
+            self._moves.run(self.memory, list(self._buffers()), rows, sources, targets)
+        for row, path in enumerate(paths, first_row):
+            self.lengths[row] += len(path)
+
+    def rollback(self, lengths: Sequence[int], first_row: int = 0) -> None:
+        """Forget everything after the given lengths. Costs nothing.
+
+        Raises: ShapeError when a length is negative or longer than what is committed.
+        """
+        for row, length in enumerate(lengths, first_row):
+            if not 0 <= length <= self.lengths[row]:
+                raise ShapeError(f"row {row} holds {self.lengths[row]} committed columns; cannot roll back to {length}")
+        self.lengths[first_row : first_row + len(lengths)] = lengths
+
+    def kept(self, row: int, first_column: int, last_column: int) -> KeptColumns:
+        """Let the block write over columns ``first_column`` to ``last_column - 1`` of a row, and put them back.
+
+        Inside, the row ends at ``first_column``, so that a forward writes there; afterwards it is as long as before.
+
+        Raises: ShapeError for columns that are not all committed, when the block begins.
+        """
+        return KeptColumns(self, row, first_column, last_column)
+
+    # -- rows --------------------------------------------------------------------------------------------------
+
+    def add_rows(self, num_rows: int = 1) -> int:
+        """Append empty rows; returns the index of the first."""
+        first = self.num_rows
+        self.lengths.extend([0] * num_rows)
+        self.reserve(0, self.num_rows)
+        return first
+
+    def clear(self) -> None:
+        """Drop all rows."""
+        self.lengths = []
+
+    @torch.inference_mode()
+    def erase(self, row: int | None = None, first_column: int = 0) -> None:
+        """Zero the columns of a row, or of all rows, from the given one on, the uncommitted ones too.
+
+        A NaN left behind would reach the next row in this place through masked columns, since 0 * NaN is NaN.
+        """
+        rows = slice(None) if row is None else row
+        for buffer in self._buffers():
+            buffer[rows, :, first_column:] = 0
+
+    def fork(self, row: int) -> int:
+        """Append a copy of a row; returns its index."""
+        copy = self.add_rows()
+        self._copy(row, copy)
+        return copy
+
+    @torch.inference_mode()
+    def export(self, row: int, length: int) -> RowStates:
+        """Copies of the first columns of a row, layer by layer: keys and values (heads, length, head_dim)."""
+        return tuple(
+            (layer.keys[row, :, :length].clone(), layer.values[row, :, :length].clone())
+            if layer.is_initialized
+            else None
+            for layer in self.layers
+        )
+
+    @torch.inference_mode()
+    def load(self, row: int, states: RowStates, length: int) -> None:
+        """Make the first ``length`` exported columns the committed ones of a row."""
+        self.reserve(length)
+        for layer, pair in zip(self.layers, states, strict=True):
+            if pair is None:
+                continue
+            keys, values = pair
+            if not layer.is_initialized:
+                layer.begin(keys[None], values[None])
+            layer.keys[row, :, :length] = keys[:, :length]
+            layer.values[row, :, :length] = values[:, :length]
+        self.lengths[row] = length
+
+    @torch.inference_mode()
+    def swap(self, row: int, other: int) -> None:
+        """Exchange two rows."""
+        if row == other:
+            return
+        length = max(self.lengths[row], self.lengths[other])
+        for buffer in self._buffers():
+            kept = buffer[row, :, :length].clone()
+            buffer[row, :, :length] = buffer[other, :, :length]
+            buffer[other, :, :length] = kept
+        self.lengths[row], self.lengths[other] = self.lengths[other], self.lengths[row]
+
+    def remove(self, row: int) -> None:
+        """Drop a row; the last row takes its place."""
+        last = self.num_rows - 1
+        if row != last:
+            self._copy(last, row)
+        self.lengths.pop()
+
+    @torch.inference_mode()
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Make the rows these ones, in this order; a row may appear several times or not at all."""
+        index = torch.tensor(list(rows), dtype=torch.long, device=self.device)
+        lengths = [self.lengths[row] for row in rows]
+        self.lengths = self.lengths[: len(lengths)]
+        if len(lengths) > self.num_rows:
+            self.add_rows(len(lengths) - self.num_rows)
+        longest = max(lengths, default=0)
+        for buffer in self._buffers():
+            buffer[: len(lengths), :, :longest] = buffer[index, :, :longest]
+        self.lengths = lengths
+
+    @torch.inference_mode()
+    def _copy(self, row: int, target: int) -> None:
+        length = self.lengths[row]
+        for buffer in self._buffers():
+            buffer[target, :, :length] = buffer[row, :, :length]
+        self.lengths[target] = length
+
+    def _buffers(self) -> Iterable[torch.Tensor]:
+        for layer in self.layers:
+            if layer.is_initialized:
+                yield layer.keys
+                yield layer.values
+
+
+class KeptColumns:
+    """See `KVCache.kept`. A class: a generator that Ctrl-C leaves suspended would write them when it is collected."""
+
+    def __init__(self, cache: KVCache, row: int, first_column: int, last_column: int) -> None:
+        self._cache = cache
+        self._row = row
+        self._columns = slice(first_column, last_column)
+
+    def __enter__(self) -> None:
+        first, last, self._length = self._columns.start, self._columns.stop, self._cache.lengths[self._row]
+        if not 0 <= first <= last <= self._length:
+            raise ShapeError(
+                f"columns {first}..{last - 1} of row {self._row} cannot be kept: it holds {self._length} columns"
+            )
+        with torch.inference_mode():
+            self._saved = [buffer[self._row, :, self._columns].clone() for buffer in self._cache._buffers()]
+        self._cache.lengths[self._row] = first
+
+    def __exit__(self, *_: object) -> None:
+        with torch.inference_mode():
+            for buffer, columns in zip(self._cache._buffers(), self._saved, strict=True):
+                buffer[self._row, :, self._columns] = columns
+        self._cache.lengths[self._row] = self._length

@@ -1,0 +1,234 @@
+"""The memory of a cache: keys and values of one layer, and the place where a forward writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from foredraft.native.abi import SCALE_BYTES
+
+if TYPE_CHECKING:
+    from foredraft.model.nodes import FlatNodes
+
+
+Device: TypeAlias = torch.device | str
+Rounded: TypeAlias = torch.dtype | None
+"""What a cache rounds keys and values to; None for nothing."""
+
+
+class Owner(Protocol):
+    """What layers ask of their cache: size, dtype, where the running forward writes; and they tell of new memory."""
+
+    num_slots: int
+    capacity: int
+    dtype: Rounded
+    window: Window
+    memory: object
+
+
+def stored(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """States (..., D) as a cache of this dtype holds them; of int8 (..., D + 4).
+
+    A head of a token in int8 is D whole numbers up to 127 and, behind them, the bytes of what they are multiples of, in
+    float32. With 2.54 as the largest number, 1.0 becomes 50, of 0.02. Every head depends on its own numbers alone.
+    """
+    if dtype is not torch.int8:
+        return states.to(dtype)
+    wide = states.float()
+    scales = wide.abs().amax(-1, keepdim=True) / 127
+    codes = (wide / scales).nan_to_num(0.0).round().clamp(-127, 127).to(torch.int8)
+    return torch.cat([codes, scales.contiguous().view(torch.int8)], -1)
+
+
+def restored(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """States (..., D) in this dtype that a cache holds as `stored`."""
+    if rows.dtype is not torch.int8:
+        return rows.to(dtype)
+    scales = rows[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return (rows[..., :-SCALE_BYTES] * scales).to(dtype)
+
+
+class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer: two buffers (rows, heads, capacity, head_dim), zero where never written.
+
+    Where the cache has a dtype of its own, they hold states as `stored`, and a forward is given them `restored`.
+    Garbage in a masked column must stay finite, since 0 * NaN is NaN: hence zeros, not empty memory.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, cache: Owner) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate both buffers for states like the first ones (B, heads, N, head_dim)."""
+        self.begin(*(self._stored(states[:1, :, :1]) for states in (key_states, value_states)))
+
+    def begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Allocate both buffers for what lies in a cache of this dtype, in the shape, dtype and device of these."""
+        self.keys = self._allocate(keys, self._cache.num_slots, self._cache.capacity)
+        self.values = self._allocate(values, self._cache.num_slots, self._cache.capacity)
+        self.is_initialized = True
+        self._cache.memory = object()
+
+    @staticmethod
+    def _allocate(like: torch.Tensor, num_slots: int, capacity: int) -> torch.Tensor:
+        return like.new_zeros(num_slots, like.shape[1], capacity, like.shape[3])
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write (B, heads, N, head_dim) at the offsets of the rows in work; return all up to the last column."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return self._write(self.keys, key_states), self._write(self.values, value_states)
+
+    def _stored(self, states: torch.Tensor) -> torch.Tensor:
+        return states if self._cache.dtype is None else stored(states, self._cache.dtype)
+
+    def _write(self, buffer: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        window, states = self._cache.window, self._stored(given)
+        rows = buffer[window.first_row : window.first_row + window.num_rows]
+        if (
+            window.flat is not None and window.columns is not None
+        ):  # (1, heads, S, head_dim) of the real nodes of all rows
+            rows.transpose(1, 2)[window.row_index, window.columns] = states[0].transpose(0, 1)
+        elif window.columns is None:
+            if window.flat is not None and window.num_rows > 1:
+                states = (
+                    states[0].view(states.shape[1], *window.flat.shape, -1).transpose(0, 1)
+                )  # (B, heads, N, head_dim)
+            rows[:, :, window.offset : window.offset + states.shape[2]] = states
+        else:
+            # not scatter_, which takes a thousand times longer in half precision and grows with the whole buffer
+            rows.transpose(1, 2)[window.row_index, window.columns] = states.transpose(1, 2)  # (B, N, heads, head_dim)
+        seen = rows[:, :, : window.view_length]
+        return seen if self._cache.dtype is None else restored(seen, given.dtype)
+
+    @torch.inference_mode()
+    def resize(self, num_slots: int, capacity: int) -> None:
+        """Move both buffers into ones of this size, one after the other, as far as these hold what there is."""
+        if not self.is_initialized:
+            return
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            if (old.shape[0], old.shape[2]) == (num_slots, capacity):
+                continue
+            new = self._allocate(old, num_slots, capacity)
+            rows, columns = min(num_slots, old.shape[0]), min(capacity, old.shape[2])
+            new[:rows, :, :columns] = old[:rows, :, :columns]
+            setattr(self, name, new)
+            self._cache.memory = object()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.window.view_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._cache.window.offset
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:  # its name in older transformers
+        return -1
+
+
+class Window:
+    """Where the running forward writes: rows from ``first_row`` on, at one offset or at columns (B, N) of their own.
+
+    With ``flat``, states are those of a list of nodes, and columns (S,) theirs.
+    """
+
+    __slots__ = ("columns", "first_row", "flat", "num_rows", "offset", "row_index", "view_length")
+
+    def __init__(
+        self,
+        first_row: int,
+        num_rows: int,
+        offset: int,
+        columns: torch.Tensor | None,
+        view_length: int,
+        flat: FlatNodes | None = None,
+    ) -> None:
+        self.first_row = first_row
+        self.num_rows = num_rows
+        self.offset = offset
+        self.view_length = view_length
+        self.flat = flat
+        self.columns = columns
+        self.row_index = None if columns is None else torch.arange(num_rows, device=columns.device)[:, None]
+        if columns is not None and self.row_index is not None and flat is not None:
+            self.columns = flat.listed(columns)
+            self.row_index = flat.listed(self.row_index.expand_as(columns))
+
+
+SMALL_COLUMNS, SMALL_ROWS = 2048, 16
+"""Sizes up to which a cache doubles when it grows; beyond, it grows by quarters."""
+
+
+def grown(columns: tuple[int, int], rows: tuple[int, int], max_cells: int | None) -> tuple[int, int]:
+    """Columns and rows to allocate, each given as what there is and what is needed: in steps, within a limit.
+
+    Of 256 columns and 4 rows, 300 and 5 become 512 and 8; where only 2,000 may be, 5 rows of 400 columns. 8,192 columns
+    become 10,240.
+    """
+    wide, high = _enlarged(*columns, SMALL_COLUMNS), _enlarged(*rows, SMALL_ROWS)
+    if max_cells is None or wide * high <= max_cells:
+        return wide, high
+    return max(columns[1], min(wide, max_cells // rows[1])), rows[1]
+
+
+def held(layers: Sequence[RaggedLayer], num_slots: int, capacity: int) -> tuple[int, int]:
+    """Rows and columns that all layers hold, at most those given."""
+    shapes = [buffer.shape for layer in layers if layer.is_initialized for buffer in (layer.keys, layer.values)]
+    return min([num_slots, *(shape[0] for shape in shapes)]), min([capacity, *(shape[2] for shape in shapes)])
+
+
+def _enlarged(size: int, wanted: int, small: int) -> int:
+    while size < wanted:
+        size += size if size < small else size // 4
+    return size
+
+
+WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers by their bytes."""
+
+
+class Moves:
+    """Moves columns within the rows of buffers; on a CPU through numpy, which takes a fifth of the time of torch."""
+
+    def __init__(self) -> None:
+        self._memory: object = None
+        self._arrays: list[np.ndarray] = []
+
+    @torch.inference_mode()
+    def run(
+        self,
+        memory: object,
+        buffers: Sequence[torch.Tensor],
+        rows: Sequence[int],
+        sources: Sequence[int],
+        targets: Sequence[int],
+    ) -> None:
+        """In buffers (R, H, T, D), move ``sources[i]`` of row ``rows[i]`` to ``targets[i]``, ascending in a row.
+
+        Args:
+          memory: another object whenever the buffers are others.
+        """
+        if buffers and buffers[0].device.type != "cpu":
+            of_rows, old, new = torch.tensor([rows, sources, targets], device=buffers[0].device)
+            for buffer in buffers:
+                buffer[of_rows, :, new] = buffer[of_rows, :, old]  # (moves, heads, head_dim)
+            return
+        if self._memory is not memory:
+            self._memory = memory
+            self._arrays = [buffer.view(WHOLE[buffer.element_size()]).numpy() for buffer in buffers]
+        for array in self._arrays:
+            for row, source, target in zip(rows, sources, targets, strict=True):
+                array[row, :, target] = array[row, :, source]  # ascending, so nothing is read after it was written

@@ -1,0 +1,171 @@
+"""Chosen columns of the rows of a cache, in a smaller cache of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from foredraft.errors import ShapeError
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.cache.storage import Device, RaggedLayer, Rounded
+
+Columns: TypeAlias = torch.Tensor | tuple[range, ...]
+"""Columns of one layer that are kept: int64 (heads, kept), ascending for every head, or ranges for all heads."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring columns of a row of another cache, which a row of a view is to have behind its own.
+
+    Args:
+      row: of the view.
+      source_row: of the other cache.
+      first, last: from and to, the last one not included.
+    """
+
+    row: int
+    source_row: int
+    first: int
+    last: int
+
+
+class ViewCache(KVCache):
+    """A cache whose rows hold chosen columns of rows of another one, at the positions that they have there.
+
+    A forward over it attends to these columns and to what it writes behind them, and gives its nodes the positions
+    that follow the whole row: positions are apart from columns. What it writes stays here. Keys are copied as they
+    are, turned by the positions that they were written at. Both caches have one dtype.
+
+    Sliding layers count their window in columns, so what they keep must be the last columns of the row, without gaps.
+
+    Source: constant-size caches of drafters as in MagicDec (Sadhukhan et al. 2024, arXiv:2408.11049).
+    Deviation: keys keep their original positions under every selection.
+    """
+
+    def __init__(
+        self, num_layers: int, *, num_rows: int = 0, capacity: int = 256, device: Device = "cpu", dtype: Rounded = None
+    ) -> None:
+        super().__init__(num_layers, num_rows=num_rows, capacity=capacity, device=device, dtype=dtype)
+        self.offsets: list[int] = [0] * num_rows
+
+    def row_offsets(self, first_row: int, num_rows: int) -> list[int]:
+        offsets = self.offsets[first_row : first_row + num_rows]
+        return offsets + [0] * (num_rows - len(offsets))
+
+    def end(self, row: int) -> int:
+        """The number of columns of the other cache that a row of the view stands for."""
+        return self.lengths[row] + self.offsets[row]
+
+    @torch.inference_mode()
+    def choose(self, row: int, source: KVCache, source_row: int, layers: Sequence[Columns]) -> None:
+        """Make the chosen columns of a row of another cache those of a row, in every layer as many.
+
+        Raises: ShapeError where layers keep different numbers of columns.
+        """
+        sizes = {_size(columns) for columns in layers}
+        if len(sizes) != 1:
+            raise ShapeError(f"the layers of a view keep {sorted(sizes)} columns; all must keep as many")
+        (size,) = sizes
+        self.reserve(size)
+        for own, other, columns in zip(self.layers, source.layers, layers, strict=True):
+            if not other.is_initialized:
+                continue
+            self._begin(own, other)
+            for kept, whole in ((own.keys, other.keys), (own.values, other.values)):
+                _copy(kept[row], whole[source_row], columns)
+        self.lengths[row] = size
+        self.offsets[row] = source.lengths[source_row] - size
+
+    @torch.inference_mode()
+    def append(self, source: KVCache, pieces: Sequence[Piece]) -> None:
+        """Copy further columns of rows of the other cache behind what rows of the view hold, one operation a buffer.
+
+        Raises: ShapeError for a piece that does not begin where its row of the view ends.
+        """
+        for piece in pieces:
+            if piece.first != self.end(piece.row):
+                raise ShapeError(f"row {piece.row} of the view ends at {self.end(piece.row)}, not at {piece.first}")
+        pieces = [piece for piece in pieces if piece.last > piece.first]
+        if not pieces:
+            return
+        self.reserve(max(self.lengths[piece.row] + piece.last - piece.first for piece in pieces))
+        spans = [(piece, range(piece.first, piece.last)) for piece in pieces]
+        rows = self._index(piece.row for piece, span in spans for _ in span)
+        targets = self._index(self.lengths[piece.row] + i for piece, span in spans for i in range(len(span)))
+        source_rows = self._index(piece.source_row for piece, span in spans for _ in span)
+        sources = self._index(column for _, span in spans for column in span)
+        for own, other in zip(self.layers, source.layers, strict=True):
+            if other.is_initialized:
+                self._begin(own, other)
+                own.keys[rows, :, targets] = other.keys[source_rows, :, sources]  # (columns, heads, head_dim)
+                own.values[rows, :, targets] = other.values[source_rows, :, sources]
+        for piece, span in spans:
+            self.lengths[piece.row] += len(span)
+
+    @torch.inference_mode()
+    def give_back(self, row: int, target: KVCache, target_row: int) -> None:
+        """Commit the columns of a row that lie behind the end of a row of the other cache there, too.
+
+        Of a view of 100 columns whose end is 950, where the other row holds 945, the columns 95 to 99.
+
+        Raises: ShapeError where the view does not hold all of them.
+        """
+        start, length = target.lengths[target_row], self.lengths[row]
+        count = self.end(row) - start
+        if count <= 0:
+            return
+        if count > length:
+            raise ShapeError(f"row {row} of the view holds {length} columns; {count} are missing of row {target_row}")
+        target.reserve(start + count)
+        for own, other in zip(self.layers, target.layers, strict=True):
+            if own.is_initialized:
+                self._begin(other, own)
+                for kept, whole in ((own.keys, other.keys), (own.values, other.values)):
+                    whole[target_row, :, start : start + count] = kept[row, :, length - count : length]
+        target.commit([range(count)], target_row)
+
+    def _index(self, numbers: object) -> torch.Tensor:
+        return torch.tensor(list(numbers), device=self.device)  # type: ignore[call-overload]
+
+    @staticmethod
+    def _begin(own: RaggedLayer, other: RaggedLayer) -> None:
+        if not own.is_initialized:
+            own.begin(other.keys[:1], other.values[:1])
+
+    # -- rows --------------------------------------------------------------------------------------------------
+
+    def add_rows(self, num_rows: int = 1) -> int:
+        self.offsets.extend([0] * num_rows)
+        return super().add_rows(num_rows)
+
+    def clear(self) -> None:
+        self.offsets = []
+        super().clear()
+
+    def swap(self, row: int, other: int) -> None:
+        super().swap(row, other)
+        self.offsets[row], self.offsets[other] = self.offsets[other], self.offsets[row]
+
+    def remove(self, row: int) -> None:
+        super().remove(row)
+        self.offsets[row] = self.offsets[-1]
+        self.offsets.pop()
+
+
+def _size(columns: Columns) -> int:
+    return columns.shape[1] if isinstance(columns, torch.Tensor) else sum(map(len, columns))
+
+
+def _copy(kept: torch.Tensor, whole: torch.Tensor, columns: Columns) -> None:
+    """Chosen columns of one row: from (heads, T, head_dim) to the first ones of (heads, capacity, head_dim)."""
+    if isinstance(columns, torch.Tensor):
+        heads = torch.arange(len(columns), device=columns.device)[:, None]
+        kept[:, : columns.shape[1]] = whole[heads, columns]
+        return
+    start = 0
+    for span in columns:
+        kept[:, start : start + len(span)] = whole[:, span.start : span.stop]
+        start += len(span)

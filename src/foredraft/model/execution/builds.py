@@ -1,0 +1,132 @@
+"""Which decoder layers can share graphs, and whether a compiled one computes what the layer does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from foredraft.model.execution.calls import LayerCall, value_at
+from foredraft.model.execution.forwards import Rowwise, replacement
+from foredraft.model.execution.lowering import NotTraceableError
+from foredraft.model.execution.packing import PackedLinear
+from foredraft.model.sublayers import LeftOut
+from foredraft.native.packed_matmul import PackedMatrix
+
+TOLERANCE = 16.0
+"""How far what a layer adds may differ from what its modules add, in roundings of the dtype."""
+
+
+def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
+    """Attributes of a module that choose what it computes, and shapes and dtypes of its own tensors."""
+    found: list[Any] = [
+        (name, _plain(value))
+        for name, value in vars(module).items()
+        if name not in ("layer_idx", "training") and not name.startswith("_") and not isinstance(value, Rowwise)
+    ]
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        found.append((name, None if tensor is None else (tuple(tensor.shape), tensor.dtype)))
+    return tuple(found)
+
+
+def native_matrix(run: object) -> PackedMatrix | None:
+    """The matrix with which the library's own kernels run a product; None where something else runs it."""
+    matrix = getattr(run, "matrix", None)
+    return matrix if isinstance(matrix, PackedMatrix) else None
+
+
+def multiplies_in(run: object) -> torch.dtype:
+    """The dtype that a product takes and gives.
+
+    Raises: NotTraceableError for one that the library's own kernels do not run.
+    """
+    matrix = native_matrix(run)
+    if matrix is None:
+        raise NotTraceableError("its products run by other kernels")
+    return matrix.compute_dtype
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, str, bytes, type(None), torch.dtype)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    if hasattr(value, "to_json_string"):
+        return value.to_json_string()
+    if isinstance(value, PackedLinear):
+        return "packed"
+    of = value if hasattr(value, "__qualname__") else type(value)
+    return of.__module__, of.__qualname__, getattr(getattr(of, "__code__", None), "co_code", None)
+
+
+def layout_of(call: LayerCall) -> Any:
+    """Places, types and dtypes of what a layer is given."""
+    tensors = [value_at(call.args, call.kwargs, place) for place in call.inputs]
+    shapes = [
+        tuple(None if dim == at else size for at, size in enumerate(t.shape))
+        for t, dim in zip(tensors, call.node_dims, strict=True)
+    ]
+    others = [
+        (key, value) for key, value in call.kwargs.items() if isinstance(value, (bool, int, float, str, type(None)))
+    ]
+    return (
+        call.inputs,
+        call.node_dims,
+        call.mask,
+        call.cache,
+        tuple(shapes),
+        tuple(t.dtype for t in tensors),
+        tuple(others),
+    )
+
+
+def what_changed(layer: nn.Module) -> str:
+    """Why a layer does not run its class's own code; empty if it does."""
+    if replacement(layer) is not None and left_out(layer) is None:
+        return "its forward was replaced"
+    for module in layer.modules():
+        if module is not layer and (module._forward_hooks or module._forward_pre_hooks):
+            return f"{type(module).__name__} in it has hooks"
+    return ""
+
+
+def left_out(layer: nn.Module) -> LeftOut | None:
+    """What stands in for a layer that is left out."""
+    forward = replacement(layer)
+    return forward if isinstance(forward, LeftOut) else None
+
+
+def same_code(layer: nn.Module, other: nn.Module) -> bool:
+    """Whether the modules of a copied layer run what those of the layer run."""
+    if layer is other:
+        return True
+    inside, inside_other = ([*each.modules()][1:] for each in (layer, other))
+    pairs = zip(inside, inside_other, strict=True)
+    return all(replacement(mine) is replacement(theirs) for mine, theirs in pairs)
+
+
+def rounding_in(modules: Iterable[nn.Module], dtype: torch.dtype) -> float:
+    """How far, relatively, numbers are rounded on their way through layers of a dtype."""
+    matrices = (
+        native_matrix(forward.product) for forward in map(replacement, modules) if isinstance(forward, PackedLinear)
+    )
+    of_products = (matrix.rounding for matrix in matrices if matrix is not None)
+    return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps, *of_products)
+
+
+def check(want: torch.Tensor, given: torch.Tensor, got: torch.Tensor, modules: Iterable[nn.Module]) -> None:
+    """See that a layer computes within rounding what its modules do.
+
+    Args:
+      modules: that it consists of, whose products may round what they are given.
+      want, given: hidden states that its modules returned, and were given.
+      got: what it returns otherwise.
+    Raises: NotTraceableError where it does not.
+    """
+    epsilon = rounding_in(modules, want.dtype)
+    size, change = float(want.double().norm()), float((want.double() - given.double()).norm())
+    error = float((got.double() - want.double()).norm())
+    if not error <= epsilon * (2 * size + TOLERANCE * change):  # the sum is rounded by its own size
+        raise NotTraceableError(f"it differs from its modules (relative error {error / max(change, 1e-30):.2g})")

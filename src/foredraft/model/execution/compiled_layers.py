@@ -1,0 +1,297 @@
+"""Decoder layers that run compiled: two graphs around their attention, shared by all layers of one build.
+
+Prompts run so, and drafts of more nodes than the native program takes. Between the two a layer writes its keys and
+values into the cache and runs attention as an uncompiled layer does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from foredraft.errors import UnsupportedModelError
+from foredraft.folders import CACHE_VARIABLE, cache_folder
+from foredraft.forking import is_forked
+from foredraft.model.execution.attention import grouped_sdpa
+from foredraft.model.execution.builds import check, layout_of, same_code, what_changed
+from foredraft.model.execution.calls import LayerCall, Recording, value_at
+from foredraft.model.execution.forwards import StandIn, replace_forward, replacement
+from foredraft.model.execution.inductor import Segment, compile_segment, folder_name, whole
+from foredraft.model.execution.lowering import NotTraceableError, Source, ancestors
+from foredraft.model.execution.operators import Runner, attention
+from foredraft.model.execution.tracing import Tracer, build_of
+from foredraft.native.build import cpp_compiler
+
+logger = logging.getLogger("foredraft")
+
+MIN_WEIGHTS = 2**25
+"""Smaller models are not compiled unless that is asked for: the first compilation on a machine takes ten seconds or
+more, and every later one two."""
+
+USUAL_NODES = 16
+"""Nodes that inductor lays its kernels out for."""
+
+_graphs: dict[Any, LayerGraph] = {}
+"""Graphs of this process, by the build of the layer."""
+
+
+def worth_compiling(linear_layers: Iterable[nn.Module]) -> bool:
+    """Whether a model with these linear layers is to be compiled by itself."""
+    weights: list[torch.Tensor] = [layer.weight for layer in linear_layers]  # type: ignore[misc]
+    return sum(weight.numel() for weight in weights) >= MIN_WEIGHTS and cpp_compiler() is not None
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """A compiled layer.
+
+    Args:
+      before: gives query, key and value (1, heads, S, D), and what else ``after`` needs; None without attention.
+      after: gives the hidden states (1, S, H).
+      in_tuple: how long the tuple is that the layer returns them in; None for no tuple.
+      num_threads: that it runs on.
+    """
+
+    before: Segment | None
+    after: Segment
+    in_tuple: int | None
+    num_threads: int
+
+    @classmethod
+    def of(cls, tracer: Tracer, directory: Path, num_threads: int) -> LayerGraph:
+        """Trace a layer and compile it.
+
+        Args:
+          directory: where kernels are kept between processes.
+        Raises: as `Tracer.trace`, and whatever inductor raises, for instance without a C++ compiler.
+        """
+        from torch._inductor.decomposition import select_decomp_table
+
+        graph, source_of, mode = tracer.trace(select_decomp_table(), USUAL_NODES)
+        calls = [node for node in graph.nodes if node.target is attention.default]
+        if len(calls) > 1:
+            raise NotTraceableError("it has more than one attention")
+        body = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+        (output,) = next(iter(reversed(graph.nodes))).all_input_nodes
+        compiled = partial(compile_segment, mode, directory, num_threads)
+        if not calls:
+            return cls(None, compiled(body, [output], source_of), tracer.in_tuple, num_threads)
+        call = calls[0]
+        earlier = ancestors(call)
+        first = [node for node in body if node in earlier]
+        second = [node for node in body if node not in earlier and node is not call]
+        crossing = [node for node in first if any(user in second for user in node.users)]
+        before = compiled(first, [*call.args, *crossing], source_of)
+        source_of[call] = ("attended", None)
+        source_of.update({node: ("value", 3 + index) for index, node in enumerate(crossing)})
+        return cls(before, compiled(second, [output], source_of), tracer.in_tuple, num_threads)
+
+
+class BoundSegment:
+    """A segment with the inputs that belong to one layer.
+
+    Args:
+      fixed: gives the inputs that are the same in every call, and None for others.
+    """
+
+    def __init__(self, segment: Segment, fixed: Callable[[Source], Any]) -> None:
+        self._run = segment.run
+        self._sources = segment.sources
+        self._template = [fixed(source) for source in segment.sources]
+
+    def __call__(self, known: Mapping[Source, Any]) -> Sequence[torch.Tensor]:
+        """Run it.
+
+        Args:
+          known: the other inputs.
+        """
+        pairs = zip(self._template, self._sources, strict=True)
+        return self._run([known[source] if value is None else value for value, source in pairs])
+
+
+class CompiledLayer(StandIn):
+    """The forward of one decoder layer, compiled.
+
+    Args:
+      layer: of a shadow.
+      call: how it is called.
+      attention: the module, and the other arguments, with which it runs attention; None if it has none.
+      index: of its keys and values in the cache.
+      tracer: of a layer of this build.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        call: LayerCall,
+        attention: tuple[nn.Module, dict[str, Any]] | None,
+        index: int | None,
+        tracer: Tracer,
+        graph: LayerGraph,
+    ) -> None:
+        self.layer = layer
+        self._call = call
+        self._attention = attention
+        self._index = index
+        self._runners = [Runner(run) for run in tracer.runners]
+        self._tensors = [getattr(module, name) for module, name in tracer.tensors]
+        self._in_tuple = graph.in_tuple
+        self._num_threads = graph.num_threads
+        self._before = None if graph.before is None else BoundSegment(graph.before, self._fixed)
+        self._after = BoundSegment(graph.after, self._fixed)
+        segments = [graph.after] if graph.before is None else [graph.before, graph.after]
+        self._needed = sorted({key for segment in segments for kind, key in segment.sources if kind == "input"} | {0})
+
+    def _fixed(self, source: Source) -> Any:
+        """An input that is the same in every call; None for others."""
+        kind, key = source
+        if kind == "product":
+            return self._runners[key].number
+        return self._tensors[key] if kind == "tensor" else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The hidden states (1, S, H) of the next layer, as the layer returns them.
+
+        Raises: UnsupportedModelError in a forked process, which lacks the threads that it was compiled for.
+        """
+        if self._num_threads > 1 and is_forked():
+            raise UnsupportedModelError(
+                f"its layers are compiled for {self._num_threads} threads, which this process lost when it was forked; "
+                "load the model here, or with execution='packed', or start processes by spawn"
+            )
+        inputs = {key: value_at(args, kwargs, self._call.inputs[key]).contiguous() for key in self._needed}
+        known: dict[Source, Any] = {("input", key): tensor for key, tensor in inputs.items()}
+        known["nodes", None] = inputs[0].shape[1]
+        if self._before is not None:
+            query, key, value, *values = self._before(known)
+            known["attended", None] = self._attend(args, kwargs, query, key, value)
+            known |= {("value", 3 + number): each for number, each in enumerate(values)}
+        (states,) = self._after(known)
+        return states if self._in_tuple is None else (states, *(None,) * (self._in_tuple - 1))
+
+    def _attend(
+        self, args: Any, kwargs: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        cache = value_at(args, kwargs, (self._call.cache, None))
+        mask = None if self._call.mask is None else value_at(args, kwargs, (self._call.mask, None))
+        keys, values = cache.layers[self._index].update(key, value)
+        module, others = self._attention  # type: ignore[misc]
+        output, _ = grouped_sdpa(module, query, keys, values, mask, flat_nodes=kwargs["flat_nodes"], **others)
+        return output
+
+
+class CompiledLayers:
+    """The compiled layers of a model.
+
+    Args:
+      cache_dir: where kernels are kept between processes; inductor/ in the cache folder by default.
+      progress: called with one line before a build is compiled that this machine has not seen.
+    """
+
+    def __init__(self, cache_dir: Path | str | None, progress: Callable[[str], None] | None) -> None:
+        self.cache_dir = (Path(cache_dir).expanduser() if cache_dir else cache_folder("inductor")) / folder_name()
+        self.layers: list[CompiledLayer | None] = []
+        self.reason = ""
+        self.compile_seconds = 0.0
+        self._progress = progress
+
+    @property
+    def num_compiled(self) -> int:
+        """How many layers run compiled."""
+        return sum(layer is not None for layer in self.layers)
+
+    _one_at_a_time = threading.RLock()  # inductor is told by the environment where to keep kernels
+
+    def build(self, name: str, layers: Sequence[nn.Module], recording: Recording) -> None:
+        """Compile the layers of a model, those that can be; the others stay as they are.
+
+        Args:
+          name: of the model, for messages.
+          recording: of their calls, with what was in them.
+        """
+        start = time.perf_counter()
+        self.layers = [None] * len(layers)
+        assert recording.seen is not None
+        for index, layer in enumerate(layers):
+            try:
+                with self._one_at_a_time:
+                    compiled = self._compile(layer, recording, index)
+                args, kwargs = recording.seen.of_layers[index]
+                want, got = recording.seen.outputs[index], compiled(*args, **kwargs)
+                want, got = (output[0] if isinstance(output, tuple) else output for output in (want, got))
+                check(want, args[0] if args else kwargs["hidden_states"], got, layer.modules())
+            except Exception as error:  # of inductor, a C++ compiler, a full disk, the code of a model
+                self.fall_back(name, error)
+                if not isinstance(error, NotTraceableError):
+                    break
+            else:
+                self.layers[index] = compiled
+        self.attach(layers)
+        self.compile_seconds = time.perf_counter() - start
+        logger.debug(
+            "compiled %d of %d layers of %s in %.1f s (kernels in %s)",
+            self.num_compiled,
+            len(layers),
+            name,
+            self.compile_seconds,
+            self.cache_dir,
+        )
+
+    def attach(self, layers: Sequence[nn.Module]) -> None:
+        """Let layers run compiled whose modules are those that were compiled, in this shadow or a copy of it."""
+        for layer, compiled in zip(layers, self.layers, strict=False):
+            if compiled is not None and replacement(layer) is None and same_code(layer, compiled.layer):
+                replace_forward(layer, compiled)
+
+    def _compile(self, layer: nn.Module, recording: Recording, index: int) -> CompiledLayer:
+        if reason := what_changed(layer):
+            raise NotTraceableError(reason)
+        call, attention = recording.calls[index], recording.attention[index]
+        tracer = Tracer(layer, call)
+        key = (build_of(layer, tracer), layout_of(call), torch.get_num_threads(), str(self.cache_dir))
+        graph = _graphs.get(key)
+        if graph is None:
+            with whole(self.cache_dir) as folder:
+                mark = folder / f"layer-{_digest(key)}"
+                if not mark.exists():
+                    self._announce(f"compiling {type(layer).__name__} for this machine; some ten seconds, this once")
+                graph = _graphs[key] = LayerGraph.of(tracer, folder, torch.get_num_threads())
+                mark.touch()
+        return CompiledLayer(layer, call.emptied(), attention, recording.cache_index[index], tracer, graph)
+
+    def fall_back(self, name: str, error: Exception) -> None:
+        """Say why layers run packed and not compiled."""
+        first, *_ = str(error).strip().splitlines() or [""]
+        said = self.reason
+        self.reason = first if isinstance(error, NotTraceableError) else f"{type(error).__name__}: {first[:200]}"
+        if isinstance(error, OSError):
+            self.reason += f"; kernels are kept in {self.cache_dir}, and {CACHE_VARIABLE} names another folder"
+        if self.reason != said:
+            logger.warning("Layers of %s run packed and not compiled (%s).", name, self.reason)
+
+    def _announce(self, line: str) -> None:
+        logger.info("%s", line)
+        if self._progress is not None:
+            self._progress(line)
+
+
+def _digest(key: Any) -> str:
+    """Names a build."""
+    return hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+
+
+def detach(layers: Sequence[nn.Module]) -> None:
+    """Let layers run uncompiled."""
+    for layer in layers:
+        if isinstance(replacement(layer), CompiledLayer):
+            replace_forward(layer, None)

@@ -1,0 +1,423 @@
+"""How the forward of a model is carried out: a private shadow of it, and what runs its layers.
+
+The user's module objects are never changed. A *shadow* has modules, hooks and configs of its own over the same
+tensors, and everything this file does is done to the shadow.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from foredraft.config.keywords import did_you_mean
+from foredraft.errors import ConfigError
+from foredraft.machine import available_memory_bytes
+from foredraft.model.execution.attention import use_grouped_sdpa
+from foredraft.model.execution.calls import NUM_NODES, Recording
+from foredraft.model.execution.compiled_layers import CompiledLayers, worth_compiling
+from foredraft.model.execution.ends import Ends, trace_ends
+from foredraft.model.execution.forwards import Rowwise, linears, replace_forward, replacement
+from foredraft.model.execution.lowering import NotTraceableError
+from foredraft.model.execution.native_program import NativeProgram
+from foredraft.model.execution.packing import (
+    PackedLinear,
+    PackedProduct,
+    can_pack,
+    layers_in_floats,
+    packable,
+    packed_dtype,
+    packed_products,
+    packing_bytes,
+    worth_packing,
+)
+from foredraft.model.execution.sharing import groups, make_ready, read_rows, tied_embedding
+from foredraft.model.execution.tracing import layer_program
+from foredraft.model.independence import other_products, quantised_layers
+from foredraft.model.nodes import NodeLogits, logits_to_keep
+from foredraft.model.support import cache_argument
+from foredraft.native.library import KINDS, Library, library
+from foredraft.native.packed_matmul import PackedMatrix
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.cache_utils import Cache
+
+    from foredraft.model.nodes import FlatNodes, Logits
+
+
+WAYS = ("eager", "packed", "compiled")
+
+
+def compute_dtype(model: PreTrainedModel) -> torch.dtype:
+    """The dtype that a model computes in, even if its embedding is stored in blocks of bytes."""
+    dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+    return dtype if dtype.is_floating_point else model.dtype
+
+
+def choose_execution(kind: str, device: torch.device | str, dtype: torch.dtype) -> str:
+    """Resolve "auto" and check what the device can run.
+
+    Returns: "packed" for "auto" on CPUs that can pack ``dtype``, else "eager". `apply_execution` compiles the model,
+      too, where it is large enough and there is a C++ compiler.
+    Raises: ConfigError for an unknown kind, or one that the device cannot run.
+    """
+    check_kind(kind)
+    is_cpu = torch.device(device).type == "cpu"
+    if kind == "auto":
+        return "packed" if is_cpu and packed_dtype(dtype) else "eager"
+    if kind != "eager" and not is_cpu:
+        raise ConfigError(f"execution={kind!r} runs on CPUs, and the model is on {device}; use execution='eager'")
+    if kind == "packed" and not can_pack():
+        raise ConfigError(
+            f"execution='packed' needs oneDNN on x86, which torch does not have here ({platform.machine()}); use "
+            "execution='eager', or 'auto', which takes it"
+        )
+    return kind
+
+
+def check_kind(kind: str) -> None:
+    """Raises: ConfigError for an unknown kind."""
+    if kind != "auto" and kind not in WAYS:
+        raise ConfigError(f"execution={kind!r} is unknown; {did_you_mean(kind, ('auto', *WAYS), 0.6)}")
+
+
+def fits_in_memory(model: PreTrainedModel, release_originals: bool) -> bool:
+    """Whether packed weights leave a tenth of the available memory; tells the user when they do not."""
+    needed = packing_bytes(packable(model), release_originals)
+    available = available_memory_bytes()
+    if available is None or needed <= 0.9 * available:
+        return True
+    logger.warning(
+        "packed weights of %s need %.1f GB and %.1f GB are available, so it runs eagerly, several times slower on "
+        "drafts; pass execution='packed' to pack all the same.",
+        type(model).__name__,
+        needed / 1e9,
+        available / 1e9,
+    )
+    return False
+
+
+Model = TypeVar("Model", bound=nn.Module)
+
+logger = logging.getLogger("foredraft")
+
+
+class Execution:
+    """Runs the forward of a shadow. Use `apply_execution` to make one.
+
+    Args:
+      model: the shadow; its layers are changed in place.
+      kind: "eager", "packed" or "compiled".
+    """
+
+    def __init__(self, model: PreTrainedModel, kind: str) -> None:
+        self.model = model
+        self.kind = kind
+        self.uses_grouped_attention = False
+        self.compiled: CompiledLayers | None = None
+        self.program: NativeProgram | None = None
+        self.why_no_program = ""
+        self._recorded: tuple[Recording, Ends] | None = None
+        self._pending: Callable[[], None] | None = None  # what is still to be made before modules run
+        self.kernels: Library | None = None  # of attention
+        self._products: list[PackedProduct] = []
+        self._cache_argument = cache_argument(model)
+
+    def run(self, **kwargs: Any) -> Any:
+        """The model's own forward, hooks included; arguments and output are `transformers`'."""
+        return self.model(**kwargs)
+
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        mask: Any,
+        cache: Cache,
+        kept: range,
+        flat: FlatNodes | None,
+        listed: bool = False,
+    ) -> Logits:
+        """Run nodes (B, N); logits (B, kept, V).
+
+        Args:
+          kept: columns whose logits are wanted.
+          flat: run the real nodes as one list; only attention, which is ours, sees rows.
+          listed: of a list return what it has, without padding.
+        Raises: NotPassedOnError where the model does not let attention know of the list.
+        """
+        arguments = {"attention_mask": mask, self._cache_argument: cache, "use_cache": True}
+        if flat is None:
+            columns = logits_to_keep(kept, tokens.shape[1], tokens.device)
+            output = self.run(input_ids=tokens, position_ids=positions, **arguments, logits_to_keep=columns)
+            return output.logits[:, : len(kept)]  # type: ignore[no-any-return]
+        numbers, of_kept = (0, flat) if len(kept) == tokens.shape[1] else flat.kept(kept)
+        keep = numbers if len(kept) else 1
+        inputs = {"input_ids": flat.listed(tokens)[None], "position_ids": flat.listed(positions)[None]}
+        output = self.run(**inputs, **arguments, flat_nodes=flat, logits_to_keep=keep)
+        logits = output.logits[0, : None if len(kept) else 0]  # a model gives one at least
+        return NodeLogits(logits, of_kept.counts) if listed and len(kept) else of_kept.spread(logits)
+
+    def takes(self, counts: Sequence[int]) -> bool:
+        """Whether so many nodes of every row run without modules."""
+        return self.program is not None and self.program.takes(counts)
+
+    def over(self, model: PreTrainedModel) -> Execution:
+        """The same for a shadow of this one's model; what is packed stays with this one."""
+        other = Execution(model, self.kind)
+        for name in ("uses_grouped_attention", "compiled", "kernels", "_recorded"):
+            setattr(other, name, getattr(self, name))
+        return other
+
+    def record(
+        self,
+        layers: Sequence[nn.Module],
+        windows: Mapping[str, int | None],
+        forward: Callable[[int], torch.Tensor],
+        context_length: int | None,
+    ) -> None:
+        """Learn to run forwards over few nodes without modules, where this is possible.
+
+        Args:
+          layers: the decoder layers of the model.
+          windows: positions that a node looks back by kind of attention, its own included; None for all.
+          forward: runs so many nodes through the modules.
+          context_length: positions that the model has; None for any number.
+        """
+        if self.kernels is None or not self.uses_grouped_attention:
+            self.why_no_program = "it does not run by the library's own kernels"
+            return
+        try:
+            recording = Recording(layers, forward)
+            programs = [layer_program(recording, layer, index) for index, layer in enumerate(layers)]
+            ends = trace_ends(self.model, programs, lambda: forward(NUM_NODES[0]))
+            dtype = compute_dtype(self.model)
+            program = NativeProgram(self.model, programs, ends, windows, self.kernels, dtype, context_length)
+            assert recording.seen is not None
+            program.check(recording.seen, recording.logits[-1])
+        except Exception as error:  # of the code of a model, or of torch
+            self._say_why(error)
+            return
+        recording.keep_forms()
+        self._recorded = recording, ends
+        self.program = program
+
+    def record_variant(
+        self, layers: Sequence[nn.Module], of: NativeProgram | None, forward: Callable[[int], torch.Tensor]
+    ) -> None:
+        """Learn the same of a copy of a model some of whose modules were changed.
+
+        Args:
+          of: the program of the model as it was, if it has one.
+          forward: runs so many nodes through the modules of the copy.
+        """
+        self.program = None
+        if self._recorded is None or of is None:
+            return
+        recording, ends = self._recorded
+        try:
+            programs = [layer_program(recording, layer, index) for index, layer in enumerate(layers)]
+            if not of.has_around(self.model, layers):
+                ends = trace_ends(self.model, programs, lambda: forward(NUM_NODES[0]))
+            self.program = of.over(self.model, programs, ends)
+        except Exception as error:
+            self._say_why(error)
+
+    def _say_why(self, error: Exception) -> None:
+        self.why_no_program = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        logger.debug("%s runs as modules: %s", type(self.model).__name__, self.why_no_program)
+
+    def compile(self, name: str, layers: Sequence[nn.Module], forward: Callable[[int], torch.Tensor]) -> None:
+        """Compile the decoder layers for modules, where this is compiled execution, as soon as modules run.
+
+        Args:
+          name: of the model, for messages.
+          forward: runs so many nodes through the modules.
+        """
+
+        def make() -> None:
+            if self.compiled is None:
+                self._run_activations_by_rows()
+                return
+            try:
+                if not self.uses_grouped_attention:
+                    raise NotTraceableError("it has an attention of its own")
+                recording = Recording(layers, forward)
+            except Exception as error:
+                self.compiled.fall_back(name, error)
+            else:
+                self.compiled.build(name, layers, recording)
+            if self.compiled.num_compiled < len(layers):
+                self._run_activations_by_rows()
+
+        self._pending = make
+
+    def compile_as(self, of: Execution, layers: Sequence[nn.Module]) -> None:
+        """Let modules of a changed copy of a model run as those of the model do, where they are the same."""
+
+        def make() -> None:
+            of.make_ready()
+            if self.compiled is not None:
+                self.compiled.attach(layers)
+
+        self._pending = make
+
+    @torch.inference_mode()
+    def make_ready(self) -> None:
+        """Make what modules run by, if that is still to be done."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending()
+
+    def why_not_native(self) -> str:
+        """Why steps do not run by the library's own products; empty where all do.
+
+        Structure decides: what a layer is, and in which dtype. Attention is for `runs_own_attention` to see.
+        """
+        if self.kind == "eager":
+            return "it runs eagerly"
+        if self.kernels is None:
+            return (
+                "the library's own kernels need AVX2, a C++ compiler or a wheel with them, and single or half precision"
+            )
+        if not self.uses_grouped_attention:
+            return "its attention is code of its own"
+        if name := next((type(layer).__name__ for _, layer in quantised_layers(self.model)), ""):
+            return f"its {name} layers are quantised"
+        if name := other_products(self.model):
+            return f"{name} multiplies by matrices of its own"
+        for layer in linears(self.model):
+            packed = replacement(layer)
+            if not isinstance(packed, PackedLinear) or not isinstance(packed.product.matrix, PackedMatrix):
+                return f"a {type(layer).__name__} of it in {compute_dtype(self.model)} runs by other kernels"
+        return ""
+
+    @property
+    def num_compiled(self) -> int:
+        """How many decoder layers run compiled."""
+        return 0 if self.compiled is None else self.compiled.num_compiled
+
+    def refresh_if_stale(self) -> bool:
+        """Pack again what was written since it was packed; True when anything was.
+
+        Costs microseconds per layer: call it once per request, not per step. In-place writes are seen through the
+        tensors' version counters, replaced storage through its address; writes through ``.data`` are not.
+        """
+        if self.program is not None:
+            self.program.look_again()
+        return sum(product.refresh() for product in self._products) > 0
+
+    @property
+    def products(self) -> Sequence[PackedProduct]:
+        """Packed matrices."""
+        return self._products
+
+    @property
+    def num_packed_layers(self) -> int:
+        return sum(len(product.layers) for product in self._products)
+
+    @property
+    def packed_bytes(self) -> int:
+        return sum(product.num_bytes for product in self._products)
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """Of packed weights, scales included; None where there are none."""
+        weights = sum(product.num_weights for product in self._products)
+        return 8 * self.packed_bytes / weights if weights else None
+
+    def describe(self) -> str:
+        """One line for people."""
+        notes = []
+        if self._products:
+            layers, products = _count(self.num_packed_layers, "layer"), _count(len(self._products), "product")
+            notes.append(f"{layers} in {products}, {self.packed_bytes / 1e6:.0f} MB packed")
+            own = [each.matrix for each in self._products if isinstance(each.matrix, PackedMatrix)]
+            notes += [f"{len(own)} for own {own[0].instruction_set} kernels"] if own else []
+        if num_quantised := sum(1 for _ in quantised_layers(self.model)):
+            notes.append(f"{num_quantised} quantised layers left as they are")
+        notes += ["steps in one call"] if self.program is not None else []
+        if self.compiled is not None and (self._pending is None or self.compiled.reason):
+            reason = self.compiled.reason
+            notes.append(f"{self.num_compiled} decoder layers compiled" + (f", {reason}" if reason else ""))
+        elif self.compiled is not None:
+            notes.append("layers are compiled for the first long prompt")
+        elif not notes and self.kind != "eager":
+            notes.append("no layer large enough or of a packable dtype")
+        return f"{self.kind} ({'; '.join(notes)})" if notes else self.kind
+
+    def _pack(self, release_originals: bool, earlier: Execution | None) -> None:
+        known = {} if earlier is None else {id(product.layers[0].weight): product for product in earlier._products}
+        layers = list(packable(self.model))
+        found = [group for group in (groups(self.model, layers) if layers else []) if worth_packing(group)]
+        tied = tied_embedding(self.model) if release_originals and self.kernels is not None else None
+        if tied is not None and [self.model.get_output_embeddings()] not in found:  # the table is read as it is
+            tied = None
+        leaving = make_ready(self.model, chain(*found), tied) if release_originals else None
+        for group in found:
+            self._products.append(PackedProduct(group, known.get(id(group[0].weight)), leaving=leaving).put_in())
+        if tied is not None:
+            read_rows(self.model, tied)
+
+    def _run_activations_by_rows(self) -> None:
+        """Where layers run as modules: let no row have other bits for the rows beside it."""
+        if self.kernels is not None:
+            for layer in self.model.modules():
+                if replacement(layer) is None and Rowwise.fits(layer):
+                    replace_forward(layer, Rowwise(layer.forward))
+
+
+@torch.inference_mode()
+def apply_execution(
+    shadow_model: PreTrainedModel,
+    kind: str = "auto",
+    *,
+    release_originals: bool = False,
+    cache_dir: Path | str | None = None,
+    progress: Callable[[str], None] | None = None,
+    earlier: Execution | None = None,
+) -> Execution:
+    """Make a shadow run the chosen way.
+
+    Args:
+      shadow_model: from `shadow`, or a model that nobody else holds; its layers are changed in place.
+      kind: "auto" (compiled on x86 where memory allows and a C++ compiler is found, packed where the model is small or
+        there is none, else eager), "eager", "packed" or "compiled".
+      release_originals: free each weight once it is packed, in every model that shares it; tied weights
+        stay, but for an input embedding whose rows are then read from the packed output embedding. Only for models
+        that the library loaded itself.
+      cache_dir: of "compiled": where kernels are kept between processes; inductor/ in the cache folder by default.
+      progress: of "compiled": called with one line before what takes long.
+      earlier: of another shadow of the same model; what it has packed is taken over where nothing else was written.
+
+    Raises: ConfigError for an unknown kind, or one that the device cannot run.
+    Exactness: equals eager execution within the rounding of the dtype.
+    """
+    device = shadow_model.get_input_embeddings().weight.device
+    chosen = choose_execution(kind, device, compute_dtype(shadow_model))
+    is_packed_already = earlier is not None and earlier.num_packed_layers > 0
+    if kind == "auto" and chosen == "packed":
+        if not is_packed_already and not fits_in_memory(shadow_model, release_originals):
+            chosen = "eager"
+        elif worth_compiling(chain(packable(shadow_model), layers_in_floats(shadow_model))):
+            chosen = "compiled"
+    execution = Execution(shadow_model, chosen)
+    execution._products += packed_products(shadow_model)
+    if execution.kind == "eager":
+        return execution
+    execution.kernels = library() if compute_dtype(shadow_model) in KINDS else None
+    execution.uses_grouped_attention = use_grouped_sdpa(shadow_model)
+    execution._pack(release_originals, earlier)
+    if execution.kind == "compiled":
+        execution.compiled = CompiledLayers(cache_dir, progress)
+    return execution
+
+
+def _count(number: int, of: str) -> str:
+    return f"{number} {of}{'s' * (number != 1)}"

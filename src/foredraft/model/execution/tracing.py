@@ -1,0 +1,339 @@
+"""A decoder layer as a graph of torch's operators.
+
+A layer is traced once with its weights, the products of its linear layers and its number of nodes as inputs, so that
+all layers of one build, and every number of nodes, rows and columns, run the same graph. Attention and products stay
+calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from foredraft.model.execution.attention import is_plain, seen_by
+from foredraft.model.execution.builds import (
+    layout_of,
+    left_out,
+    multiplies_in,
+    native_matrix,
+    plain_attributes,
+    what_changed,
+)
+from foredraft.model.execution.calls import LayerCall, Recording, put, value_at
+from foredraft.model.execution.forwards import Rowwise, linears, replaced, replacement
+from foredraft.model.execution.lowering import NODES_HINT, Lowering, NotTraceableError, Program, Source
+from foredraft.model.execution.operators import attention, product
+from foredraft.model.execution.packing import PackedLinear
+from foredraft.model.sublayers import LeftOut
+
+one_trace_at_a_time = threading.RLock()
+"""While torch traces or compiles, functions of its own are replaced for all threads."""
+
+
+class _Passing:
+    """Stands in for a cache while a layer is traced: hands on what it is given."""
+
+    def __init__(self) -> None:
+        self.given: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        self.given = key_states, value_states
+        return key_states, value_states
+
+
+class Tracer:
+    """Traces one layer.
+
+    Args:
+      layer: of a shadow; its modules are restored.
+      call: how it is called.
+    """
+
+    def __init__(self, layer: nn.Module, call: LayerCall) -> None:
+        self._layer = layer
+        self._call = call
+        every = linears(layer)
+        self._linears = [linear for linear in every if not isinstance(replacement(linear), LeftOut)]
+        self.runners: list[Callable[[torch.Tensor], torch.Tensor]] = []
+        self.in_tuple: int | None = None  # how long the tuple is that the traced layer returned
+        self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.sizes: list[int] = []
+        self.parts: dict[nn.Module, tuple[int, int, int]] = {}  # product, and where its part begins and ends
+        self._find_products()
+        held = {id(parameter) for linear in every for parameter in linear.parameters()}
+        self.tensors = [
+            (module, name)
+            for module in layer.modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None and id(tensor) not in held
+        ]
+
+    def _find_products(self) -> None:
+        numbers: dict[int, int] = {}
+        for linear in self._linears:
+            forward = replacement(linear) or type(linear).forward.__get__(linear)
+            run: Any = forward.product if isinstance(forward, PackedLinear) else forward
+            if id(run) not in numbers or not isinstance(forward, PackedLinear):
+                numbers[id(run)] = len(self.runners)
+                self.runners.append(run)
+                self.sizes.append(run.out_features if isinstance(forward, PackedLinear) else _out_features(linear))
+            first, size = 0, _out_features(linear)
+            if isinstance(forward, PackedLinear):
+                first = sum(run.sizes[: forward.index])
+            self.parts[linear] = numbers[id(run)], first, first + size
+
+    def trace(
+        self, decompositions: Any = None, num_nodes: int = NODES_HINT
+    ) -> tuple[fx.Graph, dict[fx.Node, Source], Any]:
+        """The whole layer as one graph, the sources of its inputs, and torch's fake mode of their shapes.
+
+        Args:
+          decompositions: what operators are made of, for those that are to be taken apart.
+          num_nodes: that what comes of the graph is laid out for; it takes any.
+        Raises: NotTraceableError, and whatever the code of a model raises where it cannot be traced.
+        """
+        self._shared = {}
+        options = {"num_nodes": num_nodes, "decompositions": decompositions}
+        module, sources, mode = traced(self._run, self.tensors, len(self.runners), self._fake_inputs, **options)
+        self._shared = {}
+        graph = module.graph
+        graph.eliminate_dead_code()
+        if any(node.op == "get_attr" for node in graph.nodes):
+            raise NotTraceableError("it holds constants, or changes its attention mask")
+        sources += [("input", index) for index in range(len(self._call.inputs))]
+        given = [node for node in graph.nodes if node.op == "placeholder"]
+        return graph, dict(zip(given, sources, strict=True)), mode
+
+    def program(self) -> Program:
+        """The layer as a native program.
+
+        Raises: NotTraceableError where it cannot be one.
+        """
+        graph, source_of, _ = self.trace()
+        (output,) = next(iter(reversed(graph.nodes))).all_input_nodes
+        program = Lowering(graph, source_of, [output], list(map(multiplies_in, self.runners))).program()
+        program.in_tuple = self.in_tuple
+        return program
+
+    def _fake_inputs(self, mode: Any, nodes: Any) -> list[torch.Tensor]:
+        """What the layer is given, as stand-ins."""
+        found = []
+        for place, dim in zip(self._call.inputs, self._call.node_dims, strict=True):
+            tensor = value_at(self._call.args, self._call.kwargs, place)
+            if dim is None:
+                found.append(mode.from_tensor(tensor.clone(), static_shapes=True))
+                continue
+            sizes = [nodes if each == dim else size for each, size in enumerate(tensor.shape)]
+            with mode:
+                found.append(torch.empty(sizes, dtype=tensor.dtype))
+        return found
+
+    def _run(self, nodes: Any, numbers: Any, tensors: Any, inputs: Any) -> torch.Tensor:
+        """The layer over stand-ins."""
+        call = self._call
+        args, kwargs = list(call.args), dict(call.kwargs)
+        for place, tensor in zip(call.inputs, inputs, strict=True):
+            put(args, kwargs, place, tensor)
+        cache, mask = _Passing(), None if call.mask is None else value_at(args, kwargs, (call.mask, None))
+        put(args, kwargs, (call.cache, None), cache)
+
+        def attend(_: Any, query: Any, key: Any, value: Any, given: Any, **__: Any) -> torch.Tensor:
+            if cache.given is None or key is not cache.given[0] or value is not cache.given[1] or given is not mask:
+                raise NotTraceableError("its attention takes other keys, values or masks than those that it was given")
+            cache.given = None
+            return attention(query, key, value)  # type: ignore[no-any-return]
+
+        forwards = {linear: self._stand_in(linear, numbers) for linear in self._linears}
+        by_rows = [(each, replacement(each)) for each in self._layer.modules()]
+        forwards |= {each: forward.inner for each, forward in by_rows if isinstance(forward, Rowwise)}
+        with seen_by(attend), replaced(forwards), held(self.tensors, tensors):
+            forward = left_out(self._layer) or type(self._layer).forward.__get__(self._layer)
+            output = forward(*args, **kwargs)
+        self.in_tuple = len(output) if isinstance(output, tuple) else None
+        states, *others = output if isinstance(output, tuple) else (output,)
+        if any(other is not None for other in others):
+            raise NotTraceableError("it returns more than its hidden states")
+        return states  # type: ignore[no-any-return]
+
+    def _stand_in(self, linear: nn.Module, numbers: Sequence[Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+        index, first, last = self.parts[linear]
+        size = self.sizes[index]
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            known = self._shared.get(index)
+            if known is None or known[0] is not x:
+                known = self._shared[index] = x, product(x, numbers[index], size)
+            return known[1] if last - first == size else known[1][..., first:last]
+
+        return forward
+
+
+def build_of(layer: nn.Module, tracer: Tracer) -> Any:
+    """What layers with the same graph have in common: classes, plain attributes, shapes, and which linears share what.
+
+    A layer's own number makes no difference. Configs count by what they say, products by what they multiply in too:
+    a recorded call has buffers of that dtype.
+    """
+    parts: list[Any] = [
+        tuple(
+            (size, type(run).__name__, getattr(native_matrix(run), "compute_dtype", None))
+            for size, run in zip(tracer.sizes, tracer.runners, strict=True)
+        )
+    ]
+    parts.append(tuple(tracer.parts.values()))
+    for path, module in layer.named_modules():
+        parts.append((path, type(module), plain_attributes(module)))
+    return tuple(parts)
+
+
+def traced(
+    run: Callable[[Any, Any, Any, Any], Any],
+    places: Sequence[Place],
+    num_products: int,
+    others: Callable[[Any, Any], Sequence[torch.Tensor]],
+    *,
+    num_nodes: int = NODES_HINT,
+    decompositions: Any = None,
+) -> tuple[fx.GraphModule, list[Source], Any]:
+    """A function as a graph of torch's operators, over tensors without values.
+
+    Args:
+      run: of the number of nodes, the numbers of products, what lies in the places, and other tensors.
+      others: makes these, of torch's fake mode and the number of nodes.
+      num_nodes, decompositions: as of `Tracer.trace`.
+    Returns: with the sources of its inputs, but for the others, which come last, and torch's fake mode.
+    """
+    from torch._dynamo.source import ConstantSource
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental import _config as fx_config
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        fx_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]  # one node is no case of its own
+    ):
+        shapes = ShapeEnv()
+        mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+
+        def number(place: int) -> Any:
+            """A whole number that the graph takes as an input."""
+            source, hint = ConstantSource(f"foredraft_{place}"), num_nodes + place
+            symbol = shapes.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+            return shapes.create_symintnode(symbol, hint=hint)
+
+        nodes, *numbers = map(number, range(1 + num_products))
+        tensors = [mode.from_tensor(getattr(*place).detach(), static_shapes=True) for place in places]
+        inputs = others(mode, nodes)
+        with mode, one_trace_at_a_time, _unsaid():
+            graph = make_fx(lambda *given: run(*given), decompositions)(nodes, numbers, tensors, inputs)
+    sources: list[Source] = [("nodes", None), *(("product", index) for index in range(num_products))]
+    return graph, [*sources, *(("tensor", index) for index in range(len(places)))], mode
+
+
+@contextmanager
+def _unsaid() -> Iterator[None]:
+    """Keep torch from printing the errors of a trace, which are raised, and answered by running modules instead."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
+def part_of(nodes: Iterable[fx.Node], given: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
+    """Nodes of a graph as a graph of their own, over those that are given; it returns a tuple."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in given:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in outputs))
+    return graph
+
+
+def _out_features(linear: nn.Module) -> int:
+    weight: torch.Tensor = linear.weight  # type: ignore[assignment]
+    return int(weight.shape[0] if isinstance(linear, nn.Linear) else weight.shape[1])
+
+
+@contextmanager
+def held(places: Sequence[tuple[nn.Module, str]], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let modules hold these tensors inside."""
+    holders = [module._parameters if name in module._parameters else module._buffers for module, name in places]
+    before = [holder[name] for holder, (_, name) in zip(holders, places, strict=True)]
+    for holder, (_, name), tensor in zip(holders, places, tensors, strict=True):
+        holder[name] = tensor  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for holder, (_, name), old in zip(holders, places, before, strict=True):
+            holder[name] = old  # type: ignore[assignment]
+
+
+Place = tuple[nn.Module, str]
+"""A tensor of a model: the module that holds it, and its name there."""
+
+
+@dataclass(frozen=True)
+class LayerProgram:
+    """A decoder layer as a program.
+
+    Args:
+      tensors, runners: where it finds its weights and its products, by number.
+      module: of a shadow.
+      call: how the model calls it.
+      cache_index: of its keys and values; None without attention.
+      scaling: of its scores; None for 1/sqrt(D).
+    """
+
+    program: Program
+    tensors: Sequence[Place]
+    runners: Sequence[Any]
+    module: nn.Module
+    call: LayerCall
+    cache_index: int | None
+    scaling: float | None
+
+
+def layer_program(recording: Recording, layer: nn.Module, index: int) -> LayerProgram:
+    """A layer, or a copy of it that was changed, as a program.
+
+    Args:
+      recording: of the calls of the layers.
+    Raises: NotTraceableError where it cannot be one, and whatever the code of a model raises.
+    """
+    if reason := what_changed(layer):
+        raise NotTraceableError(reason)
+    call, attention = recording.calls[index], recording.attention[index]
+    if attention is not None and not is_plain({"dropout": 0.0, **attention[1]}):
+        raise NotTraceableError("its attention is more than masked sums")
+    tracer = Tracer(layer, call)
+    key = build_of(layer, tracer), layout_of(call)
+    program = _programs.get(key)
+    if program is None:
+        program = _programs[key] = tracer.program()
+    attends = program.heads is not None
+    if attends and attention is None:
+        raise NotTraceableError("its attention was not seen")
+    cache_index = recording.cache_index[index] if attends else None
+    scaling = attention[1].get("scaling") if attention is not None and attends else None
+    return LayerProgram(program, tracer.tensors, tracer.runners, layer, call, cache_index, scaling)
+
+
+_programs: dict[Any, Program] = {}
+"""Of layers, by their build."""

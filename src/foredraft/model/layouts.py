@@ -1,0 +1,190 @@
+"""How the nodes of one forward lie: their positions, what they may look at, and whether they run as a list.
+
+Rows of a list run attention in groups: neighbours of like length and draft, so that none pays for a much longer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from foredraft.model.masks import FULL, Mask, Masks
+from foredraft.model.nodes import FlatNodes, Nodes, RowGroup
+from foredraft.native.abi import MOST_NODES
+from foredraft.native.attention import DecodeAttention, PrefillAttention
+
+if TYPE_CHECKING:
+    from foredraft.model.cache.ragged import KVCache
+    from foredraft.native.library import Library
+
+
+CALL_COLUMNS = 256
+"""What one more call of attention costs, in columns of one row and node: some 20 microseconds on a CPU."""
+
+NODES_PER_READING = 8
+"""How many nodes cost as much arithmetic as reading the keys and values of a row costs."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The nodes of one forward.
+
+    Args:
+      positions: (B, N).
+      mask: what the model is given as its mask; of a list of nodes it only stands for the masks of its groups.
+      flat: the list, or None for a rectangle of rows.
+    """
+
+    positions: torch.Tensor
+    mask: Mask
+    flat: FlatNodes | None
+
+
+class Layouts:
+    """Lays out the nodes of forwards of one model.
+
+    Args:
+      masks: makes its masks.
+      kernels: by which few nodes run attention, if there are any.
+
+    Attributes:
+      masks: as given.
+    """
+
+    def __init__(self, masks: Masks, kernels: Library | None = None) -> None:
+        self.masks = masks
+        self._kernels = kernels
+
+    def of(
+        self,
+        nodes: Nodes,
+        cache: KVCache,
+        first_row: int,
+        view_length: int | None,
+        *,
+        takes_lists: bool,
+        lists_all: bool,
+    ) -> Layout:
+        """Open the cache for these nodes.
+
+        Args:
+          view_length: cache columns that attention runs over, if shapes are to be fixed.
+          takes_lists: rows of different numbers of nodes are to run as a list.
+          lists_all: others, too.
+        """
+        num_rows, width = nodes.tokens.shape
+        is_fixed = view_length is not None
+        trunks = [length - nodes.num_fed for length in cache.row_lengths(first_row, num_rows)]
+        starts = torch.tensor(trunks, device=cache.device)[:, None]
+        positions = starts + nodes.depths.to(cache.device)  # (B, S + N)
+        is_padded = num_rows > 1 and nodes.num_real < num_rows * width and not is_fixed
+        flat = None
+        if takes_lists and (is_padded or lists_all):
+            flat = FlatNodes((width,) * num_rows if is_fixed else nodes.counts, width, cache.device)
+        columns = cache.open(first_row, num_rows, width, view_length, flat)
+        if flat is None:
+            mask = self.masks.of(nodes, starts, positions, columns, is_fixed)
+        else:
+            place = nodes, flat.counts, starts, positions, trunks
+            flat.groups = self._groups(*place, (width, columns) if is_fixed else None)
+            mask = self.masks.stand_ins(flat)
+        shown = positions[:, nodes.num_fed :]
+        offsets = cache.row_offsets(first_row, num_rows)
+        if offsets is not None:  # masks count in columns, the model in positions
+            shown = shown + torch.tensor(offsets, device=cache.device)[:, None]
+        return Layout(shown, mask, flat)
+
+    def _groups(
+        self,
+        nodes: Nodes,
+        counts: Sequence[int],
+        starts: torch.Tensor,
+        positions: torch.Tensor,
+        trunks: Sequence[int],
+        fixed: tuple[int, int] | None,
+    ) -> tuple[RowGroup, ...]:
+        """The groups of a forward, in the order of its rows.
+
+        Args:
+          counts: nodes of every row.
+          starts, positions: as for `Masks.of`.
+          trunks: columns of every row before the root of its draft.
+          fixed: nodes of the rectangle of a row, and columns T, where all rows are to run together; None for as few as
+            there need be.
+        """
+        found, first = [], 0
+        heads = [trunk + nodes.num_fed for trunk in trunks]
+        all_rows = range(len(counts))
+        for rows in _alike(heads, counts) if fixed is None else [all_rows]:
+            wide = max(counts[row] for row in rows)
+            wide, length = fixed or (wide, max(heads[row] for row in rows) + wide)
+            size = sum(counts[row] for row in rows)
+            flat = FlatNodes([counts[row] for row in rows], wide, starts.device)
+            before = [heads[row] for row in rows]
+            masks = self._masks_of(nodes, rows, wide, before, starts, positions, length)
+            are_chains = nodes.ancestors is None and nodes.num_fed == 0
+            head = before[0] if are_chains and len(rows) == 1 else None
+            seen = [min(heads[row] + counts[row], length) for row in rows]
+            decode = None if self._kernels is None else DecodeAttention(self._kernels, flat.counts, seen)
+            prefill = None
+            if decode is not None and not decode.is_few and are_chains:
+                prefill = PrefillAttention(decode.kernels, flat.counts, before, self.masks.windows)
+            found.append(RowGroup(rows, range(first, first + size), flat, length, masks, head, decode, prefill))
+            first += size
+        return tuple(found)
+
+    def _masks_of(
+        self,
+        nodes: Nodes,
+        rows: range,
+        width: int,
+        heads: Sequence[int],
+        starts: torch.Tensor,
+        positions: torch.Tensor,
+        columns: int,
+    ) -> dict[str, torch.Tensor | None]:
+        kinds = self.masks.kinds
+        if nodes.ancestors is None and nodes.num_fed == 0:
+            sees_all = width == 1 and all(head + 1 == columns for head in heads)
+            return {
+                kind: None if kind == FULL and sees_all else self.masks.of_chains(kind, heads, width, columns)
+                for kind in kinds
+            }
+        span = slice(rows.start, rows.stop)
+        ancestors = None if nodes.ancestors is None else nodes.ancestors[span, :width, : nodes.num_fed + width]
+        part = Nodes(
+            nodes.tokens[span, :width],
+            nodes.depths[span, : nodes.num_fed + width],
+            tuple(nodes.counts[row] for row in rows),
+            ancestors,
+            nodes.num_fed,
+        )
+        masks = self.masks.of(part, starts[span], positions[span, : nodes.num_fed + width], columns, True)
+        if isinstance(masks, dict):
+            return dict(masks)
+        return dict.fromkeys(kinds, masks)
+
+
+def _alike(lengths: Sequence[int], counts: Sequence[int]) -> Iterator[range]:
+    """Neighbours whose padding costs less than calls of their own would, and that are for the same kernels.
+
+    Lengths 100 100 900 of one node each make two groups: two rows of 900 columns would cost 1,600 columns more than
+    they need, and another call costs 256.
+    """
+    first, longest, widest = 0, lengths[0], counts[0]
+    for row in range(1, len(lengths)):
+        longer, wider = max(longest, lengths[row]), max(widest, counts[row])
+        together = (row - first + 1) * _cost(longer, wider)
+        apart = (row - first) * _cost(longest, widest) + _cost(lengths[row], counts[row]) + CALL_COLUMNS
+        if together > apart or (widest <= MOST_NODES) != (counts[row] <= MOST_NODES):
+            yield range(first, row)
+            first, longer, wider = row, lengths[row], counts[row]
+        longest, widest = longer, wider
+    yield range(first, len(lengths))
+
+
+def _cost(length: int, count: int) -> float:
+    return length * (1 + count / NODES_PER_READING)

@@ -1,0 +1,157 @@
+"""Which cache columns every node may look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+
+from foredraft.model.nodes import FlatNodes, Nodes
+
+Mask: TypeAlias = torch.Tensor | dict[str, torch.Tensor] | None
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass
+class Masks:
+    """Makes the 4-D masks of one model.
+
+    Args:
+      layer_types: kind of attention of every layer.
+      window: positions that a sliding layer looks back, its own included.
+      dtype: of additive masks.
+      device: of all masks.
+      is_additive: 0 and the lowest number instead of True and False.
+      always: make one also for a single token, which sees every column anyway.
+    """
+
+    layer_types: tuple[str, ...]
+    window: int | None
+    dtype: torch.dtype
+    device: torch.device
+    is_additive: bool = False
+    always: bool = False
+    _templates: dict[str, _Template] = field(default_factory=dict)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of attention that the model has."""
+        return tuple(dict.fromkeys(self.layer_types))
+
+    @property
+    def windows(self) -> dict[str, int | None]:
+        """Positions that a node looks back by kind of attention, its own included; None for all."""
+        return {kind: None if kind == FULL else self.window for kind in self.kinds}
+
+    def of_chains(self, kind: str, lengths: Sequence[int], width: int, columns: int) -> torch.Tensor:
+        """Mask (R, 1, N, T) of chains behind rows of these lengths; padding sees what a longer chain would.
+
+        All rows see the same band, each at its own place: the mask of one is a view of one band, kept for all steps.
+        """
+        template = self._templates.setdefault(kind, _Template(self, self.windows[kind]))
+        masks = [template.cut(length, width, columns) for length in lengths]
+        return masks[0][None, None] if len(masks) == 1 else torch.stack(masks)[:, None]
+
+    def stand_ins(self, flat: FlatNodes) -> Mask:
+        """What a model is given in place of masks where its rows run attention in groups: one for every kind.
+
+        Each knows the list that it stands for, since not every model lets its attention know.
+        """
+        masks = {kind: torch.zeros(1, 1, len(flat), 1, device=self.device) for kind in self.kinds}
+        for kind, mask in masks.items():
+            mask.stands_for = flat, kind  # type: ignore[attr-defined]  # a mask that is computed of it has it no more
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def of(self, nodes: Nodes, starts: torch.Tensor, positions: torch.Tensor, columns: int, fixed_shape: bool) -> Mask:
+        """Masks (B, 1, N, T), one per layer type where the model has several; None where everything is visible.
+
+        Args:
+          starts: (B, 1), columns before the root of every row.
+          positions: (B, S + N) of the fed and the new nodes.
+          columns: T.
+          fixed_shape: T is more than what the rows need.
+        """
+        slides = SLIDING in self.layer_types
+        if nodes.is_one_token and not (slides or self.always or fixed_shape):
+            return None
+        full = self.visible(nodes, starts, columns)
+        masks = {FULL: full}
+        if slides:
+            masks[SLIDING] = full & self.in_window(nodes, starts, positions, columns)
+        used = {kind: self.formatted(masks[kind]) for kind in dict.fromkeys(self.layer_types)}
+        return used if len(used) > 1 else next(iter(used.values()))
+
+    def visible(self, nodes: Nodes, starts: torch.Tensor, columns: int) -> torch.Tensor:
+        """Bool (B, N, T): committed columns, ancestors and the node itself. Padding sees itself only."""
+        num_rows, width = nodes.tokens.shape
+        column = torch.arange(columns, device=self.device)
+        own = starts + nodes.num_fed + torch.arange(width, device=self.device)  # (B, N) column of every node
+        if nodes.ancestors is None:
+            visible = column <= own[:, :, None]
+        else:
+            visible = (column < starts[:, :, None]).expand(num_rows, width, columns).clone()
+            places = self._tree_columns(nodes, starts)[:, None, :].expand_as(nodes.ancestors)
+            visible.scatter_(2, places, nodes.ancestors.to(self.device))
+        if min(nodes.counts) < width:
+            counts = torch.tensor(nodes.counts, device=self.device)[:, None, None]
+            is_real = torch.arange(width, device=self.device)[None, :, None] < counts
+            visible = torch.where(is_real, visible, column == own[:, :, None])
+        return visible
+
+    def in_window(self, nodes: Nodes, starts: torch.Tensor, positions: torch.Tensor, columns: int) -> torch.Tensor:
+        """Bool (B, N, T): the position of the column lies less than a window behind that of the node."""
+        num_rows = len(nodes.counts)
+        column_positions = torch.arange(columns, device=self.device).expand(num_rows, columns).clone()
+        column_positions.scatter_(1, self._tree_columns(nodes, starts), positions)
+        distance = positions[:, nodes.num_fed :, None] - column_positions[:, None, :]
+        return distance < (self.window or 0)
+
+    def _tree_columns(self, nodes: Nodes, starts: torch.Tensor) -> torch.Tensor:
+        """(B, S + N): the columns of the fed and the new nodes of every row."""
+        return starts + torch.arange(nodes.num_fed + nodes.width, device=self.device)
+
+    def formatted(self, visible: torch.Tensor) -> torch.Tensor:
+        """A mask (B, 1, N, T) as attention takes it."""
+        visible = visible[:, None]  # (B, 1, N, T)
+        if not self.is_additive:
+            return visible
+        mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(~visible, torch.finfo(self.dtype).min)
+
+
+class _Template:
+    """The band that a chain sees, wide enough to be cut at any place.
+
+    Args:
+      window: columns that a node looks back, its own included; None for all.
+    """
+
+    def __init__(self, masks: Masks, window: int | None) -> None:
+        self._masks = masks
+        self._window = window
+        self._before = 0  # columns before the place of the first node
+        self._band = torch.empty(0, 0)
+
+    def cut(self, length: int, width: int, columns: int) -> torch.Tensor:
+        """(N, T): node i is in column ``length + i``."""
+        height, total = self._band.shape
+        after = total - self._before
+        if length > self._before or width > height or columns - length > after:
+            self._grow(  # twice as far, so that it seldom happens, but only where it does not reach
+                self._before if length <= self._before else max(min(2 * length, length + 4096), 256),
+                max(width, height),
+                after if columns - length <= after else 2 * (columns - length),
+            )
+        start = self._before - length
+        return self._band[:width, start : start + columns]
+
+    def _grow(self, before: int, height: int, after: int) -> None:
+        device = self._masks.device
+        self._before = before
+        distance = torch.arange(height, device=device)[:, None] - torch.arange(-before, after, device=device)
+        sees = distance >= 0
+        if self._window is not None:
+            sees &= distance < self._window
+        self._band = self._masks.formatted(sees[None])[0, 0]

@@ -1,0 +1,263 @@
+"""Ragged rows of nodes, padded to one rectangle: what a forward takes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import torch
+
+from foredraft.native import abi
+from foredraft.tree import DraftTree
+
+if TYPE_CHECKING:
+    from foredraft.native.attention import DecodeAttention, PrefillAttention
+
+BLOCK = 256
+"""Nodes of a long chain that run attention together."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """B ragged rows of up to N nodes, padded to one width.
+
+    Args:
+      tokens: int64 (B, N); padding repeats the first token of its row: it lies in masked columns of that row, where the
+        NaN embedding of a token that the row does not have would reach all its nodes.
+      depths: int64 (B, S + N), distance from the root of the row; in padding any that gives a position inside of the
+        context.
+      counts: number of real nodes of every row; the rest is padding that only sees itself.
+      ancestors: bool (B, N, S + N) or None when every row is a chain.
+      num_fed: S, the number of committed columns at the end of every row that are nodes of the same tree, fed
+        earlier: nodes see those among them that are their ancestors, and positions count from before them.
+    """
+
+    tokens: torch.Tensor
+    depths: torch.Tensor
+    counts: tuple[int, ...]
+    ancestors: torch.Tensor | None = None
+    num_fed: int = 0
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]
+
+    @classmethod
+    def from_chains(cls, chains: Sequence[Sequence[int]], width: int | None = None) -> Nodes:
+        """Rows of consecutive tokens, for prefill and catch-up."""
+        counts = tuple(map(len, chains))
+        width = width or max(counts)
+        some = next((chain[0] for chain in chains if chain), 0)  # for rows without any
+        first = np.array([[chain[0] if chain else some] for chain in chains], dtype=np.int64)
+        tokens = first.repeat(width, axis=1)
+        depths = np.zeros((len(chains), width), dtype=np.int64)
+        for row, chain in enumerate(chains):
+            tokens[row, : len(chain)] = chain
+            depths[row, : len(chain)] = np.arange(len(chain))
+        return cls(torch.from_numpy(tokens), torch.from_numpy(depths), counts)
+
+    @classmethod
+    def from_trees(cls, trees: Sequence[DraftTree], width: int | None = None) -> Nodes:
+        """One draft per row; chains when they all are."""
+        if all(tree.is_chain for tree in trees):
+            return cls.from_chains([tree.tokens for tree in trees], width)
+        counts = tuple(map(len, trees))
+        width = width or max(counts)
+        tokens = np.array([[tree.tokens[0]] for tree in trees], dtype=np.int64).repeat(width, axis=1)
+        depths = np.zeros((len(trees), width), dtype=np.int64)
+        ancestors = np.broadcast_to(np.eye(width, dtype=bool), (len(trees), width, width)).copy()
+        for row, tree in enumerate(trees):
+            size = len(tree)
+            tokens[row, :size] = tree.tokens
+            depths[row, :size] = tree.depths
+            ancestors[row, :size, :size] = tree.ancestor_mask
+        return cls(torch.from_numpy(tokens), torch.from_numpy(depths), counts, torch.from_numpy(ancestors))
+
+    def fields(self, lengths: Sequence[int], offsets: Sequence[int] | None = None, first_row: int = 0) -> abi.Nodes:
+        """What kernels are given of them.
+
+        Args:
+          lengths: committed columns of every row, the fed nodes among them.
+          offsets: how far the positions of every row are ahead of its columns; None for nowhere.
+          first_row: of the cache.
+        """
+        tokens, depths = self.tokens.contiguous(), self.depths.contiguous()
+        ancestors = None if self.ancestors is None else self.ancestors.contiguous()
+        arrays = [None if each is None else abi.array_of(each) for each in (self.counts, lengths, offsets)]
+        found = abi.Nodes(
+            *tokens.shape,
+            self.num_real,
+            self.num_fed,
+            tokens.data_ptr(),
+            depths.data_ptr(),
+            *(None if each is None else ctypes.addressof(each) for each in arrays),
+            None if ancestors is None else ancestors.data_ptr(),
+            first_row,
+        )
+        found.kept = tokens, depths, ancestors, arrays  # as long as it is used
+        return found
+
+    @property
+    def num_real(self) -> int:
+        """Nodes of all rows, padding not counted."""
+        return sum(self.counts)
+
+    @property
+    def is_one_token(self) -> bool:
+        return self.tokens.shape == (1, 1)
+
+
+class FlatNodes:
+    """The real nodes of a rectangle of rows as one list, row after row: what is not attention runs over it.
+
+    Rows of 1 and 3 nodes, padded to 3, have 4 nodes in the places 0 3 4 5 of the rectangle; the list is spread over it
+    by the numbers 0 0 0 1 2 3, where padding takes the first node along.
+
+    Args:
+      counts: real nodes of every row.
+      width: N, to which rows are padded in the rectangle.
+    """
+
+    def __init__(self, counts: Sequence[int], width: int, device: torch.device) -> None:
+        self.shape = len(counts), width
+        self.counts = tuple(counts)
+        self.is_full = min(counts) == width
+        self.groups: tuple[RowGroup, ...] = ()  # of rows that run attention together, set where attention is ours
+        self.runs_stock_attention = False  # attention of some layer was not run by the library's own kernels
+        self._device = device
+        if self.is_full:
+            return
+        is_real = np.arange(width) < np.array(counts)[:, None]
+        places = np.flatnonzero(is_real)
+        numbers = np.zeros(is_real.size, dtype=np.int64)
+        numbers[places] = np.arange(len(places))
+        self._places = torch.from_numpy(places).to(device)
+        self._numbers = torch.from_numpy(numbers).to(device)
+
+    def __len__(self) -> int:
+        """Number of nodes S."""
+        return sum(self.counts)
+
+    def listed(self, values: torch.Tensor) -> torch.Tensor:
+        """(B, N, ...) -> (S, ...)."""
+        flat = values.flatten(0, 1)
+        return flat if self.is_full else flat.index_select(0, self._places)
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """(S, ...) -> (B, N, ...); padding holds what the first node has."""
+        spread = values if self.is_full else values.index_select(0, self._numbers)
+        return spread.view(*self.shape, *values.shape[1:])
+
+    def kept(self, columns: range) -> tuple[torch.Tensor, FlatNodes]:
+        """Numbers of the nodes in some columns of the rectangle, and these nodes as a list of their own."""
+        starts = [0, *accumulate(self.counts)]
+        rows = [range(min(columns.start, count), min(columns.stop, count)) for count in self.counts]
+        numbers = [start + column for start, row in zip(starts, rows, strict=False) for column in row]
+        index = torch.tensor(numbers, dtype=torch.long, device=self._device)
+        return index, FlatNodes([len(row) for row in rows], len(columns), self._device)
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Neighbouring rows of one forward.
+
+    Args:
+      rows: of the forward.
+      nodes: theirs in the list.
+      flat: how they lie in a rectangle.
+      columns: T, over which they run attention.
+      masks: (R or 1, 1, N, T) by kind of attention, None where every column is seen.
+      head: columns before the first node, of one row with a chain; None for others.
+      decode, prefill: attention of these rows by kernels of the library's own; None where there are none.
+    """
+
+    rows: range
+    nodes: range
+    flat: FlatNodes
+    columns: int
+    masks: dict[str, torch.Tensor | None]
+    head: int | None = None
+    decode: DecodeAttention | None = None
+    prefill: PrefillAttention | None = None
+    _folded: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def blocks(self) -> Iterator[tuple[int, int, int]]:
+        """Nodes that run together, from and to, and the columns that any of them sees.
+
+        A long chain runs in blocks, since its first nodes see none of the last columns: half of all, for a prompt.
+        """
+        width = self.flat.shape[1]
+        if self.head is None or width <= BLOCK:
+            yield 0, width, self.columns
+            return
+        for first in range(0, width, BLOCK):
+            last = min(first + BLOCK, width)
+            yield first, last, self.columns if last == width else self.head + last
+
+    def folded(self, kind: str, group_size: int, block: tuple[int, int, int]) -> torch.Tensor | None:
+        """The mask of a block where the query heads of a group are more queries of one head: (R or 1, 1, g * N, T)."""
+        mask = self.masks[kind]
+        first, last, columns = block
+        if mask is None:
+            return None
+        key = kind, group_size, first
+        if key not in self._folded:
+            self._folded[key] = folded(mask[:, :, first:last, :columns], group_size)
+        return self._folded[key]
+
+
+def folded(mask: torch.Tensor, group_size: int) -> torch.Tensor:
+    """The mask (B, 1, N, T) where the query heads of a group are more queries of one head: (B, 1, g * N, T).
+
+    Of a single query it stays as it is: all heads see the same.
+    """
+    return mask if group_size == 1 or mask.shape[2] == 1 else mask.repeat(1, 1, group_size, 1)
+
+
+def logits_to_keep(kept: range, width: int, device: torch.device) -> int | torch.Tensor:
+    """`transformers`' argument: 0 for all, k for the last k, else column indices; never nothing at all."""
+    if len(kept) == width:
+        return 0
+    if len(kept) == 0:
+        return 1
+    if kept.stop == width and kept.step == 1:
+        return len(kept)
+    return torch.tensor(list(kept), device=device)
+
+
+class NodeLogits:
+    """Logits of the nodes of several rows, without padding: ``logits[i]`` are those of row i, (nodes, V).
+
+    Args:
+      values: (S, V), row after row.
+      counts: nodes of every row.
+    """
+
+    def __init__(self, values: torch.Tensor, counts: Sequence[int]) -> None:
+        self.values = values
+        self.starts = [0, *accumulate(counts)]
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.starts) - 1
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return self.values[self.starts[row] : self.starts[row + 1]]
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    def of(self, rows: Sequence[int]) -> NodeLogits:
+        """Those of some rows, in this order."""
+        several = [self[row] for row in rows]
+        return NodeLogits(torch.cat(several), [len(each) for each in several])
+
+
+Logits: TypeAlias = torch.Tensor | NodeLogits
+"""Logits of the nodes of rows, padded to one width (B, N, V) or not: ``logits[i]`` are those of row i either way."""

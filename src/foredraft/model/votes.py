@@ -1,0 +1,100 @@
+"""How much attention the last tokens of a text pay to its columns, by layer and head of the cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from foredraft.errors import UnsupportedModelError
+from foredraft.model.execution.attention import SPECIAL_ARGUMENTS, seen_by
+from foredraft.model.nodes import Nodes
+from foredraft.model.reduced import group_attention
+
+if TYPE_CHECKING:
+    from foredraft.model.cache.ragged import KVCache
+    from foredraft.model.lm import CausalLM
+
+POOLING = 5
+"""Neighbouring columns over which votes are averaged, as published."""
+
+
+def attention_votes(query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> torch.Tensor:
+    """The votes of the last W tokens of a text for the columns before them.
+
+    Args:
+      query: (H_q, W, D), of the last tokens.
+      key: (H_kv, T, D), of all columns, those of the last tokens at the end; H_kv divides H_q.
+      scaling: factor of the scores; 1/sqrt(D) by default.
+    Returns: (H_kv, T - W): the attention of the W queries of all query heads of a group, summed, and averaged over
+      `POOLING` neighbours.
+
+    Source: SnapKV (Li et al. 2024, arXiv:2404.14469). The scores are scaled, as those of the model are.
+    """
+    num_heads, window, size = query.shape
+    num_kv_heads, columns, _ = key.shape
+    grouped = query.reshape(num_kv_heads, -1, size)  # (H_kv, g * W, D)
+    scores = torch.matmul(grouped, key.transpose(1, 2)) * (size**-0.5 if scaling is None else scaling)
+    scores = scores.view(num_heads, window, columns)
+    scores = scores.float() if scores.dtype.itemsize < 4 else scores
+    later = torch.ones(window, window, dtype=torch.bool, device=key.device).triu(1)
+    scores[:, :, columns - window :].masked_fill_(later, float("-inf"))
+    votes = scores.softmax(-1)[:, :, : columns - window].sum(1)  # (H_q, T - W)
+    votes = votes.view(num_kv_heads, -1, columns - window).sum(1)
+    return F.avg_pool1d(votes[:, None], POOLING, stride=1, padding=POOLING // 2)[:, 0]
+
+
+class Voter:
+    """Takes votes from a model, by running the last tokens of a row once more.
+
+    The votes are taken inside of the attention function that the adapter registers, so the model must run its
+    attention through it; models that do not are refused.
+
+    Args:
+      target: the model whose cache the votes are about. It is not changed, and its forwards are not counted.
+
+    Raises: UnsupportedModelError for a model with an attention of its own.
+    """
+
+    def __init__(self, target: CausalLM) -> None:
+        self.model = target.variant("its votes", lambda *_: None)
+        if not self.model.execution.uses_grouped_attention:
+            group_attention(self.model)
+        if not self.model.execution.uses_grouped_attention:
+            raise self._refusal(target)
+        self._refused = target
+        self._votes: list[torch.Tensor] = []
+
+    def votes(self, tokens: list[int], cache: KVCache, row: int) -> list[torch.Tensor]:
+        """Votes of the last tokens of a row of a cache for the columns before them, (heads, T - W) by layer.
+
+        Args:
+          tokens: those that the last W columns of the row hold. The columns are left as they were, bit for bit.
+        Raises: UnsupportedModelError where attention has terms of its own, or layers share keys and values.
+        """
+        length = cache.lengths[row]
+        self._votes = []
+        with cache.kept(row, length - len(tokens), length), seen_by(self._see):
+            self.model.forward(Nodes.from_chains([tokens]), cache, first_row=row, keep=slice(0, 0))
+        votes, self._votes = self._votes, []
+        layers = [layer for layer in cache.layers if layer.is_initialized]
+        if len(votes) != self.model.num_layers or len(layers) != self.model.num_layers:
+            raise self._refusal(self._refused)
+        # heads of attention that are made of one head of the cache vote together
+        return [of.view(layer.keys.shape[1], -1, of.shape[1]).sum(1) for of, layer in zip(votes, layers, strict=True)]
+
+    def _see(
+        self, _: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **others: Any
+    ) -> None:
+        special = [others.get(name) for name in SPECIAL_ARGUMENTS]
+        if any(value is not None and value is not False for value in special):
+            raise self._refusal(self._refused)
+        self._votes.append(attention_votes(query[0], key[0], others.get("scaling")))
+
+    @staticmethod
+    def _refusal(target: CausalLM) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{target.name} runs an attention of its own, whose votes cannot be taken; use kv_selector='streaming', "
+            "which needs none"
+        )

@@ -1,0 +1,378 @@
+"""Products with packed matrices, by weight format: a step of few rows reads them at the speed of memory.
+
+A step of decoding multiplies a few rows by every weight of a model, and takes as long as reading them. oneDNN's packed
+products read narrow matrices at half to two thirds of what memory gives; ``products.cpp`` reads them at all of it, and
+sums every row in the same order whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeAlias
+
+import torch
+
+from foredraft.native import abi, memory
+from foredraft.native.codes import Codes, StoredCodes, Unrounded, pieces, shift_of, times_halves
+from foredraft.native.library import KINDS, Library
+
+PAIRS_BLOCK = 32
+"""Inputs and outputs of a block of pairs."""
+CODES_BLOCK, CODES_SPAN = 32, 64
+"""Outputs of a block of codes, and inputs whose activations are rounded together."""
+
+
+def float_shape(kind: int, outputs: int, inputs: int, block: int) -> tuple[int, ...]:
+    """Of a packed weight in floats; of pairs two tiles of 16 outputs per 32 inputs, pairs of inputs side by side."""
+    if kind == abi.PAIRS:
+        return -(-outputs // PAIRS_BLOCK), -(-inputs // PAIRS_BLOCK), 2, 16, 16, 2
+    return -(-outputs // block), inputs, block
+
+
+def kept_dtype(parts: Sequence[torch.Tensor]) -> torch.dtype:
+    """The smallest dtype that holds all numbers of weights of one dtype: their own, or of float32 a half."""
+    given = parts[0].dtype
+    if given != torch.float32:
+        return given
+    every = [part.detach()[first:last] for part in parts for first, last in pieces(part.shape)]
+    for half in (torch.bfloat16, torch.float16):
+        if all(torch.equal(piece.to(half).to(given), piece) for piece in every):
+            return half
+    return given
+
+
+def codes_shapes(bits: int, group: int, outputs: int, inputs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of packed codes, and of their scales and zeros."""
+    span, blocks = group or CODES_SPAN, -(-outputs // CODES_BLOCK)
+    whole = -(-inputs // span) * span
+    return (blocks, whole * bits // 32, CODES_BLOCK, 4), (blocks, whole // group if group else 1, CODES_BLOCK)
+
+
+SCALES = {torch.float32: abi.FLOAT32, torch.float16: abi.FLOAT16, torch.uint8: abi.BYTES, torch.int8: abi.MULTIPLES}
+"""How scales and zeros may lie in memory."""
+KEPT = ("bias", "scales", "zeros", "scale_halves", "zero_halves")
+"""Parts of a matrix beside its numbers."""
+FLOATS = (abi.PAIRS, abi.FLOAT32, abi.BFLOAT16, abi.FLOAT16)
+"""Kinds of matrices whose numbers are floats."""
+Seen: TypeAlias = Callable[[int, torch.Tensor | Codes], object]
+"""Is told the number of a part, and one piece of it after another, once that is packed."""
+
+
+class PackedMatrix:
+    """A weight (out, in) as kernels read it, and its product.
+
+    Attributes:
+      compute_dtype: of what is multiplied, and of the result.
+      packed: the numbers of the weight, in huge pages where the system has them.
+      parts: these, and what belongs to them, by name.
+      num_bytes: of all that a product reads.
+      fields, address: what the kernels are told of it, and where that lies.
+      rounding: how far, relatively, what is multiplied is rounded.
+
+    Exactness: a row has the same bits among any number of rows; sums are in float32.
+    """
+
+    def __init__(
+        self,
+        kernels: Library,
+        size: tuple[int, int],
+        kind: int,
+        packed: torch.Tensor,
+        bias: torch.Tensor | None,
+        scales: torch.Tensor | None = None,
+        zeros: torch.Tensor | None = None,
+        group: int = 0,
+        activation_bytes: int = 0,
+        dtype: torch.dtype = torch.float32,
+        scale_halves: torch.Tensor | None = None,
+        zero_halves: torch.Tensor | None = None,
+    ) -> None:
+        self._size = outputs, inputs = size
+        self.packed = packed
+        self._kept = [
+            None if bias is None else bias.float().contiguous(),
+            *(None if each is None else each.contiguous() for each in (scales, zeros, scale_halves, zero_halves)),
+        ]
+        parts = {"packed": packed, **dict(zip(KEPT, self._kept, strict=True))}
+        self.parts = {name: each for name, each in parts.items() if each is not None}
+        self.num_bytes = packed.nbytes + sum(each.nbytes for each in self._kept[1:] if each is not None)
+        of_bias, of_scales, of_zeros, *halves = (None if each is None else each.data_ptr() for each in self._kept)
+        of_kinds = [abi.FLOAT32 if each is None else SCALES[each.dtype] for each in (scales, zeros)]
+        shift = 0 if scales is None or scale_halves is None else shift_of(scales.shape[1], scale_halves.shape[1])
+        of_codes = group, *of_kinds, of_scales, of_zeros, activation_bytes, KINDS[dtype], shift, *halves
+        self.fields = abi.Matrix(inputs, outputs, kind, packed.data_ptr(), of_bias, *of_codes)
+        self.address = ctypes.addressof(self.fields)
+        self.rounding = 2.0 ** (1 - 8 * activation_bytes) if activation_bytes else torch.finfo(torch.float32).eps
+        self.compute_dtype = torch.bfloat16 if kind == abi.PAIRS else dtype
+        self.instruction_set = kernels.instruction_set
+        self._run, self._unpack = kernels.product, kernels.rows
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in) of `compute_dtype` -> (..., out)."""
+        if x.dtype != self.compute_dtype:  # what the kernel writes would not fit
+            raise TypeError(f"a matrix that multiplies in {self.compute_dtype} was given {x.dtype}")
+        outputs, inputs = self._size
+        x = x.contiguous()
+        out = x.new_empty((*x.shape[:-1], outputs))
+        self._run(self.address, x.data_ptr(), x.numel() // inputs, out.data_ptr(), torch.get_num_threads())
+        return out
+
+    def rows(self, outputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """(...) of int64 -> (..., in): rows of `dense`, without the others.
+
+        Raises: IndexError for rows that there are not, TypeError for floats in a dtype that they do not have.
+        """
+        wider = torch.float32 if self.fields.kind != abi.PAIRS else self.packed.dtype
+        if self.fields.kind in FLOATS and dtype not in (self.packed.dtype, wider):
+            raise TypeError(f"rows of a matrix in {self.packed.dtype} were asked for in {dtype}")
+        outputs = outputs.long().contiguous()
+        if outputs.numel() and not 0 <= int(outputs.min()) <= int(outputs.max()) < self._size[0]:
+            raise IndexError(f"rows {int(outputs.min())} to {int(outputs.max())} of {self._size[0]}")
+        out = torch.empty((*outputs.shape, self._size[1]), dtype=dtype)
+        self._unpack(self.address, outputs.data_ptr(), outputs.numel(), KINDS[dtype], out.data_ptr())
+        return out
+
+
+class NativeMatrix(PackedMatrix):
+    """A weight in a float format.
+
+    Args:
+      parts: weights (out, in) one after another, of one dtype. Multiplied in bfloat16 where the CPU does that, and with
+        float32 sums of float32 products otherwise. Half precision is kept as it is in memory either way; so is float32
+        whose numbers are all of a half, as those of a checkpoint in float16 or bfloat16 are.
+      bias: (out,), or None.
+
+    Exactness: equals ``F.linear`` within the rounding of the dtype.
+    """
+
+    def __init__(
+        self,
+        parts: torch.Tensor | Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        kernels: Library,
+        seen: Seen | None = None,
+    ) -> None:
+        parts = [parts] if isinstance(parts, torch.Tensor) else parts
+        dtype, inputs = parts[0].dtype, parts[0].shape[1]
+        outputs = sum(map(len, parts))
+        kept = kept_dtype(parts)
+        kind = abi.PAIRS if dtype == torch.bfloat16 and kernels.has_pairs else KINDS[kept]
+        block = PAIRS_BLOCK if kind == abi.PAIRS else kernels.block
+        shape = float_shape(kind, outputs, inputs, kernels.block)
+        packed, threads = memory.empty(shape, kept), torch.get_num_threads()
+        if any(len(part) % block for part in parts[:-1]):  # blocks reach over from one part into the next
+            joined = torch.cat([part.detach() for part in parts])
+            if seen is not None:
+                for number, part in enumerate(parts):
+                    seen(number, part)
+            parts, seen = [joined], None
+        for number, (part, begin) in enumerate(zip(parts, _begins_of(parts), strict=True)):
+            for first, last in pieces(part.shape):
+                piece = part.detach()[first:last].to(kept).contiguous()
+                to = packed[(begin + first) // block :]
+                kernels.pack(piece.data_ptr(), last - first, inputs, kind, kernels.block, to.data_ptr(), threads)
+                if seen is not None:
+                    seen(number, part[first:last])
+        super().__init__(kernels, (outputs, inputs), kind, packed, bias)
+
+    def dense(self) -> torch.Tensor:
+        """The weight (out, in), in the dtype that it is kept in."""
+        outputs, inputs = self._size
+        if self.fields.kind == abi.PAIRS:
+            blocks = self.packed.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        else:
+            blocks = self.packed.transpose(1, 2)
+        return blocks.flatten(0, 1)[:outputs, :inputs].contiguous()
+
+
+class CodesMatrix(PackedMatrix):
+    """A weight in whole numbers, multiplied with activations in 16 bits that share a scale by 64 inputs or fewer.
+
+    Args:
+      given: codes, or parts that lie one after another: what is still to be rounded, or read, takes no memory besides.
+      activation_bytes: 2; or 1 of codes of 8 bits, for drafts alone: half of the arithmetic.
+      dtype: float32 or bfloat16, of what is multiplied and of the result.
+
+    Raises: ValueError for zeros without groups, which no kernel reads.
+    Exactness: equals the product with ``codes.dense()`` within 2^-16 of the largest of these activations, or half of a
+      127th of it; it has the same bits on every CPU.
+    """
+
+    def __init__(
+        self,
+        given: Codes | Sequence[Unrounded | StoredCodes],
+        bias: torch.Tensor | None,
+        kernels: Library,
+        *,
+        activation_bytes: int = 2,
+        dtype: torch.dtype = torch.float32,
+        seen: Seen | None = None,
+    ) -> None:
+        parts = [StoredCodes.of(given)] if isinstance(given, Codes) else list(given)
+        if len({part.form for part in parts}) > 1:
+            read = [part.codes() for part in parts]
+            if seen is not None:
+                for number, (part, codes) in enumerate(zip(parts, read, strict=True)):
+                    seen(number, part.weight if isinstance(part, Unrounded) else codes)
+            parts, seen = [StoredCodes.of(Codes.joined(read))], None
+        form, inputs = parts[0].form, parts[0].shape[1]
+        if form.zeros is not None and not form.group:
+            raise ValueError(
+                f"a weight with zeros by output alone has no kernel; give it one group of all {inputs} inputs, "
+                "filled up to a multiple of 64"
+            )
+        outputs = sum(part.shape[0] for part in parts)
+        shape, of_groups = codes_shapes(form.bits, form.group, outputs, inputs)
+        packed = memory.empty(shape, torch.uint8)
+        if outputs % CODES_BLOCK or inputs % (form.group or CODES_SPAN):
+            packed.fill_(0x80 if form.bits == 8 else 0x88)
+        scales, zeros = (
+            None if dtype is None else memory.empty(of_groups, dtype)
+            for dtype in (form.scales if form.group else torch.float32, form.zeros)
+        )
+        halves = [
+            memory.empty((of_groups[0], of_groups[1] >> form.half_shift, CODES_BLOCK), torch.float16)
+            if dtype == torch.int8
+            else None
+            for dtype in (form.scales, form.zeros)
+        ]
+        for each in (scales, zeros, *halves):
+            if each is not None:
+                each[-1] = 0  # of outputs that there are not
+        kind, of_bias = (abi.BYTES if form.bits == 8 else abi.NIBBLES), None if bias is None else bias.detach()
+        super().__init__(
+            kernels,
+            (outputs, inputs),
+            kind,
+            packed,
+            of_bias,
+            scales,
+            zeros,
+            form.group,
+            activation_bytes,
+            dtype,
+            *halves,
+        )
+        for number, (part, begin) in enumerate(zip(parts, _begins_of(parts), strict=True)):
+            for first, last in pieces(part.shape):
+                piece = self._take(kernels, part, first, last, begin + first)
+                if seen is not None:
+                    seen(number, piece)
+
+    def _take(
+        self, kernels: Library, part: Unrounded | StoredCodes, first: int, last: int, output: int
+    ) -> torch.Tensor | Codes:
+        """Pack outputs of a part from one to another as those of the matrix from ``output`` on; what was packed."""
+        count, threads = last - first, torch.get_num_threads()
+        if isinstance(part, Unrounded):
+            given = part.weight[first:last]
+            rows = given.contiguous()
+            kind = KINDS.get(rows.dtype)
+            if kind is None:
+                rows, kind = rows.float(), abi.FLOAT32
+            kernels.round(self.address, rows.data_ptr(), kind, output, count, threads)
+            return given
+        codes = part.read(first, last)
+        numbers = codes.numbers.contiguous()
+        kernels.pack_codes(self.address, numbers.data_ptr(), output, count, threads)
+        place = torch.arange(output, output + count)
+        for kept, each in zip(self._kept[1:], codes.stored(), strict=True):
+            if kept is not None and each is not None:
+                kept[place // CODES_BLOCK, :, place % CODES_BLOCK] = each.to(kept.dtype)
+        return codes
+
+    @property
+    def codes(self) -> Codes:
+        """The weight as it was given."""
+        outputs, inputs = self._size
+        blocks, bits = self.packed, 8 if self.fields.kind == abi.BYTES else 4
+        if bits == 4:
+            blocks = torch.stack([blocks & 15, blocks >> 4], 2).flatten(1, 2)
+        numbers = blocks.transpose(1, 2).reshape(len(blocks) * CODES_BLOCK, -1)[:outputs, :inputs].contiguous()
+        scales, zeros, of_scales, of_zeros = (
+            None if each is None else each.transpose(1, 2).flatten(0, 1)[:outputs] for each in self._kept[1:]
+        )
+        assert scales is not None
+        scales = scales if of_scales is None else times_halves(scales, of_scales)
+        zeros = zeros if zeros is None or of_zeros is None else times_halves(zeros, of_zeros)
+        return Codes(numbers, bits, scales, zeros, self.fields.group, of_scales, of_zeros)
+
+    def dense(self) -> torch.Tensor:
+        """float32 (out, in): the weight that the codes stand for."""
+        return self.codes.dense()
+
+
+def _begins_of(parts: Sequence[torch.Tensor | Unrounded | StoredCodes]) -> list[int]:
+    """At which output parts begin that lie one after another."""
+    return [0, *accumulate(part.shape[0] for part in parts)][: len(parts)]
+
+
+_DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the kernels are told of a matrix: fields of `abi.Matrix`."""
+
+    inputs: int
+    outputs: int
+    kind: int
+    group: int
+    activation_bytes: int
+    value_kind: int
+    half_shift: int
+
+    @classmethod
+    def of(cls, matrix: PackedMatrix) -> Facts:
+        """Of a matrix in memory."""
+        return cls(**{name: getattr(matrix.fields, name) for name in cls.__dataclass_fields__})
+
+    def matrix(self, kernels: Library, parts: Mapping[str, torch.Tensor]) -> NativeMatrix | CodesMatrix:
+        """The matrix again, over the parts that it had, for kernels by which these were packed.
+
+        Raises: ValueError for parts that are not those of such a matrix: kernels would read past them.
+        """
+        self._check(kernels, parts)
+        kind: type[NativeMatrix] | type[CodesMatrix] = NativeMatrix if self.kind in FLOATS else CodesMatrix
+        matrix = object.__new__(kind)
+        PackedMatrix.__init__(
+            matrix,
+            kernels,
+            (self.outputs, self.inputs),
+            self.kind,
+            parts["packed"],
+            parts.get("bias"),
+            parts.get("scales"),
+            parts.get("zeros"),
+            self.group,
+            self.activation_bytes,
+            _DTYPES[self.value_kind],
+            parts.get("scale_halves"),
+            parts.get("zero_halves"),
+        )
+        return matrix
+
+    def _check(self, kernels: Library, parts: Mapping[str, torch.Tensor]) -> None:
+        wanted: dict[str, tuple[int, ...]] = {"bias": (self.outputs,)} if "bias" in parts else {}
+        if self.kind in FLOATS:
+            dtypes = {torch.bfloat16 if self.kind == abi.PAIRS else _DTYPES[self.kind]}
+            is_known = self.kind != abi.PAIRS or kernels.has_pairs
+            wanted["packed"] = float_shape(self.kind, self.outputs, self.inputs, kernels.block)
+        else:
+            dtypes, is_known = {torch.uint8}, self.kind in (abi.NIBBLES, abi.BYTES) and self.activation_bytes in (1, 2)
+            bits = 8 if self.kind == abi.BYTES else 4
+            wanted["packed"], wanted["scales"] = codes_shapes(bits, self.group, self.outputs, self.inputs)
+            blocks, groups, lanes = wanted["scales"]
+            for name in [name for name in ("scales", "zeros") if name in parts]:
+                wanted[name], dtype = wanted["scales"], parts[name].dtype
+                is_known &= dtype in SCALES
+                if dtype == torch.int8:
+                    wanted[f"{name[:-1]}_halves"] = blocks, groups >> self.half_shift, lanes
+            halves = [part.dtype for name, part in parts.items() if name.endswith("_halves")]
+            is_known &= set(halves) <= {torch.float16} and groups >> self.half_shift << self.half_shift == groups
+        found = {name: tuple(part.shape) for name, part in parts.items()}
+        if not is_known or found != wanted or parts["packed"].dtype not in dtypes or self.value_kind not in _DTYPES:
+            raise ValueError(f"{found} are no parts of a matrix of {self}")

@@ -1,0 +1,130 @@
+// Weights of 8 and 4 bits into the order in which products read them: rounded on the way, or as codes that are given. Nothing
+// but the matrix itself takes memory.
+
+#include "abi.h"
+#include "functions.h"
+#include "threads.h"
+#include "vectors.h"
+#include "whole_numbers.h"
+
+#include <math.h>
+
+static const float LEAST_STEP = 1e-30f, LEAST_HALF_STEP = 0x1p-16f, MOST_HALF_STEP = 65504.0f;
+
+// Where codes of an output lie, and its scales and zeros.
+struct Place {
+  int64_t inputs, groups, block, lane;  // inputs: with those behind the last one
+  uint8_t* codes;
+
+  Place(const Matrix& matrix, int64_t output) : block(output / CODES_BLOCK), lane(output % CODES_BLOCK) {
+    inputs = rounded_up(matrix.inputs, matrix.group ? matrix.group : CODES_SPAN);
+    groups = matrix.group ? inputs / matrix.group : 1;
+    codes = (uint8_t*)matrix.weight + block * CODES_BLOCK * inputs / (matrix.kind == BYTES ? 1 : 2);
+  }
+  int64_t of_group(int64_t group) const { return (block * groups + group) * CODES_BLOCK + lane; }
+
+  // Eight codes, from an input on whose number is a multiple of 8.
+  void write(int64_t kind, int64_t input, const uint8_t* eight) const {
+    if (kind == BYTES) {
+      for (int64_t four = 0; four < 2; ++four)
+        memcpy(codes + ((input / 4 + four) * CODES_BLOCK + lane) * 4, eight + 4 * four, 4);
+      return;
+    }
+    uint32_t first, second;
+    memcpy(&first, eight, 4), memcpy(&second, eight + 4, 4);
+    first |= second << 4;
+    memcpy(codes + (input / 8 * CODES_BLOCK + lane) * 4, &first, 4);
+  }
+};
+
+static void write_number(int64_t kind, const void* to, int64_t place, float value) {
+  switch (kind) {
+    case FLOAT32: ((float*)to)[place] = value; break;
+    case FLOAT16: store((Float16*)to + place, value); break;
+    default: ((uint8_t*)to)[place] = (uint8_t)value;
+  }
+}
+
+static float as_stored(int64_t kind, float value) { return kind == FLOAT16 ? rounded<Float16>(value) : value; }
+
+// How numbers of a group are rounded: (number - begin) / step, and what is added to that.
+struct Steps {
+  float step, begin, zero;  // zero: as it is stored
+
+  Steps(const Matrix& matrix, float low, float high, bool is_finite) : begin(0), zero(0) {
+    if (!matrix.zeros) {
+      step = fmaxf(fmaxf(-low, high), LEAST_STEP) / (matrix.kind == BYTES ? 127 : 7);
+    } else {
+      const bool is_half = matrix.scale_kind == FLOAT16;
+      const float most = matrix.kind == BYTES ? 255 : 15;
+      if (matrix.zero_kind == BYTES) low = fminf(low, 0), high = fmaxf(high, 0);
+      const float wide = (high - low) / most;
+      step = as_stored(matrix.scale_kind, is_half ? fminf(fmaxf(wide, LEAST_HALF_STEP), MOST_HALF_STEP) : fmaxf(wide, LEAST_STEP));
+      if (matrix.zero_kind == BYTES)
+        zero = fminf(fmaxf(nearbyintf(-low / step), 0), most), begin = -zero * step;
+      else
+        zero = begin = as_stored(matrix.zero_kind, low);
+    }
+    if (!is_finite) step = NAN;  // then nothing that is multiplied by it is a number
+  }
+};
+
+template <typename T>
+static void round_output(const Matrix& matrix, const T* row, int64_t output) {
+  const Place place(matrix, output);
+  const int64_t size = matrix.group ? matrix.group : matrix.inputs;
+  const float middle = matrix.kind == BYTES ? 128 : 8, most = 2 * middle - 1, least_code = matrix.zeros ? 0 : 1;
+  for (int64_t group = 0; group < place.groups; ++group, row += size) {
+    const int64_t count = least(size, matrix.inputs - group * size);
+    // what is missing of the last group counts as zeros
+    Vector low = count < size ? zero() : all(INFINITY), high = count < size ? zero() : all(-INFINITY), check = zero();
+    for (int64_t i = 0; i < count; i += LANES) {
+      const Vector numbers = read_first(row + i, count - i);
+      low = smaller(low, numbers), high = larger(high, numbers), check = add_product(numbers, zero(), check);
+    }
+    const bool is_finite = !differ(check, zero());
+    const Steps steps(matrix, -largest(zero() - low), largest(high), is_finite);
+    write_number(matrix.scale_kind, matrix.scales, place.of_group(group), steps.step);
+    if (matrix.zeros) write_number(matrix.zero_kind, matrix.zeros, place.of_group(group), steps.zero);
+    const Vector begin = all(steps.begin), step = all(is_finite ? steps.step : INFINITY), bottom = all(least_code),
+                 top = all(most), shift = all(matrix.zeros ? 0 : middle);
+    for (int64_t i = 0; i < count; i += LANES) {
+      const Vector scaled = (read_first(row + i, count - i) - begin) / step;
+      const Vector bounded = smaller(larger(scaled, bottom - shift), top - shift);
+      int32_t wide[LANES];
+      uint8_t codes[LANES];
+      write_whole(wide, add_whole(nearest(is_finite ? bounded : zero()), all_whole((int32_t)(matrix.zeros ? 0 : middle))));
+      for (int lane = 0; lane < LANES; ++lane) codes[lane] = i + lane < count ? (uint8_t)wide[lane] : (uint8_t)middle;
+      for (int64_t eight = 0; eight < LANES && i + eight < count; eight += 8)
+        place.write(matrix.kind, group * size + i + eight, codes + eight);
+    }
+  }
+}
+
+// Rounds rows of a weight (count, inputs) of a kind, which are outputs from `first` on, to codes, scales and zeros of a matrix.
+extern "C" void foredraft_round(const Matrix* matrix, const void* weight, int64_t kind, int64_t first, int64_t count,
+                                int threads) {
+  share_each(count, threads, [=](int64_t row, int) {
+    const int64_t from = row * matrix->inputs, output = first + row;
+    switch (kind) {
+      case BFLOAT16: return round_output(*matrix, (const Bfloat16*)weight + from, output);
+      case FLOAT16: return round_output(*matrix, (const Float16*)weight + from, output);
+      default: return round_output(*matrix, (const float*)weight + from, output);
+    }
+  });
+}
+
+// Lays codes (count, inputs), in bytes, of outputs from `first` on in a matrix.
+extern "C" void foredraft_pack_codes(const Matrix* matrix, const uint8_t* codes, int64_t first, int64_t count, int threads) {
+  share_each(count, threads, [=](int64_t row, int) {
+    const Place place(*matrix, first + row);
+    const uint8_t* from = codes + row * matrix->inputs;
+    const int64_t whole = matrix->inputs / 8 * 8;
+    for (int64_t input = 0; input < whole; input += 8) place.write(matrix->kind, input, from + input);
+    if (whole == matrix->inputs) return;
+    uint8_t eight[8];
+    memset(eight, matrix->kind == BYTES ? 128 : 8, 8);
+    memcpy(eight, from + whole, matrix->inputs - whole);
+    place.write(matrix->kind, whole, eight);
+  });
+}

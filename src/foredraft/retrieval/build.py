@@ -1,0 +1,384 @@
+"""Build a datastore from corpora: resumable, sharded, in bounded memory."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from foredraft.errors import ConfigError, CorpusError, DatastoreError
+from foredraft.folders import sha256_of
+from foredraft.retrieval.corpus import PIECE_CHARACTERS, CorpusFile, TextPiece, batches, find_files
+from foredraft.retrieval.manifest import (
+    MANIFEST,
+    DatastoreManifest,
+    FileRecord,
+    ShardRecord,
+    fingerprint_of,
+    shard_record,
+    write_json,
+    writing,
+)
+from foredraft.retrieval.shard import BYTES_PER_TOKEN_BYTE, PADDING, encode, tokens_within, width_of, write_suffix_array
+
+STATE = "build.json"
+
+
+@dataclass
+class State:
+    """How far a build has come. On disk it is never ahead of the token file.
+
+    Args:
+      settings: what has to be the same when a build goes on.
+      file, piece: the next piece to read.
+      shards: finished ones.
+      open_bytes, open_documents: of the shard that is being written.
+    """
+
+    settings: dict[str, Any]
+    file: int = 0
+    piece: int = 0
+    shards: list[ShardRecord] = field(default_factory=list)
+    open_bytes: int = 0
+    open_documents: int = 0
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / STATE, asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> State | None:
+        path = folder / STATE
+        if not path.is_file():
+            return None
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            return cls(**{**data, "shards": [shard_record(shard) for shard in data["shards"]]})
+        except (ValueError, KeyError, TypeError) as error:
+            raise DatastoreError(f"{path} is damaged ({error}); start over with --restart") from None
+
+
+LOCK = ".lock"
+MEMORY_BYTES = 2 * 10**9
+"""Default of what building may take; 5 bytes per byte of token ids while a shard is sorted, the rest for Python."""
+
+_BASE_MEMORY = 600 * 10**6  # interpreter, torch, tokenizer
+_CHECKPOINT_BYTES = 8 << 20
+
+Progress = Callable[[str, int, int], None]
+"""(what is being done, how much is done, of how much)."""
+
+
+@dataclass(frozen=True)
+class ShardLimits:
+    """How large shards may get.
+
+    Args:
+      memory_bytes: of the whole program while it sorts a shard.
+      max_shard_tokens: a smaller limit; exceeded by one piece of text at most.
+    """
+
+    memory_bytes: int = MEMORY_BYTES
+    max_shard_tokens: int | None = None
+
+    def shard_tokens(self, width: int) -> int:
+        """Raises: ConfigError when nothing is left."""
+        within = tokens_within(self.memory_bytes - _BASE_MEMORY, width) - PIECE_CHARACTERS
+        limit = within if self.max_shard_tokens is None else min(within, self.max_shard_tokens)
+        if limit < 1:
+            least = _BASE_MEMORY + BYTES_PER_TOKEN_BYTE * width * (PIECE_CHARACTERS + 2)
+            raise ConfigError(
+                f"memory of {self.memory_bytes} bytes leaves no room for tokens: the program takes "
+                f"{_BASE_MEMORY}; give {least} or more"
+            )
+        return limit
+
+
+def build(
+    corpora: Seq[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    out: str | Path,
+    *,
+    tokenizer_name: str | None = None,
+    field: str = "text",
+    limits: ShardLimits | None = None,
+    restart: bool = False,
+    progress: Progress | None = None,
+) -> DatastoreManifest:
+    """Write a datastore of everything in ``corpora`` to the directory ``out``.
+
+    Interrupted (also by ``kill -9``), the same call goes on where it was.
+
+    Args:
+      corpora: files and directories: text (a document each), JSONL and Parquet (a document per record).
+      tokenizer: of the model that will use the datastore.
+      tokenizer_name: how the datastore calls it; by default the name it was loaded by.
+      field: of JSONL records and Parquet rows.
+      limits: of memory, and so of the size of shards.
+      restart: drop what ``out`` holds, finished or not.
+
+    Raises: CorpusError, DatastoreError, ConfigError.
+    """
+    folder = Path(out).expanduser()
+    files = find_files(corpora, field)
+    if restart and folder.is_dir():
+        _drop(folder)
+    if (folder / MANIFEST).exists():
+        raise DatastoreError(f"{folder} holds a datastore already; append to it, or rebuild it with --restart")
+    vocab_size = max(tokenizer.get_vocab().values()) + 1
+    base = DatastoreManifest(
+        vocab_size=vocab_size,
+        width=width_of(vocab_size),
+        fingerprint=fingerprint_of(tokenizer),
+        tokenizer=tokenizer_name or str(tokenizer.name_or_path),
+        shards=(),
+        sources=(),
+    )
+    return _Builder(folder, files, tokenizer, limits or ShardLimits(), progress).run(base)
+
+
+def append(
+    folder: str | Path,
+    corpora: Seq[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    field: str = "text",
+    limits: ShardLimits | None = None,
+    progress: Progress | None = None,
+) -> DatastoreManifest:
+    """Add shards to a datastore. Readers see them once all are written. Arguments as of `build`.
+
+    Raises: CorpusError, DatastoreError, TokenizerMismatchError.
+    """
+    folder = Path(folder).expanduser()
+    manifest = DatastoreManifest.read(folder)
+    manifest.check_tokenizer(tokenizer, None)
+    return _Builder(folder, find_files(corpora, field), tokenizer, limits or ShardLimits(), progress).run(manifest)
+
+
+def _drop(folder: Path) -> None:
+    """Remove what a build wrote, and nothing else."""
+    with writing(folder):
+        for pattern in ("shard-*.tokens*", "shard-*.index*", STATE + "*", MANIFEST + "*"):
+            for path in folder.glob(pattern):
+                path.unlink()
+
+
+class _Builder:
+    """Takes in files as shards, and goes on where an interrupted build with the same settings was."""
+
+    def __init__(
+        self,
+        folder: Path,
+        files: list[CorpusFile],
+        tokenizer: PreTrainedTokenizerBase,
+        limits: ShardLimits,
+        progress: Progress | None,
+    ) -> None:
+        self._folder, self._files, self._tokenizer = folder, files, tokenizer
+        self._progress = progress or (lambda *_: None)
+        self._width = width_of(max(tokenizer.get_vocab().values()) + 1)
+        self._limit = limits.shard_tokens(self._width)
+        self._settings: dict[str, Any] = {
+            "fingerprint": fingerprint_of(tokenizer),
+            "max_shard_tokens": self._limit,
+            "sources": [[str(file.path.resolve()), file.num_bytes, file.field] for file in files],
+        }
+
+    def run(self, base: DatastoreManifest) -> DatastoreManifest:
+        """Take in all files as shards after those of ``base``."""
+        with writing(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with self._locked():
+                self._num_base = len(base.shards)
+                self._state = self._resumed()
+                self._take_files()
+                if not self._state.shards:
+                    raise CorpusError("the corpus is empty: its files hold no tokens; give a file with text")
+                sources = tuple((str(file.path), file.num_bytes) for file in self._files)
+                manifest = replace(base, shards=(*base.shards, *self._state.shards), sources=(*base.sources, *sources))
+                manifest.write(self._folder)
+                (self._folder / STATE).unlink()
+        return manifest
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with (self._folder / LOCK).open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise DatastoreError(f"another build is writing to {self._folder}; wait for it") from None
+            yield
+
+    def _resumed(self) -> State:
+        """The state of an interrupted build with the same settings, or a new one."""
+        settings = {**self._settings, "num_base_shards": self._num_base}
+        state = State.read(self._folder)
+        if state is None:
+            return State(settings)
+        if state.settings != settings:
+            differing = ", ".join(key for key, value in settings.items() if state.settings.get(key) != value)
+            raise DatastoreError(
+                f"{self._folder} holds an unfinished build that differs in {differing}; finish that one, or start over "
+                "with --restart"
+            )
+        return state
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def _take_files(self) -> None:
+        """Everything that has not been taken yet; at the end all of it is in finished shards."""
+        state, total = self._state, sum(file.num_bytes for file in self._files)
+        before = sum(file.num_bytes for file in self._files[: state.file])
+        self._saved_bytes = state.open_bytes
+        self._tokens = self._reopened()
+        try:
+            for file in self._files[state.file :]:
+                for batch in batches(islice(file.pieces(), state.piece, None)):
+                    self._take(batch)
+                    self._progress("reading", before + batch[-1].bytes_read, total)
+                before += file.num_bytes
+                state.file, state.piece = state.file + 1, 0
+                self._progress("reading", before, total)
+            if state.open_bytes:
+                self._seal()
+        finally:
+            self._tokens.close()
+        self._path("tokens").unlink()  # of the shard that would be next
+
+    def _take(self, batch: Seq[TextPiece]) -> None:
+        texts = [piece.text for piece in batch]
+        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        for piece, ids in zip(batch, encoded["input_ids"], strict=True):
+            if self._state.open_bytes // self._width + len(ids) > self._limit and self._state.open_bytes:
+                self._seal()
+            self._write(encode(np.asarray(ids, np.int64), self._width))
+            if piece.ends_document and self._is_in_document:
+                self._write(self._separator)
+                self._state.open_documents += 1
+            self._state.piece += 1
+        if self._state.open_bytes - self._saved_bytes >= _CHECKPOINT_BYTES:
+            self._checkpoint()
+
+    # -- the open shard ------------------------------------------------------------------------------------------
+
+    @property
+    def _separator(self) -> bytes:
+        return b"\xff" * self._width
+
+    def _path(self, kind: str) -> Path:
+        return self._folder / f"shard-{self._num_base + len(self._state.shards):05d}.{kind}"
+
+    def _reopened(self) -> BinaryIO:
+        """The token file of the open shard, cut to what the state on disk knows of."""
+        path = self._path("tokens")
+        path.touch()
+        file = path.open("r+b")
+        if path.stat().st_size < self._state.open_bytes:
+            file.close()
+            raise DatastoreError(f"{path} is shorter than the unfinished build says; start over with --restart")
+        file.truncate(self._state.open_bytes)
+        file.seek(max(0, self._state.open_bytes - self._width))
+        self._is_in_document = file.read(self._width) not in (b"", self._separator)
+        return file
+
+    def _write(self, data: bytes) -> None:
+        self._tokens.write(data)
+        self._state.open_bytes += len(data)
+        if data:
+            self._is_in_document = data != self._separator
+
+    def _checkpoint(self) -> None:
+        """Tokens first, then the state that counts them: killed in between, the build goes on from the state before."""
+        _flush(self._tokens)
+        self._state.write(self._folder)
+        self._saved_bytes = self._state.open_bytes
+
+    def _seal(self) -> None:
+        """Finish the open shard: separators, suffix array, checksums; then begin the next."""
+        state, width = self._state, self._width
+        self._checkpoint()
+        self._tokens.write(self._separator * (PADDING + 1))  # the first ends a document that goes on in the next shard
+        _flush(self._tokens)
+        self._tokens.close()
+        num_tokens = state.open_bytes // width + 1
+        self._progress("sorting", num_tokens, num_tokens)
+        tokens, index = self._path("tokens"), self._path("index")
+        state.shards.append(indexed(tokens, index, num_tokens, width, max(state.open_documents, 1)))
+        state.open_bytes = state.open_documents = self._saved_bytes = 0
+        state.write(self._folder)
+        self._tokens = self._reopened()
+
+
+def indexed(tokens: Path, index: Path, num_tokens: int, width: int, num_documents: int) -> ShardRecord:
+    """Write the suffix array of a finished token file; returns the record of both."""
+    with index.open("wb") as file:
+        write_suffix_array(tokens, num_tokens, width, file)
+        _flush(file)
+    return ShardRecord(_record(tokens), _record(index), num_tokens, num_documents)
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _record(path: Path) -> FileRecord:
+    return FileRecord(path.name, path.stat().st_size, sha256_of(path))
+
+
+def from_tokens(
+    documents: Iterable[Seq[int] | npt.NDArray[np.integer[Any]]],
+    out: str | Path,
+    *,
+    vocab_size: int,
+    max_shard_tokens: int | None = None,
+    num_tokens: int | None = None,
+    progress: Progress | None = None,
+) -> DatastoreManifest:
+    """Write a datastore of documents that are token ids already; it belongs to no tokenizer.
+
+    Args:
+      documents: taken one at a time, so they need not fit into memory.
+      max_shard_tokens: exceeded by one document at most; by default what 2 GB of memory can sort.
+      num_tokens: how many there will be, where that is known; for ``progress`` only.
+
+    Raises: CorpusError when there is no token; DatastoreError.
+    """
+    folder, width = Path(out), width_of(vocab_size)
+    limit = max_shard_tokens or ShardLimits().shard_tokens(width)
+    report = progress or (lambda *_: None)
+    shards: list[ShardRecord] = []
+    remaining = filter(len, documents)
+    done = 0
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        while (document := next(remaining, None)) is not None:
+            tokens, index = (folder / f"shard-{len(shards):05d}.{kind}" for kind in ("tokens", "index"))
+            size = count = 0
+            separator = b"\xff" * width
+            with tokens.open("wb") as file:
+                while document is not None:
+                    file.write(encode(document, width) + separator)
+                    size, count = size + len(document) + 1, count + 1
+                    report("reading", done + size, num_tokens or done + size)
+                    document = next(remaining, None) if size - count < limit else None
+                file.write(separator * PADDING)
+            report("sorting", size, size)
+            shards.append(indexed(tokens, index, size, width, count))
+            done += size
+        if not shards:
+            raise CorpusError("the corpus is empty: no document holds a token")
+        manifest = DatastoreManifest(vocab_size, width, "", "", tuple(shards), ())
+        manifest.write(folder)
+    return manifest

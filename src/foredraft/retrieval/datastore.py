@@ -1,0 +1,185 @@
+"""A datastore on disk: what followed the longest known end of a text, with counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from foredraft.retrieval.growth import ESCAPE
+from foredraft.retrieval.manifest import DatastoreManifest
+from foredraft.retrieval.shard import PADDING, Interval, Shard, encode
+from foredraft.retrieval.trie import ContinuationTrie
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_DEPTH = PADDING
+"""Longest continuation that can be read."""
+
+SHORTER_WEIGHT = 0.25
+"""Of an occurrence of the next shorter context, beside those of the longest."""
+
+_SHARD_STRIDE = 1 << 32  # positions of a later shard are more recent than all of an earlier one
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """How a datastore is asked.
+
+    Args:
+      match_min, match_max: tokens of the shortest and longest context that counts as a match.
+      depth: tokens read after an occurrence; at most 64.
+      max_hits: occurrences read; of more, that many are taken at equal distances in sorted order, so that their counts
+        keep their proportions.
+      few_hits: with fewer occurrences than this, those of the next shorter context are added.
+    """
+
+    match_min: int = 1
+    match_max: int = 16
+    depth: int = 10
+    max_hits: int = 512
+    few_hits: int = 8
+
+
+class Match(NamedTuple):
+    """The result of looking up a context in a datastore.
+
+    Args:
+      length: tokens of the longest end of the context that occurs with something after it.
+      num_hits: how often it does.
+      trie: what follows.
+    """
+
+    length: int
+    num_hits: int
+    trie: ContinuationTrie
+
+
+class Datastore:
+    """Shards of tokens, searched through memory maps.
+
+    Source: REST (He et al. 2023, arXiv:2311.08252). Deviations: documents are separated and no match runs across two;
+    ids have the narrowest width that holds them; the length of the match is found by bisection, not by trying 16, 15,
+    ... in turn; more hits than ``max_hits`` are sampled evenly instead of cut off; few hits are completed by those of
+    the next shorter context.
+
+    Cost: a lookup makes some hundred probes and reads ``max_hits`` continuations; see dev/measurements/lookup.md.
+    """
+
+    def __init__(self, folder: Path, manifest: DatastoreManifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self._shards = [
+            Shard(folder / shard.tokens.name, folder / shard.index.name, shard.num_tokens, manifest.width)
+            for shard in manifest.shards
+        ]
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | Path,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        vocab_size: int | None = None,
+        checksums: bool = True,
+    ) -> Datastore:
+        """Check and map a datastore.
+
+        Args:
+          tokenizer, vocab_size: of the model that will read the ids, where they are known.
+          checksums: read all files once and compare; without, only names and sizes are checked.
+
+        Raises: DatastoreError for a directory that is damaged or not a datastore; TokenizerMismatchError.
+        """
+        path = Path(folder).expanduser()
+        manifest = DatastoreManifest.read(path)
+        manifest.check_tokenizer(tokenizer, vocab_size)
+        manifest.check_files(path, checksums=checksums)
+        return cls(path, manifest)
+
+    def query(self, context: Seq[int], how: Lookup | None = None) -> Match | None:
+        """The continuations of the longest end of ``context`` that is known; None when not even the shortest is.
+
+        Ids that the datastore cannot hold (a padded vocabulary) match nothing.
+        """
+        how = how or Lookup()
+        data = encode(known_end(context[-how.match_max :], self.manifest.vocab_size), self.manifest.width)
+        found = [shard.longest(data, how.match_min, how.match_max) for shard in self._shards]
+        length = max(length for length, _ in found)
+        if length == 0:
+            return None
+        groups = [_Group([hits if size == length else _NONE for size, hits in found], length, 1.0)]
+        num_hits = groups[0].num_hits
+        if num_hits < how.few_hits and length > how.match_min:
+            context_bytes = data[len(data) - (length - 1) * self.manifest.width :]
+            shorter = _Group([shard.find(context_bytes) for shard in self._shards], length - 1, SHORTER_WEIGHT)
+            if shorter.num_hits > num_hits:
+                groups = [groups[0]._replace(weight=1.0 - SHORTER_WEIGHT), shorter]
+        return Match(length, num_hits, self._trie(groups, how))
+
+    def _trie(self, groups: list[_Group], how: Lookup) -> ContinuationTrie:
+        """One trie of all hits; a hit of two groups counts with the weights of both."""
+        first, last = groups[0], groups[-1]
+        if len(self._shards) == 1 < len(groups) and first.num_hits <= _FEW and last.num_hits <= how.max_hits:
+            return self._nested(first, last, how)
+        rows, places, weights = [], [], []
+        for hits, length, weight in groups:
+            limit = -(-how.max_hits // sum(interval.num_hits > 0 for interval in hits))
+            for number, (shard, interval) in enumerate(zip(self._shards, hits, strict=True)):
+                if interval.num_hits:
+                    after = shard.positions(interval, limit) + length
+                    rows.append(shard.continuations(after, how.depth))
+                    places.append(after + number * _SHARD_STRIDE)
+                    weights.append(np.full(len(after), weight * interval.num_hits / len(after)))
+        width = self.manifest.width
+        if len(rows) == 1:
+            return ContinuationTrie(rows[0], places[0], width=width, escape=ESCAPE)
+        return ContinuationTrie(
+            np.concatenate(rows),
+            np.concatenate(places),
+            np.concatenate(weights),
+            width=width,
+            is_sorted=False,
+            escape=ESCAPE,
+        )
+
+    def _nested(self, longer: _Group, shorter: _Group, how: Lookup) -> ContinuationTrie:
+        """The same where all hits of the shorter context are read: in order, and the longer one's are among them."""
+        (shard,) = self._shards
+        after = shard.positions(shorter.hits[0], how.max_hits) + shorter.length
+        among = shard.positions(longer.hits[0], how.max_hits) + longer.length
+        weights = shorter.weight + longer.weight * (after == among[:, None]).any(axis=0)
+        rows = shard.continuations(after, how.depth)
+        return ContinuationTrie(rows, after, weights, width=self.manifest.width, escape=ESCAPE)
+
+    def close(self) -> None:
+        """Give the files back; the datastore cannot be used any more."""
+        for shard in self._shards:
+            shard.close()
+
+
+class _Group(NamedTuple):
+    """Occurrences of one context in every shard, and what each counts."""
+
+    hits: list[Interval]
+    length: int
+    weight: float
+
+    @property
+    def num_hits(self) -> int:
+        return sum(interval.num_hits for interval in self.hits)
+
+
+_NONE = Interval(0, 0)
+_FEW = 64  # hits that are looked for among others
+
+
+def known_end(tokens: Seq[int], vocab_size: int) -> Seq[int]:
+    """The tokens after the last one outside the vocabulary."""
+    for place in range(len(tokens) - 1, -1, -1):
+        if not 0 <= tokens[place] < vocab_size:
+            return tokens[place + 1 :]
+    return tokens

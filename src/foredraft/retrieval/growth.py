@@ -1,0 +1,128 @@
+"""Grow a draft tree best first out of what several sources know about the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from heapq import heappop, heappush, heappushpop
+from typing import Any, NamedTuple, Protocol
+
+from foredraft.tree import DraftTree
+
+ESCAPE = 1.0
+"""How much the unknown weighs: a context that was seen n times counts it as one more observation."""
+
+
+class Candidate(NamedTuple):
+    """A token that a source has seen next.
+
+    Args:
+      score: the source's estimate of the chance that this token *and the path to it* come true.
+      recency: larger is more recent; decides between equal scores.
+      token: its id.
+      place: where the source stands after it.
+    """
+
+    score: float
+    recency: int
+    token: int
+    place: Any
+
+
+class CandidateSource(Protocol):
+    """Knows continuations of one text: a place has candidates, each of which is a place again."""
+
+    def candidates(self, place: Any, floor: float = 0.0) -> Iterable[Candidate]:
+        """The tokens that may follow with a score of ``floor`` or more, each token once.
+
+        Scores are products along the path, so they never grow on the way.
+        """
+
+
+class Root(NamedTuple):
+    """Where a source stands at the end of the text. ``score`` is 1 unless the source is less sure of the whole."""
+
+    source: CandidateSource
+    place: Any
+    score: float = 1.0
+
+
+class Shape(NamedTuple):
+    """Limits of a tree.
+
+    Args:
+      max_nodes: root included.
+      max_depth: of a node; the root has depth 0.
+      max_branches: children of one node.
+      min_score: of a node.
+    """
+
+    max_nodes: int
+    max_depth: int
+    max_branches: int = 1 << 30
+    min_score: float = 0.0
+
+
+def grow(pending: int, roots: Seq[Root], shape: Shape, name: str = "") -> DraftTree:
+    """The nodes with the highest scores, within the limits of ``shape``; parents stand before children.
+
+    What several sources propose at one node is merged: the token gets the highest of its scores, each given
+    relative to the path so far.
+
+    Returns: a tree with scores. Exactness: lossless for any rule that takes deterministic drafts. Randomness: none.
+    """
+    max_nodes, max_depth, max_branches, min_score = shape
+    tokens, parents, depths, scores = [pending], [-1], [0], [1.0]
+    places: list[tuple[Root, ...]] = [tuple(roots)]
+    heap: list[tuple[float, int, int, int, _Found]] = []
+    best: list[float] = []  # scores of the best candidates so far, as many as there may be nodes: a heap
+    newest = age = 0
+    while True:
+        if depths[newest] < max_depth:
+            floor = max(min_score, best[0]) if len(best) == max_nodes - 1 else min_score
+            found = _merged(places[newest], scores[newest], floor)
+            if len(found) > max_branches:
+                found = sorted(found, key=lambda one: (-one.score, -one.recency))[:max_branches]
+            for one in found:
+                age += 1
+                heappush(heap, (-one.score, -one.recency, age, newest, one))
+                (heappush if len(best) < max_nodes - 1 else heappushpop)(best, one.score)
+        if not heap or len(tokens) >= max_nodes:
+            return DraftTree(tuple(tokens), tuple(parents), scores=tuple(scores), source=name)
+        _, _, _, parent, one = heappop(heap)
+        newest = len(tokens)
+        tokens.append(one.token)
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+        scores.append(one.score)
+        places.append(one.stands)
+
+
+class _Found(NamedTuple):
+    """A candidate of a node: ``score`` is that of the whole path, ``stands`` where every source stands after it."""
+
+    score: float
+    recency: int
+    token: int
+    stands: tuple[Root, ...]
+
+
+_ROUNDING = 1 - 1e-9
+"""Sources get a floor that is lower by this: scaling there and back must not lose what lies on it."""
+
+
+def _merged(roots: Seq[Root], score: float, floor: float) -> Seq[_Found]:
+    """Candidates of all sources with a score of ``floor`` or more, equal tokens as one."""
+    merged: dict[int, _Found] = {}
+    for source, place, own in roots:
+        factor = score / own
+        for reached, recency, token, after in source.candidates(place, floor / factor * _ROUNDING):
+            stands: tuple[Root, ...] = (Root(source, after, reached),)
+            known = merged.get(token)
+            if known is None:
+                merged[token] = _Found(reached * factor, recency, token, stands)
+            elif reached * factor > known.score:
+                merged[token] = _Found(reached * factor, recency, token, (*known.stands, *stands))
+            else:
+                merged[token] = known._replace(stands=(*known.stands, *stands))
+    return [found for found in merged.values() if found.score >= floor]

@@ -1,0 +1,171 @@
+"""Past outputs in a suffix tree, in bounded memory, for all requests of a process."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+import numpy as np
+
+from foredraft import forking
+from foredraft.errors import DatastoreError, TokenizerMismatchError
+from foredraft.folders import replacing
+from foredraft.retrieval.growth import Candidate
+from foredraft.retrieval.suffix_tree import WIDTH, Spot, SuffixTree
+
+_FORMAT = "foredraft-history-1"
+
+MAX_TOKENS = 1 << 19
+"""Of all outputs that are remembered."""
+
+
+class OutputHistory:
+    """Earlier outputs, with how often each continuation occurred.
+
+    Source: the global tree of SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975). Deviations: the least recently
+    *used* output goes first, not the oldest; the number of tokens is bounded as well as that of outputs; a continuation
+    that reaches the depth of the tree goes on from its own end.
+
+    Args:
+      max_depth: tokens of the longest string that is kept; every window of that many tokens of an output is one.
+      max_outputs: beyond which, as beyond `MAX_TOKENS`, the least recently used outputs are forgotten.
+      fingerprint: of the tokenizer, so that a saved history is not read by another.
+
+    Thread safety: every method may be called from any thread.
+    Cost: at most ``max_depth`` node visits per token that comes or goes; about 0.4 kB of memory per token.
+    """
+
+    def __init__(self, max_depth: int = 24, *, max_outputs: int = 10_000, fingerprint: str = "") -> None:
+        self.max_depth, self.max_outputs = max_depth, max_outputs
+        self.fingerprint = fingerprint
+        self.tree = SuffixTree()
+        self._outputs: OrderedDict[int, bytes] = OrderedDict()
+        self._num_bytes = 0
+        self._next_key = 0
+        self._lock = forking.lock()
+
+    def __len__(self) -> int:
+        """Outputs that are remembered."""
+        return len(self._outputs)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_bytes // WIDTH
+
+    @property
+    def num_added(self) -> int:
+        """Outputs taken in so far, forgotten ones included."""
+        return self._next_key
+
+    # -- taking in and forgetting ----------------------------------------------------------------------------------
+
+    def add(self, tokens: Seq[int]) -> None:
+        """Remember an output; of one longer than `MAX_TOKENS`, only the end."""
+        data = _packed(tokens[max(0, len(tokens) - MAX_TOKENS) :])
+        if not data or not self.max_outputs:
+            return
+        with self._lock:
+            key = self._next_key
+            self._next_key += 1
+            self._outputs[key] = data
+            self._num_bytes += len(data)
+            for window in self._windows(data):
+                self.tree.insert(window, key)
+            while len(self._outputs) > self.max_outputs or self.num_tokens > MAX_TOKENS:
+                self._forget_one()
+
+    def touch(self, spot: Spot) -> None:
+        """Note that something a lookup found was right: its output is forgotten later."""
+        with self._lock:
+            if spot.node.owner in self._outputs:
+                self._outputs.move_to_end(spot.node.owner)
+
+    def _forget_one(self) -> None:
+        _, data = self._outputs.popitem(last=False)
+        self._num_bytes -= len(data)
+        for window in self._windows(data):
+            self.tree.remove(window)
+
+    def _windows(self, data: bytes) -> list[bytes]:
+        size = self.max_depth * WIDTH
+        return [data[start : start + size] for start in range(0, len(data), WIDTH)]
+
+    # -- looking up ------------------------------------------------------------------------------------------------
+
+    def match(self, context: Seq[int], shortest: int = 1) -> Spot | None:
+        """The longest end of ``context``, up to half the depth, that was followed by something; None without one."""
+        data = _packed(context[-(self.max_depth // 2) :])
+        with self._lock:
+            return self.tree.longest(data, shortest)
+
+    def candidates(self, spot: Spot, floor: float = 0.0) -> list[Candidate]:
+        """The tokens that have followed, scored by their counts."""
+        with self._lock:
+            return [one for one in self.tree.candidates(spot) if one.score >= floor]
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write the outputs, least recently used first, in one step: a crash leaves the file as it was or complete.
+
+        Raises: DatastoreError when the file cannot be written.
+        """
+        path = Path(path).expanduser()
+        with self._lock:
+            outputs = list(self._outputs.values())
+        ends = np.cumsum([len(data) // WIDTH for data in outputs], dtype=np.int64)
+        beside = path.with_name(path.name + ".partial")
+        try:
+            with replacing(path, beside), beside.open("wb") as file:
+                np.savez(
+                    file,
+                    format=np.array(_FORMAT),
+                    fingerprint=np.array(self.fingerprint),
+                    tokens=np.frombuffer(b"".join(outputs), dtype=">u4").astype("<u4"),
+                    ends=ends,
+                )
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise DatastoreError(
+                f"the history cannot be saved to {path}: {error.strerror or error}; choose a directory that you may "
+                "write to"
+            ) from None
+
+    def load(self, path: str | Path, vocab_size: int | None = None) -> None:
+        """Take in the outputs of a file after those that are known.
+
+        Args:
+          vocab_size: of the target that will be drafted for, where it is known: larger ids are refused.
+
+        Raises: DatastoreError for a file that is missing, damaged or not a history; TokenizerMismatchError.
+        """
+        try:
+            with Path(path).expanduser().open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+                kind, fingerprint = str(file["format"]), str(file["fingerprint"])
+                tokens, ends = file["tokens"].tolist(), file["ends"].tolist()
+        except FileNotFoundError:
+            raise DatastoreError(f"the history {path} does not exist; check the path") from None
+        except Exception as error:  # zipfile, numpy and the operating system each have their own
+            raise DatastoreError(
+                f"the history {path} is damaged or not a history ({type(error).__name__}: {error}); delete it"
+            ) from None
+        if kind != _FORMAT or (ends and ends[-1] != len(tokens)):
+            raise DatastoreError(f"the history {path} has another layout ({kind!r}); delete it")
+        if tokens and vocab_size is not None and max(tokens) >= vocab_size:
+            raise TokenizerMismatchError(
+                f"the history {path} holds the token {max(tokens)}, and the target has {vocab_size}; use another file"
+            )
+        if fingerprint != self.fingerprint:
+            raise TokenizerMismatchError(
+                f"the history {path} was made with another tokenizer (fingerprint {fingerprint[:12]!r}, not "
+                f"{self.fingerprint[:12]!r}); use another file"
+            )
+        for start, end in zip([0, *ends], ends, strict=False):
+            self.add(tokens[start:end])
+
+
+def _packed(tokens: Seq[int]) -> bytes:
+    return np.asarray(tokens, dtype=">u4").tobytes()

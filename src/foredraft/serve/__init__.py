@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: a face of the engine, like `foredraft.LLM`."""

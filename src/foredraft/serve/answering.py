@@ -1,0 +1,365 @@
+"""From a request to its answer: whole, or as events; with a client that may leave at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
+
+from foredraft.beginnings import shared_length
+from foredraft.serve.backend import Ticket
+from foredraft.serve.errors import ApiError
+from foredraft.sessions.outputs import FrozenList, StreamOutput, speculative_metrics
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from foredraft.serve.asking import Asking
+    from foredraft.serve.backend import Backend
+    from foredraft.serve.form import Form
+    from foredraft.serve.settings import ServerSettings
+    from foredraft.sessions.outputs import RequestOutput, StreamOutput
+
+
+KEEP_ALIVE = b": keep-alive\n\n"
+CLIENT_LEFT = 499
+
+
+class Departed(Exception):
+    """The client has left, or takes nothing any more."""
+
+
+class Exchange:
+    """A request in the engine, and the client that waits for its answer.
+
+    Args:
+      receive: of ASGI; the body has been read, so that all that comes is the departure of the client.
+    """
+
+    def __init__(self, bridge: Backend, asking: Asking, receive: Receive) -> None:
+        self.ticket = Ticket(asking.llm, asking.prompts, [asking.params] * len(asking.prompts))
+        self.ticket.wants_news, self.ticket.wants_trees = asking.streams, asking.returns_drafts
+        self._bridge = bridge
+        self._deadline = self.ticket.arrived + asking.timeout
+        self._timeout = asking.timeout
+        self._departure = asyncio.ensure_future(_departure(receive))
+        self._departure.add_done_callback(lambda _: self.ticket.wake())
+        self._heard = perf_counter()  # of the last news
+        self._pulse: asyncio.TimerHandle | None = None
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left of its time."""
+        return max(0.0, self._deadline - perf_counter())
+
+    @asynccontextmanager
+    async def within_its_time(self) -> AsyncIterator[None]:
+        """Work for the request, as long as it has time: one timer, since tokens would pay for one each.
+
+        Raises: ApiError after the time of the request.
+        """
+        try:
+            async with asyncio.timeout(self.left) as timer:
+                yield
+        except TimeoutError:
+            if not timer.expired():
+                raise
+            message = f"the request took longer than its {self._timeout:g} seconds"
+            raise ApiError(504, message, "timeout", "timeout") from None
+
+    def wake_after(self, silence: float) -> None:
+        """From now on, let who waits for news have none after so many seconds without any, again and again."""
+        silent = perf_counter() - self._heard
+        if silent >= silence:
+            self.ticket.wake()
+        self._pulse = asyncio.get_running_loop().call_later(
+            silence if silent >= silence else silence - silent, self.wake_after, silence
+        )
+
+    async def begin(self) -> None:
+        """Send the request to the engine, and wait until it has been taken in.
+
+        Raises: what is wrong with it.
+        """
+        self._bridge.submit(self.ticket)
+        try:
+            await self.news()
+        except BaseException:
+            self.end()
+            raise
+
+    async def news(self) -> list[StreamOutput] | None:
+        """What the next steps bring; nothing after a silence, see `wake_after`; None at the end.
+
+        Raises: Departed; what has ended the request.
+        """
+        news: list[StreamOutput] | None = []
+        if not self._departure.done():
+            news = await self.ticket.news()
+            self._heard = perf_counter()
+        if self._departure.done():
+            raise Departed
+        return news
+
+    async def collect(self) -> list[RequestOutput]:
+        """The results, at the end."""
+        while await self.news() is not None:
+            pass
+        return self.ticket.outputs()
+
+    async def again(self, outputs: Sequence[RequestOutput]) -> None:
+        """Send the same request once more, to be decoded plainly with the seeds that it had."""
+        first = self.ticket
+        params = [
+            replace(given, seed=output.outputs[0].seed, num_speculative_tokens=0)
+            for given, output in zip(first.params, outputs, strict=True)
+        ]
+        self.ticket = Ticket(first.llm, first.prompts, params)
+        self.ticket.wants_news = False
+        await self.begin()
+
+    def end(self) -> None:
+        """Leave nothing behind. Ending twice is harmless."""
+        if self._pulse is not None:
+            self._pulse.cancel()
+        self._bridge.abandon(self.ticket)
+        if not self._departure.cancel() and not self._departure.cancelled():
+            self._departure.exception()  # which nobody waits for any more
+
+
+async def _departure(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def answer(bridge: Backend, asking: Asking, form: Form, settings: ServerSettings, receive: Receive) -> Response:
+    """Run a request, and answer it.
+
+    Raises: ApiError, PromptError and the like, before anything was sent.
+    """
+    bridge.check_room(asking.num_prompt_tokens, settings.max_queued_requests, settings.max_queued_tokens)
+    exchange = Exchange(bridge, asking, receive)
+    try:
+        async with exchange.within_its_time():
+            await exchange.begin()
+            if asking.streams:
+                return EventStream(exchange, asking, form, settings.keep_alive)
+            outputs = await exchange.collect()
+            usage = usage_of(exchange.ticket)
+            beside = counts_of(exchange.ticket, asking.detail) | exchange.ticket.notes
+            if asking.verifies:
+                await exchange.again(outputs)
+                beside |= verdict_of(outputs, await exchange.collect())
+    except Departed:
+        return Response(status_code=CLIENT_LEFT)
+    finally:
+        if not asking.streams:
+            exchange.end()
+    return Response(
+        json.dumps(form.body(outputs, usage, beside)), media_type="application/json", headers=asking.warning
+    )
+
+
+class EventStream(Response):
+    """An answer as server-sent events. All chunks of a step are sent at once.
+
+    Args:
+      exchange: which has begun.
+      keep_alive: seconds of silence after which a comment is sent.
+    """
+
+    def __init__(self, exchange: Exchange, asking: Asking, form: Form, keep_alive: float) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **asking.warning}
+        super().__init__(media_type="text/event-stream", headers=headers)
+        self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+        self._exchange, self._asking, self._form, self._keep_alive = exchange, asking, form, keep_alive
+        self._is_sending = False
+        self._last_put = perf_counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            try:
+                async with self._exchange.within_its_time():
+                    await self._send_all(send)
+            except Departed:
+                raise
+            except Exception as error:
+                if self._is_sending:
+                    raise Departed from None
+                await self._put_last(send, *self._form.failure(ApiError.of(error)))
+            else:
+                await self._put_last(send)
+        except Departed:
+            return
+        finally:
+            self._exchange.end()
+
+    async def _send_all(self, send: Send) -> None:
+        exchange, form, asking = self._exchange, self._form, self._asking
+        intervals = Intervals(asking.interval)
+        usage = partial(usage_of, exchange.ticket)
+        exchange.wake_after(self._keep_alive)
+        await self._put(send, *form.opening())
+        while (news := await exchange.news()) is not None:
+            told = form.events(intervals.take(news), usage)
+            is_silent = not news or perf_counter() - self._last_put > self._keep_alive
+            await self._put(send, *(told or [KEEP_ALIVE] * is_silent))
+        beside = counts_of(exchange.ticket, asking.detail) | exchange.ticket.notes
+        used = usage()
+        if asking.verifies:
+            outputs = exchange.ticket.outputs()
+            await exchange.again(outputs)
+            while (news := await exchange.news()) is not None:
+                if not news:
+                    await self._put(send, KEEP_ALIVE)
+            beside |= verdict_of(outputs, exchange.ticket.outputs())
+        await self._put(send, *form.ending(used, beside))
+
+    async def _put(self, send: Send, *pieces: bytes, more: bool = True) -> None:
+        if pieces:
+            self._is_sending = True  # which waits only where buffers are full
+            await send({"type": "http.response.body", "body": b"".join(pieces), "more_body": more})
+            self._is_sending = False
+            self._last_put = perf_counter()
+
+    async def _put_last(self, send: Send, *pieces: bytes) -> None:
+        """Raises: Departed where the client takes nothing within the time of the request."""
+        try:
+            async with asyncio.timeout(self._exchange.left):
+                await self._put(send, *pieces, self._form.last, more=False)
+        except TimeoutError:
+            raise Departed from None
+
+
+class Intervals:
+    """Joins what steps bring of each text: the first of it goes out at once, and so does its end.
+
+    Args:
+      least: tokens that any other chunk holds, as vLLM's ``stream_interval``.
+    """
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._begun: set[tuple[int, int]] = set()
+        self._held: dict[tuple[int, int], StreamOutput] = {}
+
+    def take(self, news: Sequence[StreamOutput]) -> list[StreamOutput]:
+        """What of it goes out now, with what was held back before."""
+        if self._least == 1:
+            return list(news)
+        ready = []
+        for delta in news:
+            text = (delta.prompt_index, delta.index)
+            held = self._held.pop(text, None)
+            delta = delta if held is None else joined(held, delta)
+            is_first = text not in self._begun
+            self._begun.add(text)
+            if is_first or delta.finish_reason is not None or len(delta.token_ids) >= self._least:
+                ready.append(delta)
+            else:
+                self._held[text] = delta
+        return ready
+
+
+def joined(first: StreamOutput, second: StreamOutput) -> StreamOutput:
+    """Two deltas of one text as one, which shows no draft. A text that came without a token stays where it came."""
+    texts, later = first.texts, second.texts
+    if not second.token_ids and texts:
+        texts = (*texts[:-1], texts[-1] + second.text)
+    elif not first.token_ids and later:
+        later = (first.text + later[0], *later[1:])
+    return replace(
+        second,
+        text=first.text + second.text,
+        segments=first.segments + second.segments,
+        token_ids=FrozenList(first.token_ids + second.token_ids),
+        num_accepted=first.num_accepted + second.num_accepted,
+        texts=texts + later,
+        logprobs=None if second.logprobs is None else [*(first.logprobs or ()), *second.logprobs],
+        tree=None,
+        prompt_logprobs=first.prompt_logprobs,
+    )
+
+
+DETAILED = ("by_drafter", "num_proposed_tokens", "num_cut_tokens", "num_undrafted_steps")
+
+
+def usage_of(ticket: Ticket) -> dict[str, Any]:
+    """Tokens of a request, up to now. A prompt counts once, however many texts it has.
+
+    Tokens that the request had predicted count as completion where they were accepted, as they would have anyway.
+    """
+    assert ticket.stream is not None
+    prompt, completion = ticket.num_prompt_tokens, ticket.stream.num_tokens
+    stats = ticket.stream.stats
+    predicted = {
+        "accepted_prediction_tokens": stats.accepted_prediction_tokens,
+        "rejected_prediction_tokens": stats.rejected_prediction_tokens,
+    }
+    has_prediction = ticket.params[0].prediction is not None
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": ticket.stream.num_cached_tokens},
+        **({"completion_tokens_details": predicted} if has_prediction else {}),
+    }
+
+
+def counts_of(ticket: Ticket, detail: str) -> dict[str, Any]:
+    """``metrics.speculative_decoding`` in vLLM's shape, all texts of the request together; nothing unless asked for.
+
+    Beside vLLM's fields: ``tokens_per_step``, ``lossless``, ``exactness``, the method, and what the governor says.
+    """
+    if detail == "none":
+        return {}
+    assert ticket.stream is not None
+    llm, outputs = ticket.llm, ticket.outputs()
+    config = llm.speculative_config
+    rule = config.rule
+    counts = speculative_metrics(ticket.stream.stats, config.num_speculative_tokens, rule.is_lossless)
+    histogram = counts["acceptance_histogram"]
+    longest = max([config.num_speculative_tokens, *map(int, histogram)])
+    counts["acceptance_histogram"] = [histogram.get(str(length), 0) for length in range(longest + 1)]
+    governors = [output.metrics.governor for output in outputs if output.metrics.governor is not None]
+    counts |= {
+        "method": config.title,
+        "exactness": llm.promise.as_dict() if rule.keeps_tokens else None,
+        "governor": governors[-1] if governors else None,
+    }
+    if detail == "summary":
+        counts = {name: value for name, value in counts.items() if name not in DETAILED}
+    else:
+        trace = [step for output in outputs for step in output.metrics.trace]
+        counts["per_step_drafted"] = [step.drafted for step in trace]
+        counts["per_step_accepted"] = [step.accepted for step in trace]
+    return {"metrics": {"speculative_decoding": counts}}
+
+
+def verdict_of(outputs: Sequence[RequestOutput], plain: Sequence[RequestOutput]) -> dict[str, Any]:
+    """``verify``: whether the texts equal those of plain decoding, token by token, and where they do not at first."""
+    differences = []
+    pairs = [
+        pair
+        for ours, theirs in zip(outputs, plain, strict=True)
+        for pair in zip(ours.outputs, theirs.outputs, strict=True)
+    ]
+    for place, (text, reference) in enumerate(pairs):
+        if text.token_ids != reference.token_ids:
+            differences.append({"index": place, "token": shared_length(text.token_ids, reference.token_ids)})
+    return {
+        "verify": {
+            "identical": not differences,
+            "logprobs_identical": all(text.logprobs == reference.logprobs for text, reference in pairs),
+            "num_tokens": sum(len(text.token_ids) for text, _ in pairs),
+            "differences": differences,
+        }
+    }

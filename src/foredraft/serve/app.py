@@ -1,0 +1,294 @@
+"""The application: routes, who may call them, and what they answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from foredraft import __version__
+from foredraft.errors import ForedraftError
+from foredraft.folders import parsed_json
+from foredraft.serve.answering import CLIENT_LEFT, answer
+from foredraft.serve.asking import Asking
+from foredraft.serve.chat import conversation, read_chat
+from foredraft.serve.completions import read_completion
+from foredraft.serve.errors import ApiError, ModelChanged, loading, stopping
+from foredraft.serve.fields import Fields, shown, wrong_field
+from foredraft.serve.form import Form
+from foredraft.serve.guards import REQUEST_ID, Drain, Keys, Targets
+from foredraft.serve.responses import read_response
+from foredraft.serve.tokens import encode, token_ids
+from foredraft.views.token_view import page
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from foredraft.serve.backend import Backend, Figures
+    from foredraft.serve.served import Served
+    from foredraft.serve.settings import ServerSettings
+
+logger = logging.getLogger("foredraft.serve")
+
+BODY_SECONDS = 60.0
+"""In which the body of a request must have come."""
+SMALL_BYTES = 64 * 2**10
+"""Of bodies that are read in milliseconds; larger ones wait for each other, but nobody else waits for them."""
+
+TEXT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""Where text is asked for."""
+
+EXPOSED = ("x-request-id", "x-foredraft-warning", "retry-after")
+"""Headers that pages of other origins may read."""
+
+OF_TOKENS = frozenset({
+    "model", "prompt", "add_special_tokens", "return_token_strs",
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
+})  # fmt: skip
+"""Fields of ``/tokenize``."""
+
+Reader = Callable[[dict[str, Any], Any, Any], tuple[Asking, Form]]
+
+
+class Application:
+    """What requests come to.
+
+    Args:
+      bridge: to the engine; ``served`` is there once it is ready.
+    """
+
+    def __init__(self, bridge: Backend, settings: ServerSettings, metrics: Figures) -> None:
+        self.served: Served | None = None
+        self.is_stopping = False
+        self._bridge, self._settings, self._metrics = bridge, settings, metrics
+        self._reader = ThreadPoolExecutor(1, "foredraft-prompts")
+        self._reader_of_large = ThreadPoolExecutor(1, "foredraft-large-prompts")
+        self._created = int(time.time())
+
+    def build(self) -> ASGIApp:
+        """The routes below their guards."""
+        app = FastAPI(title="foredraft", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+        for kind in (ApiError, ForedraftError, HTTPException, ClientDisconnect, Exception):
+            app.add_exception_handler(kind, self._refuse)
+        # Routes of Starlette, which knows all that is asked of them here: those of FastAPI leave what they call, and so
+        # the model, in caches of the process.
+        for path, get in {
+            "/": self.page,
+            "/health": self.health,
+            "/ping": self.health,
+            "/version": self.version,
+            "/metrics": self.metrics_page,
+            "/v1/models": self.models,
+            "/v1/models/{name:path}": self.model,
+            "/tokenizer_info": self.tokenizer_info,
+        }.items():
+            app.add_route(path, get, methods=["GET"])
+        for path, post in {
+            **dict(zip(TEXT_PATHS, (self.chat, self.completions, self.responses), strict=True)),
+            "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize,
+        }.items():
+            app.add_route(path, post, methods=["POST"])
+        guarded: ASGIApp = Targets(Drain(Keys(app, self._settings.api_keys)))
+        if self._settings.cors_origins:
+            guarded = CORSMiddleware(
+                guarded,
+                list(self._settings.cors_origins),
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=EXPOSED,
+            )
+        return guarded
+
+    async def _refuse(self, request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=CLIENT_LEFT)
+        beside: Mapping[str, str] = {}
+        if isinstance(error, HTTPException):
+            beside = error.headers or {}  # which methods are allowed
+            served = f"; served are {', '.join(TEXT_PATHS)}" if error.status_code == 404 else ""
+            error = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}{served}")
+        told = ApiError.of(error)
+        if told.status >= 500 and told is not error:
+            logger.error("%s %s ended in an error", request.method, request.url.path, exc_info=error)
+        return JSONResponse(told.body, told.status, {**beside, **told.headers})
+
+    def _ready(self) -> Served:
+        if self.is_stopping:
+            raise stopping()
+        if self.served is None:
+            raise loading()
+        return self.served
+
+    # -- text ------------------------------------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, read_completion)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._generate(request, read_chat)
+
+    async def responses(self, request: Request) -> Response:
+        return await self._generate(request, read_response)
+
+    async def _generate(self, request: Request, read: Reader) -> Response:
+        self._ready()
+        body = await self._body(request)
+        if body.get("request_id") is None:
+            body["request_id"] = request.headers.get(REQUEST_ID.decode())
+        if self._settings.log_requests:
+            logger.info("%s: %s", request.url.path, json.dumps(body)[:2000])
+        try:
+            try:
+                return await self._answer(request, body, read)
+            except ModelChanged:
+                return await self._answer(request, body, read)
+        except ApiError as error:
+            if error.status == 429:
+                self._metrics.rejected.inc()
+            raise
+
+    async def _answer(self, request: Request, body: dict[str, Any], read: Reader) -> Response:
+        asking, form = await self._in_reader(request, read, body, self._ready(), self._settings)
+        return await answer(self._bridge, asking, form, self._settings, request.receive)
+
+    async def _in_reader(self, request: Request, work: Callable[..., Any], *args: Any) -> Any:
+        """Work with a tokenizer, outside of the event loop."""
+        length = request.headers.get("content-length", "")  # which none has that comes in chunks
+        is_small = length.isdecimal() and int(length) <= SMALL_BYTES
+        reader = self._reader if is_small else self._reader_of_large
+        return await asyncio.get_running_loop().run_in_executor(reader, work, *args)
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The JSON object of a request.
+
+        Raises: ApiError where it is too large, coded, does not come, or is none.
+        """
+        codings = [coding.strip() for told in request.headers.getlist("content-encoding") for coding in told.split(",")]
+        for coding in codings:
+            if coding.lower() not in ("", "identity"):
+                raise ApiError(415, f"Content-Encoding is {shown(coding)}; send the body as it is", code="coded_body")
+        limit = self._settings.max_body_bytes
+        too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > limit:
+            raise too_large
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                data = bytearray()
+                async for piece in request.stream():
+                    data += piece
+                    if len(data) > limit:
+                        raise too_large
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} seconds") from None
+        try:
+            body = parsed_json(data, parse_constant=_no_constant, parse_float=_finite)
+        except ValueError as error:
+            raise ApiError(400, f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
+        if not isinstance(body, dict):
+            raise ApiError(400, f"the body is {type(body).__name__}; send a JSON object", code="invalid_json")
+        return body
+
+    # -- what is served --------------------------------------------------------------------------------------------
+
+    async def health(self, _: Request) -> Response:
+        self._ready()
+        return Response(status_code=200)
+
+    async def version(self, _: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def metrics_page(self, _: Request) -> Response:
+        page = await asyncio.get_running_loop().run_in_executor(self._reader, self._metrics.page)
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def page(self, _: Request) -> Response:
+        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+        headers = {"content-security-policy": policy, "x-content-type-options": "nosniff", "cache-control": "no-cache"}
+        return HTMLResponse(page("foredraft.serve", "page.html"), headers=headers)
+
+    async def models(self, _: Request) -> Response:
+        served = self._ready()
+        return JSONResponse({"object": "list", "data": [self._card(served, name) for name in served.names]})
+
+    async def model(self, request: Request) -> Response:
+        served, name = self._ready(), request.path_params["name"]
+        served.choose(name, None)
+        return JSONResponse(self._card(served, name))
+
+    def _card(self, served: Served, name: str) -> dict[str, Any]:
+        llm = served.names[name]
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "foredraft",
+            "root": served.name,
+            "max_model_len": served.max_model_len,
+            "method": llm.speculative_config.title,
+            "rejection_sample_method": llm.engine_config.acceptance,
+            "prefill_chunk_size": llm.engine_config.prefill_chunk_size,
+        }
+
+    # -- tokens ----------------------------------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> Response:
+        served = self._ready()
+        given = Fields(await self._body(request), OF_TOKENS, {})
+        served.choose(given.text("model"), None)
+        return JSONResponse(await self._in_reader(request, self._tokenized, given, served))
+
+    def _tokenized(self, given: Fields, served: Served) -> dict[str, Any]:
+        tokenizer = served.tokenizer
+        if given.get("messages") is not None:
+            if not isinstance(tools := given.get("tools") or [], list):
+                wrong_field("tools", tools, "a list")
+            ids = encode(tokenizer, conversation(given, frozenset(), tools, served), add_special_tokens=False)
+        else:
+            if given.get("prompt") is None:
+                wrong_field("prompt", None, "text, where there are no messages")
+            ids = encode(tokenizer, given.text("prompt"), given.flag("add_special_tokens", True))
+        strings = tokenizer.convert_ids_to_tokens(ids) if given.flag("return_token_strs") else None
+        limit = served.max_model_len
+        return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings}
+
+    async def detokenize(self, request: Request) -> Response:
+        served = self._ready()
+        given = Fields(await self._body(request), {"model", "tokens"}, {})
+        served.choose(given.text("model"), None)
+        ids = token_ids(given.get("tokens"), served.llm.target.vocab_size, "tokens")
+        return JSONResponse({"prompt": await self._in_reader(request, served.tokenizer.decode, ids)})
+
+    async def tokenizer_info(self, _: Request) -> Response:
+        tokenizer = self._ready().tokenizer
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        info = {
+            "tokenizer_class": type(tokenizer).__name__,
+            **{name: None if getattr(tokenizer, name) is None else str(getattr(tokenizer, name)) for name in names},
+            "chat_template": tokenizer.chat_template,
+            "vocab_size": len(tokenizer),
+        }
+        return JSONResponse(info)
+
+
+def _finite(number: str) -> float:
+    """Infinity would be told again where an answer repeats the request, and is not JSON."""
+    if math.isinf(value := float(number)):
+        raise ValueError(f"{number[:20]} is too large a number")
+    return value
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")

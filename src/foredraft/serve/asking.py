@@ -1,0 +1,270 @@
+"""What every request for text asks for, read from the fields that completions and chat have in common."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from foredraft.config.sampling import SamplingParams
+from foredraft.errors import ConfigError
+from foredraft.serve.errors import ApiError
+from foredraft.serve.fields import SAMPLING, Fields, StreamOptions, named, text_of, wrong_field
+from foredraft.serve.settings import DETAILS, GRANULARITIES, ServerSettings
+from foredraft.serve.tokens import token_ids
+from foredraft.sessions.prompts import resolved
+
+if TYPE_CHECKING:
+    from foredraft.llm import LLM
+    from foredraft.serve.served import Served
+
+
+MOST_SALT = 1024
+"""Characters of a salt, as in vLLM."""
+FIT_FOR_LOGS = re.compile(r"[!-~]{1,128}")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is left of prompts that are too long.
+
+    Args:
+      most: tokens; None for as many as leave room for ``max_tokens``.
+      keeps_end: the last tokens, or the first ones.
+    """
+
+    most: int | None
+    keeps_end: bool
+
+    @classmethod
+    def of(cls, given: Fields) -> Cut | None:
+        """What ``truncate_prompt_tokens`` and ``truncation_side`` of vLLM say."""
+        most = given.whole("truncate_prompt_tokens", None, -1, 2**31 - 1)
+        side = given.choice("truncation_side", "left", ("left", "right"))
+        if most == 0:
+            wrong_field("truncate_prompt_tokens", most, "a number of tokens, or -1 for as many as there is room for")
+        return None if most is None else cls(None if most == -1 else most, side == "left")
+
+    def of_prompt(self, prompt: dict[str, Any], room: int | None) -> dict[str, Any]:
+        """The prompt, or what is left of it, which has no text but that of its tokens."""
+        ids, most = prompt["prompt_token_ids"], room if self.most is None else self.most
+        if most is None or len(ids) <= most:
+            return prompt
+        return {"prompt_token_ids": ids[-most:] if self.keeps_end else ids[:most]}
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A request for text.
+
+    Args:
+      model: the name it was asked for under.
+      llm: that is to answer.
+      prompts: token ids, with their text where that was given.
+      params: of every prompt.
+      stream: whether chunks are wanted, and what they tell.
+      by_token: one chunk for each token, or one for each step.
+      interval: tokens that a chunk holds at least, of steps.
+      returns_ids: whether answers hold token ids.
+      names_ids: whether log-probabilities name tokens by their ids.
+      returns_drafts: whether chunks tell who proposed a token and what was rejected.
+      detail: of the counts of speculation: none, summary or detailed.
+      verifies: whether the text is to be decoded plainly as well, and compared.
+      timeout: in seconds.
+      cut: prompts that are too long; None to refuse them.
+      cache_salt: of prompts: beginnings are shared with requests of the same one alone; None for those without.
+      request_id: of the client, or drawn: what ids of answers end with.
+      unknown: fields that were ignored.
+    """
+
+    model: str
+    llm: LLM
+    prompts: Sequence[dict[str, Any]]
+    params: SamplingParams
+    streams: bool
+    stream: StreamOptions
+    by_token: bool
+    interval: int
+    returns_ids: bool
+    names_ids: bool
+    returns_drafts: bool
+    detail: str
+    verifies: bool
+    timeout: float
+    cut: Cut | None
+    cache_salt: str | None
+    request_id: str
+    unknown: Sequence[str]
+
+    @property
+    def num_texts(self) -> int:
+        return len(self.prompts) * self.params.n
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt["prompt_token_ids"]) for prompt in self.prompts)
+
+    @property
+    def warning(self) -> dict[str, str]:
+        """A header that names what was ignored."""
+        return {"x-foredraft-warning": f"fields were ignored: {named(self.unknown)}"} if self.unknown else {}
+
+
+def read_asking(
+    given: Fields, served: Served, settings: ServerSettings, forced: dict[str, Any] | None = None, **params: Any
+) -> Asking:
+    """All but the prompts, which take a tokenizer.
+
+    Args:
+      forced: what the output must match whatever the body says of its form; None for what the body says.
+      params: fields of `SamplingParams` that go before what the body says of them.
+
+    Raises: ApiError, naming the field.
+    """
+    if given.unknown and settings.strict_fields:
+        raise ApiError(400, f"unknown fields: {named(given.unknown)}", given.unknown[0], "unknown_field")
+    given.check_entries()
+    model = given.text("model")
+    llm, length = served.choose(model, given.get("speculative"))
+    sent = {name: given.get(name) for name in SAMPLING if given.get(name) is not None}
+    sent |= {"n": given.whole("n", 1, 1, settings.max_n), "num_speculative_tokens": length, **params}
+    sent["prediction"] = read_prediction(given.get("prediction"), served)
+    form = read_form(given)
+    if forced and given.get("structured_outputs") is not None:
+        message = "tool_choice forces a call, and structured_outputs another output; leave one of them out"
+        raise ApiError(400, message, "structured_outputs")
+    sent["structured_outputs"] = forced or form
+    if sent.get("prompt_logprobs") is not None:
+        given.whole("prompt_logprobs", None, 0, settings.max_logprobs)
+    if len(given.numbers("logprob_token_ids")) > settings.max_logprobs:
+        raise ApiError(400, f"logprob_token_ids may have {settings.max_logprobs} entries", "logprob_token_ids")
+    read = read_params(sent, llm.tokenizer)
+    llm.prepare(read)
+    interval = given.whole("stream_interval", 1, 1, 2**31 - 1)
+    if interval > 1 and given.flag("return_drafts"):
+        raise ApiError(
+            400, "stream_interval joins steps, and return_drafts tells of each; leave one out", "stream_interval"
+        )
+    return Asking(
+        model=model or served.name,
+        llm=llm,
+        prompts=(),
+        params=read,
+        streams=given.flag("stream"),
+        stream=StreamOptions.of(given),
+        by_token=given.choice("stream_granularity", settings.stream_granularity, GRANULARITIES) == "token"
+        and interval == 1,
+        interval=interval,
+        returns_ids=given.flag("return_token_ids"),
+        names_ids=given.flag("return_tokens_as_token_ids"),
+        returns_drafts=given.flag("return_drafts"),
+        detail=given.choice("spec_decode_metrics", settings.spec_decode_metrics, DETAILS),
+        verifies=given.flag("verify"),
+        timeout=given.seconds("timeout", settings.request_timeout),
+        cut=Cut.of(given),
+        cache_salt=read_salt(given),
+        request_id=read_request_id(given),
+        unknown=given.unknown,
+    )
+
+
+def read_form(given: Fields) -> dict[str, Any] | None:
+    """What the output must match: ``structured_outputs`` of vLLM, or ``response_format`` of the OpenAI API.
+
+    Raises: ApiError for both, or a format that is none.
+    """
+    wanted, form = given.get("structured_outputs"), given.get("response_format")
+    if wanted is not None and not isinstance(wanted, dict):
+        wrong_field("structured_outputs", wanted, "an object with json, regex, choice, grammar or json_object")
+    if form is None or form == {"type": "text"}:
+        return wanted
+    if wanted is not None:
+        raise ApiError(
+            400, "response_format and structured_outputs are given; leave one of them out", "response_format"
+        )
+    if isinstance(form, dict) and form.get("type") == "json_object":
+        return {"json_object": True} if form.get("schema") is None else {"json": form["schema"]}
+    schema = form.get("json_schema") if isinstance(form, dict) else None
+    if isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
+        return {"json": schema["schema"]}
+    wrong_field("response_format", form, "{type: 'text', 'json_object', or 'json_schema' with json_schema.schema}")
+
+
+def read_prediction(given: Any, served: Served) -> str | list[int] | None:
+    """The output that a request predicts: ``{"type": "content", "content": ...}``, text, or token ids.
+
+    Raises: ApiError for anything else, and for text that no output has room for.
+    """
+    if given is None:
+        return None
+    if isinstance(given, list):
+        return token_ids(given, served.llm.target.vocab_size, "prediction")
+    is_content = isinstance(given, dict) and given.get("type") == "content"
+    text = text_of(given.get("content")) if is_content else given
+    if isinstance(text, str):
+        served.check_length(text, "prediction")
+        return text
+    wrong_field("prediction", given, "{type: 'content', content: text or parts of type text}")
+
+
+def read_salt(given: Fields) -> str | None:
+    """What tells the beginnings of a client's prompts from those of others.
+
+    Raises: ApiError for an empty one, which would tell nothing.
+    """
+    salt = given.get("cache_salt")
+    if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= MOST_SALT):
+        wrong_field("cache_salt", salt, f"a text of 1 to {MOST_SALT} characters")
+    return salt
+
+
+def read_request_id(given: Fields) -> str:
+    """The id that a client gives its request, or a new one.
+
+    Raises: ApiError for one that is long, or cannot stand in a log.
+    """
+    wanted = given.text("request_id") or secrets.token_hex(12)
+    if not FIT_FOR_LOGS.fullmatch(wanted):
+        wrong_field("request_id", wanted, "at most 128 letters, digits and signs of ASCII, without spaces")
+    return wanted
+
+
+def read_params(sent: dict[str, Any], tokenizer: Any) -> SamplingParams:
+    """Parameters whose texts are token ids already, so that the thread of the engine has none to read.
+
+    Raises: ApiError, naming the field.
+    """
+    try:
+        return resolved(SamplingParams.from_dict(sent), tokenizer)
+    except (ConfigError, OverflowError, TypeError) as error:
+        message = str(error).replace("SamplingParams.", "")
+        field = re.match(r"\w+", message)
+        raise ApiError(400, message, field[0] if field and field[0] in sent else None) from None
+
+
+def with_prompts(asking: Asking, prompts: Sequence[dict[str, Any]], served: Served, settings: ServerSettings) -> Asking:
+    """The request with its prompts.
+
+    Raises: ApiError where there are none, more than the server allows, or one without room for a new token.
+    """
+    if not 0 < len(prompts) <= settings.max_prompts:
+        raise ApiError(400, f"the request has {len(prompts)} prompts; give 1 to {settings.max_prompts}", "prompt")
+    limit, num_new = served.max_model_len, 0 if asking.params.max_tokens == 0 else 1
+    if asking.cut is not None:
+        longest = num_new if asking.params.max_tokens is None else asking.params.max_tokens
+        room = None if limit is None else max(1, limit - longest)
+        prompts = [asking.cut.of_prompt(prompt, room) for prompt in prompts]
+    for place, prompt in enumerate(prompts):
+        length = len(prompt["prompt_token_ids"])
+        if limit is not None and length + num_new > limit:
+            message = f"This model's maximum context length is {limit} tokens, and prompt {place} has {length}: no room"
+            raise ApiError(400, f"{message} for a new token; shorten the prompt", "prompt", "context_length_exceeded")
+    if asking.cache_salt is not None:
+        prompts = [{**prompt, "cache_salt": asking.cache_salt} for prompt in prompts]
+    asking = replace(asking, prompts=prompts)
+    if asking.num_texts > settings.max_prompts:
+        message = f"the request asks for {asking.num_texts} texts; prompts times n may be {settings.max_prompts}"
+        raise ApiError(400, message, "n")
+    return asking

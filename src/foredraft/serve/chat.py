@@ -1,0 +1,296 @@
+"""``/v1/chat/completions``: what it asks for, and the shape of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from foredraft.config.keywords import Foreign, check_unicode
+from foredraft.errors import ConfigError, GrammarError, PromptError
+from foredraft.folders import parsed_json
+from foredraft.serve.asking import Asking, read_asking, read_form, with_prompts
+from foredraft.serve.errors import ApiError
+from foredraft.serve.fields import REFUSED, SHARED, Fields, shown, text_of, wrong_field
+from foredraft.serve.form import ChoicesForm
+from foredraft.serve.tokens import chat_logprobs, prompt_tables
+from foredraft.serve.tools import Tools, called, joined, read_tools, with_tools
+from foredraft.sessions.prompts import chat_text
+
+if TYPE_CHECKING:
+    from foredraft.serve.served import Served
+    from foredraft.serve.settings import ServerSettings
+    from foredraft.sessions.outputs import RequestOutput, StreamOutput
+
+KNOWN = SHARED | {
+    "messages",
+    "max_completion_tokens",
+    "logprobs",
+    "top_logprobs",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "return_prompt_text",
+    "echo",
+}
+CHAT_REFUSED = {**REFUSED, "modalities": Foreign("answers are text")}
+TEXT_ONLY = ("modalities", ["text"])
+"""A field that asks for what there is."""
+OF_TEMPLATES: dict[str, Callable[[Fields, str], Any]] = {"reasoning_effort": Fields.text, "documents": Fields.objects}
+"""Fields that are handed to a template which has them, and how they are read."""
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+OLD_ROLES = {"developer": "system", "function": "tool"}
+"""Roles that templates know by another name: the one is newer than they are, the other older."""
+PARTS_APART = "\n"
+"""Between the texts of one message, as in vLLM and llama.cpp."""
+PASSED_ON = ("name", "tool_calls", "tool_call_id")
+OURS = {"tokenize", "tools", "chat_template", "conversation", "messages", "return_tensors", "return_dict"}
+
+
+def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[Asking, ChatForm]:
+    """The request of a body, and the shape of its answer.
+
+    Raises: as `read_conversation`.
+    """
+    body, has_functions = with_tools(body)
+    asking, tools = read_conversation(body, served, settings)
+    given, (prompt,), text = Fields(body, body, {}), asking.prompts, None
+    if given.flag("return_prompt_text"):
+        text = prompt["prompt"] if "prompt" in prompt else str(served.tokenizer.decode(prompt["prompt_token_ids"]))
+    last = read_messages(given.get("messages"))[-1] if given.flag("echo") else {}
+    echo = last["content"] if last.get("role") == "assistant" else ""
+    return asking, ChatForm(asking, served, tools, has_functions, text, echo)
+
+
+def read_conversation(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[Asking, Tools]:
+    """What a body asks for, and the tools that the model may call.
+
+    Writes and reads the prompt, which takes time: not to be called in the event loop.
+
+    Raises: ApiError, PromptError.
+    """
+    template = str(served.tokenizer.chat_template or "")
+    known = KNOWN | {name for name in OF_TEMPLATES if name in template}
+    given = Fields({name: value for name, value in body.items() if (name, value) != TEXT_ONLY}, known, CHAT_REFUSED)
+    wants_logprobs, most = given.flag("logprobs"), given.whole("top_logprobs", 0, 0, settings.max_logprobs)
+    if most and not wants_logprobs:
+        raise ApiError(400, "top_logprobs is given, but logprobs is not true", "top_logprobs")
+    longest = given.get("max_completion_tokens")
+    longest = given.get("max_tokens") if longest is None else longest
+    if given.get("logprob_token_ids") is not None and not wants_logprobs:
+        raise ApiError(400, "logprob_token_ids is given, but logprobs is not true", "logprob_token_ids")
+    logprobs = most if wants_logprobs else None
+    tools = read_tools(given, settings.tool_call_parser, template, served.tokenizer)
+    try:
+        form = tools.form if tools.forced or read_form(given) is None else None  # where all is said, no call can begin
+        asking = read_asking(given, served, settings, form, logprobs=logprobs, max_tokens=longest)
+    except GrammarError as error:
+        if form is None:
+            raise
+        reason = str(error).removeprefix("StructuredOutputs.grammar is refused: ")
+        what = "can be forced" if tools.forced else "can follow their schemas (strict)"
+        raise ApiError(400, f"no call of these tools {what}: {reason}", "tools") from None
+    if asking.streams and asking.params.prompt_logprobs is not None:
+        message = "prompt_logprobs is not told in streams of chat; leave stream out, or use /v1/completions"
+        raise ApiError(400, message, "prompt_logprobs")
+    text = conversation(given, known & OF_TEMPLATES.keys(), tools.offered, served)
+    ids = served.encode(text, given.flag("add_special_tokens"), is_cut=asking.cut is not None)
+    prompt = {"prompt": text, "prompt_token_ids": ids}
+    return with_prompts(asking, [prompt], served, settings), tools
+
+
+def conversation(given: Fields, named: Set[str], tools: list[Any], served: Served) -> str:
+    """The conversation as the template writes it.
+
+    Args:
+      named: fields that it reads.
+
+    Raises: ApiError, PromptError.
+    """
+    messages = read_messages(given.get("messages"))
+    options: dict[str, Any] = {name: OF_TEMPLATES[name](given, name) for name in named if given.get(name) is not None}
+    options |= given.mapping("chat_template_kwargs")
+    if OURS & options.keys():
+        raise ApiError(
+            400, f"chat_template_kwargs cannot have {sorted(OURS & options.keys())[0]}", "chat_template_kwargs"
+        )
+    options["add_generation_prompt"] = given.flag("add_generation_prompt", True)
+    if given.flag("continue_final_message"):
+        if given.get("add_generation_prompt"):
+            raise ApiError(400, "continue_final_message excludes add_generation_prompt", "continue_final_message")
+        options |= {"continue_final_message": True, "add_generation_prompt": False}
+    if tools:
+        options["tools"] = tools
+    try:
+        return chat_text(served.tokenizer, messages, **options)
+    except ConfigError as error:
+        raise ApiError(400, str(error), "messages", "no_chat_template") from None
+    except PromptError as error:
+        raise ApiError(400, str(error), "messages") from None
+
+
+def read_messages(given: Any, name: str = "messages") -> list[dict[str, Any]]:
+    """A conversation as chat templates take it: known roles, texts in one piece, arguments of calls as objects.
+
+    Raises: ApiError, naming the message.
+    """
+    if not isinstance(given, list) or not given:
+        wrong_field(name, given, "a list of messages with role and content")
+    return [_message(message, f"{name}[{place}]") for place, message in enumerate(given)]
+
+
+def _message(given: Any, where: str) -> dict[str, Any]:
+    if not isinstance(given, dict) or given.get("role") not in ROLES:
+        role = given.get("role") if isinstance(given, dict) else given
+        raise ApiError(400, f"{where} has the role {shown(role)}; known are {', '.join(ROLES)}", f"{where}.role")
+    role = OLD_ROLES.get(given["role"], given["role"])
+    message: dict[str, Any] = {"role": role, "content": _content(given.get("content"), where)}
+    message |= {name: given[name] for name in PASSED_ON if given.get(name) is not None}
+    if given.get("function_call") is not None:  # what calls were before there were several
+        message.setdefault("tool_calls", [{"type": "function", "function": given["function_call"]}])
+    if "tool_calls" in message:
+        message["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
+    return message
+
+
+def _content(content: Any, where: str) -> str:
+    if content is None:
+        return ""
+    text = text_of(content, PARTS_APART)
+    if text is None:
+        raise ApiError(400, f"{where}.content must be text, or a list of parts of type text", f"{where}.content")
+    check_unicode(text, f"{where}.content")
+    return text
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Calls of an earlier answer, whose arguments templates want as an object; what is not JSON stays text."""
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    ):
+        wrong_field(where, calls, "a list of {id: ..., type: 'function', function: {name: ..., arguments: ...}}")
+    read = []
+    for call in calls:
+        arguments = call["function"].get("arguments", {})
+        if isinstance(arguments, str):
+            with suppress(ValueError):  # as where an answer was cut off within them
+                arguments = parsed_json(arguments or "{}")
+        read.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return read
+
+
+class ChatForm(ChoicesForm):
+    """Shape of the answers of ``/v1/chat/completions``.
+
+    Args:
+      tools: that the model may call, or must.
+      has_functions: whether calls are told as those of functions were before there were tools.
+      prompt_text: what the template has made of the messages, to be told; None where nobody asks.
+      echo: what every answer begins with: the last message, where the model's go on from one of its own.
+    """
+
+    prefix = "chatcmpl"
+    kinds = ("chat.completion", "chat.completion.chunk")
+
+    def __init__(
+        self,
+        asking: Asking,
+        served: Served,
+        tools: Tools,
+        has_functions: bool,
+        prompt_text: str | None,
+        echo: str = "",
+    ) -> None:
+        super().__init__(asking, served)
+        self._has_functions = has_functions
+        self._readers = [tools.reader() for _ in range(asking.params.n)]
+        self._tools = tools
+        self._prompt_text, self._echo = prompt_text, echo
+
+    def opening(self) -> list[bytes]:
+        return self._chunks(self.first_choices(), **self._of_prompt())
+
+    def body(self, outputs: Sequence[RequestOutput], usage: dict[str, Any], beside: dict[str, Any]) -> dict[str, Any]:
+        found, most = self._of_prompt(), self._asking.params.prompt_logprobs
+        if most is not None:
+            found["prompt_logprobs"] = prompt_tables(outputs[0].prompt_logprobs, most)
+        return super().body(outputs, usage, beside) | found
+
+    def _of_prompt(self) -> dict[str, Any]:
+        """What is told of the prompt, which all texts share."""
+        (prompt,) = self._asking.prompts
+        ids = {"prompt_token_ids": list(prompt["prompt_token_ids"])} if self._asking.returns_ids else {}
+        return ids | ({} if self._prompt_text is None else {"prompt_text": self._prompt_text})
+
+    def first_choices(self) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": self._echo or (None if self._tools.forced else "")}
+        return [self._choice(index, "delta", delta, None, None) for index in range(self._asking.params.n)]
+
+    def choices(self, delta: StreamOutput) -> list[dict[str, Any]]:
+        length = len(delta.token_ids)
+        if not length:
+            return [self._part(delta, slice(0, 0), delta.text, is_last=delta.finish_reason is not None)]
+        return [
+            self._part(
+                delta, part, "".join(delta.texts[part]), is_last=part.stop == length and bool(delta.finish_reason)
+            )
+            for part in self._parts(delta)
+        ]
+
+    def _part(self, delta: StreamOutput, part: slice, text: str, is_last: bool) -> dict[str, Any]:
+        reader = self._readers[delta.index]
+        said: dict[str, Any] = {"content": text}
+        reason = delta.finish_reason if is_last else None
+        if reader is not None:
+            said["content"], calls = reader.read(text, is_last)
+            if self._tools.forced:
+                del said["content"]
+            if calls:
+                said |= self._told(calls)
+            reason = self._reason if reason == "stop" and reader.ends_with_calls else reason
+        choice = self._choice(delta.index, "delta", said, reason, delta.stop_reason if is_last else None)
+        if delta.logprobs is not None:
+            choice["logprobs"] = self._logprobs(delta.token_ids[part], delta.logprobs[part])
+        return self._tell(choice, delta, part)
+
+    def _told(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        """Calls, or pieces of them, as a message has them."""
+        return called(calls) if self._has_functions else {"tool_calls": calls}
+
+    @property
+    def _reason(self) -> str:
+        """Why a text ends that the model ends with calls."""
+        return "function_call" if self._has_functions else "tool_calls"
+
+    def _logprobs(self, ids: Sequence[int], tables: Sequence[Mapping[int, Any]]) -> dict[str, Any]:
+        params = self._asking.params
+        return chat_logprobs(self._names, ids, tables, params.logprobs or 0, is_named=bool(params.logprob_token_ids))
+
+    @staticmethod
+    def _choice(index: int, kind: str, said: dict[str, Any], reason: str | None, stop: Any) -> dict[str, Any]:
+        return {"index": index, kind: said, "logprobs": None, "finish_reason": reason, "stop_reason": stop}
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+        choices = []
+        for text in outputs[0].outputs:
+            message: dict[str, Any] = {"role": "assistant", "content": text.text, "refusal": None}
+            reason = text.finish_reason
+            if (reader := self._tools.reader()) is not None:
+                message["content"], calls = reader.read(text.text, is_last=True)
+                if calls:
+                    message |= self._told(joined(calls))
+                if calls or self._tools.forced:
+                    message["content"] = message["content"] or None
+                reason = self._reason if reason == "stop" and reader.ends_with_calls else reason
+            if self._echo:
+                message["content"] = self._echo + (message["content"] or "")
+            choice = self._choice(text.index, "message", message, reason, text.stop_reason)
+            if text.logprobs is not None:
+                choice["logprobs"] = self._logprobs(text.token_ids, text.logprobs)
+            if self._asking.returns_ids:
+                choice["token_ids"] = list(text.token_ids)
+            choices.append({**choice, "seed": text.seed})
+        return choices

@@ -1,0 +1,180 @@
+"""``/v1/completions``: what it asks for, and the shape of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from foredraft.serve.asking import Asking, read_asking, with_prompts
+from foredraft.serve.errors import ApiError
+from foredraft.serve.fields import REFUSED, SHARED, Fields, wrong_field
+from foredraft.serve.form import ChoicesForm
+from foredraft.serve.tokens import Offsets, completion_logprobs, echoed_logprobs, prompt_tables, token_ids
+
+if TYPE_CHECKING:
+    from foredraft.serve.served import Served
+    from foredraft.serve.settings import ServerSettings
+    from foredraft.serve.tokens import Table
+    from foredraft.sessions.outputs import RequestOutput, StreamOutput
+
+KNOWN = SHARED | {"prompt", "echo", "logprobs"}
+
+
+def read_completion(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[Asking, CompletionForm]:
+    """Reads prompts, which takes time: not to be called in the event loop.
+
+    Raises: ApiError, PromptError.
+    """
+    asks_for_all = body.get("best_of") == body.get("n")  # then there is nothing to choose
+    given = Fields(
+        {name: value for name, value in body.items() if name != "best_of" or not asks_for_all}, KNOWN, REFUSED
+    )
+    logprobs = given.whole("logprobs", None, 0, settings.max_logprobs)
+    if given.get("logprob_token_ids") is not None and logprobs is None:
+        raise ApiError(400, "logprob_token_ids is given, but logprobs is not", "logprob_token_ids")
+    echo = given.flag("echo")
+    of_prompt = given.whole("prompt_logprobs", None, 0, settings.max_logprobs)
+    learned: dict[str, Any] = (
+        {"prompt_logprobs": max(logprobs, of_prompt or 0)} if echo and logprobs is not None else {}
+    )
+    asking = read_asking(given, served, settings, logprobs=logprobs, **learned)
+    read = partial(_prompt, served=served, adds=given.flag("add_special_tokens", True), is_cut=asking.cut is not None)
+    prompts = _prompts(given.get("prompt"), read, settings.max_prompts)
+    asking = with_prompts(asking, prompts, served, settings)
+    return asking, CompletionForm(asking, served, echo, of_prompt)
+
+
+def _prompts(prompt: Any, read: Callable[[Any], dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """One prompt or a list of them, each as text or as token ids."""
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
+        prompt = [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        wrong_field("prompt", prompt, "text, a list of token ids, or a list of these")
+    if len(prompt) > most:
+        raise ApiError(400, f"the request has {len(prompt)} prompts; give at most {most}", "prompt")
+    return [read(one) for one in prompt]
+
+
+def _prompt(prompt: Any, served: Served, adds: bool, is_cut: bool) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"prompt": prompt, "prompt_token_ids": served.encode(prompt, adds, is_cut=is_cut)}
+    return {"prompt_token_ids": token_ids(prompt, served.llm.target.vocab_size, "prompt")}
+
+
+class CompletionForm(ChoicesForm):
+    """Shape of the answers of ``/v1/completions``.
+
+    Args:
+      echo: begin every text with its prompt, its log-probabilities with those of that.
+      of_prompt: log-probabilities that are told beside it, most likely ones of each token; None for none at all.
+    """
+
+    prefix = "cmpl"
+    kinds = ("text_completion", "text_completion")
+
+    def __init__(self, asking: Asking, served: Served, echo: bool, of_prompt: int | None) -> None:
+        super().__init__(asking, served)
+        self._echo, self._most_of_prompt = echo, of_prompt
+        self._learns_prompt = asking.params.prompt_logprobs is not None
+        self._tokenizer = served.llm.tokenizer
+        self._offsets: dict[int, Offsets] = {}  # of each choice of a stream
+        self._begun: set[int] = set()  # choices of a stream
+
+    def first_choices(self) -> list[dict[str, Any]]:
+        if not self._echo or self._learns_prompt:  # which is told once it is read
+            return []
+        texts = [self._prompt_text(prompt) for prompt in self._asking.prompts for _ in range(self._asking.params.n)]
+        self._offsets = {index: self._new_offsets(len(text)) for index, text in enumerate(texts)}
+        choices = [self._choice(index, text, None, None) for index, text in enumerate(texts)]
+        return [self._begin(choice) for choice in choices]
+
+    def _begin(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """A choice of a stream; the first one of a text tells the ids of its prompt, where ids are told."""
+        if self._asking.returns_ids and choice["index"] not in self._begun:
+            self._begun.add(choice["index"])
+            prompt = self._asking.prompts[choice["index"] // self._asking.params.n]
+            choice["prompt_token_ids"] = list(prompt["prompt_token_ids"])
+        return choice
+
+    def _new_offsets(self, start: int) -> Offsets:
+        return Offsets(self._tokenizer, start, skip_special_tokens=self._asking.params.skip_special_tokens)
+
+    def _prompt_text(self, prompt: dict[str, Any]) -> str:
+        if "prompt" in prompt or self._tokenizer is None:
+            return str(prompt.get("prompt", ""))
+        return str(self._tokenizer.decode(prompt["prompt_token_ids"]))
+
+    def choices(self, delta: StreamOutput) -> list[dict[str, Any]]:
+        index = delta.prompt_index * self._asking.params.n + delta.index
+        length = len(delta.token_ids)
+        choices = [] if delta.prompt_logprobs is None else [self._read_prompt(index, delta)]
+        if not length:
+            choices.append(self._choice(index, delta.text, delta.finish_reason, delta.stop_reason))
+        else:
+            choices += [self._part(index, delta, part, is_last=part.stop == length) for part in self._parts(delta)]
+        return [self._begin(choice) for choice in choices]
+
+    def _read_prompt(self, index: int, delta: StreamOutput) -> dict[str, Any]:
+        """The choice that tells log-probabilities of the prompt, before the first token of a text."""
+        prompt, tables = self._asking.prompts[delta.prompt_index], delta.prompt_logprobs
+        choice = self._choice(index, self._prompt_text(prompt) if self._echo else "", None, None)
+        self._offsets[index] = self._new_offsets(len(choice["text"]))
+        if self._echo and self._asking.params.logprobs is not None:
+            choice["logprobs"] = self._of_prompt(prompt, tables)
+        return choice | self._beside(tables)
+
+    def _beside(self, tables: Sequence[Table | None] | None) -> dict[str, Any]:
+        """Log-probabilities of a prompt in vLLM's shape, if they were asked for."""
+        most = self._most_of_prompt
+        return {} if most is None else {"prompt_logprobs": prompt_tables(tables, most)}
+
+    def _part(self, index: int, delta: StreamOutput, part: slice, is_last: bool) -> dict[str, Any]:
+        reasons = (delta.finish_reason, delta.stop_reason) if is_last else (None, None)
+        choice = self._choice(index, "".join(delta.texts[part]), *reasons)
+        if delta.logprobs is not None:
+            if index not in self._offsets:
+                self._offsets[index] = self._new_offsets(0)
+            choice["logprobs"] = self._logprobs(delta.token_ids[part], delta.logprobs[part], self._offsets[index])
+        return self._tell(choice, delta, part)
+
+    def _logprobs(self, ids: Any, tables: Any, offsets: Offsets) -> dict[str, Any]:
+        params, begins = self._asking.params, offsets.read(ids)
+        is_named = bool(params.logprob_token_ids)
+        return completion_logprobs(self._names, ids, tables, begins, params.logprobs or 0, is_named)
+
+    def _of_prompt(self, prompt: dict[str, Any], tables: Sequence[Table | None] | None) -> dict[str, Any]:
+        """Log-probabilities of a prompt that is echoed."""
+        assert tables is not None
+        ids = prompt["prompt_token_ids"]
+        offsets = Offsets.of_prompt(self._tokenizer, ids, self._prompt_text(prompt))
+        return echoed_logprobs(self._names, ids, tables, offsets, self._asking.params.logprobs or 0)
+
+    @staticmethod
+    def _choice(index: int, text: str, finish_reason: str | None, stop_reason: Any) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
+        }
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+        choices: list[dict[str, Any]] = []
+        for prompt, output in zip(self._asking.prompts, outputs, strict=True):
+            before = self._prompt_text(prompt) if self._echo else ""
+            for text in output.outputs:
+                choice = self._choice(len(choices), before + text.text, text.finish_reason, text.stop_reason)
+                if text.logprobs is not None:
+                    logprobs = self._logprobs(text.token_ids, text.logprobs, self._new_offsets(len(before)))
+                    if self._echo:
+                        read = self._of_prompt(prompt, output.prompt_logprobs)
+                        logprobs = {name: [*read[name], *logprobs[name]] for name in logprobs}
+                    choice["logprobs"] = logprobs
+                choice |= self._beside(output.prompt_logprobs)
+                if self._asking.returns_ids:
+                    choice["token_ids"] = list(text.token_ids)
+                    choice["prompt_token_ids"] = list(output.prompt_token_ids)
+                choices.append({**choice, "seed": text.seed})
+        return choices

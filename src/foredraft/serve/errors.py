@@ -1,0 +1,96 @@
+"""Errors as the OpenAI API tells them. Nothing of a traceback, a path or a key is in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foredraft.errors import ConfigError, ContextLengthError, ForedraftError, NoTokenError, NumericsError, PromptError
+
+RETRY_SECONDS = 1
+MOST_CHARACTERS = 1000
+"""Of a message, which may repeat a value of the body; of a longer one both ends are told."""
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Args:
+      status: of HTTP.
+      message: names the value, the limit and the remedy.
+      param: the field that is to blame.
+      code: for programs; by default the status.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | int | None = None) -> None:
+        if len(message) > MOST_CHARACTERS:
+            message = f"{message[: MOST_CHARACTERS // 2]} ... {message[-MOST_CHARACTERS // 2 :]}"
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error object."""
+        kind = TYPES.get(self.status, "server_error")
+        code = self.status if self.code is None else self.code
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """When to come again and whether to, and how."""
+        if self.status in (429, 503):
+            return {"Retry-After": str(RETRY_SECONDS)}
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
+        if self.status == 415:
+            return {"Accept-Encoding": "identity"}
+        return {"x-should-retry": "false"} if self.status == 504 else {}
+
+    @classmethod
+    def of(cls, error: BaseException) -> ApiError:
+        """What a client is told of an error: all of a refusal, and of anything else that it happened."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, ContextLengthError):
+            return cls(400, str(error), "prompt", "context_length_exceeded")
+        if isinstance(error, (PromptError, ConfigError)):
+            return cls(400, str(error))
+        if isinstance(error, MemoryError):
+            return cls(503, "the server has no memory left for this request; try again, or ask for less")
+        if isinstance(error, NoTokenError):  # no processors come over HTTP, so that the request contradicts itself
+            return cls(400, str(error), code="no_token_possible")
+        if isinstance(error, NumericsError):
+            return cls(500, str(error), code="model_numerics")
+        what = type(error).__name__ if isinstance(error, ForedraftError) else "an error"
+        return cls(500, f"{what} inside the server ended this request; its log says more", code="internal_error")
+
+
+class ModelChanged(ApiError):
+    """Another model is served than the one that the request was read for; read anew, it can be answered."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "another model is served from now on; try again", code="model_changed")
+
+
+def unauthorized() -> ApiError:
+    return ApiError(
+        401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
+    )
+
+
+def loading() -> ApiError:
+    return ApiError(503, "the model is still being loaded; try again shortly", code="loading")
+
+
+def stopping() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="shutting_down")

@@ -1,0 +1,224 @@
+"""Fields of a request's body: read by name and type, refused by name where they have no meaning here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn, TypeVar
+
+from foredraft.config.keywords import Foreign
+from foredraft.config.sampling import SamplingParams
+from foredraft.serve.errors import ApiError
+
+T = TypeVar("T")
+
+MOST_WHOLE = 2**53
+"""Below which a float with nothing behind its point is the whole number that was written."""
+MAX_NAMED = 10
+"""Unknown fields that are named, and"""
+MAX_NAME = 40
+"""characters of each."""
+
+_READ_HERE = {"detokenize", "logits_processors", "logprobs", "n", "num_speculative_tokens", "prediction"}
+SAMPLING = frozenset(field.name for field in fields(SamplingParams)) - _READ_HERE - {"structured_outputs"}
+"""Fields that are handed to `SamplingParams` as they are, where they are not null."""
+
+MOST_ENTRIES = {"stop": 128, "bad_words": 1024, "bad_words_ids": 1024}
+"""Of lists that are looked through for every token: with 100,000 stop strings one request slowed all others."""
+
+SHARED = SAMPLING | {
+    "n",
+    "prediction",
+    "response_format",
+    "structured_outputs",
+    "model",
+    "stream",
+    "stream_options",
+    "stream_granularity",
+    "stream_interval",
+    "cache_salt",
+    "add_special_tokens",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "request_id",
+    "truncate_prompt_tokens",
+    "truncation_side",
+    "return_drafts",
+    "speculative",
+    "spec_decode_metrics",
+    "verify",
+    "timeout",
+}
+"""Fields of every kind of generation."""
+
+IGNORED = frozenset({
+    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "priority",
+})  # fmt: skip
+"""Fields that change nothing of an answer."""
+
+_STRUCTURED = "use structured_outputs, with the same value under json, regex, choice or grammar"
+_NO_MEDIA = "prompts and answers are text; leave it out"
+REFUSED = {
+    "best_of": Foreign("every text that is drawn is returned; use n and choose among them", (None, 1)),
+    "suffix": Foreign("texts are continued at their end; leave it out", (None, "")),
+    "use_beam_search": Foreign("beams are not drafted for; use n", (None, False)),
+    "guided_json": Foreign(_STRUCTURED),
+    "guided_regex": Foreign(_STRUCTURED),
+    "guided_choice": Foreign(_STRUCTURED),
+    "guided_grammar": Foreign(_STRUCTURED),
+    "functions": Foreign("use tools", (None, [])),
+    "function_call": Foreign("use tool_choice", (None, "none", "auto")),
+    "audio": Foreign(_NO_MEDIA),
+    "web_search_options": Foreign("the server searches nothing; leave it out"),
+    "chat_template": Foreign("templates are the server's; it takes one with --chat-template"),
+    "documents": Foreign("the chat template has no place for them; write documents into a message", (None, [])),
+}
+"""Fields of the OpenAI API and of vLLM without a counterpart here: why, and what to do instead."""
+
+WITHOUT_EFFECT = {
+    "store": (False,),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "include_reasoning": (True,),
+    "length_penalty": (1,),
+    "spaces_between_special_tokens": (True,),
+}
+"""Fields that frameworks send whatever the model, and values of them that ask for what happens anyway: with others they
+are ignored as unknown ones are, and named."""
+
+TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Parts of a content that are text, and where it stands in them."""
+
+
+class Fields:
+    """The body of a request.
+
+    Args:
+      known: fields that the caller is going to read.
+      refused: fields that are refused, unless they ask for what happens anyway.
+
+    Attributes:
+      unknown: names of fields that nobody knows, or that are without effect here; null says nothing.
+
+    Raises: ApiError for a refused field.
+    """
+
+    def __init__(self, body: Mapping[str, Any], known: Collection[str], refused: Mapping[str, Foreign]) -> None:
+        heard = {*known, *IGNORED, *refused}
+        self.unknown = [
+            name
+            for name, value in body.items()
+            if name not in heard and value is not None and value not in WITHOUT_EFFECT.get(name, ())
+        ]
+        self._body = {name: _whole(value) for name, value in body.items()}
+        for name, foreign in refused.items():
+            if name in body and name not in known and not foreign.is_harmless(body[name]):
+                raise ApiError(400, f"{name} is not supported: {foreign.reason}", name, "unsupported_field")
+
+    def get(self, name: str) -> Any:
+        """The value as it is; None where it is left out."""
+        return self._body.get(name)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        return self._read(name, default, lambda value: isinstance(value, bool), "true or false")
+
+    def text(self, name: str, default: str = "") -> str:
+        return self._read(name, default, lambda value: isinstance(value, str), "a string")
+
+    def choice(self, name: str, default: str, known: Collection[str]) -> str:
+        return self._read(name, default, lambda value: isinstance(value, str) and value in known, " or ".join(known))
+
+    def whole(self, name: str, default: T, low: int, high: int) -> int | T:
+        fits: Callable[[Any], bool] = lambda value: type(value) is int and low <= value <= high  # noqa: E731
+        return self._read(name, default, fits, f"a whole number between {low} and {high}")
+
+    def seconds(self, name: str, default: float) -> float:
+        """At most as long as the default."""
+        fits: Callable[[Any], bool] = lambda value: type(value) in (int, float) and value > 0  # noqa: E731
+        return float(min(default, self._read(name, default, fits, "a number of seconds above 0")))
+
+    def check_entries(self) -> None:
+        """Raises: ApiError for a list of `MOST_ENTRIES` that is longer."""
+        for name, most in MOST_ENTRIES.items():
+            if isinstance(value := self._body.get(name), list) and len(value) > most:
+                raise ApiError(400, f"{name} has {len(value)} entries, and may have {most}; give fewer", name)
+
+    def objects(self, name: str) -> list[dict[str, Any]]:
+        def fits(value: Any) -> bool:
+            return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+
+        return list(self._read(name, [], fits, "a list of objects"))
+
+    def numbers(self, name: str) -> list[int]:
+        def fits(value: Any) -> bool:
+            return isinstance(value, list) and all(type(one) is int for one in value)
+
+        return list(self._read(name, [], fits, "a list of whole numbers"))
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        return dict(self._read(name, {}, lambda value: isinstance(value, dict), "an object"))
+
+    def _read(self, name: str, default: T, fits: Callable[[Any], bool], what: str) -> Any | T:
+        value = self._body.get(name)
+        if value is None:
+            return default
+        if not fits(value):
+            wrong_field(name, value, what)
+        return value
+
+
+def text_of(content: Any, between: str = "") -> str | None:
+    """The text of a content, which is text or a list of parts that are; None where it is something else.
+
+    Args:
+      between: put between parts.
+    """
+    parts = content if isinstance(content, list) else [content]
+    texts = [_text_of(part) for part in parts]
+    return between.join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
+
+
+def _text_of(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return part.get(TEXTS[kind]) if isinstance(kind, str) and kind in TEXTS else part
+
+
+def _whole(value: Any) -> Any:
+    """A value of a body. A number such as 5.0 is a whole one in JSON, and so do clients of some languages write it."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < MOST_WHOLE else value
+
+
+def wrong_field(name: str, value: Any, what: str) -> NoReturn:
+    """Raises: ApiError for a value of a field."""
+    raise ApiError(400, f"{name} is {shown(value)}; it must be {what}", name)
+
+
+def shown(value: Any) -> str:
+    """A value of a body in an error: short, and in ASCII."""
+    text = json.dumps(value)
+    return text if len(text) <= 2 * MAX_NAME else text[: 2 * MAX_NAME] + "..."
+
+
+def named(unknown: Collection[str]) -> str:
+    """The names of unknown fields for a header or an error: few, short, and in ASCII."""
+    names = [json.dumps(name)[1 : MAX_NAME + 1].strip('" ') or '""' for name in sorted(unknown)[:MAX_NAMED]]
+    return ", ".join(names) + (f" and {len(unknown) - MAX_NAMED} more" if len(unknown) > MAX_NAMED else "")
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """What a stream tells beside its text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @classmethod
+    def of(cls, given: Fields) -> StreamOptions:
+        options = given.mapping("stream_options")
+        if options and not given.flag("stream"):
+            raise ApiError(400, "stream_options are given, but stream is not true", "stream_options")
+        read = Fields(options, {"include_usage", "continuous_usage_stats", "include_obfuscation"}, {})
+        if read.unknown:
+            raise ApiError(400, f"stream_options has no {named(read.unknown)}", "stream_options")
+        return cls(read.flag("include_usage"), read.flag("continuous_usage_stats"))

@@ -1,0 +1,156 @@
+"""The shape of an answer, and what completions and chat have in common in it."""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from foredraft.serve.tokens import TokenNames
+from foredraft.views.token_view import Drafts
+
+if TYPE_CHECKING:
+    from foredraft.serve.asking import Asking
+    from foredraft.serve.errors import ApiError
+    from foredraft.serve.served import Served
+    from foredraft.sessions.outputs import RequestOutput, StreamOutput
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Form(ABC):
+    """Makes what a client is told of a request.
+
+    Attributes:
+      last: ends every stream.
+    """
+
+    last: ClassVar[bytes] = b""
+
+    @abstractmethod
+    def opening(self) -> list[bytes]:
+        """Events before the first token."""
+
+    @abstractmethod
+    def events(self, news: Sequence[StreamOutput], usage: Callable[[], dict[str, Any]]) -> list[bytes]:
+        """Events for what steps have brought.
+
+        Args:
+          usage: counts the tokens up to now.
+        """
+
+    @abstractmethod
+    def ending(self, usage: dict[str, Any], beside: dict[str, Any]) -> list[bytes]:
+        """Events after the last token.
+
+        Args:
+          beside: counts of speculation, verdicts and notes.
+        """
+
+    @abstractmethod
+    def failure(self, error: ApiError) -> list[bytes]:
+        """Events of a request that does not come to its end."""
+
+    @abstractmethod
+    def body(self, outputs: Sequence[RequestOutput], usage: dict[str, Any], beside: dict[str, Any]) -> dict[str, Any]:
+        """The whole answer at once."""
+
+
+written = json.JSONEncoder(separators=(",", ":")).encode
+"""JSON without spaces."""
+
+
+def event(data: dict[str, Any], name: str = "") -> bytes:
+    """A server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {written(data)}\n\n".encode()
+
+
+def parts_of(delta: StreamOutput, by_token: bool) -> list[slice]:
+    """Tokens of a step that an event holds, for each event."""
+    length = len(delta.token_ids)
+    return [slice(i, i + 1) for i in range(length)] if by_token else [slice(0, length)]
+
+
+class ChoicesForm(Form):
+    """Answers that are lists of choices.
+
+    Attributes:
+      prefix: of ids.
+      kinds: of whole answers, and of chunks.
+    """
+
+    last = DONE
+    prefix: ClassVar[str]
+    kinds: ClassVar[tuple[str, str]]
+
+    def __init__(self, asking: Asking, served: Served) -> None:
+        self._asking = asking
+        self._fingerprint = served.fingerprint
+        self._names = TokenNames(served.llm.tokenizer, asking.names_ids)
+        self._drafts = Drafts(served.llm.tokenizer)
+        self._id, self._created = f"{self.prefix}-{asking.request_id}", int(time.time())
+        self._chunk = self._frame(is_chunk=True) | ({"usage": None} if asking.stream.include_usage else {})
+        self._beginning = written(self._chunk)[:-1]
+
+    def _frame(self, is_chunk: bool) -> dict[str, Any]:
+        """What every object begins with."""
+        return {
+            "id": self._id,
+            "object": self.kinds[is_chunk],
+            "created": self._created,
+            "model": self._asking.model,
+            "system_fingerprint": self._fingerprint,
+        }
+
+    def opening(self) -> list[bytes]:
+        return self._chunks(self.first_choices())
+
+    def events(self, news: Sequence[StreamOutput], usage: Callable[[], dict[str, Any]]) -> list[bytes]:
+        choices = []
+        for delta in news:
+            choices += self.choices(delta)
+            if delta.finish_reason is not None:
+                choices[-1]["seed"] = delta.seed
+        told = {"usage": usage()} if choices and self._asking.stream.continuous_usage_stats else {}
+        return self._chunks(choices, **told)
+
+    def _chunks(self, choices: Sequence[dict[str, Any]], **told: Any) -> list[bytes]:
+        if told:
+            return [event({**self._chunk, **told, "choices": [choice]}) for choice in choices]
+        return [f'data: {self._beginning},"choices":[{written(choice)}]}}\n\n'.encode() for choice in choices]
+
+    def ending(self, usage: dict[str, Any], beside: dict[str, Any]) -> list[bytes]:
+        told = ({"usage": usage} if self._asking.stream.include_usage else {}) | beside
+        return [event({**self._chunk, "choices": [], **told})] if told else []
+
+    def failure(self, error: ApiError) -> list[bytes]:
+        return [event(error.body)]
+
+    def body(self, outputs: Sequence[RequestOutput], usage: dict[str, Any], beside: dict[str, Any]) -> dict[str, Any]:
+        return {**self._frame(is_chunk=False), "choices": self.whole(outputs), "usage": usage, **beside}
+
+    @abstractmethod
+    def first_choices(self) -> list[dict[str, Any]]:
+        """Choices of chunks before the first token."""
+
+    @abstractmethod
+    def choices(self, delta: StreamOutput) -> list[dict[str, Any]]:
+        """Choices of the chunks for what a step has brought one text: one for each token, or one for all."""
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+        """Choices of the whole answer."""
+
+    def _parts(self, delta: StreamOutput) -> list[slice]:
+        return parts_of(delta, self._asking.by_token)
+
+    def _tell(self, choice: dict[str, Any], delta: StreamOutput, part: slice) -> dict[str, Any]:
+        """A choice with what was asked for beside its text."""
+        if self._asking.returns_ids:
+            choice["token_ids"] = list(delta.token_ids[part])
+        if self._asking.returns_drafts:
+            choice["draft"] = self._drafts.of(delta, part)
+        return choice

@@ -1,0 +1,285 @@
+"""Figures of a server for Prometheus, under its own names and, as aliases, under vLLM's; and of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from foredraft.llm import LLM
+    from foredraft.serve.backend import Ticket
+    from foredraft.sessions.outputs import StreamOutput
+
+
+OWN, ALIAS = "foredraft:", "vllm:"
+OF_VLLM = frozenset(
+    f"{OWN}{name}"
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "num_preemptions",
+        "kv_cache_usage_perc",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "prompt_tokens",
+        "generation_tokens",
+        "request_success",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "spec_decode_num_drafts",
+        "spec_decode_num_draft_tokens",
+        "spec_decode_num_accepted_tokens",
+        "spec_decode_num_accepted_tokens_per_pos",
+    )
+)
+"""Families that vLLM has too, by the same names, which dashboards ask for."""
+
+SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+LONG = (0.005, 0.025, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0)
+
+
+class Metrics:
+    """Counts what requests bring and take. One thread counts; any may read.
+
+    Args:
+      model: label of everything.
+    """
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        self._last: dict[tuple[Ticket, int, int], float] = {}
+        self.running = self._gauge("num_requests_running", "Rows that are in the cache.")
+        self.waiting = self._gauge("num_requests_waiting", "Requests that no step has touched yet.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts of requests that have started.")
+        self.generated = self._counter("generation_tokens", "Tokens that were generated.")
+        self.rejected = self._counter("admission_rejections", "Requests refused because the queue was full.")
+        self.cached = self._counter("prefix_cache_hits", "Tokens of prompts that were taken over from earlier ones.")
+        self.queries = self._counter("prefix_cache_queries", "Tokens of prompts that were looked for.")
+        self.drafts = self._counter("spec_decode_num_drafts", "Steps of rows that verified a draft.")
+        self.drafted = self._counter("spec_decode_num_draft_tokens", "Drafted tokens that were verified.")
+        self.accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        self._by_place = self._labelled(
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their place in the draft.", "position"
+        )
+        self._drafted_by = self._labelled("spec_decode_drafter_draft_tokens", "Verified tokens by drafter.", "drafter")
+        self._accepted_by = self._labelled(
+            "spec_decode_drafter_accepted_tokens", "Accepted tokens by drafter.", "drafter"
+        )
+        self._ends = self._labelled("request_success", "Texts that have ended, by reason.", "finished_reason")
+        self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", SHORT)
+        self._between = self._histogram(
+            "inter_token_latency_seconds", "Between steps that brought a text tokens.", SHORT
+        )
+        self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", LONG)
+        self._queue = self._histogram("request_queue_time_seconds", "From arrival to the first step.", LONG)
+
+    def watch(self, llms: Sequence[LLM]) -> None:
+        """Tell of the engines of these, too."""
+        self.registry.register(_Engines(self._model, llms))
+
+    def page(self) -> bytes:
+        """What Prometheus reads."""
+        return generate_latest(_Aliased(self.registry))
+
+    # -- by the thread of the engine -------------------------------------------------------------------------------
+
+    def load(self, num_running: int, num_waiting: int) -> None:
+        """Rows that run and requests that wait at present."""
+        self.running.set(num_running)
+        self.waiting.set(num_waiting)
+
+    def started(self, ticket: Ticket) -> None:
+        """A step has touched a request."""
+        self._queue.observe(perf_counter() - ticket.arrived)
+        self.prompt_tokens.inc(ticket.num_prompt_tokens)
+        self.queries.inc(ticket.num_prompt_tokens)
+
+    def emitted(self, ticket: Ticket, news: Sequence[StreamOutput]) -> None:
+        """Steps have brought a request tokens."""
+        now = perf_counter()
+        for delta in news:
+            row = ticket, delta.prompt_index, delta.index
+            before = self._last.get(row)
+            if before is None:
+                self._first.observe(now - ticket.arrived)
+            elif delta.token_ids:
+                self._between.observe(now - before)
+            self.generated.inc(len(delta.token_ids))
+            self._last[row] = now
+            if delta.finish_reason is not None:
+                del self._last[row]
+
+    def ended(self, ticket: Ticket, has_failed: bool) -> None:
+        """A request is over."""
+        assert ticket.stream is not None
+        for row in [row for row in self._last if row[0] is ticket]:
+            del self._last[row]
+        self._whole.observe(perf_counter() - ticket.arrived)
+        for reason in ticket.stream.finish_reasons:
+            self._ends.labels(self._model, "error" if has_failed else str(reason)).inc()
+        stats = ticket.stream.stats
+        self.cached.inc(ticket.stream.num_cached_tokens)
+        self.drafts.inc(stats.num_spec_steps)
+        self.drafted.inc(stats.num_draft_tokens)
+        self.accepted.inc(stats.num_accepted_draft_tokens)
+        for length, count in stats.acceptance_histogram.items():
+            for place in range(length):
+                self._by_place.labels(self._model, str(place)).inc(count)
+        for name, count in stats.drafted_by.items():
+            self._drafted_by.labels(self._model, name).inc(count)
+            self._accepted_by.labels(self._model, name).inc(stats.accepted_by[name])
+
+    # -- families --------------------------------------------------------------------------------------------------
+
+    def _gauge(self, name: str, text: str) -> Any:
+        return Gauge(OWN + name, text, ["model_name"], registry=self.registry).labels(self._model)
+
+    def _counter(self, name: str, text: str) -> Any:
+        return self._labelled(name, text).labels(self._model)
+
+    def _labelled(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(OWN + name, text, ["model_name", *labels], registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Any:
+        family = Histogram(OWN + name, text, ["model_name"], buckets=buckets, registry=self.registry)
+        return family.labels(self._model)
+
+
+RATIO, COUNT = GaugeMetricFamily, CounterMetricFamily
+OF_ENGINES: tuple[tuple[Any, str, str], ...] = (
+    (RATIO, "governor_estimated_speedup", "Speed so far by that of plain decoding, by estimate."),
+    (COUNT, "governor_steps", "Steps that a governor has seen."),
+    (COUNT, "governor_drafted_steps", "Of these, steps that verified a draft."),
+    (COUNT, "governor_seconds", "Time of these steps."),
+    (COUNT, "governor_plain_seconds", "Time that plain decoding would have taken for their tokens, by estimate."),
+    (RATIO, "kv_cache_bytes", "Keys and values that are allocated, drafters' included."),
+    (RATIO, "kv_cache_planned_bytes", "Those that may be allocated (max_kv_bytes)."),
+    (RATIO, "kv_cache_usage_perc", "Share of the plan that rows take; 1 is all of it."),
+    (RATIO, "prefix_cache_bytes", "Keys and values left for later prompts, all methods together."),
+    (COUNT, "num_preemptions", "Rows that left the cache for a while."),
+)
+"""What governors estimate and what memory holds: kind, name and text."""
+
+
+def _figures(llm: LLM) -> dict[str, float | None]:
+    """Those of `OF_ENGINES` by name, of one engine; None or missing where there is none."""
+    totals, memory = llm.governed, llm.memory
+    found: dict[str, float | None] = {
+        "kv_cache_bytes": memory.allocated_bytes,
+        "kv_cache_planned_bytes": memory.planned_bytes,
+        "kv_cache_usage_perc": memory.planned_share,
+        "prefix_cache_bytes": memory.prefix_bytes,
+        "num_preemptions": llm.profile.num_preemptions,
+    }
+    if totals is not None:
+        found |= {
+            "governor_estimated_speedup": totals.speedup,
+            "governor_steps": totals.num_steps,
+            "governor_drafted_steps": totals.num_drafted,
+            "governor_seconds": totals.seconds,
+            "governor_plain_seconds": totals.plain_seconds,
+        }
+    return found
+
+
+class _Engines(Collector):
+    """Figures of engines, by method, read when they are asked for."""
+
+    def __init__(self, model: str, llms: Sequence[LLM]) -> None:
+        self._model = model
+        self._llms: dict[str, LLM] = {}
+        for llm in llms:
+            title = llm.speculative_config.title
+            self._llms[f"{title} {len(self._llms)}" if title in self._llms else title] = llm
+
+    def collect(self) -> Iterator[Metric]:
+        found = {title: _figures(llm) for title, llm in self._llms.items()}
+        for kind, name, text in OF_ENGINES:
+            family = kind(OWN + name, text, labels=["model_name", "method"])
+            for title, figures in found.items():
+                if (value := figures.get(name)) is not None:
+                    family.add_metric([self._model, title], value)
+            yield family
+
+
+class _Aliased(CollectorRegistry):
+    """What another registry collects, and what vLLM has of it again under its prefix."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__()
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        families = list(self._registry.collect())
+        yield from families
+        for family in families:
+            if family.name not in OF_VLLM:
+                continue
+            alias = copy(family)
+            alias.name = family.name.replace(OWN, ALIAS, 1)
+            alias.samples = [sample._replace(name=sample.name.replace(OWN, ALIAS, 1)) for sample in family.samples]
+            yield alias
+
+
+REPLICA = "replica"
+
+
+class ClusterMetrics:
+    """What the ingress counts itself, and what replicas have counted.
+
+    Args:
+      model: label of everything.
+      pages: the newest page of every replica, by its name.
+    """
+
+    def __init__(self, model: str, pages: Callable[[], Mapping[str, bytes]] = dict) -> None:
+        self._registry = CollectorRegistry()
+        self._pages = pages
+        label = ["model_name"]
+
+        def counter(name: str, text: str) -> Any:
+            return Counter(OWN + name, text, label, registry=self._registry).labels(model)
+
+        self.rejected = counter("ingress_rejections", "Requests refused because too many waited for a replica.")
+        self.failovers = counter("failovers", "Requests that went on elsewhere because their replica was lost.")
+        pause = Histogram(
+            OWN + "failover_pause_seconds",
+            "From the last token of a lost replica to the first of the next.",
+            label,
+            buckets=LONG,
+            registry=self._registry,
+        )
+        self.pause = pause.labels(model)
+
+    def page(self) -> bytes:
+        """What Prometheus reads."""
+        joined = CollectorRegistry()
+        joined.register(_Families(self._registry, self._pages()))
+        return generate_latest(joined)
+
+
+class _Families:
+    """Families of several pages in one, each sample with the name of its replica."""
+
+    def __init__(self, own: CollectorRegistry, pages: Mapping[str, bytes]) -> None:
+        self._own, self._pages = own, pages
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._own.collect()
+        families: dict[str, Metric] = {}
+        for replica, page in sorted(self._pages.items()):
+            for family in text_string_to_metric_families(page.decode()):
+                joined = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                for sample in family.samples:
+                    joined.samples.append(sample._replace(labels={**sample.labels, REPLICA: replica}))
+        yield from families.values()

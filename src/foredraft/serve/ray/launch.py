@@ -1,0 +1,92 @@
+"""``foredraft serve --replicas``: engines in a cluster of Ray, and the server in this process."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from foredraft.errors import ConfigError
+from foredraft.serve.backend import Backend, Figures
+from foredraft.serve.metrics import ClusterMetrics
+from foredraft.serve.ray.failover import Called, ClusterBridge
+from foredraft.serve.ray.messages import Distant
+from foredraft.serve.server import Server
+
+if TYPE_CHECKING:
+    from foredraft.llm import LLM
+    from foredraft.serve.ray.config import ClusterConfig
+    from foredraft.serve.served import Served
+
+APPLICATION = "foredraft"
+STORE_BYTES = 100_000_000
+"""Of Ray's object store; nothing of a request is large."""
+
+
+def start_ray(address: str | None, num_cpus: float) -> None:
+    """Join a cluster, or begin one on this machine that has so many processors, whatever the machine has.
+
+    Ray runs its workers at niceness 15, where they hardly get a turn beside anything else that computes. Those of a
+    cluster that is begun here run as this process does; one that is joined has chosen for itself.
+
+    Raises: ConfigError where there is no cluster at the address.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
+    try:
+        if address is not None:
+            ray.init(address=address, **quiet)
+        else:
+            ray.init(
+                address="local",
+                num_cpus=max(1, round(num_cpus)),
+                object_store_memory=STORE_BYTES,
+                _system_config={"worker_niceness": 0},
+                include_dashboard=False,
+                **quiet,
+            )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"no cluster of Ray could be joined or begun: {str(error)[:300]}") from None
+
+
+def serve_cluster(
+    config: ClusterConfig, address: str | None, *, host: str, port: int, say: Callable[[str], None]
+) -> None:
+    """Serve until a signal; the engines end with it.
+
+    Raises: ConfigError; what has kept the engines from starting.
+    """
+    start_ray(address, config.num_replicas * config.num_cpus)
+    import ray
+    from ray import serve
+
+    from foredraft.serve.ray import deployment
+
+    fleet = deployment.RayFleet()
+
+    def load() -> Served:
+        serve.start(proxy_location="Disabled")
+        application = deployment.engines(config)
+        try:
+            handle = serve.run(application, name=APPLICATION, route_prefix=None)
+        except RuntimeError as error:
+            raise ConfigError(f"the replicas did not start: {error}") from None
+        fleet.connect(handle)
+        return Distant(fleet.learn())
+
+    def make(loaded: Callable[[], Sequence[LLM]], name: str) -> tuple[Backend, Figures]:
+        metrics = ClusterMetrics(name, deployment.pages)
+        return ClusterBridge(fleet, metrics, config.limits, loaded), metrics
+
+    wrap = partial(Called, has_keys=bool(config.settings.api_keys))
+    try:
+        server = Server(load, config.name, config.settings, host=host, port=port, say=say, make=make, wrap=wrap)
+        fleet.when_changed = partial(Distant.serve, server.application)
+        server.run_until_end()
+    finally:
+        serve.shutdown()
+        ray.shutdown()

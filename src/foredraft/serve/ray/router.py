@@ -1,0 +1,92 @@
+"""The router of Ray Serve by beginnings of prompts, sessions and loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
+
+from foredraft.serve.ray.affinity import Affinity
+from foredraft.serve.ray.messages import Work
+
+
+class Telling(RunningReplica):  # type: ignore[misc]
+    """A replica whose requests are told where they were sent, since one that hangs does not say so itself."""
+
+    def try_send_request(self, pr: PendingRequest, with_rejection: bool) -> ReplicaResult:
+        """Called by Ray Serve."""
+        _tell(pr, _name(self))
+        result = super().try_send_request(pr, with_rejection)
+        ask = result.get_rejection_response
+
+        async def answer() -> Any:
+            told = await ask()
+            if told is not None and not told.accepted:  # it waits again for one with room
+                _tell(pr, "")
+            return told
+
+        result.get_rejection_response = answer
+        return result
+
+
+class PrefixRouter(RequestRouter):  # type: ignore[misc]
+    """Sends requests where `Affinity` says, and what a replica has begun to one of the same fingerprint."""
+
+    def initialize_state(self, **options: Any) -> None:
+        """Take the options of `Affinity`; called by Ray Serve."""
+        self._affinity = Affinity(**options)
+
+    def create_replica_wrapper(self, replica_info: Any) -> RunningReplica:
+        """Called by Ray Serve for every replica that it has started."""
+        return Telling(replica_info)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The chosen replica, then the others, for when it is full."""
+        work = _work(pending_request)
+        if not candidate_replicas or pending_request is None or work is None:
+            return [list(candidate_replicas)]
+        _tell(pending_request, "")
+        pending_request.routing_context.should_backoff = True  # else Ray asks full replicas again without a pause
+        fitting = suitable(work, candidate_replicas)
+        loads = {_name(each): self.replica_queue_len_cache.get(each.replica_id) or 0 for each in fitting}
+        chosen = self._affinity.choose(work.ids, work.session, loads, work.salt)
+        first = [each for each in fitting if _name(each) == chosen]
+        rest = [each for each in fitting if _name(each) != chosen]
+        return [first, rest] if rest else [first]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
+        """Remember where a prompt was read that went elsewhere because its replica was full."""
+        if (work := _work(pending_request)) is not None:
+            self._affinity.note(work.ids, work.session, str(replica_id.unique_id), work.salt)
+
+
+def _work(request: PendingRequest | None) -> Work | None:
+    """What it asks for; nothing where it is no request for tokens."""
+    work = request.args[0] if request is not None and request.args else None
+    return work if isinstance(work, Work) else None
+
+
+def _tell(request: PendingRequest, replica: str) -> None:
+    if (work := _work(request)) is not None and work.route is not None:
+        work.route.tell(replica)
+
+
+def suitable(work: Work, candidates: list[RunningReplica]) -> list[RunningReplica]:
+    """Replicas of the best kind that there is: with the right weights, not lost by the request before, alike."""
+
+    def rank(replica: RunningReplica) -> tuple[bool, bool, bool]:
+        told = replica.replica_metadata
+        return (
+            told.get("weights", work.weights) != work.weights,
+            _name(replica) in work.avoided,
+            told.get("fingerprint", work.fingerprint) != work.fingerprint,
+        )
+
+    best = min(map(rank, candidates))
+    return [replica for replica in candidates if rank(replica) == best]
+
+
+def _name(replica: RunningReplica) -> str:
+    return str(replica.replica_id.unique_id)

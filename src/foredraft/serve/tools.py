@@ -1,0 +1,435 @@
+"""Tools that a request offers, functions as they were called before, the grammar of
+an answer that calls one, and calls in the text of a model: Hermes' format, which SmolLM2 and Qwen write, too."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from foredraft.config.keywords import check_unicode
+from foredraft.config.structured import MAX_CHARACTERS
+from foredraft.folders import parsed_json
+from foredraft.serve.errors import ApiError
+from foredraft.serve.fields import Fields, shown, wrong_field
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+HEAD, BETWEEN, TAIL = f'{OPEN}\n{{"name": ', ', "arguments": ', f"}}\n{CLOSE}"
+"""Of a call that is forced, around its name and its arguments: as templates write calls of earlier answers."""
+
+
+class CallReader:
+    """Takes calls out of a text as it grows; what may yet become a call is held back.
+
+    A call is ``<tool_call>`` with a JSON object, or a list of them, of a name and arguments. What is none stays text.
+
+    Args:
+      is_single: tell the first call alone, as vLLM does, and nothing of others.
+
+    Attributes:
+      num_calls: found so far.
+    """
+
+    def __init__(self, is_single: bool = False) -> None:
+        self.num_calls = 0
+        self._is_single = is_single
+        self._held = ""
+
+    @property
+    def ends_with_calls(self) -> bool:
+        """Whether a text that ends here, as the model wants, has ended for its calls."""
+        return self.num_calls > 0
+
+    def read(self, piece: str, is_last: bool = False) -> tuple[str, list[dict[str, Any]]]:
+        """The text that is certain to be none of a call, and the calls that have come to their end."""
+        self._held += piece
+        text, calls = "", []
+        while self._held:
+            before, opened, rest = self._held.partition(OPEN)
+            if not opened:
+                kept = 0 if is_last else _overlap(self._held)
+                text += self._held[: len(self._held) - kept]
+                self._held = self._held[len(self._held) - kept :]
+                break
+            inside, closed, after = rest.partition(CLOSE)
+            if not closed and not is_last:
+                text += before
+                self._held = opened + rest
+                break
+            found = _calls(inside)
+            text += before if found else before + opened + inside + closed
+            calls += [self._numbered(call) for call in found if not (self._is_single and self.num_calls)]
+            self._held = after
+        if self.num_calls and not text.strip():
+            text = ""  # line ends around calls
+        return text, calls
+
+    def _numbered(self, call: dict[str, Any]) -> dict[str, Any]:
+        self.num_calls += 1
+        return _begun(self.num_calls - 1, call["name"], json.dumps(call.get("arguments", {}), ensure_ascii=False))
+
+
+def _calls(text: str) -> list[dict[str, Any]]:
+    try:
+        found = parsed_json(text)
+    except ValueError:
+        return []
+    found = found if isinstance(found, list) else [found]
+    return found if all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in found) else []
+
+
+def _overlap(text: str) -> int:
+    """Length of the end of a text that begins a call."""
+    return next((length for length in range(len(OPEN) - 1, 0, -1) if text.endswith(OPEN[:length])), 0)
+
+
+class ForcedReader:
+    """Takes calls out of a text that is nothing else, as it grows: the name first, then pieces of the arguments.
+
+    Args:
+      is_named: whether the request names the tool; its calls are no reason to end, as in the OpenAI API.
+    """
+
+    def __init__(self, is_named: bool) -> None:
+        self._is_named = is_named
+        self._held = ""
+        self._num_begun = 0
+        self._object: _Object | None = None  # the arguments that are being read
+
+    @property
+    def ends_with_calls(self) -> bool:
+        """Whether a text that ends here, as the model wants, has ended for its calls."""
+        return not self._is_named and self._num_begun > 0 and self._object is None
+
+    def read(self, piece: str, is_last: bool = False) -> tuple[str, list[dict[str, Any]]]:
+        """No text, and what is new of calls."""
+        self._held += piece
+        calls: list[dict[str, Any]] = []
+        while self._held:
+            if self._object is None:
+                if (found := _BEGIN.match(self._held)) is None:
+                    break
+                calls.append(_begun(self._num_begun, json.loads(found[1]), ""))
+                self._num_begun, self._object = self._num_begun + 1, _Object()
+                self._held = self._held[found.end() :]
+            length = self._object.read(self._held)
+            if length and not calls:
+                calls.append({"index": self._num_begun - 1, "function": {"arguments": ""}})
+            if length:
+                calls[-1]["function"]["arguments"] += self._held[:length]
+            self._held = self._held[length:]
+            if not self._object.has_ended:
+                break
+            self._object = None
+        return "", calls
+
+
+_BEGIN = re.compile(
+    rf'(?:{re.escape(TAIL)}\n)?{re.escape(HEAD)}("(?:[^"\\]|\\.)*"){re.escape(BETWEEN)}(?=\{{)', re.DOTALL
+)
+"""From the end of the arguments before, if any, to those that come next."""
+
+
+class _Object:
+    """A JSON object that comes in pieces."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+        self._depth = 0
+        self._in_text = self._is_escaped = False
+
+    def read(self, text: str) -> int:
+        """How many characters of a text belong to it."""
+        for place, one in enumerate(text):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._in_text:
+                self._is_escaped, self._in_text = one == "\\", one != '"'
+            elif one == '"':
+                self._in_text = True
+            elif one in "{}":
+                self._depth += 1 if one == "{" else -1
+                if not self._depth:
+                    self.has_ended = True
+                    return place + 1
+        return len(text)
+
+
+def joined(calls: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls as whole answers have them, from what streams tell of them."""
+    found: list[dict[str, Any]] = []
+    for call in calls:
+        if "id" in call:
+            found.append({name: value for name, value in call.items() if name != "index"})
+        else:
+            found[-1]["function"]["arguments"] += call["function"]["arguments"]
+    return found
+
+
+def _begun(index: int, name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"index": index, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+MOST_OF_NAME = 256
+"""Characters in the name of a tool that is to be called."""
+NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+"""Arguments of a tool that names none, as in the OpenAI API."""
+TEXT = r"TEXT: /(.|\n)*/"
+NO_CALL = rf"NO_CALL: /(.|\n)*/ & ~/(.|\n)*{OPEN}(.|\n)*/"
+"""Terminals of a grammar: any text, and any that no call begins in."""
+SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""White space of arguments: as templates write those of earlier calls, and nowhere else."""
+ANY: dict[str, Any] = {"type": "object", "x-guidance": SPACED}
+"""Arguments of a tool that is not strict, where another is."""
+OLD = ("functions", "function_call")
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What the model may call, or must.
+
+    Args:
+      offered: through the template.
+      forced: those of which one has to be called; none where the model may say anything.
+      strict: those that may be called, where one of them is ``strict``; none where the model may write any call.
+      is_named: whether the request names the one.
+      is_single: whether one call is all that may come.
+      has_tags: whether the tokenizer has a token for each of the tags around a call, which no text spells then.
+    """
+
+    offered: list[dict[str, Any]]
+    forced: tuple[dict[str, Any], ...] = ()
+    strict: tuple[dict[str, Any], ...] = ()
+    is_named: bool = False
+    is_single: bool = False
+    has_tags: bool = False
+
+    def reader(self) -> CallReader | ForcedReader | None:
+        """What takes calls out of a text; None where there are none in it."""
+        if self.forced:
+            return ForcedReader(self.is_named)
+        return CallReader(self.is_single) if self.offered else None
+
+    @property
+    def form(self) -> dict[str, Any] | None:
+        """What the output must match, as ``structured_outputs`` has it; None for anything."""
+        tools = self.forced or self.strict
+        if not tools:
+            return None
+        places = range(len(tools))
+        opened, closed = (OPEN, CLOSE) if self.has_tags else (_quoted(OPEN), _quoted(CLOSE))
+        call = f"{_quoted(HEAD.removeprefix(OPEN))} ({' | '.join(f'tool_{place}' for place in places)})"
+        call += f" {_quoted(TAIL.removesuffix(CLOSE))} {closed}"
+        if self.forced:
+            rules = [f"start: call{'' if self.is_single else _more()}", f"call: {opened} {call}"]
+        else:
+            rules = [f"start: call{'?' if self.is_single else '*'} NO_CALL", f"call: opened {call}", NO_CALL, TEXT]
+            rules.append(f"opened: NO_CALL {OPEN}" if self.has_tags else f"opened[lazy]: TEXT {_quoted(OPEN)}")
+        for place, tool in zip(places, tools, strict=True):
+            function = tool["function"]
+            name = json.dumps(function["name"], ensure_ascii=False)
+            rules.append(f"tool_{place}: {_quoted(name + BETWEEN)} arguments_{place}")
+            schema = _schema(function) if self.forced or function.get("strict") is True else ANY
+            rules.append(f"arguments_{place}: %json {json.dumps(schema)}")
+        return {"grammar": "\n".join(["%llguidance {}", *rules])}
+
+
+def _more() -> str:
+    return f" ({_quoted(chr(10))} call)*"
+
+
+def _quoted(text: str) -> str:
+    """A text in a grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _schema(function: dict[str, Any]) -> dict[str, Any]:
+    """Of the arguments of a function, which are an object."""
+    return {**(function.get("parameters") or NOTHING), "type": "object", "x-guidance": SPACED}
+
+
+def read_tools(given: Fields, parser: str | None, template: str, tokenizer: Any) -> Tools:
+    """The tools of a request.
+
+    Where the model may say anything, ``strict`` counts as ignored if no grammar knows the calls of this template.
+
+    Raises: ApiError where tools cannot be offered, or none of those that are to be called can be forced.
+    """
+    tools, choice = given.get("tools"), given.get("tool_choice")
+    if tools is None or tools == []:
+        if choice not in (None, "none", "auto"):
+            raise ApiError(400, "tool_choice is given without tools", "tool_choice")
+        return Tools([])
+    if not isinstance(tools, list):
+        wrong_field("tools", tools, "a list of {type: 'function', function: {name: ...}}")
+    for place, tool in enumerate(tools):
+        refuse_custom(tool, f"tools[{place}]")
+        if not _is_tool(tool):
+            wrong_field(f"tools[{place}]", tool, "{type: 'function', function: {name: ...}}")
+    if choice == "none":
+        return Tools([])
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        tools, choice = _allowed(tools, choice.get("allowed_tools"))
+    if parser is None:
+        raise ApiError(400, "tools need a parser of calls; start the server with --tool-call-parser hermes", "tools")
+    if "tools" not in template:
+        raise ApiError(
+            400, "the chat template of this model has no tools; start the server with --chat-template FILE", "tools"
+        )
+    has_tags = {OPEN, CLOSE} <= tokenizer.get_added_vocab().keys()
+    if choice in (None, "auto"):
+        is_single = not given.flag("parallel_tool_calls", True)
+        found = Tools(tools, strict=_strict(tools, template, given), is_single=is_single, has_tags=has_tags)
+    else:
+        forced, is_single = _forced(tools, choice, template), _is_single(given, choice)
+        found = Tools(tools, forced, is_named=choice != "required", is_single=is_single, has_tags=has_tags)
+    _check_size(found)
+    return found
+
+
+def _allowed(tools: list[dict[str, Any]], allowed: Any) -> tuple[list[dict[str, Any]], str]:
+    """Of the tools those that may be called, and whether one must be: all others are as if they were not offered.
+
+    Raises: ApiError for what is no choice, or a tool that is not there.
+    """
+    given = allowed if isinstance(allowed, dict) else {}
+    mode, choices = given.get("mode"), given.get("tools")
+    if (
+        mode not in ("auto", "required")
+        or not isinstance(choices, list)
+        or not choices
+        or not all(map(_is_tool, choices))
+    ):
+        what = "{mode: 'auto' or 'required', tools: [{type: 'function', function: {name: ...}}]}"
+        wrong_field("tool_choice.allowed_tools", allowed, what)
+    names = {choice["function"]["name"] for choice in choices}
+    if missing := names - {tool["function"]["name"] for tool in tools}:
+        raise ApiError(400, f"tool_choice names {shown(min(missing))}, which is none of the tools", "tool_choice")
+    return [tool for tool in tools if tool["function"]["name"] in names], mode
+
+
+def _strict(tools: list[dict[str, Any]], template: str, given: Fields) -> tuple[dict[str, Any], ...]:
+    """The tools, where one of them is ``strict``: a call that the model begins follows its schema then.
+
+    Raises: ApiError, PromptError for one that cannot be called by a grammar.
+    """
+    if not any(tool["function"].get("strict") is True for tool in tools):
+        return ()
+    if not _has_format(template) or find_spec("llguidance") is None:
+        given.unknown.append("tools.function.strict")
+        return ()
+    return _checked(tools)
+
+
+def _check_size(tools: Tools) -> None:
+    """Raises: ApiError for schemas that are too long, or too deep, for a grammar."""
+    try:
+        size = len((tools.form or {"grammar": ""})["grammar"])
+    except RecursionError:
+        raise ApiError(400, "the parameters of a tool are nested too deeply; make them flatter", "tools") from None
+    if size > MAX_CHARACTERS:
+        message = f"tools of which one has to be called have {size} characters, and may have {MAX_CHARACTERS}"
+        raise ApiError(400, f"{message}; offer fewer, or name one", "tools")
+
+
+def refuse_custom(tool: Any, where: str) -> None:
+    """Raises: ApiError for a tool whose input is not JSON, as the input of all calls is in Hermes' format."""
+    if isinstance(tool, dict) and tool.get("type") == "custom":
+        message = f"{where} is custom, and the model calls functions alone; offer one with a parameter of type 'string'"
+        raise ApiError(400, message, where, "unsupported_field")
+
+
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _is_single(given: Fields, choice: Any) -> bool:
+    return not given.flag("parallel_tool_calls", True) or choice != "required"
+
+
+def _forced(tools: list[dict[str, Any]], choice: Any, template: str) -> tuple[dict[str, Any], ...]:
+    """Those of the tools of which one has to be called.
+
+    Raises: ApiError for one that is not there, or cannot be called by a grammar.
+    """
+    if not _has_format(template):
+        raise ApiError(
+            400,
+            f"a call can be forced in the format {OPEN}{{...}}{CLOSE} alone, and the chat template of this model has "
+            "another; use tool_choice 'auto' or 'none'",
+            "tool_choice",
+        )
+    if choice != "required":
+        wanted = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+        if not isinstance(wanted, dict) or not isinstance(wanted.get("name"), str):
+            wrong_field(
+                "tool_choice", choice, "'none', 'auto', 'required' or {type: 'function', function: {name: ...}}"
+            )
+        name = wanted["name"]
+        tools = [tool for tool in tools if tool["function"]["name"] == name]
+        if not tools:
+            raise ApiError(400, f"tool_choice names {shown(name)}, which is none of the tools", "tool_choice")
+    return _checked(tools)
+
+
+def _has_format(template: str) -> bool:
+    """Whether a template writes calls as grammars here do."""
+    return OPEN in template and CLOSE in template and "<function=" not in template
+
+
+def _checked(tools: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Raises: ApiError, PromptError for a tool that no grammar can call."""
+    for place, tool in enumerate(tools):
+        _check_function(tool["function"], f"tools[{place}].function")
+    return tuple(tools)
+
+
+def _check_function(function: dict[str, Any], where: str) -> None:
+    """Raises: ApiError, PromptError for a function that no grammar can call."""
+    name, parameters = function["name"], function.get("parameters")
+    if not 0 < len(name) <= MOST_OF_NAME:
+        wrong_field(f"{where}.name", name, f"a text of 1 to {MOST_OF_NAME} characters")
+    check_unicode(name, f"{where}.name")
+    if parameters is not None and not isinstance(parameters, dict):
+        wrong_field(f"{where}.parameters", parameters, "a JSON schema")
+    if (kind := (parameters or NOTHING).get("type", "object")) != "object":
+        wrong_field(f"{where}.parameters.type", kind, "'object'")
+
+
+def with_tools(body: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """A body that has its functions as tools, of which one alone is called, and whether it had any.
+
+    Raises: ApiError for functions beside tools, a call without functions, and what is neither.
+    """
+    functions, choice = (body.get(name) for name in OLD)
+    if functions is None or functions == []:
+        if choice not in (None, "none", "auto"):
+            raise ApiError(400, "function_call is given without functions", "function_call")
+        return body, False
+    for name in ("tools", "tool_choice"):
+        if body.get(name):
+            raise ApiError(400, f"functions and {name} are given; leave one of them out", name)
+    if not isinstance(functions, list):
+        wrong_field("functions", functions, "a list of {name: ..., parameters: ...}")
+    for place, function in enumerate(functions):
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            wrong_field(f"functions[{place}]", function, "{name: ..., parameters: ...}")
+    if choice not in (None, "none", "auto"):
+        if not isinstance(choice, dict) or choice.get("name") not in [function["name"] for function in functions]:
+            wrong_field("function_call", choice, "'none', 'auto', or {name: ...} of one of the functions")
+        choice = {"type": "function", "function": {"name": choice["name"]}}
+    rest = {name: value for name, value in body.items() if name not in OLD}
+    tools = [{"type": "function", "function": function} for function in functions]
+    return rest | {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}, True
+
+
+def called(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The first of some calls of tools, or a piece of it, as the field of a message that told the one of a function."""
+    return {"function_call": calls[0]["function"]}

@@ -1,0 +1,190 @@
+"""Grammars for one tokenizer: compiled once, kept for later requests, and limited in size and time."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, cast
+
+from foredraft.config.structured import StructuredOutputs
+from foredraft.errors import ConfigError, GrammarError
+from foredraft.structured.matching import Compiled, Matching, first_line
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+    from transformers import PreTrainedTokenizerBase
+
+MOST_KEPT, MOST_KEPT_CHARACTERS = 64, 1 << 20
+"""Compiled grammars that are kept, those used last, and characters of all of them: some 40 bytes each, compiled."""
+MOST_MASKS = 1 << 13
+"""Made by matchers of one compiled grammar, after which the next request compiles it anew: masks add states to what
+these share, some 20 MB by then where the grammar is bad, and 160 MB at llguidance's limit."""
+WHITE_SPACE = r"[ \t\n\r]{1,64}"
+"""Between the parts of JSON by default: without a limit small models write it until their budget ends."""
+STACK_BYTES = 1 << 29
+"""Of the thread that compiles. llguidance goes one call deeper for every rule that names the next, some 2 kB each, of
+which `MAX_CHARACTERS` hold 15,000; a stack of 8 MB ended the process at 5,000. Only what is used takes memory."""
+_sizing = threading.Lock()  # the size of the next stack is the process's
+_ENDLESS = re.compile(r"-\d{19}(?![\d.eE])")
+"""Integers among which those that round to -2**63 send llguidance 1.9 into a recursion without end."""
+
+
+class Grammars:
+    """Makes matchers for rows of one model.
+
+    Source: llguidance (github.com/guidance-ai/llguidance), whose limits bound the work of compiling and of every mask,
+    whatever the grammar.
+
+    Args:
+      tokenizer: of the model; None where it has none.
+      vocab_size: V of the model.
+      eos_token_ids: of the model: outputs end with one of them.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_token_ids: Iterable[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos = tuple(eos_token_ids)
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[StructuredOutputs, Compiled] = OrderedDict()
+        self._lock = threading.Lock()
+        self._compiling = threading.Lock()
+
+    def compile(self, wanted: StructuredOutputs) -> None:
+        """Compile a grammar, so that rows that ask for it do not wait; call it wherever waiting harms nobody.
+
+        Raises: GrammarError for what is no grammar, or costs too much; ConfigError without llguidance.
+        """
+        self._found(wanted)
+
+    def matching(self, wanted: StructuredOutputs) -> Matching:
+        """For a row that begins. Raises: as `compile`."""
+        return Matching(self._found(wanted), self._eos, self._vocab_size)
+
+    def _found(self, wanted: StructuredOutputs) -> Compiled:
+        if (found := self._known(wanted)) is not None:
+            return found
+        with self._compiling:  # others may take what is known meanwhile
+            found = self._known(wanted) or Compiled(lambda: _on_large_stack(lambda: self._new(wanted)))
+            with self._lock:
+                self._compiled[wanted] = found
+                self._compiled.move_to_end(wanted)
+                while self._keeps_too_much():
+                    self._compiled.popitem(last=False)
+            return found
+
+    def _keeps_too_much(self) -> bool:
+        num_characters = sum(wanted.num_characters for wanted in self._compiled)
+        return len(self._compiled) > max(1, MOST_KEPT if num_characters <= MOST_KEPT_CHARACTERS else 0)
+
+    def _known(self, wanted: StructuredOutputs) -> Compiled | None:
+        """A compiled grammar that may be used further."""
+        with self._lock:
+            found = self._compiled.get(wanted)
+            if found is None or found.is_full or found.num_masks > MOST_MASKS:
+                return None
+            self._compiled.move_to_end(wanted)
+            return found
+
+    def _new(self, wanted: StructuredOutputs) -> LLMatcher:
+        try:
+            import llguidance
+        except ImportError:
+            raise ConfigError(
+                "structured_outputs needs llguidance, which is not installed: pip install 'foredraft[structured]'"
+            ) from None
+        if self._vocabulary is None:
+            self._vocabulary = self._read_vocabulary()
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        try:
+            grammar = written(wanted)
+        except ValueError as error:
+            raise refused(wanted, str(error)) from None
+        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # fails where no output matches
+            matcher.compute_ff_tokens()  # fails where a first token costs too much
+        if matcher.is_error():
+            raise refused(wanted, matcher.get_error())
+        return matcher
+
+    def _read_vocabulary(self) -> LLTokenizer:
+        from llguidance.hf import from_tokenizer
+
+        if self._tokenizer is None:
+            raise GrammarError("structured_outputs needs to know tokens as text; pass tokenizer=... to LLM")
+        if not self._eos:
+            raise GrammarError("structured_outputs needs an EOS token to end with, and this model names none")
+        try:
+            return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=list(self._eos))
+        except Exception as error:
+            raise GrammarError(
+                f"structured_outputs cannot read the tokenizer {type(self._tokenizer).__name__} ({error}); it takes "
+                "fast ones, which hold a tokenizer of the tokenizers library"
+            ) from None
+
+
+def _on_large_stack(compile: Callable[[], LLMatcher]) -> LLMatcher:
+    """What a function gives, in a thread of its own."""
+    result: Future[LLMatcher] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(compile())
+        except BaseException as error:
+            result.set_exception(error)
+
+    with _sizing:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="foredraft-grammar", daemon=True).start()
+        except RuntimeError:
+            raise GrammarError(
+                f"no stack of {STACK_BYTES >> 20} MiB can be had for compiling structured_outputs; raise the limit of "
+                "the process's address space"
+            ) from None
+        finally:
+            threading.stack_size(before)
+    return result.result()
+
+
+def check_integers(text: str) -> None:
+    """Raises: ValueError for one at which llguidance would end the process."""
+    for found in _ENDLESS.finditer(text):
+        if float(found[0]) == -(2.0**63):
+            raise ValueError(f"the integer {found[0]} cannot be compiled; write it as {found[0]}.0")
+
+
+def refused(wanted: StructuredOutputs, reason: str) -> GrammarError:
+    """The error for a grammar, with llguidance's reason."""
+    said = "no text matches it" if reason.startswith("NoExtension") else first_line(reason)
+    return GrammarError(f"StructuredOutputs.{wanted.kind} is refused: {said}")
+
+
+def written(wanted: StructuredOutputs) -> str:
+    """The grammar in llguidance's form."""
+    from llguidance import LLMatcher, grammar_from
+
+    if wanted.regex is not None:
+        return LLMatcher.grammar_from_regex(wanted.regex)
+    if wanted.choice is not None:
+        texts = [json.dumps(text, ensure_ascii=False) for text in wanted.choice]
+        return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {' | '.join(texts)}")  # one word: else 2,000 at most
+    if wanted.grammar is not None:
+        check_integers(wanted.grammar)  # JSON schemas may stand in it
+        return grammar_from("grammar", wanted.grammar)
+    options: dict[str, Any] = {"whitespace_flexible": not wanted.disable_any_whitespace}
+    if wanted.whitespace_pattern is not None:
+        options["whitespace_pattern"] = wanted.whitespace_pattern
+    elif not wanted.disable_any_whitespace:
+        options["whitespace_pattern"] = WHITE_SPACE
+    schema = '{"type": "object"}' if wanted.json is None else str(wanted.json)
+    check_integers(schema)
+    return LLMatcher.grammar_from_json_schema(schema, overrides=cast("JsonCompileOptions", options))

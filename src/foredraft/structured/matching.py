@@ -1,0 +1,299 @@
+"""One output and its grammar: which tokens may follow it, and what follows for certain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from foredraft.errors import GrammarError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from foredraft.tree import DraftTree
+
+
+class Compiled:
+    """A grammar that is compiled. Its matchers share an automaton, which every mask may add states to.
+
+    At the limit of states none of its matchers works any more (``is_full``), however few of them are one's own.
+
+    Args:
+      make: compiles it: a matcher to which no token was given yet.
+    """
+
+    def __init__(self, make: Callable[[], LLMatcher]) -> None:
+        self.num_masks, self.is_full = 0, False
+        self._make, self._matcher = make, make()
+
+    def matcher(self) -> LLMatcher:
+        """For an output that begins."""
+        return self._matcher.deep_copy()
+
+    def anew(self) -> Compiled:
+        """The same grammar with an automaton of its own. Raises: GrammarError."""
+        return Compiled(self._make)
+
+
+MOST_GUESSES = 4
+"""Choices of one draft whose outcome is guessed."""
+NUM_BEFORE = 2
+"""Tokens before a choice that make it the same as an earlier one, with what may follow."""
+LEAST_CHANCE = 0.7
+"""Of a guess and those before it, below which it is not drafted. Where nodes cost most, 32 rows on two cores, drafts of
+which half were right cost what they brought."""
+FIRST_CHANCE = 0.9
+"""Of a guess whose row has made none. With 200 random schemas 0.98 were right at temperature 0, and 0.71 at 1."""
+NEWEST = 0.2
+"""What the newest guess weighs in that chance: rows whose guesses fail stop after two, and begin again as soon."""
+FULL = "too many states"
+"""What llguidance says where an automaton has reached its limit."""
+
+
+class Matching:
+    """What a grammar says after the committed output of a row, and after paths of its drafts.
+
+    Every path has a matcher of its own, a copy of its parent's with one token more (some microseconds), and that of the
+    accepted path becomes the output's. No matcher ever goes back: those of llguidance 1.9 answer then with masks of the
+    path that they left (`ParserState::rollback` keeps its ``bias_cache``). EOS is no token of the grammar: it may come
+    where the grammar may end, and nothing but EOS comes after it.
+
+    A row that meets the limit of an automaton which it shares goes on with one of its own, so that what others have
+    asked for ends no text.
+
+    Args:
+      compiled: the grammar.
+      eos_token_ids: of the model.
+      vocab_size: V of the model.
+
+    Attributes:
+      fault: what ended it: a limit of the grammar's cost, or an output that does not match. Nothing is allowed then.
+    """
+
+    def __init__(self, compiled: Compiled, eos_token_ids: Seq[int], vocab_size: int) -> None:
+        self.fault: GrammarError | None = None
+        self._compiled, self._is_alone = compiled, False
+        self._eos = frozenset(eos_token_ids)
+        self._vocab_size = vocab_size
+        self._matchers: dict[tuple[int, ...], LLMatcher | None] = {(): compiled.matcher()}  # None: no match
+        self._has_ended = False  # what is committed ends with EOS
+        self._bits: dict[tuple[int, ...], np.ndarray | None] = {}  # masks after paths; None: the matcher gave up
+        self._text: list[int] = []  # committed, without EOS
+        self._chosen: dict[int, int] = {}  # by choice, what came of it the last time
+        self._guesses: dict[tuple[int, ...], int] = {}  # after paths; some of them are drafted
+        self._chance = FIRST_CHANCE  # of a guess after right ones
+
+    def copy(self) -> Matching:
+        """Another row after the same output."""
+        other = Matching(self._compiled, tuple(self._eos), self._vocab_size)
+        other._matchers = {(): self._committed.deep_copy()}
+        other._has_ended, other.fault, other._text = self._has_ended, self.fault, self._text.copy()
+        return other
+
+    @property
+    def _committed(self) -> LLMatcher:
+        matcher = self._matchers[()]
+        assert matcher is not None
+        return matcher
+
+    def extend(self, tokens: Seq[int]) -> None:
+        """Take in tokens of the output."""
+        if self._has_ended or self.fault is not None:
+            return
+        text = self._before_eos(tokens)
+        self._learn(text)
+        matcher = self._after(text)
+        if matcher is None and self._goes_on_alone():  # a full automaton alone does not take what may follow
+            matcher = self._after(text)
+        if matcher is not None:
+            self._matchers = {(): matcher}
+            self._has_ended = len(text) < len(tokens)
+        else:
+            self.fault = self._why_not(text)
+        self._text += text
+        self._bits.clear()
+
+    def allowed(self, path: Seq[int]) -> np.ndarray | None:
+        """Bool (V,): the tokens that may follow the output and a path; None where the matcher gives up.
+
+        Nothing may follow a path that does not match.
+        """
+        key = tuple(path)
+        bits = self._mask(key)
+        return None if bits is None else np.unpackbits(bits, bitorder="little", count=self._vocab_size).view(bool)
+
+    def _mask(self, path: tuple[int, ...]) -> np.ndarray | None:
+        """`allowed` in bits."""
+        if self.fault is not None:
+            return None
+        if path not in self._bits:
+            self._bits[path] = self._new_mask(path)
+        return self._bits[path]
+
+    def _new_mask(self, path: tuple[int, ...]) -> np.ndarray | None:
+        if self._has_ended or self._eos.intersection(path):
+            only_eos = np.zeros(-(-self._vocab_size // 8) * 8, dtype=bool)
+            only_eos[list(self._eos)] = True
+            return np.packbits(only_eos, bitorder="little")
+        matcher = self._after(path)
+        if matcher is None:
+            return np.zeros(-(-self._vocab_size // 8), dtype=np.uint8)
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        self._compiled.num_masks += 1
+        if not matcher.is_error():
+            return bits
+        return None if self._has_failed(matcher, path) else self._new_mask(path)
+
+    def legal(self, tree: DraftTree) -> DraftTree:
+        """A draft without the nodes that do not match, and without what follows EOS."""
+        if len(tree) == 1 or self.fault is not None:
+            return tree
+        kept, open_nodes = [0], [0]
+        while open_nodes:
+            parent = open_nodes.pop()
+            path = tree.path_tokens(parent)
+            if self._has_ended or self._eos.intersection(path) or (matcher := self._after(path)) is None:
+                continue
+            children = [node for node in tree.children[parent] if self._may_follow(matcher, tree.tokens[node])]
+            kept += children
+            open_nodes += reversed(children)
+        return tree if len(kept) == len(tree) else tree.restricted(sorted(kept))
+
+    def _may_follow(self, matcher: LLMatcher, token: int) -> bool:
+        """Whether a token may come where a matcher is: one that is forced, or any that it would take."""
+        if token in self._eos:
+            return bool(matcher.is_accepting())
+        forced = matcher.compute_ff_tokens()
+        return token == forced[0] if forced else matcher.validate_tokens([token]) == 1
+
+    def forced(self) -> tuple[int, ...]:
+        """The tokens that follow the output for certain, EOS included; none where there is a choice."""
+        return () if self.fault is not None else self._forced_after(())
+
+    def guessed(self, most: int, forced: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """Tokens that may follow those that are forced: what came of a choice the last time, and what that forces.
+
+        A choice is the same where the same tokens may follow the same two. None where guesses have mostly been wrong.
+
+        Args:
+          most: tokens, those that are forced included.
+          forced: these.
+        """
+        path, chance = forced, 1.0
+        self._guesses.clear()
+        for _ in range(MOST_GUESSES):
+            token = self._guess(path) if len(path) < most else None
+            if token is None:
+                break
+            self._guesses[path] = token
+            chance *= self._chance
+            if chance < LEAST_CHANCE:
+                break
+            path = (*path, token)
+            path += self._forced_after(path)
+        return path[len(forced) : most]
+
+    def _guess(self, path: tuple[int, ...]) -> int | None:
+        """What came the last time of the choice after a path, if it is one that was made before."""
+        if self._has_ended or self._eos.intersection(path) or (bits := self._mask(path)) is None:
+            return None
+        return self._chosen.get(self._choice(bits, path))
+
+    def _learn(self, text: Seq[int]) -> None:
+        """Take in what came of choices, and of guesses, drafted or not."""
+        for length, token in enumerate(text):
+            path = tuple(text[:length])
+            if path in self._guesses:
+                self._chance += NEWEST * ((token == self._guesses[path]) - self._chance)
+            if (bits := self._bits.get(path)) is not None:
+                self._chosen[self._choice(bits, path)] = token
+        self._guesses.clear()
+
+    def _forced_after(self, path: tuple[int, ...]) -> tuple[int, ...]:
+        if self._has_ended or self._eos.intersection(path) or (matcher := self._after(path)) is None:
+            return ()
+        tokens = matcher.compute_ff_tokens()
+        if matcher.is_error():
+            return () if self._has_failed(matcher, path) else self._forced_after(path)
+        if len(self._eos) == 1 and (end := self._after((*path, *tokens))) is not None and end.is_stopped():
+            tokens = [*tokens, *self._eos]
+        return tuple(tokens)
+
+    def _choice(self, bits: np.ndarray, path: tuple[int, ...]) -> int:
+        """What is the same in all choices that are the same, by the mask after a path."""
+        return hash((bits.tobytes(), (*self._text[-NUM_BEFORE:], *path)[-NUM_BEFORE:]))
+
+    def _before_eos(self, tokens: Seq[int]) -> Seq[int]:
+        """Tokens up to the first EOS, that left out."""
+        end = next((place for place, token in enumerate(tokens) if token in self._eos), len(tokens))
+        return tokens[:end]
+
+    def _after(self, path: Seq[int]) -> LLMatcher | None:
+        """The matcher after a path; None where that does not match."""
+        key = tuple(path)
+        known = next(length for length in range(len(key), -1, -1) if key[:length] in self._matchers)
+        matcher = self._matchers[key[:known]]
+        for length in range(known + 1, len(key) + 1):
+            if matcher is None:
+                return None
+            matcher = self._with(matcher, key[length - 1])
+            self._matchers[key[:length]] = matcher
+        return matcher
+
+    def _with(self, matcher: LLMatcher, token: int) -> LLMatcher | None:
+        """A copy of a matcher that has taken one token more."""
+        matcher = matcher.deep_copy()
+        taken = matcher.try_consume_tokens([token])
+        return matcher if taken and not matcher.is_error() else None
+
+    def _has_failed(self, matcher: LLMatcher, path: Seq[int]) -> bool:
+        """Whether nothing works in place of the matcher after a path, which has given up.
+
+        After the output itself, that is a fault. A draft has none: it may never be chosen. Its logits tell nothing, and
+        it is asked anew once it is committed.
+        """
+        if not path:
+            error = _gave_up(matcher)
+            if FULL in str(error) and self._goes_on_alone():
+                return False
+            self.fault = error
+        return True
+
+    def _goes_on_alone(self) -> bool:
+        """Whether the output has a matcher again, of an automaton that others have added no states to."""
+        if self._is_alone:
+            return False
+        try:
+            alone = self._compiled.anew()
+        except GrammarError:
+            return False
+        matcher = alone.matcher()
+        if matcher.try_consume_tokens(self._text) < len(self._text) or matcher.is_error():
+            return False
+        self._compiled.is_full = True
+        self._compiled, self._is_alone = alone, True
+        self._matchers = {(): matcher}
+        self._bits.clear()
+        return True
+
+    def _why_not(self, text: Seq[int]) -> GrammarError:
+        """Why the committed output cannot go on with these tokens."""
+        matcher = self._committed.deep_copy()
+        for token in text:
+            if not matcher.try_consume_tokens([token]) or matcher.is_error():
+                break
+        return _gave_up(matcher) if matcher.is_error() else GrammarError("the output does not match its grammar")
+
+
+def _gave_up(matcher: LLMatcher) -> GrammarError:
+    return GrammarError(f"the grammar gave up: {first_line(matcher.get_error())}")
+
+
+def first_line(message: str) -> str:
+    """What a matcher says, without its state: the first line, and the error that a parser names further down."""
+    lines = message.split("\n<state>")[0].strip().splitlines() or ["no reason is known"]
+    named = [line for line in lines[1:] if line.startswith("error: ")]
+    return " ".join([lines[0], *named])[:300]

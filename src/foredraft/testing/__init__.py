@@ -1,0 +1,68 @@
+"""The checks that a drafter has to pass, and the small models to run them on.
+
+`check_drafter` is to drafters what scikit-learn's ``check_estimator`` is to estimators: a new method that
+passes it may be used under every sampling setting, batch and length.
+"""
+
+from __future__ import annotations
+
+from foredraft.testing.conformance import (
+    GREEDY,
+    PENALISED,
+    PROMPTS,
+    SAMPLED,
+    MakeDrafter,
+    Trace,
+    check_abort,
+    check_cache_lengths,
+    check_drafter,
+    check_endings,
+    check_identity,
+    check_rows_come_and_go,
+    check_samples,
+    check_single_rows,
+    compare,
+    cut_after,
+    decode,
+    governed,
+    require,
+    ungoverned,
+)
+from foredraft.testing.divergence import Divergence, divergences, token_gap
+from foredraft.testing.hostile import hostile_kernels
+from foredraft.testing.inflation import inflate
+from foredraft.testing.toys import PerfectDrafter, WrongDrafter, perturbed, reference_node_logits, strengthen, toy_model
+
+__all__ = [
+    "GREEDY",
+    "PENALISED",
+    "PROMPTS",
+    "SAMPLED",
+    "Divergence",
+    "MakeDrafter",
+    "PerfectDrafter",
+    "Trace",
+    "WrongDrafter",
+    "check_abort",
+    "check_cache_lengths",
+    "check_drafter",
+    "check_endings",
+    "check_identity",
+    "check_rows_come_and_go",
+    "check_samples",
+    "check_single_rows",
+    "compare",
+    "cut_after",
+    "decode",
+    "divergences",
+    "governed",
+    "hostile_kernels",
+    "inflate",
+    "perturbed",
+    "reference_node_logits",
+    "require",
+    "strengthen",
+    "token_gap",
+    "toy_model",
+    "ungoverned",
+]

@@ -1,0 +1,325 @@
+"""The properties that a drafter and the engine around it must have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+from foredraft.beginnings import shared_length
+from foredraft.config.engine import EngineConfig
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine import governing
+from foredraft.engine.drafter import Budget, Drafter, PromptChunk, StepResult, WrappingDrafter
+from foredraft.engine.engine import Engine
+from foredraft.engine.sequence import Sequence
+from foredraft.model.lm import CausalLM
+from foredraft.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The result of a run: tokens and finish reason per request, the number of steps, and accepted draft tokens."""
+
+    outputs: dict[str, tuple[int, ...]]
+    reasons: dict[str, str | None]
+    num_steps: int
+    num_accepted: int = 0
+
+
+class _Watched(WrappingDrafter):
+    """Passes everything on, and checks the contract between engine and drafter on the way."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__([drafter])
+        self.drafter = drafter
+        self.name = drafter.name
+        self._started: set[int] = set()
+        self._num_read: dict[int, int] = {}
+        self._proposed: dict[int, DraftTree] = {}
+
+    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+        num_recalled = self.drafter.recall(row, memory, num_tokens)
+        require(0 <= num_recalled <= num_tokens, f"{self.name} recalls {num_recalled} tokens of {num_tokens}")
+        self._num_read[row.id] = num_recalled
+        return num_recalled
+
+    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+        require(self.requires.reads_prompts, f"{self.name} reads prompts and wants nothing of them")
+        for row, chunk in zip(rows, chunks, strict=True):
+            known = self._num_read.get(row.id, 0)
+            require(chunk.start == known, f"read: row {row.id} goes on at {chunk.start}, but {known} tokens are read")
+            self._num_read[row.id] = known + chunk.num_tokens
+        super().read(rows, chunks)
+
+    def start(self, rows: Seq[Sequence]) -> None:
+        for row in rows:
+            known, wanted = self._num_read.pop(row.id, 0), row.num_prompt_tokens - 1
+            require(
+                not self.requires.reads_prompts or known == wanted,
+                f"start: {known} tokens of the prompt of row {row.id} were read, not {wanted}",
+            )
+        self._started |= {row.id for row in rows}
+        super().start(rows)
+
+    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+        require(row.id in self._started, f"fork of row {row.id}, which never started")
+        require(all(copy.token_ids == row.token_ids for copy in copies), "fork: the copies have other tokens")
+        self._started |= {copy.id for copy in copies}
+        super().fork(row, copies)
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        before = [list(row.token_ids) for row in rows]
+        trees = self.drafter.propose(rows, budgets)
+        require(len(trees) == len(rows), f"{self.name}: {len(trees)} drafts for {len(rows)} rows")
+        for row, tokens, budget, tree in zip(rows, before, budgets, trees, strict=True):
+            require(row.id in self._started, f"propose before start for row {row.id}")
+            require(row.token_ids == tokens, f"{self.name} changed the tokens of row {row.id}")
+            require(
+                tree.tokens[0] == tokens[-1],
+                f"{self.name}: the draft's root is {tree.tokens[0]}, pending is {tokens[-1]}",
+            )
+            require(
+                tree.depth <= max(budget, 0), f"{self.name} drafted {tree.depth} tokens deep, the budget is {budget}"
+            )
+            self._proposed[row.id] = tree
+        return trees
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        for row, result in zip(rows, results, strict=True):
+            ends_well = tuple(row.token_ids[-len(result.emitted) :]) == result.emitted
+            require(ends_well, f"observe: row {row.id} does not end with what was emitted, {result.emitted}")
+            path = [result.tree.tokens[node] for node in result.path[1:]]
+            require(path == list(result.emitted[: len(path)]), "observe: the accepted path is not what was emitted")
+        self.drafter.observe(rows, results)
+
+    def keep(self, row: Sequence) -> object:
+        return self.drafter.keep(row)
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        for row in rows:
+            self._num_read.pop(row.id, None)
+        self._started -= {row.id for row in rows}
+        super().forget(rows)
+
+    def check_empty(self) -> None:
+        left = sorted(self._started | self._num_read.keys())
+        require(not left, f"rows {left} finished, but were never forgotten")
+
+
+def require(holds: bool, message: str) -> None:
+    """Raises: AssertionError with the message, also under ``python -O``."""
+    if not holds:
+        raise AssertionError(message)
+
+
+def decode(
+    target: CausalLM,
+    drafter: Drafter,
+    requests: Seq[tuple[Seq[int], SamplingParams]],
+    *,
+    eos_token_ids: Seq[int] = (),
+    config: EngineConfig | None = None,
+    abort: str | None = None,
+) -> Trace:
+    """Run requests to their end, checking the invariants of engine, cache and drafter after every step.
+
+    Args:
+      requests: prompt and parameters each; request i is called ``str(i)``, its sample j ``"i.j"`` in the trace.
+      abort: a request to be aborted as soon as it has any output.
+    Raises: AssertionError when a step makes more than one target forward, or leaves a cache that does not hold
+      exactly the tokens before the pending one.
+    """
+    watched = _Watched(drafter)
+    engine = Engine(target, watched, config, eos_token_ids=eos_token_ids)
+    rows = []
+    for i, (prompt, params) in enumerate(requests):
+        rows += engine.add_request(prompt, params, str(i))
+    num_steps = 0
+    while engine.has_unfinished:
+        before = target.num_forwards
+        engine.step()
+        num_steps += 1
+        require(target.num_forwards - before == 1, f"step {num_steps} made {target.num_forwards - before} forwards")
+        check_cache_lengths(engine)
+        if any(row.request_id == abort and row.num_output_tokens and not row.is_finished for row in rows):
+            engine.abort(str(abort))
+            check_cache_lengths(engine)
+    watched.check_empty()
+    names = {row.id: f"{row.request_id}.{row.index}" for row in rows}
+    return Trace(
+        {names[row.id]: tuple(row.output_ids) for row in rows},
+        {names[row.id]: row.finish_reason for row in rows},
+        num_steps,
+        sum(row.stats.num_accepted_draft_tokens for row in rows),
+    )
+
+
+def check_cache_lengths(engine: Engine) -> None:
+    """Raises: AssertionError unless the cache of every decoding row ends right before its pending token."""
+    lengths = {row.id: len(row.token_ids) - 1 for row in engine.decoding_rows}
+    cached = {row.id: engine.cache.lengths[slot] for slot, row in enumerate(engine.decoding_rows)}
+    require(cached == lengths, f"the cache holds {cached} tokens per row; want {lengths}")
+    require(
+        engine.cache.num_rows == engine.num_running,
+        f"the cache has {engine.cache.num_rows} rows, {engine.num_running} are running",
+    )
+
+
+@contextmanager
+def ungoverned() -> Iterator[None]:
+    """Let engines that are made meanwhile draft and verify as much as their configs allow.
+
+    For tests, which want drafts whatever the machine; users force drafts of one length by ``length_policy="fixed"``.
+    """
+    with patch.object(governing, "new_governor", _no_governor):
+        yield
+
+
+@contextmanager
+def governed() -> Iterator[None]:
+    """The opposite, within `ungoverned`: engines that are made meanwhile are governed, as they are for users."""
+    with patch.object(governing, "new_governor", _NEW_GOVERNOR):
+        yield
+
+
+def _no_governor(*args: Any) -> None:
+    """Instead of `foredraft.engine.governing.new_governor`."""
+
+
+_NEW_GOVERNOR = governing.new_governor
+
+
+MakeDrafter = Callable[[int], Drafter]
+"""Builds a fresh drafter that proposes at most this many tokens deep."""
+
+PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4, 1, 5), (7,), (2, 7, 1, 8, 2, 8), (1, 6, 1), (5, 5, 5, 5, 5, 5, 5, 5, 5))
+GREEDY = SamplingParams(max_tokens=14, temperature=0.0)
+SAMPLED = SamplingParams(max_tokens=14, temperature=0.9, top_p=0.95, seed=1234)
+PENALISED = replace(SAMPLED, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.4, min_tokens=4)
+
+
+def check_drafter(make_drafter: MakeDrafter, target: CausalLM, *, depths: Iterable[int] = (1, 2, 3, 4, 5, 6)) -> None:
+    """Every property that a drafter and the engine around it must have, on one target.
+
+    Token equality with the plain loop, greedy and sampled, for every depth, alone and in a ragged batch whose rows
+    come and go; EOS and budget at every offset inside a draft; empty drafts; a request aborted in the middle;
+    samples of one prompt; several drafters' worth of reuse. After every step the cache must end right before the
+    pending token, and the step must have made one target forward.
+
+    Args:
+      make_drafter: depth -> a fresh drafter.
+      target: the model to draft for; any size, its vocabulary holds at least ten tokens.
+    Raises: AssertionError; the message names the drafter, the setting and both texts.
+    """
+    *shallower, deepest = sorted(set(depths))
+    for params in (GREEDY, SAMPLED):
+        plain = _decode_all(target, EmptyDrafter(), params)
+        for depth in shallower:
+            check_identity(make_drafter(depth), target, params, plain, f"K={depth}")
+        check_single_rows(make_drafter, deepest, target, params, plain)
+        check_endings(make_drafter, deepest, target, params, plain)
+        check_rows_come_and_go(make_drafter(deepest), target, params, plain)
+        check_abort(make_drafter(deepest), target, params, plain)
+        check_samples(make_drafter(deepest), target, params)
+        drafter = make_drafter(deepest)
+        for run in ("first", "second"):
+            check_identity(drafter, target, params, plain, f"K={deepest}, {run} run of one drafter")
+    penalised = _decode_all(target, EmptyDrafter(), PENALISED)
+    check_identity(make_drafter(deepest), target, PENALISED, penalised, "with penalties")
+
+
+def _decode_all(target: CausalLM, drafter: Drafter, params: SamplingParams, **options: Any) -> Trace:
+    return decode(target, drafter, [(prompt, params) for prompt in PROMPTS], **options)
+
+
+def check_identity(drafter: Drafter, target: CausalLM, params: SamplingParams, plain: Trace, setting: str) -> None:
+    """Raises: AssertionError unless all prompts in one batch give the tokens of the plain loop."""
+    compare(_decode_all(target, drafter, params), plain, f"{drafter.name}, {setting}, {_words(params)}")
+
+
+def check_single_rows(
+    make_drafter: MakeDrafter, depth: int, target: CausalLM, params: SamplingParams, plain: Trace
+) -> None:
+    """Raises: AssertionError unless a row alone gives the tokens that it gives in a batch."""
+    for i in (0, 1):
+        trace = decode(target, make_drafter(depth), [(PROMPTS[i], params)])
+        want = plain.outputs[f"{i}.0"]
+        require(trace.outputs["0.0"] == want, _differ(f"prompt {i} alone", trace.outputs["0.0"], want))
+
+
+def check_endings(
+    make_drafter: MakeDrafter, depth: int, target: CausalLM, params: SamplingParams, plain: Trace
+) -> None:
+    """Raises: AssertionError unless budget, stop token and EOS end a row exactly, at every offset inside a draft.
+
+    Requests with all the budgets, and with all the stop tokens, run in one batch each.
+    """
+    text = plain.outputs["0.0"]
+    name = f"{make_drafter(depth).name}, K={depth}, {_words(params)}"
+    budgets = [replace(params, max_tokens=length) for length in range(1, len(text) + 1)]
+    stops = [replace(params, stop_token_ids=(token,)) for token in text]
+    for kind, several in (("budget", budgets), ("stop token", stops)):
+        trace = decode(target, make_drafter(depth), [(PROMPTS[0], one) for one in several])
+        for i, one in enumerate(several):
+            want = text[: one.max_tokens] if kind == "budget" else cut_after(text, text[i])
+            reason = "length" if kind == "budget" else "stop"
+            got = trace.outputs[f"{i}.0"]
+            require(got == want, _differ(f"{name}, {kind} {i}", got, want))
+            require(trace.reasons[f"{i}.0"] == reason, f"{name}, {kind} {i}: ended by {trace.reasons[f'{i}.0']}")
+    eos = text[min(depth + 1, len(text) - 1)]
+    trace = _decode_all(target, make_drafter(depth), params, eos_token_ids=(eos,))
+    for key, whole in plain.outputs.items():
+        want, reason = cut_after(whole, eos), "stop" if eos in whole else "length"
+        require(trace.outputs[key] == want, _differ(f"{name}, EOS {eos}", trace.outputs[key], want))
+        require(trace.reasons[key] == reason, f"{name}, EOS {eos}: ended by {trace.reasons[key]}, not {reason}")
+
+
+def check_rows_come_and_go(drafter: Drafter, target: CausalLM, params: SamplingParams, plain: Trace) -> None:
+    """Raises: AssertionError unless rows that share two places, and small prefill chunks, change nothing."""
+    config = EngineConfig(max_num_seqs=2, prefill_chunk_size=3)
+    compare(_decode_all(target, drafter, params, config=config), plain, f"{drafter.name}, two rows at a time")
+
+
+def check_abort(drafter: Drafter, target: CausalLM, params: SamplingParams, plain: Trace) -> None:
+    """Raises: AssertionError unless an aborted row ends where it is and the others go on unharmed."""
+    trace = _decode_all(target, drafter, params, abort="2")
+    for key, want in plain.outputs.items():
+        got = trace.outputs[key]
+        want = want[: len(got)] if key == "2.0" else want
+        require(got == want, _differ(f"{drafter.name}, request 2 aborted", got, want))
+    require(trace.reasons["2.0"] == "abort", f"the aborted row ended by {trace.reasons['2.0']}")
+
+
+def check_samples(drafter: Drafter, target: CausalLM, params: SamplingParams) -> None:
+    """Raises: AssertionError unless three samples of one prompt equal the plain ones."""
+    requests = [(PROMPTS[0], replace(params, n=3)), (PROMPTS[3], params)]
+    compare(decode(target, drafter, requests), decode(target, EmptyDrafter(), requests), f"{drafter.name}, n=3")
+
+
+def compare(trace: Trace, plain: Trace, setting: str) -> None:
+    """Raises: AssertionError at the first row whose tokens or finish reason differ."""
+    for key, want in plain.outputs.items():
+        require(trace.outputs[key] == want, _differ(f"{setting}, row {key}", trace.outputs[key], want))
+        reasons = trace.reasons[key], plain.reasons[key]
+        require(reasons[0] == reasons[1], f"{setting}, row {key}: ended by {reasons[0]}, plain by {reasons[1]}")
+
+
+def cut_after(tokens: tuple[int, ...], last: int) -> tuple[int, ...]:
+    """The tokens up to the first ``last``, included."""
+    return tokens[: tokens.index(last) + 1] if last in tokens else tokens
+
+
+def _words(params: SamplingParams) -> str:
+    return "greedy" if params.temperature == 0 else f"temperature {params.temperature}, seed {params.seed}"
+
+
+def _differ(setting: str, got: Seq[int], want: Seq[int]) -> str:
+    place = shared_length(list(got), list(want))
+    is_cut = place == min(len(got), len(want))
+    where = f"lengths {len(got)} and {len(want)}" if is_cut else f"first at output token {place}"
+    return f"{setting}: differs from plain decoding, {where}: {list(got)} instead of {list(want)}"

@@ -1,0 +1,104 @@
+"""Where two texts part, and how close the law puts the tokens at which they do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import torch
+
+from foredraft.beginnings import shared_length
+from foredraft.config.sampling import SamplingParams
+from foredraft.law.noise import mix, row_key, token_bits, unit
+from foredraft.law.sampling import SamplingLaw, log_probs
+from foredraft.model.lm import CausalLM, Nodes
+from foredraft.testing.conformance import Trace
+
+NEAR_TIES: Mapping[torch.dtype, float] = {
+    torch.float64: 1e-5,  # of norms and softmax, which models take in single precision
+    torch.float32: 1e-3,
+    torch.float16: 0.1,
+    torch.bfloat16: 0.5,
+}
+"""How far the law may put two tokens apart that rounding exchanges: logits reach 20, where neighbours in bfloat16 are
+0.125 apart, and every layer rounds."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first place where a row differs from plain decoding, and how close the two tokens were.
+
+    Args:
+      row: name of the row in its trace.
+      index: which output token.
+      got, want: the token here, and that of plain decoding.
+      gap: how far apart the law puts the two after the common text: the difference of their processed logits, with
+        noise where tokens are sampled; for a token outside the nucleus, its distance to the edge in probability.
+        Rounding explains a small gap, only a fault explains a large one.
+    """
+
+    row: str
+    index: int
+    got: int
+    want: int
+    gap: float
+
+
+def divergences(
+    target: CausalLM, requests: Seq[tuple[Seq[int], SamplingParams]], trace: Trace, plain: Trace
+) -> list[Divergence]:
+    """Locate every difference between two traces of the same requests, one per row.
+
+    Args:
+      target: the model whose law measures the gaps, by one forward over the common text.
+    """
+    found = []
+    for row, want in plain.outputs.items():
+        got = trace.outputs[row]
+        index = shared_length(list(got), list(want))
+        if index < min(len(got), len(want)):
+            request, sample = map(int, row.split("."))
+            prompt, params = requests[request]
+            gap = token_gap(target, prompt, want[:index], params, sample, (got[index], want[index]))
+            found.append(Divergence(row, index, got[index], want[index], gap))
+    return found
+
+
+def token_gap(
+    target: CausalLM,
+    prompt: Seq[int],
+    output: Seq[int],
+    params: SamplingParams,
+    sample: int,
+    tokens: tuple[int, int],
+) -> float:
+    """How close two tokens are after a text; see `Divergence.gap`. ``params`` need a seed when they sample."""
+    text = [*prompt, *output]
+    logits = target.forward(Nodes.from_chains([text]), target.new_cache(1), keep=slice(len(text) - 1, len(text)))[0]
+    whole = replace(params, top_p=1.0, top_k=0, min_p=0.0, typical_p=1.0)
+    scores = _law_after(whole, target, prompt, output, logits)[0]
+    edge = _law_after(params, target, prompt, output, logits)[0]
+    outside = [token for token in tokens if not edge[token] > -torch.inf]
+    if outside and params.top_p < 1.0:
+        law = scores.double().exp()
+        tail = float(law[law <= law[outside[0]]].sum())
+        return abs(tail - (1.0 - params.top_p))
+    return abs(float(scores[tokens[0]] - scores[tokens[1]]) + _noise_gap(params, sample, len(text), tokens))
+
+
+def _law_after(
+    params: SamplingParams, target: CausalLM, prompt: Seq[int], output: Seq[int], logits: torch.Tensor
+) -> torch.Tensor:
+    law = SamplingLaw(params, vocab_size=target.vocab_size, prompt_ids=list(prompt))
+    law.extend(output)
+    return log_probs(logits, [law], [()])
+
+
+def _noise_gap(params: SamplingParams, sample: int, position: int, tokens: tuple[int, int]) -> float:
+    if params.temperature == 0 or params.seed is None:
+        return 0.0
+    key = row_key(mix(params.seed, sample), position)
+    first, second = (-math.log(-math.log(unit(token_bits(key, token)))) for token in tokens)
+    return first - second

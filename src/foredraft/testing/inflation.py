@@ -1,0 +1,202 @@
+"""Grow a trained small model into a bigger one that computes the same function.
+
+Small models speak, big models cost: an inflated model has the text (and so the acceptance) of the small one and the
+forward cost of the wanted size. Results obtained with one must say so; `inflated_from` tells.
+
+How the function is kept (h -> H hidden, eps and w of an RMSNorm, x the residual stream):
+
+- every weight is the old one, followed by zeros in each dimension: new channels of the residual stream stay zero;
+- the mean of x^2 is now taken over H entries and is h/H of what it was, so ``eps' = eps h/H`` and
+  ``w' = w sqrt(h/H)`` give the old result: x / sqrt(h/H (mean + eps)) * w sqrt(h/H);
+- heads keep their size (the rotary embedding depends on it) and their number per key head; new heads have zero
+  queries, keys, values and output columns and come after the old ones;
+- added layers (on demand) copy old ones, with zero output projections: they add nothing to the stream;
+- added vocabulary gets a logit far below the others through one spare channel, see `_spare_channel`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+
+from foredraft.errors import ConfigError, UnsupportedModelError
+
+__all__ = ["inflate", "inflated_from"]
+
+_SUPPORTED = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+_HIDDEN_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight")
+_OUTPUTS = ("o_proj.weight", "o_proj.bias", "down_proj.weight", "down_proj.bias")
+_PADDING_LOGIT_WEIGHT = -(2.0**20)
+
+
+def inflate(
+    model: PreTrainedModel,
+    *,
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int | None = None,
+    vocab_size: int | None = None,
+) -> Any:
+    """A wider model of the same class, dtype and device that computes the same function.
+
+    The number of heads grows with ``hidden_size``, so that the share of attention in the cost stays what it is.
+    By default only widths grow: leaving out a zero layer would not be an achievement of a layer-skipping drafter.
+
+    Zeros cost a dense matrix product what other numbers cost, and they are written to memory, not left to the
+    allocator: untouched zero pages would all be one page, and its reads would come from the cache.
+
+    Args:
+        model: a Llama, Mistral, Qwen2 or Qwen3 causal LM. It is not changed.
+        hidden_size: new width H >= the old one; a multiple of what one key head and its query heads take.
+        intermediate_size: new MLP width >= the old one.
+        num_layers: new depth >= the old one; the added layers do nothing.
+        vocab_size: new vocabulary >= the old one; the added tokens have a logit below about -500 and so
+            probability zero. Needs ``hidden_size`` above the old one (a spare channel). Embeddings are untied.
+
+    Returns:
+        The new model in evaluation mode; `inflated_from` returns the shape it came from.
+
+    Raises:
+        UnsupportedModelError: another class of model.
+        ConfigError: a size below the old one, or a width that the heads do not divide.
+
+    Exactness: equal up to the rounding of the dtype. Ratios H/h of 4 and 16 are exact powers of two in every
+    intermediate value; others round the norm weights once. Qwen3's head norms keep their epsilon in memory, but
+    not through ``save_pretrained``, where one config entry serves all norms (a change near 1e-6).
+    """
+    if type(model) not in _SUPPORTED:
+        known = ", ".join(kind.__name__ for kind in _SUPPORTED)
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be inflated: foredraft does not know how its width enters its function. "
+            f"Use {known}."
+        )
+    config = _bigger_config(model.config, hidden_size, intermediate_size, num_layers, vocab_size)
+    spare = _spare_channel(model.config, config)
+    if spare is not None:
+        config.rms_norm_eps -= spare**2 / config.hidden_size
+    bigger = type(model)(config).to(device=model.device, dtype=model.dtype)
+    _fill(bigger, model)
+    _keep_head_norms(bigger, model)
+    if spare is not None:
+        _push_padding_down(bigger, model.config.vocab_size, spare)
+    bigger.generation_config = copy.deepcopy(model.generation_config)
+    return bigger.eval().requires_grad_(False)
+
+
+def inflated_from(model: PreTrainedModel) -> dict[str, int] | None:
+    """The shape a model had before `inflate`, or None: what a benchmark prints beside its figures."""
+    shape: dict[str, int] | None = getattr(model.config, "inflated_from", None)
+    return shape
+
+
+def _bigger_config(old: Any, hidden: int, ffn: int, layers: int | None, vocab: int | None) -> Any:
+    head_dim = _head_dim(old)
+    layers = old.num_hidden_layers if layers is None else layers
+    vocab = old.vocab_size if vocab is None else vocab
+    for name, size, least in (
+        ("hidden_size", hidden, old.hidden_size),
+        ("intermediate_size", ffn, old.intermediate_size),
+        ("num_layers", layers, old.num_hidden_layers),
+        ("vocab_size", vocab, old.vocab_size),
+    ):
+        if size < least:
+            raise ConfigError(f"{name}={size} is below the model's {least}; inflating only adds. Give {least} or more.")
+    num_heads, num_kv_heads = _heads(old, hidden)
+    config = copy.deepcopy(old)
+    config.hidden_size, config.intermediate_size = hidden, ffn
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = num_heads, num_kv_heads, head_dim
+    config.rms_norm_eps = old.rms_norm_eps * old.hidden_size / hidden
+    if layers > old.num_hidden_layers and getattr(old, "layer_types", None):
+        config.layer_types = [*old.layer_types, *[old.layer_types[-1]] * (layers - old.num_hidden_layers)]
+    config.num_hidden_layers, config.vocab_size = layers, vocab
+    if vocab > old.vocab_size:
+        config.tie_word_embeddings = False
+    config.inflated_from = {
+        "hidden_size": old.hidden_size,
+        "intermediate_size": old.intermediate_size,
+        "num_hidden_layers": old.num_hidden_layers,
+        "vocab_size": old.vocab_size,
+    }
+    return config
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _heads(old: Any, hidden: int) -> tuple[int, int]:
+    """Query and key heads at the new width: 4 and 2 at 256 become 16 and 8 at 1,024."""
+    num_kv_heads, remainder = divmod(old.num_key_value_heads * hidden, old.hidden_size)
+    if remainder:
+        step = old.hidden_size // math.gcd(old.hidden_size, old.num_key_value_heads)
+        raise ConfigError(
+            f"hidden_size={hidden} gives no whole number of key heads (the model has {old.num_key_value_heads} at "
+            f"{old.hidden_size}); use a multiple of {step}, such as {-(-hidden // step) * step}."
+        )
+    return num_kv_heads * (old.num_attention_heads // old.num_key_value_heads), num_kv_heads
+
+
+@torch.no_grad()
+def _fill(bigger: Any, model: Any) -> None:
+    """Old weights first, zeros after them, in every dimension of every parameter."""
+    old = dict(model.named_parameters())
+    if bigger.get_output_embeddings().weight is not bigger.get_input_embeddings().weight:
+        old.setdefault("lm_head.weight", model.get_output_embeddings().weight)
+    depth = model.config.num_hidden_layers
+    scale = math.sqrt(model.config.hidden_size / bigger.config.hidden_size)
+    for name, parameter in bigger.named_parameters():
+        source, added = _source_layer(name, depth)
+        parameter.zero_()
+        if added and name.endswith(_OUTPUTS):
+            continue
+        value = old[source].double() * (scale if name.endswith(_HIDDEN_NORMS) else 1.0)
+        parameter[tuple(slice(size) for size in value.shape)] = value.to(parameter.dtype)
+
+
+def _source_layer(name: str, depth: int) -> tuple[str, bool]:
+    """Where a parameter comes from: ``model.layers.7.x`` of an added layer from ``model.layers.1.x`` at depth 6."""
+    parts = name.split(".")
+    if parts[1] != "layers" or int(parts[2]) < depth:
+        return name, False
+    parts[2] = str(int(parts[2]) % depth)
+    return ".".join(parts), True
+
+
+def _keep_head_norms(bigger: Any, model: Any) -> None:
+    """Norms over a head (Qwen3) did not change their width, so they keep their epsilon."""
+    modules = dict(model.named_modules())
+    for name, module in bigger.named_modules():
+        if name.endswith(("q_norm", "k_norm")):
+            module.variance_epsilon = modules[_source_layer(name, model.config.num_hidden_layers)[0]].variance_epsilon
+
+
+def _spare_channel(old: Any, config: Any) -> float | None:
+    """The constant that the last channel of the stream carries when the vocabulary is padded, else None.
+
+    A zero output row gives the logit 0, which often beats real tokens, and no direction of the stream has a sign
+    that can be relied on. So every token puts a constant c into one spare channel that no layer reads or writes.
+    It adds c^2/H to the mean in every norm; ``eps'`` is lowered by as much, so the norms are unchanged. The last norm
+    passes the channel on, where the added rows multiply it by a large negative number, the real rows by zero.
+    c is a power of two (exact in bfloat16) with c^2 <= eps h / 2: 2^-5 for eps 1e-5 at width 256.
+    """
+    if config.vocab_size == old.vocab_size:
+        return None
+    if config.hidden_size == old.hidden_size:
+        raise ConfigError(
+            f"vocab_size={config.vocab_size} needs a spare channel: give a hidden_size above {old.hidden_size}."
+        )
+    return float(2.0 ** math.floor(math.log2(old.rms_norm_eps * old.hidden_size / 2) / 2))
+
+
+@torch.no_grad()
+def _push_padding_down(bigger: Any, old_vocab_size: int, constant: float) -> None:
+    embedding: Tensor = bigger.get_input_embeddings().weight
+    output: Tensor = bigger.get_output_embeddings().weight
+    embedding[:, -1] = constant
+    bigger.model.norm.weight[-1] = 1.0
+    output[old_vocab_size:, -1] = _PADDING_LOGIT_WEIGHT

@@ -1,0 +1,143 @@
+"""Small random models, an oracle for their logits, and drafters that know what plain decoding says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from foredraft.engine.drafter import Budget, Drafter
+from foredraft.engine.sequence import Sequence
+from foredraft.tree import DraftTree
+
+
+def toy_model(
+    vocab_size: int = 64,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    scale: float = 0.25,
+    **sizes: int,
+) -> PreTrainedModel:
+    """A two-layer Llama with strong random weights, built in milliseconds.
+
+    Args:
+      scale: standard deviation of its matrices, as of `strengthen`.
+      sizes: fields of `LlamaConfig` that are to differ.
+
+    Randomness: ``seed``.
+    """
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+    }
+    config = LlamaConfig(
+        vocab_size=vocab_size, bos_token_id=None, eos_token_id=None, pad_token_id=None, **{**shape, **sizes}
+    )
+    return strengthen(LlamaForCausalLM(config), seed, scale).to(dtype).eval()
+
+
+def strengthen(model: PreTrainedModel, seed: int = 0, scale: float = 0.25) -> PreTrainedModel:
+    """Redraw the weights of a random model, in place, so that every mask and position shows in its logits.
+
+    Matrices get the standard deviation ``scale``, norms and biases are spread around the value they start at.
+
+    Returns: the model.
+    Randomness: ``seed``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            noise *= scale if parameter.ndim > 1 else scale / 2
+            start = parameter.flatten()[0]
+            is_constant = bool((parameter == start).all()) and start.item() in (0.0, 1.0)
+            parameter.copy_(noise.to(parameter) + (start if is_constant else 0.0))
+    return model
+
+
+def perturbed(model: PreTrainedModel, scale: float, seed: int = 0) -> PreTrainedModel:
+    """A copy whose weights carry noise: a drafter that is sometimes right and sometimes wrong.
+
+    Args:
+      scale: standard deviation of the noise, relative to that of each parameter. 0 gives an equal copy.
+
+    Randomness: ``seed``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            spread = parameter.std() if parameter.numel() > 1 else parameter.abs().mean()
+            parameter.add_((scale * noise).to(parameter) * spread)
+    return copied
+
+
+def reference_node_logits(model: PreTrainedModel, prefix: list[int], tree: DraftTree) -> torch.Tensor:
+    """Logits (N, V) after every node of a tree, by one plain forward per root-to-leaf path.
+
+    No cache, no mask and no position is given to the model: the oracle for every other way of computing them.
+
+    Args:
+      prefix: tokens before the pending one, which is the root of ``tree``.
+    """
+    rows: list[torch.Tensor | None] = [None] * len(tree)
+    for leaf in tree.leaves:
+        nodes = tree.path(leaf)
+        ids = torch.tensor([[*prefix, *(tree.tokens[node] for node in nodes)]], device=model.device)
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[0]
+        for depth, node in enumerate(nodes):
+            rows[node] = logits[len(prefix) + depth]
+    return torch.stack([row for row in rows if row is not None])
+
+
+class PerfectDrafter(Drafter):
+    """Knows what plain decoding says, so that every draft is accepted to its end.
+
+    Args:
+      texts: prompt and output of plain decoding, one per row that will be started, found by their beginning.
+      num_speculative_tokens: depth of the draft.
+      num_branches: with 2 or more, wrong siblings surround every right node, and come first.
+    """
+
+    name = "perfect"
+
+    def __init__(
+        self, texts: Iterable[Seq[int]], num_speculative_tokens: int, *, vocab_size: int, num_branches: int = 1
+    ) -> None:
+        self._texts = [tuple(text) for text in texts]
+        self._num_tokens = num_speculative_tokens
+        self._num_branches = num_branches
+        self._vocab_size = vocab_size
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        return [self._tree(row, min(budget, self._num_tokens)) for row, budget in zip(rows, budgets, strict=True)]
+
+    def _tree(self, row: Sequence, depth: int) -> DraftTree:
+        future = self._future(row)[:depth]
+        wrong = ([token + shift for token in future] for shift in range(1, self._num_branches))
+        decoys = [(*future[:i], tokens[i] % self._vocab_size) for tokens in wrong for i in range(len(future))]
+        return DraftTree.from_paths(row.pending, [*decoys, future], source=self.name)
+
+    def _future(self, row: Sequence) -> tuple[int, ...]:
+        known = tuple(row.token_ids)
+        matches = (text for text in self._texts if text[: len(known)] == known)
+        return next(matches, known)[len(known) :]
+
+
+class WrongDrafter(PerfectDrafter):
+    """Knows what plain decoding says, and proposes something else at every node."""
+
+    name = "wrong"
+
+    def _future(self, row: Sequence) -> tuple[int, ...]:
+        return tuple((token + 1) % self._vocab_size for token in super()._future(row))

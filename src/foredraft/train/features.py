@@ -1,0 +1,175 @@
+"""What the target computes along examples: online, or from a cache on disk that fills as training goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from foredraft.folders import append_lines
+from foredraft.model.capture import Wanted
+from foredraft.model.lm import CausalLM, Nodes
+from foredraft.train.examples import Example, key_of
+
+logger = logging.getLogger("foredraft")
+
+SHARD_TOKENS = 32_768
+INDEX = "index.jsonl"
+
+Streams = dict[int, Tensor]
+"""By layer of the target, what enters it after every token, (T, H); by the number of layers, the last hidden state
+after the final norm."""
+
+
+class FeatureSource(Protocol):
+    """Where features come from."""
+
+    def of(self, examples: Seq[Example]) -> list[Streams]: ...
+
+
+@dataclass(frozen=True)
+class TargetFeatures:
+    """Features from a forward of the target, each time they are asked for.
+
+    Args:
+      target: on the device of training.
+      layers: numbers of layers whose inputs are read; the number of layers for the last hidden state.
+    """
+
+    target: CausalLM
+    layers: tuple[int, ...]
+
+    def of(self, examples: Seq[Example]) -> list[Streams]:
+        """All of them in one forward."""
+        last = self.target.num_layers
+        wanted = Wanted(last in self.layers, tuple(sorted(set(self.layers) - {last})))
+        chains = [example.token_ids for example in examples]
+        cache = self.target.new_cache(len(chains), max(map(len, chains)))
+        output = self.target.forward_with(wanted, Nodes.from_chains(chains), cache, keep=slice(0, 0))
+        found = dict(output.layer_inputs)
+        if output.last_hidden is not None:
+            found[last] = output.last_hidden
+        return [
+            {layer: found[layer][row, : len(chain)].clone() for layer in self.layers}
+            for row, chain in enumerate(chains)
+        ]
+
+
+@dataclass
+class _Shard:
+    keys: list[str] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    parts: list[Streams] = field(default_factory=list)
+
+
+class FeatureCache:
+    """Features in shards on disk, computed where they are missing. A full disk ends writing, not training.
+
+    Args:
+      source: computes what is not there yet.
+      folder: of the shards; several trainings over one target may share it, also such that want other layers.
+      layers: that are wanted.
+    """
+
+    def __init__(self, source: FeatureSource, folder: Path, layers: Seq[int]) -> None:
+        self._source, self._folder, self._layers = source, folder, tuple(layers)
+        self._open = _Shard()
+        self._places: dict[str, tuple[str, int, int]] = {}
+        self._layers_in: dict[str, frozenset[str]] = {}
+        self._num_read = 0
+        self._is_full = False
+        folder.mkdir(parents=True, exist_ok=True)
+        self._read_index()
+
+    def __contains__(self, example: Example) -> bool:
+        return example.key in self._places
+
+    def of(self, examples: Seq[Example]) -> list[Streams]:
+        if any(example.key not in self._places for example in examples):
+            self._read_index()
+        missing = [example for example in examples if example.key not in self._places]
+        made = dict(zip((example.key for example in missing), self._source.of(missing) if missing else (), strict=True))
+        if not self._is_full:
+            for example in missing:
+                self._add(example, made[example.key])
+        return [made[example.key] if example.key in made else self._read(example) for example in examples]
+
+    def close(self) -> None:
+        """Write what is still open."""
+        self._write()
+
+    def _read(self, example: Example) -> Streams:
+        file, start, stop = self._places[example.key]
+        with safe_open(self._folder / file, framework="pt") as shard:
+            return {layer: shard.get_slice(str(layer))[start:stop] for layer in self._layers}
+
+    def _add(self, example: Example, found: Streams) -> None:
+        self._open.keys.append(example.key)
+        self._open.lengths.append(len(example.token_ids))
+        self._open.parts.append({layer: states.cpu() for layer, states in found.items()})
+        if sum(self._open.lengths) >= SHARD_TOKENS:
+            self._write()
+
+    def _write(self) -> None:
+        """A shard becomes visible by its lines in the index, which are written last.
+
+        Its name is made of all that it holds, so that trainings which fill the folder at the same time, each with what
+        the others do not have, never replace each other's shards by others.
+        """
+        shard, self._open = self._open, _Shard()
+        if not shard.keys:
+            return
+        name = f"{key_of(shard.keys)}-{'-'.join(map(str, self._layers))}.safetensors"
+        beside = self._folder / f".{name}.{os.getpid()}"
+        tensors = {str(layer): torch.cat([part[layer] for part in shard.parts]) for layer in shard.parts[0]}
+        start, lines = 0, []
+        for key, length in zip(shard.keys, shard.lengths, strict=True):
+            lines.append(json.dumps([key, name, start, start + length]) + "\n")
+            start += length
+        try:
+            save_file(tensors, beside)
+            os.replace(beside, self._folder / name)
+            append_lines(self._folder / INDEX, "".join(lines))
+        except (OSError, SafetensorError) as error:
+            beside.unlink(missing_ok=True)
+            self._is_full = True
+            logger.warning(
+                "features are not kept any more: %s cannot be written (%s). Training goes on; what is not kept is "
+                "computed again in every epoch",
+                self._folder,
+                getattr(error, "strerror", None) or error,
+            )
+
+    def _read_index(self) -> None:
+        """Take in the lines that are new: other processes may be writing too."""
+        index = self._folder / INDEX
+        if not index.exists():
+            return
+        with index.open(encoding="utf-8") as lines:
+            lines.seek(self._num_read)
+            text = lines.read()
+        whole = text[: text.rfind("\n") + 1]
+        self._num_read += len(whole.encode())
+        for line in whole.splitlines():
+            try:
+                key, file, start, stop = json.loads(line)
+            except ValueError:  # cut off
+                continue
+            if self._has_all(file):
+                self._places[key] = (file, start, stop)
+
+    def _has_all(self, file: str) -> bool:
+        """Whether a shard holds every layer that is wanted: those of other trainings may hold others."""
+        if file not in self._layers_in:
+            with safe_open(self._folder / file, framework="pt") as shard:
+                self._layers_in[file] = frozenset(shard.keys())
+        return self._layers_in[file] >= {str(layer) for layer in self._layers}

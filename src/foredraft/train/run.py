@@ -1,0 +1,332 @@
+"""A training from prompts to a head: answers, examples, steps, measurements, and what is left beside the weights."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foredraft.bench.provenance import provenance
+from foredraft.config.sampling import SamplingParams
+from foredraft.errors import CheckpointError, PromptError
+from foredraft.folders import append_lines, is_no_room, keep_json
+from foredraft.heads.expectation import KEY as EXPECTED
+from foredraft.llm import LLM
+from foredraft.loading.info import eos_token_ids
+from foredraft.model.capture import check_width
+from foredraft.train.answers import Gathering
+from foredraft.train.examples import example_of, is_evaluation, is_held_out, prompt_ids
+from foredraft.train.features import FeatureCache, FeatureSource, TargetFeatures
+from foredraft.train.plan import Plan
+from foredraft.train.start import frequent_tokens, new_recipe, parts_of
+from foredraft.train.trainer import Schedule, Trainer
+from foredraft.views.traceplot import require_matplotlib
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a training takes, beforehand.
+
+    Args:
+      num_examples, num_tokens: that are trained on, and their answer tokens in all epochs. Where answers are still to
+        be made, this and all that follows from it is reckoned from those of the first prompts.
+      num_parameters: of the head.
+      memory_bytes: of the head, its gradients and the optimiser, beside the target.
+      feature_bytes: of kept features.
+      answer_seconds: of prompts and answers that are still to be made; 0 where there are none.
+      seconds: of training, from two steps that were tried; without answers and measurements.
+    """
+
+    num_examples: int
+    num_tokens: int
+    num_parameters: int
+    memory_bytes: int
+    feature_bytes: int
+    answer_seconds: float
+    seconds: float
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raises: CheckpointError where something inside of it could not be written for want of room."""
+    try:
+        yield
+    except Exception as error:
+        if not is_no_room(error):
+            raise
+        raise CheckpointError(
+            f"{folder} cannot be written: there is no room left; make some and run the same command again, which goes "
+            "on from what was kept"
+        ) from error
+
+
+class Training:
+    """One training. Begun again in the same folder, it goes on where its newest checkpoint stands.
+
+    Args:
+      llm: of the target; it should draft nothing, or something that costs no memory.
+      plan: see there.
+      say: is told of what happens, in sentences.
+      is_trial: for `estimate`: answers are made for the first prompts alone (and kept for the training).
+
+    Raises: PromptError for prompts that are broken, or too few; UnsupportedModelError for a target that heads cannot be
+      trained over; CheckpointError for a folder with another run.
+    Randomness: ``plan.seed``.
+    """
+
+    def __init__(self, llm: LLM, plan: Plan, say: Say = lambda _: None, *, is_trial: bool = False) -> None:
+        plan.check()
+        self.llm, self.plan, self._say = llm, plan, say
+        gathering = Gathering(llm, plan, say, is_trial)
+        self._eos = eos_token_ids(llm.target.shadow)
+        self._target = parts_of(llm.target, self._eos)
+        if plan.method != "draft_model":
+            check_width(llm.target.name, llm.target.shadow)
+        with writing(plan.out):
+            plan.out.mkdir(parents=True, exist_ok=True)
+            asked = [one for one in gathering.prompts() if not is_evaluation(one.text)]
+        held = [one for one in asked if is_held_out(one.digest, plan.one_in)]
+        if not asked:
+            raise PromptError("every prompt is one of an evaluation set, which are never trained on; give others")
+        held = held or [min(asked, key=lambda one: one.digest)]
+        digests = {one.digest for one in held}
+        train = [one for one in asked if one.digest not in digests]
+        if len(train) < 2:
+            raise PromptError(f"{len(asked)} prompts are too few to train on and to measure with; give more")
+        with writing(plan.out):
+            answers = gathering.answers(train)
+        self._times, self._answer_seconds = 1 + gathering.num_left_out / len(answers), gathering.seconds
+        made = [example_of(one, llm.tokenizer, self._eos, plan.max_length, is_raw=plan.raw) for one in answers]
+        self.examples = [example for example in made if example.num_answer_tokens > 2]
+        if not self.examples:
+            raise PromptError("no answer is longer than two tokens: there is nothing to draft")
+        self._measured = [prompt_ids(one, llm.tokenizer, is_raw=plan.raw) for one in held[: plan.num_measured]]
+        torch.manual_seed(plan.seed)
+        vocabulary = frequent_tokens(self.examples, plan.draft_vocabulary, self._target)
+        vocabulary.check_eos(self._eos, "this run")
+        self._recipe = new_recipe(plan, self._target, vocabulary)
+        device = llm.target.device
+        self._recipe.module.to(device)
+        num_tokens = int(plan.epochs * sum(example.num_answer_tokens for example in self.examples))
+        schedule = Schedule(num_tokens, plan.batch_tokens, plan.learning_rate, seed=plan.seed)
+        narrow = llm.target.dtype if llm.target.dtype in (torch.bfloat16, torch.float16) else None
+        self._source = self._features()
+        forward_tokens = plan.tokens_of_forward(device.type)
+        self.trainer = Trainer(
+            self._recipe, self._source, self.examples, schedule, plan.out, narrow, forward_tokens=forward_tokens
+        )
+        self._best: tuple[float, int] = (0.0, 0)
+        self._since_best = 0
+        self._measured_at = -1  # of the stretches between measurements; the first step is measured
+
+    def estimate(self) -> Estimate:
+        """What the rest takes; tries two steps on copies of nothing: the run must not be gone on with afterwards."""
+        self.trainer.take_step()
+        before, start = self.trainer.progress.num_tokens, time.perf_counter()
+        self.trainer.take_step()
+        per_token = (time.perf_counter() - start) / (self.trainer.progress.num_tokens - before)
+        parameters = sum(parameter.numel() for parameter in self._recipe.module.parameters())
+        num_texts = sum(len(example.token_ids) for example in self.examples)
+        width = self._target.hidden_size * self.llm.target.dtype.itemsize
+        num_tokens = round(self._times * self.trainer.schedule.num_tokens)
+        return Estimate(
+            round(self._times * len(self.examples)),
+            num_tokens,
+            parameters,
+            16 * parameters,
+            round(self._times * num_texts) * len(self._recipe.layers) * width,
+            self._answer_seconds,
+            per_token * num_tokens,
+        )
+
+    def train(self) -> Iterator[dict[str, Any]]:
+        """Train to the end, yielding a record per step or measurement; all are in ``metrics.jsonl`` too.
+
+        Raises: CheckpointError for a disk that is full.
+        """
+        with writing(self.plan.out):
+            yield from self._train()
+
+    def _train(self) -> Iterator[dict[str, Any]]:
+        if self.trainer.resume():
+            self._say(f"going on after {self.trainer.progress.num_tokens:,} tokens")
+            self._remember()
+        saved = time.monotonic()
+        for step in self.trainer.steps():
+            record: dict[str, Any] = asdict(step)
+            before = step.num_tokens // self.plan.evaluate_tokens
+            is_due = self._measured_at < before or self.trainer.is_done
+            if is_due:
+                record |= self._measure(step.num_tokens)
+            if is_due or time.monotonic() - saved > self.plan.checkpoint_seconds:
+                self.trainer.save()
+                saved = time.monotonic()
+            self._note(record)
+            yield record
+            if self.plan.patience and self._since_best >= self.plan.patience:
+                self._say(f"tau has not grown for {self._since_best} measurements: training ends here")
+                break
+        if isinstance(self._source, FeatureCache):
+            self._source.close()
+        metrics = self.plan.out / "metrics.jsonl"
+        if metrics.exists():
+            draw(metrics, self.plan.out / "curve.png")
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _features(self) -> FeatureSource:
+        online = TargetFeatures(self.llm.target, self._recipe.layers)
+        folder = self.plan.features
+        return online if folder is None else FeatureCache(online, folder, self._recipe.layers)
+
+    def _measure(self, num_tokens: int) -> dict[str, Any]:
+        """Tau of the head as it is; the best one so far is what the folder ships."""
+        scratch = self.plan.out / "newest"
+        self._recipe.save(scratch, {})
+        depth = min(5, self.plan.num_heads) if self.plan.method in ("medusa", "hydra", "hydra++") else 5
+        found = measure(self.llm, chain_config(self.plan.method, scratch, depth), self._measured)
+        self._measured_at = num_tokens // self.plan.evaluate_tokens
+        if found.tokens_per_step > self._best[0]:
+            self._best, self._since_best = (found.tokens_per_step, num_tokens), 0
+            self._ship(found, num_tokens)
+        else:
+            self._since_best += 1
+        return {"tau": found.tokens_per_step, "by_position": found.by_position}
+
+    def _ship(self, found: Evaluation, num_tokens: int) -> None:
+        self._recipe.save(self.plan.out, {EXPECTED: found.by_position[0]})
+        if self.plan.method == "draft_model" and self.llm.tokenizer is not None:
+            self.llm.tokenizer.save_pretrained(self.plan.out)
+        record = {
+            "method": self.plan.method,
+            "target": self.llm.model_info.name,
+            "num_examples": len(self.examples),
+            "num_tokens": num_tokens,
+            "tau": found.tokens_per_step,
+            "by_position": found.by_position,
+            "plan": {key: str(value) for key, value in asdict(self.plan).items()},
+            "provenance": provenance(),
+        }
+        keep_json(self.plan.out / "training.json", record)
+
+    def _note(self, record: dict[str, Any]) -> None:
+        append_lines(self.plan.out / "metrics.jsonl", json.dumps(record) + "\n")
+
+    def _remember(self) -> None:
+        """What earlier starts have measured, up to the checkpoint."""
+        file = self.plan.out / "metrics.jsonl"
+        for record in noted(file) if file.exists() else ():
+            if "tau" not in record or record["num_tokens"] > self.trainer.progress.num_tokens:
+                continue
+            self._measured_at = record["num_tokens"] // self.plan.evaluate_tokens
+            if record["tau"] > self._best[0]:
+                self._best, self._since_best = (record["tau"], record["num_tokens"]), 0
+            else:
+                self._since_best += 1
+
+
+DEPTH = 5
+_METHOD = {"eagle": "eagle2"}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What decoding with a head has shown.
+
+    Args:
+      tokens_per_step: tau, the target's own token included.
+      by_position: share of drafts of which at least 1, 2, .. tokens were accepted.
+      num_steps: of the target.
+    """
+
+    tokens_per_step: float
+    by_position: tuple[float, ...]
+    num_steps: int
+
+
+def chain_config(method: str, folder: Path, depth: int = DEPTH) -> dict[str, Any]:
+    """A config that drafts chains with the drafter in a folder."""
+    method = _METHOD.get(method, method)
+    config: dict[str, Any] = {"method": method, "model": str(folder), "num_speculative_tokens": depth}
+    if method == "draft_model":
+        return config
+    if method in ("eagle2", "eagle3"):
+        return {**config, "num_draft_branches": 1, "max_draft_nodes": depth + 1}
+    return {**config, "speculative_token_tree": "x".join(["1"] * depth)}
+
+
+def measure(llm: LLM, config: dict[str, Any], prompts: Seq[Seq[int]], max_new_tokens: int = 48) -> Evaluation:
+    """Decode prompts greedily with a config.
+
+    Args:
+      llm: of the target, however it drafts.
+      prompts: token ids.
+
+    Exactness: the acceptance of every draft that the config makes; no governor leaves any out.
+    """
+    drafting = llm.with_speculative_config(config).drafting
+    params = SamplingParams(temperature=0.0, max_tokens=max_new_tokens)
+    with llm.engine(drafting.new_drafter()) as engine:
+        rows = [engine.add_request(tuple(prompt), params)[0] for prompt in prompts]
+        while any(not row.is_finished for row in rows):
+            engine.step()
+    histogram: Counter[int] = Counter()
+    for row in rows:
+        histogram.update(row.stats.acceptance_histogram)
+    num_drafts = max(1, histogram.total())
+    deepest = max((*histogram, DEPTH))
+    num_steps = sum(row.stats.num_steps for row in rows)
+    return Evaluation(
+        tokens_per_step=sum(row.stats.num_emitted_tokens for row in rows) / max(1, num_steps),
+        by_position=tuple(
+            sum(count for length, count in histogram.items() if length >= depth) / num_drafts
+            for depth in range(1, deepest + 1)
+        ),
+        num_steps=num_steps,
+    )
+
+
+def noted(metrics: Path) -> Iterator[dict[str, Any]]:
+    """The records of a run; lines that a kill or a full disk cut off are left out."""
+    for line in metrics.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
+
+
+def draw(metrics: Path, file: Path) -> bool:
+    """Draw tokens per step, and how often the first token is right in training, against tokens.
+
+    Args:
+      metrics: JSON lines of a run.
+      file: the picture, whose name says its format.
+
+    Returns: False where matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        return False
+    records = list(noted(metrics))
+    figure = require_matplotlib().Figure(figsize=(7, 4), layout="constrained")
+    left = figure.subplots()
+    measured = [record for record in records if "tau" in record]
+    left.plot([record["num_tokens"] for record in measured], [record["tau"] for record in measured], "o-")
+    left.set_xlabel("answer tokens")
+    left.set_ylabel("tokens per step, held-out prompts")
+    right = left.twinx()
+    first = [record["accuracies"][0] for record in records]
+    right.plot([record["num_tokens"] for record in records], first, color="0.7", linewidth=0.8)
+    right.set_ylabel("first token right, in training")
+    figure.savefig(file)
+    return True

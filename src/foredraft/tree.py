@@ -1,0 +1,287 @@
+"""The draft: a tree of proposed tokens below the pending token. A chain is a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from foredraft.errors import TreeError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True)
+class DraftPlan:
+    """The plan of a length policy for one draft.
+
+    Args:
+      gamma: the length it wanted.
+      entropy: of the drafter's law of the first drafted token, by log V, 0..1; None where the policy does not look.
+      cause: of a length of 0, if it is not the policy (a key of `foredraft.engine.budget.CAUSES`).
+    """
+
+    gamma: int
+    entropy: float | None = None
+    cause: str = "policy"
+
+
+@dataclass(frozen=True, eq=False)
+class DraftTree:
+    """Proposed continuations of one sequence, checked by the target in one forward pass.
+
+    Node 0 is the pending token, parents stand before their children, siblings carry different tokens and
+    stand in the order in which they were drawn.
+
+    Args:
+      tokens: N token ids; ``tokens[0]`` is the pending token.
+      parents: N node indices, ``parents[0] == -1`` and ``parents[i] < i``.
+      probs: float tensor (M, V), M > every node that has children: row i is the law from which the children of
+        node i were drawn, without replacement. None when the draft is not a sample of a known law.
+      scores: N estimates in 0..1 of the chance that a node is accepted, or None.
+      source: name of the drafter.
+      sources: N names, of the drafter that each node is from, where several had a part in the draft; else None.
+      plan: of the length policy that the drafter has, if any.
+      is_whole: it is verified as it is or not at all, since the drafter learns nothing of a part.
+
+    Raises: TreeError when the arrays do not describe such a tree.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    probs: torch.Tensor | None = None
+    scores: tuple[float, ...] | None = None
+    source: str = ""
+    sources: tuple[str, ...] | None = None
+    plan: DraftPlan | None = None
+    is_whole: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) == 1 and self.parents == (-1,) and self.scores is None and self.sources is None:
+            return
+        if not self.tokens or len(self.tokens) != len(self.parents):
+            raise TreeError(f"{len(self.tokens)} tokens and {len(self.parents)} parents; want as many, at least one")
+        if self.parents[0] != -1:
+            raise TreeError(f"node 0 is the pending token and has parent -1, not {self.parents[0]}")
+        if any(not 0 <= parent < node for node, parent in enumerate(self.parents[1:], 1)):
+            raise TreeError(f"parents {self.parents} must stand before their children")
+        if len(self._child_of) != len(self.tokens) - 1:
+            raise TreeError(f"two siblings share a token: tokens {self.tokens}, parents {self.parents}")
+        if self.scores is not None and len(self.scores) != len(self.tokens):
+            raise TreeError(f"{len(self.scores)} scores for {len(self.tokens)} nodes")
+        if self.sources is not None and len(self.sources) != len(self.tokens):
+            raise TreeError(f"{len(self.sources)} sources for {len(self.tokens)} nodes")
+        if self.probs is not None and self.probs.shape[0] <= max(self.parents):
+            raise TreeError(
+                f"{self.probs.shape[0]} rows of draft probabilities, but node {max(self.parents)} has children"
+            )
+
+    @classmethod
+    def root(cls, pending: int, source: str = "") -> DraftTree:
+        """The empty draft: plain decoding."""
+        return cls((pending,), (-1,), source=source)
+
+    @classmethod
+    def chain(
+        cls, pending: int, draft: Sequence[int], probs: torch.Tensor | None = None, source: str = ""
+    ) -> DraftTree:
+        """One continuation; ``probs`` (K, V) are the laws its K tokens were drawn from."""
+        return cls((pending, *draft), tuple(range(-1, len(draft))), probs=probs, source=source)
+
+    @classmethod
+    def from_paths(
+        cls, pending: int, paths: Iterable[Sequence[int]], max_nodes: int | None = None, source: str = ""
+    ) -> DraftTree:
+        """Merge continuations, best first, into a trie of at most ``max_nodes`` nodes, root included.
+
+        [[5, 6], [5, 7]] below 1 becomes tokens (1, 5, 6, 7), parents (-1, 0, 1, 1).
+        """
+        tokens, parents = [pending], [-1]
+        child_of: dict[tuple[int, int], int] = {}
+        for path in paths:
+            node = 0
+            for token in path:
+                child = child_of.get((node, token))
+                if child is None:
+                    if max_nodes is not None and len(tokens) >= max_nodes:
+                        break
+                    child = child_of[node, token] = len(tokens)
+                    tokens.append(token)
+                    parents.append(node)
+                node = child
+        return cls(tuple(tokens), tuple(parents), source=source)
+
+    def __len__(self) -> int:
+        """Number of nodes N, root included."""
+        return len(self.tokens)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return len(self.tokens) - 1
+
+    @cached_property
+    def _child_of(self) -> dict[tuple[int, int], int]:
+        pairs = zip(self.parents[1:], self.tokens[1:], strict=True)
+        return {pair: node for node, pair in enumerate(pairs, 1)}
+
+    def source_of(self, node: int) -> str:
+        """The drafter that proposed a node."""
+        return self.source if self.sources is None else self.sources[node]
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of ``node`` that carries ``token``, or None."""
+        return self._child_of.get((node, token)) if len(self.tokens) > 1 else None
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """Children of every node, in draw order."""
+        lists: list[list[int]] = [[] for _ in self.tokens]
+        for node, parent in enumerate(self.parents[1:], 1):
+            lists[parent].append(node)
+        return tuple(map(tuple, lists))
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Distance of every node from the root, which has depth 0."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def depth(self) -> int:
+        """Length of the longest continuation."""
+        return max(self.depths)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        return self.parents == tuple(range(-1, len(self.tokens) - 1))
+
+    @cached_property
+    def ancestor_mask(self) -> np.ndarray:
+        """Bool (N, N): ``[i, j]`` is True where node j is node i or one of its ancestors.
+
+        For parents (-1, 0, 0, 2):
+            1 0 0 0
+            1 1 0 0
+            1 0 1 0
+            1 0 1 1
+        """
+        num_nodes = len(self.tokens)
+        mask = np.eye(num_nodes, dtype=bool)
+        if self.is_chain:
+            return np.tri(num_nodes, dtype=bool)
+        for node, parent in enumerate(self.parents[1:], 1):
+            mask[node] |= mask[parent]
+        return mask
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Nodes from the root to ``node``, both included."""
+        nodes = []
+        while node >= 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return tuple(reversed(nodes))
+
+    def path_tokens(self, node: int) -> tuple[int, ...]:
+        """Draft tokens from below the root to ``node``; empty for the root."""
+        return tuple(self.tokens[i] for i in self.path(node)[1:])
+
+    def planned(self, plan: DraftPlan | None) -> DraftTree:
+        """This draft with what a length policy had planned for it."""
+        return self if plan is None else self._with(plan=plan)
+
+    def _with(self, **changes: Any) -> DraftTree:
+        """This draft with other values of fields that say nothing of its shape, or of all that do: nothing is checked.
+
+        What was derived from the old shape must not be kept, so ``tokens`` are given wherever the shape changes.
+        """
+        other = object.__new__(DraftTree)
+        kept = {name: self.__dict__[name] for name in _FIELDS} if "tokens" in changes else self.__dict__
+        other.__dict__.update(kept, **changes)
+        return other
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        return tuple(node for node, children in enumerate(self.children) if not children)
+
+    def cut(self, max_depth: int) -> DraftTree:
+        """The tree without the nodes deeper than ``max_depth``."""
+        if self.depth <= max_depth:
+            return self
+        return self.restricted([node for node, depth in enumerate(self.depths) if depth <= max_depth])
+
+    def restricted(self, nodes: Sequence[int]) -> DraftTree:
+        """The tree of some of its nodes, ascending, with every node's parent among them."""
+        if len(nodes) == len(self):
+            return self
+        tokens, parents = self.tokens, self.parents
+        if nodes[-1] == len(nodes) - 1:  # the first ones
+            kept_parents = parents[: len(nodes)]
+        else:
+            new_index = dict(zip(nodes, range(len(nodes)), strict=True))
+            kept_parents = (-1, *[new_index[parents[node]] for node in nodes[1:]])
+        return self._with(
+            tokens=tuple([tokens[node] for node in nodes]),
+            parents=kept_parents,
+            probs=None if self.probs is None else self.probs[[n for n in nodes if n < len(self.probs)]],
+            scores=None if self.scores is None else tuple([self.scores[node] for node in nodes]),
+            sources=None if self.sources is None else tuple([self.sources[node] for node in nodes]),
+            is_whole=False,
+        )
+
+    def joined(self, other: DraftTree, max_nodes: int) -> DraftTree:
+        """This draft and the nodes of another that it lacks, as far as there is room; nodes keep their sources.
+
+        Where this one has scores, nodes of the other have at most those of their parents. Chains 1 5 6 and 1 5 7 become
+        tokens (1, 5, 6, 7), parents (-1, 0, 1, 1). The draft is no sample of a law.
+        """
+        tokens, parents = list(self.tokens), list(self.parents)
+        sources = [self.source_of(node) for node in range(len(self))]
+        scores = None if self.scores is None else list(self.scores)
+        found = dict(self._child_of)
+        places = {0: 0}  # node of the other -> node here
+        for node in range(1, len(other)):
+            above, token = places.get(other.parents[node]), other.tokens[node]
+            if above is None:
+                continue
+            place = found.get((above, token))
+            if place is None and len(tokens) < max_nodes:
+                place = found[above, token] = len(tokens)
+                tokens.append(token)
+                parents.append(above)
+                sources.append(other.source_of(node))
+                if scores is not None:
+                    stated = scores[above] if other.scores is None else other.scores[node]
+                    scores.append(min(scores[above], stated))
+            if place is not None:
+                places[node] = place
+        return DraftTree(
+            tuple(tokens),
+            tuple(parents),
+            scores=None if scores is None else tuple(scores),
+            source=other.source,
+            sources=tuple(sources),
+            plan=other.plan,
+            is_whole=self.is_whole or other.is_whole,
+        )
+
+    def main_chain(self) -> DraftTree:
+        """The continuation of first children: what remains of a tree where only chains can be verified.
+
+        First draws are plain samples of their laws, so ``probs`` stay the laws of what is left.
+        """
+        if self.is_chain:
+            return self
+        nodes = [0]
+        while self.children[nodes[-1]]:
+            nodes.append(self.children[nodes[-1]][0])
+        probs = None if self.probs is None else self.probs[nodes[:-1]]
+        return self.restricted(nodes)._with(probs=probs)
+
+
+_FIELDS = tuple(one.name for one in fields(DraftTree))

@@ -1,0 +1,263 @@
+"""Which setting is the fastest, by counts and prices; how sure that is, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foredraft.bench.outcome import MIN_PROMPTS
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.engine.cost_model import CostCurve
+from foredraft.engine.costs import Prices
+from foredraft.tune.counting import PLAIN, Setting, SettingCounts
+from foredraft.tune.walk import Counts
+
+NUM_RESAMPLES = 2000
+TAIL = 0.025
+
+LITTLE = 0.03
+"""Of speed, that a simpler setting may be expected to be slower where nothing tells the two apart."""
+
+Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """An arm and its speed by plain decoding.
+
+    Args:
+      low, high: 95 % interval, over prompts and measurements of the curve.
+    """
+
+    arm: SettingCounts
+    speed: float
+    low: float
+    high: float
+
+    @property
+    def setting(self) -> Setting:
+        return self.arm.setting
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is best, and what was compared.
+
+    Args:
+      ranked: all arms, the fastest first.
+      chosen: one of them.
+      ties: those that nothing tells from the fastest, the simplest first; empty where it is alone.
+    """
+
+    ranked: tuple[Ranked, ...]
+    chosen: Ranked
+    ties: tuple[Ranked, ...]
+    prices: Prices
+    num_rows: int = 1
+
+    @cached_property
+    def best(self) -> Ranked:
+        """The fastest, certain or not."""
+        return self.ranked[0]
+
+    @property
+    def plain_is_best(self) -> bool:
+        return self.chosen.setting is PLAIN
+
+    def of_method(self, title: str) -> Iterator[Ranked]:
+        """The arms of a method, the fastest first."""
+        return (one for one in self.ranked if one.setting.title == title)
+
+    def best_of_methods(self) -> list[Ranked]:
+        """The fastest setting of every method, the fastest first; plain decoding is left out."""
+        first: dict[str, Ranked] = {}
+        for one in self.ranked:
+            if one.setting is not PLAIN:
+                first.setdefault(one.setting.title, one)
+        return list(first.values())
+
+    def speed_at(self, one: Ranked, num_rows: int) -> float:
+        """Of an arm in a batch of so many rows, by the mean curve."""
+        curve = self.prices.mean()
+        plain, drafted = (
+            sum(_seconds(arm, self.prices, curve, num_rows)) for arm in (SettingCounts(PLAIN, one.arm.counts), one.arm)
+        )
+        return plain / drafted
+
+    def sentence(self) -> str:
+        """What to do, and why, by numbers."""
+        if self.plain_is_best:
+            others = [one for one in self.ranked if one.setting is not PLAIN]
+            if not others:
+                return "plain decoding is all that was tried"
+            said = f"plain decoding is best here: {others[0].setting.name} {self._brings(others[0])}"
+        else:
+            said = f"{self.chosen.setting.name} {self._brings(self.chosen)}"
+            worst = min(self.of_method(self.chosen.setting.title), key=lambda one: one.speed)
+            if worst.speed < 1.0:
+                said += (
+                    f"; {worst.setting.name} would lose {_percent(1 - worst.speed)} %, since {self._verifying(worst)}"
+                )
+        return f"{said}.{self._tie()}"
+
+    def _brings(self, one: Ranked) -> str:
+        """gains 31 % (22 to 41): ..."""
+        change, low, high = one.speed - 1, one.low - 1, one.high - 1
+        if change < 0:
+            what, change, low, high = "would lose", -change, -high, -low
+        else:
+            what = "would gain" if self.plain_is_best else "gains"
+        steps = f"its steps bring {_tokens(one.arm):.2f} tokens and cost {self._cost(one):.2f} plain ones"
+        return (
+            f"{what} {_percent(change)} % ({_percent(low)} to {_percent(high)}), since {steps} ({self._verifying(one)})"
+        )
+
+    def _verifying(self, one: Ranked) -> str:
+        """verify(5) / verify(1) = 1.90, at the nodes that steps with a draft have on average, and drafting."""
+        nodes = max(2, round(_drafted_nodes(one.arm)))
+        curve, rows = self.prices.mean(), self.num_rows
+        said = f"verify({nodes}) / verify(1) = {curve.at(rows * nodes) / curve.at(rows):.2f}"
+        steps = [(step.levels, count) for counts in one.arm.counts for step, count in counts.steps.items()]
+        seconds = sum(count * self.prices.draft_seconds(one.arm.priced_as, levels) for levels, count in steps)
+        share = seconds / _total(one.arm.counts, "num_steps") * rows / curve.at(rows)
+        return f"{said} and drafting {share:.2f} of a plain step" if share >= LITTLE else said
+
+    def _cost(self, one: Ranked) -> float:
+        """Of a step, by a plain one."""
+        return _tokens(one.arm) / one.speed
+
+    def _tie(self) -> str:
+        others = [one.setting.name for one in self.ties if one is not self.chosen]
+        num_prompts = len(self.chosen.arm.counts)
+        if num_prompts < MIN_PROMPTS:
+            return f" With {num_prompts} prompts nothing is certain; give {MIN_PROMPTS} or more."
+        if not others:
+            return ""
+        names = [repr(name) for name in others[:3]] + ([f"{len(others) - 3} more"] if len(others) > 3 else [])
+        shown = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+        kind = "the simplest was taken" if self.chosen is not self.best else "it is the fastest of them"
+        return f" A tie: these texts and timings do not tell it from {shown}; {kind}."
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        curve = self.prices.mean()
+        return {
+            "speculative_config": dict(self.chosen.setting.config),
+            "name": self.chosen.setting.name,
+            "speedup": self.chosen.speed,
+            "low": self.chosen.low,
+            "high": self.chosen.high,
+            "sentence": self.sentence(),
+            "ties": [one.setting.name for one in self.ties if one is not self.chosen],
+            "num_rows": self.num_rows,
+            "step_cost": {str(nodes): taken / curve.at(1) for nodes, taken in curve.seconds.items()},
+            "compared": [
+                {
+                    "name": one.setting.name,
+                    "speculative_config": dict(one.setting.config),
+                    "speedup": one.speed,
+                    "low": one.low,
+                    "high": one.high,
+                    "tokens_per_step": _tokens(one.arm),
+                    "step_cost": self._cost(one),
+                }
+                for one in self.ranked
+            ],
+        }
+
+
+def choose(arms: Seq[SettingCounts], prices: Prices, *, num_rows: int = 1, seed: int = 0) -> Choice:
+    """The fastest arm, or the simplest of those that nothing tells from it.
+
+    Args:
+      arms: over the same texts, in the order in which the simpler method comes first; plain decoding need not be there.
+      num_rows: that are decoded together.
+      seed: of the resampling of prompts and measurements.
+
+    Randomness: a generator of its own; the same arms and prices have the same choice.
+    """
+    plain_counts = arms[0].counts if arms else ()
+    arms = [SettingCounts(PLAIN, plain_counts), *arms]
+    times = np.array([[_seconds(arm, prices, curve, num_rows) for curve in prices.rising()] for arm in arms])
+    points = _speeds(times.mean(axis=1).sum(axis=1))
+    generator = np.random.default_rng(seed)
+    num_prompts = times.shape[2]
+    drawn = np.empty((NUM_RESAMPLES, len(arms)))
+    for place in range(NUM_RESAMPLES):
+        prompts = generator.integers(0, num_prompts, num_prompts)
+        drawn[place] = _speeds(times[:, generator.integers(0, times.shape[1]), prompts].sum(axis=1))
+    low, high = np.quantile(drawn, (TAIL, 1 - TAIL), axis=0)
+    best = int(points.argmax())
+    is_tied = np.quantile(drawn[:, [best]] / drawn, TAIL, axis=0) <= 1.0
+    found = [Ranked(arm, float(points[i]), float(low[i]), float(high[i])) for i, arm in enumerate(arms)]
+    simplest = sorted(range(len(arms)), key=lambda i: _complexity(i, arms[i].setting, arms))
+    tied = [i for i in simplest if is_tied[i]]
+    chosen = next(i for i in tied if points[i] >= (1 - LITTLE) * points[best])
+    order = sorted(range(len(arms)), key=lambda i: -points[i])
+    ties = tuple(found[i] for i in tied) if len(tied) > 1 else ()
+    return Choice(tuple(found[i] for i in order), found[chosen], ties, prices, num_rows)
+
+
+def _seconds(arm: SettingCounts, prices: Prices, curve: CostCurve, num_rows: int) -> list[float]:
+    """In which an arm writes every text. The other rows of a batch are taken to verify as many nodes."""
+
+    def verifying(nodes: int, counts: Counts) -> float:
+        """What a step takes for one of so many rows, but for drafting."""
+        of_context = curve.per_token * max(counts.context - curve.context, 0.0)
+        return curve.at(num_rows * nodes) / num_rows + of_context + prices.host_seconds
+
+    if arm.setting is PLAIN:
+        return [counts.num_tokens * verifying(1, counts) for counts in arm.counts]
+    return [
+        sum(
+            number * (verifying(step.nodes, counts) + prices.draft_seconds(arm.priced_as, step.levels))
+            for step, number in counts.steps.items()
+        )
+        for counts in arm.counts
+    ]
+
+
+def _speeds(seconds: Times) -> Times:
+    """Of all arms by the first, which is plain."""
+    speeds: Times = seconds[0] / seconds
+    return speeds
+
+
+def _complexity(place: int, setting: Setting, arms: Seq[SettingCounts]) -> tuple[Any, ...]:
+    """Plain decoding first; no second model before one; the order of methods; the governor, which looks after other
+    texts, before a fixed size; short drafts before long ones."""
+    if setting is PLAIN:
+        return (0,)
+    config = SpeculativeConfig.parse(setting.config)
+    first = next(i for i, arm in enumerate(arms) if arm.setting.title == setting.title)
+    has_model = config.model_part is not None or any(part.definition.drafts_with_heads for part in config.parts)
+    size = (setting.nodes or 0, setting.length or 0)
+    return 1, has_model, config.definition.combines, first, not setting.is_governed, size, place
+
+
+def _tokens(arm: SettingCounts) -> float:
+    """Per step."""
+    if arm.setting is PLAIN:
+        return 1.0
+    return _total(arm.counts, "num_tokens") / _total(arm.counts, "num_steps")
+
+
+def _total(counts: Seq[Counts], name: str) -> int:
+    return sum(getattr(one, name) for one in counts)
+
+
+def _drafted_nodes(arm: SettingCounts) -> float:
+    """Nodes of the steps that verified a draft, on average."""
+    steps = [(step.nodes, count) for one in arm.counts for step, count in one.steps.items() if step.nodes > 1]
+    number = sum(count for _, count in steps)
+    return sum(nodes * count for nodes, count in steps) / number if number else 1.0
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}"

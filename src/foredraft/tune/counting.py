@@ -1,0 +1,297 @@
+"""What drafts of every setting bring on texts that plain decoding wrote: counts, which no clock decides."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from statistics import fmean, quantiles
+from threading import Event
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from foredraft.config.drafting import FIXED
+from foredraft.config.engine import EngineConfig
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.budget import Budget
+from foredraft.engine.cost_model import CostCurve, CostModel
+from foredraft.engine.costs import Prices
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.engine import Engine
+from foredraft.engine.governor import Governor
+from foredraft.tune.walk import CountedStep, Counts, RecordedText, Walk, until_interrupted
+
+if TYPE_CHECKING:
+    from foredraft.model.lm import CausalLM
+
+LENGTHS = (1, 2, 3, 4, 6, 8, 10, 16)
+NODES = (2, 3, 4, 6, 8, 12, 16, 24)
+FEW_LENGTHS, FEW_NODES = (2, 4, 8), (4, 8, 16)
+"""Of drafters that need the target, whose every setting decodes all prompts once."""
+
+ROWS_AT_ONCE = 8
+TIMED_STEPS = 12
+TIMED_TEXTS = 3
+"""Of so many prompts, one by one: for the seconds of drafting, and of a step beside it."""
+
+DISTURBED = 0.125
+"""Of timed steps, the dearest, that are passed over: whatever else the machine did, it did in those."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way of drafting.
+
+    Args:
+      title: of the method, as a user writes it.
+      config: what is written down if this is chosen.
+      length: longest draft, where that is what is set.
+      nodes: most nodes, where that is what is set.
+      is_governed: whether measured cost decides how much of it is drafted.
+    """
+
+    title: str
+    config: Mapping[str, Any]
+    length: int | None = None
+    nodes: int | None = None
+    is_governed: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        if self.nodes is not None:
+            return f"{self.title}, {self.nodes} nodes"
+        if self.length is not None:
+            return f"{self.title}, K = {self.length}"
+        return f"{self.title}, governed" if self.is_governed else self.title
+
+
+PLAIN = Setting("plain decoding", {"method": "none"})
+
+
+@dataclass(frozen=True)
+class SettingCounts:
+    """A setting, and the steps that every text takes with it.
+
+    Args:
+      priced_as: under what its drafting is kept in `Prices`.
+    """
+
+    setting: Setting
+    counts: tuple[Counts, ...]
+    priced_as: str = ""
+
+
+def settings_of(title: str, given: Mapping[str, Any], *, is_walked: bool) -> list[Setting]:
+    """What may be set of a method: how long drafts are, and of trees how many nodes they have.
+
+    Args:
+      given: the speculative config, as a user writes it.
+      is_walked: whether settings cost no forward of the target: then many are tried, and the governor is.
+    """
+    config = SpeculativeConfig.parse(given)
+    options: Any = config.options
+    keys, branches = config.definition.keys, options.num_branches > 1 or options.drafts_trees
+    fixed = {**given, "length_policy": FIXED}
+    found = [Setting(title, given, is_governed=True)] if is_walked and config.is_governed else []
+    if "max_draft_nodes" in keys and branches:
+        most = config.max_draft_nodes or max(FEW_NODES)
+        sizes = _up_to(NODES if is_walked else FEW_NODES, most)
+        found += [Setting(title, {**fixed, "max_draft_nodes": size}, nodes=size) for size in sizes]
+    if (is_walked or not branches) and not config.definition.combines:
+        lengths = _up_to(LENGTHS if is_walked else FEW_LENGTHS, config.num_speculative_tokens)
+        found += [Setting(title, {**fixed, "num_speculative_tokens": length}, length=length) for length in lengths]
+    return found or [Setting(title, fixed)]
+
+
+def _up_to(sizes: Seq[int], most: int) -> list[int]:
+    return sorted({most, *(size for size in sizes if size < most)})
+
+
+# -- along texts -------------------------------------------------------------------------------------------------------
+
+
+def walked(
+    target: CausalLM, drafter: Callable[[], Drafter], settings: Seq[Setting], texts: Seq[RecordedText], prices: Prices
+) -> Iterator[SettingCounts]:
+    """The arms of a method whose drafts depend on tokens alone, one by one.
+
+    Prices of drafting that are not known yet are taken from the first arm of every length.
+    """
+    for setting in sorted(settings, key=lambda one: one.is_governed):  # which asks what drafting costs
+        governor = Governor(CostModel(prices.mean())) if setting.is_governed else None
+        walk = _Walked(Walk(target, drafter(), texts), setting, governor, prices)
+        yield SettingCounts(setting, walk.counts(len(texts)), setting.title)
+
+
+class _Walked:
+    """One setting along the texts, one after another."""
+
+    def __init__(self, walk: Walk, setting: Setting, governor: Governor | None, prices: Prices) -> None:
+        self._walk, self._setting, self._governor, self._prices = walk, setting, governor, prices
+        self._curve = prices.mean()
+        self._longest: int = SpeculativeConfig.parse(setting.config).num_speculative_tokens
+        self._seconds: dict[int, list[float]] = {}
+
+    def counts(self, num_texts: int) -> tuple[Counts, ...]:
+        """The steps of every text."""
+        found = [self._text() for _ in range(num_texts)]
+        known = self._prices.drafting.setdefault(self._setting.title, {})
+        for levels in {self._longest} & self._seconds.keys() - known.keys():
+            known[levels] = quantiles(self._seconds[levels], method="inclusive")[0]  # what disturbs only ever adds
+        return tuple(found)
+
+    def _text(self) -> Counts:
+        steps: Counter[CountedStep] = Counter()
+        num_tokens, contexts = 0, []
+        self._walk.enter(1)
+        while self._walk.rows:
+            contexts.append(len(self._walk.rows[0].token_ids))
+            step, emitted = self._step()
+            steps[step] += 1
+            num_tokens += emitted
+        return Counts(steps, num_tokens, fmean(contexts))
+
+    def _step(self) -> tuple[CountedStep, int]:
+        walk, governor = self._walk, self._governor
+        budgets = [self._within(Budget.of(budget)) for budget in walk.budgets()]
+        if governor is not None:
+            context = float(len(walk.rows[0].token_ids))
+            budgets = governor.budgets(walk.rows, budgets, num_nodes, context=context)
+        levels = int(max(budgets))
+        start = perf_counter()
+        trees = walk.propose(budgets)
+        taken = perf_counter() - start
+        if levels:
+            self._seconds.setdefault(levels, []).append(taken)
+        if governor is not None:
+            trees = governor.trimmed(walk.rows, trees, num_nodes)
+        outputs = walk.emit(trees)
+        if governor is not None:
+            drafting = self._prices.draft_seconds(self._setting.title, levels)
+            other = self._curve.at(len(trees[0])) + self._prices.host_seconds
+            governor.learn(trees, outputs, num_nodes, drafting_seconds=max(drafting, 1e-9), other_seconds=other)
+        (output,) = outputs
+        step = CountedStep(len(trees[0]), levels, trees[0].depth, output.num_accepted)
+        return step, len(output.token_ids)
+
+    def _within(self, budget: Budget) -> Budget:
+        return Budget(min(budget.depth, self._longest), self._setting.nodes or budget.nodes)
+
+
+def num_nodes(count: int) -> int:
+    """Nodes of a step over drafts of so many: there is no padding."""
+    return count
+
+
+# -- with the target ---------------------------------------------------------------------------------------------------
+
+
+def decoded(
+    target: CausalLM,
+    drafter: Callable[[], Drafter],
+    setting: Setting,
+    texts: Seq[RecordedText],
+    prices: Prices,
+    say: Callable[[int], None] = lambda _: None,
+    interrupted: Event | None = None,
+) -> SettingCounts:
+    """The arm of a setting whose drafts need the target: the prompts are decoded, several rows at a time.
+
+    Its price of drafting is taken from one prompt alone, where it is not known yet.
+
+    Args:
+      say: told how many prompts are done.
+      interrupted: set where Ctrl-C ended the texts early, so that some are shorter or missing; without one, the
+        interrupt goes on.
+
+    Raises: KeyboardInterrupt where no text had a step by then.
+    """
+    engine = Engine(target, drafter(), EngineConfig(max_num_seqs=ROWS_AT_ONCE))
+    steps: dict[int, Counter[CountedStep]] = {}
+    contexts: dict[int, list[int]] = {}
+    rows = [engine.add_request(text.prompt, text.params)[0] for text in texts]
+    with until_interrupted(engine, rows, interrupted):
+        for outputs in engine.run():
+            for output in outputs:
+                if output.tree is None:
+                    continue
+                step = CountedStep(len(output.tree), 1, output.tree.depth, output.num_accepted)
+                steps.setdefault(output.row.id, Counter())[step] += 1
+                contexts.setdefault(output.row.id, []).append(len(output.row.token_ids))
+            say(sum(row.is_finished for row in rows))
+    if interrupted is not None and interrupted.is_set() and not steps:
+        raise KeyboardInterrupt
+    if setting.name not in prices.drafting:
+        prices.drafting[setting.name] = {1: alone(target, drafter(), texts, prices.mean())[0]}
+    counts = tuple(
+        Counts(steps[row.id], row.num_output_tokens, fmean(contexts[row.id])) for row in rows if row.id in steps
+    )
+    return SettingCounts(setting, counts, setting.name)
+
+
+def alone(target: CausalLM, drafter: Drafter, texts: Seq[RecordedText], curve: CostCurve) -> tuple[float, float]:
+    """Seconds of a step that are spent on drafting, and those beside drafting and verifying, of one row at a time.
+
+    They are taken by what the same steps verify in, so that a busy machine does not make them dearer than the curve.
+    """
+    engine = Engine(target, drafter, EngineConfig(max_num_seqs=1))
+    timed = [times for text in spread(texts, TIMED_TEXTS) for times in _timed(engine, text, curve)]
+    drafting, beside = zip(*timed, strict=True)
+    return undisturbed(drafting), undisturbed(beside)
+
+
+def _timed(engine: Engine, text: RecordedText, curve: CostCurve) -> list[tuple[float, float]]:
+    """Of every step but the first, which warms up, unless there is no other: drafting, and all but the forward."""
+    profile = engine.profile
+    (row,) = engine.add_request(text.prompt, text.params)
+    found: list[tuple[float, float]] = []
+    while not row.is_finished:
+        before = vars(profile).copy()
+        outputs = engine.step()
+        if not outputs or outputs[0].tree is None:
+            continue
+        taken = {name: getattr(profile, name) - value for name, value in before.items() if name.endswith("_seconds")}
+        scale = curve.at(len(outputs[0].tree)) / taken["verify_seconds"]
+        drafting = scale * (taken["propose_seconds"] + taken["observe_seconds"])
+        found.append((drafting, scale * (taken["accept_seconds"] + taken["commit_seconds"] + taken["emit_seconds"])))
+        if len(found) > TIMED_STEPS:
+            engine.abort_row(row)
+    return found[1:] or found
+
+
+def spread(texts: Seq[RecordedText], most: int) -> list[RecordedText]:
+    """So many of them at most, evenly, the first one among them."""
+    number = min(most, len(texts))
+    return [texts[place * len(texts) // number] for place in range(number)]
+
+
+def undisturbed(seconds: Seq[float]) -> float:
+    """The mean of all but the dearest steps.
+
+    No median: a union that asks its head in every second step takes neither what one kind of step takes nor the other.
+    """
+    kept = sorted(seconds)[: len(seconds) - int(DISTURBED * len(seconds))]
+    return fmean(kept)
+
+
+def record(
+    target: CausalLM, prompts: Seq[tuple[str, tuple[int, ...]]], params: Any, eos: Seq[int], say: Callable[[int], None]
+) -> list[RecordedText]:
+    """Decode plainly, several rows at a time.
+
+    Args:
+      prompts: their kinds and token ids.
+      eos: tokens that end a text.
+      say: told how many prompts are done.
+    """
+    engine = Engine(target, EmptyDrafter(), EngineConfig(max_num_seqs=ROWS_AT_ONCE), eos_token_ids=eos)
+    rows = [engine.add_request(ids, params)[0] for _, ids in prompts]
+    for _ in engine.run():
+        say(sum(row.is_finished for row in rows))
+    return [
+        RecordedText(kind, tuple(ids), tuple(row.output_ids), params)
+        for (kind, ids), row in zip(prompts, rows, strict=True)
+    ]

@@ -1,0 +1,130 @@
+"""Measures what a method brings and costs on this machine, and the length of draft that is best where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from threading import Event
+from typing import TYPE_CHECKING
+
+from foredraft.bench.trial import Sampling, Trial, bootstrap
+from foredraft.bench.workload import BenchPrompt
+from foredraft.engine.cost_model import CostCurve
+from foredraft.engine.costs import Prices, facts_of, forward_curve
+from foredraft.engine.profiles import BestLength, Profile
+from foredraft.errors import ConfigError
+from foredraft.tune.counting import Setting, alone, decoded
+from foredraft.tune.walk import Counts, RecordedText, rates
+
+if TYPE_CHECKING:
+    from foredraft.engine.drafter import Drafter
+    from foredraft.model.lm import CausalLM
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+NUM_RESAMPLES = 400
+
+
+def share_of_drafts(texts: Seq[Counts]) -> float:
+    """Of the steps of these texts, those that drafted."""
+    num_drafted = sum(count for text in texts for step, count in text.steps.items() if step.depth)
+    return num_drafted / sum(text.num_steps for text in texts)
+
+
+def expected_speed(texts: Seq[Counts], prices: Prices, title: str, curve: CostCurve, length: int) -> float:
+    """Speed by plain decoding with drafts of this length: tokens per step by what steps cost.
+
+    Steps that found nothing to draft are plain ones. Drafting for a batch is reckoned row by row.
+
+    Args:
+      texts: with drafts of this length or longer.
+      title: under which prices of drafting are known.
+    """
+    gained, chance = 0.0, 1.0
+    for rate in rates(texts)[:length]:
+        chance *= rate
+        gained += chance
+    share, plain, host = share_of_drafts(texts), curve.at(1), prices.host_seconds
+    drafting = prices.draft_seconds(title, length) * curve.num_rows
+    # of a batch all rows draft at some time of a step: it costs what its widest row makes of it
+    step = (1 - share) * plain + share * curve.at(length + 1) + drafting
+    return (1.0 + share * gained) * (plain + host) / (step + host)
+
+
+def best_length(texts: Seq[Counts], prices: Prices, title: str, curve: CostCurve) -> BestLength:
+    """The best length at one batch and context, with what is to be expected of it."""
+    lengths = range(min(len(rates(texts)), max(WIDTHS) - 1) + 1)
+    speeds = {length: expected_speed(texts, prices, title, curve, length) if length else 1.0 for length in lengths}
+    best = max(speeds, key=speeds.__getitem__)
+
+    def speed(some: Seq[Counts]) -> float:
+        return expected_speed(some, prices, title, curve, best) if best else 1.0
+
+    low, high = bootstrap(texts, speed, num_resamples=NUM_RESAMPLES)
+    return BestLength(curve.num_rows, curve.context, best, speeds[best], low, high)
+
+
+def nearest_setting(found: Seq[BestLength], prompts: Seq[BenchPrompt], max_new_tokens: int) -> BestLength | None:
+    """That of one row at the context which is nearest to that of prompts halfway through their answers."""
+    context = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts) + max_new_tokens / 2
+    of_one_row = [one for one in found if one.num_rows == 1]
+    return min(of_one_row, key=lambda one: abs(one.context - context), default=None)
+
+
+def measured_speed(trial: Trial) -> tuple[float, float, float]:
+    """Speed of "drafting" over all prompts by that of "plain", and its 95 % interval, by resampling prompts."""
+    seconds = [
+        tuple(sum(run.decode_seconds for run in trial.runs[name][place]) for name in ("plain", "drafting"))
+        for place in range(len(trial.prompts))
+    ]
+
+    def speed(some: Seq[tuple[float, ...]]) -> float:
+        return sum(plain for plain, _ in some) / sum(drafting for _, drafting in some)
+
+    return speed(seconds), *bootstrap(seconds, speed)
+
+
+def measure(
+    target: CausalLM,
+    method: str,
+    new_drafter: Callable[[int], Drafter],
+    longest: int,
+    prompts: Seq[BenchPrompt],
+    *,
+    max_new_tokens: int,
+    batch_sizes: Seq[int],
+    contexts: Seq[int],
+    repeats: int,
+    say: Callable[[str], None] = lambda _: None,
+    interrupted: Event | None = None,
+) -> tuple[Profile, float]:
+    """A whole profile, and the share of steps that drafted.
+
+    The prompts are decoded with the longest drafts, and a few of them once more with drafts of one token and with
+    the longest, for the seconds of drafting. The least times of forwards count.
+
+    Args:
+      new_drafter: makes a drafter with drafts of so many tokens, which nothing else cuts.
+      interrupted: set where Ctrl-C ended the texts early: the profile is of what was decoded by then.
+
+    Raises: ConfigError where no step drafted; KeyboardInterrupt where nothing was decoded.
+    """
+    curves = []
+    for num_rows in batch_sizes:
+        for context in contexts:
+            say(f"timing steps of {num_rows} rows after {context} tokens")
+            curves.append(forward_curve(target, WIDTHS, context, repeats, num_rows=num_rows, of=min))
+    say("decoding the prompts")
+    params = Sampling(ignore_eos=True).params(max_new_tokens)
+    texts = [RecordedText(prompt.category, tuple(prompt.token_ids), (), params) for prompt in prompts]
+    prices, setting = Prices(tuple(curves)), Setting(method, {"method": method})
+    drafting: dict[int, float] = prices.drafting.setdefault(setting.name, {})
+    single = next((one for one in curves if one.num_rows == 1), None)
+    single = single or forward_curve(target, WIDTHS, contexts[0], repeats, of=min)
+    for length in dict.fromkeys((1, longest)):
+        seconds, prices.host_seconds = alone(target, new_drafter(length), texts, single)
+        drafting[length] = max(seconds, 1e-9)
+    counts = decoded(target, lambda: new_drafter(longest), setting, texts, prices, interrupted=interrupted).counts
+    if not share_of_drafts(counts):
+        raise ConfigError("no step of these prompts had a draft, so there is nothing to measure; give other prompts")
+    settings = tuple(best_length(counts, prices, setting.name, curve) for curve in curves)
+    return Profile(method, facts_of(target), prices.curves, drafting, rates(counts), settings), share_of_drafts(counts)

@@ -1,0 +1,191 @@
+"""Drafters along texts that plain decoding wrote: what of their drafts is right, without the target."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Event
+from typing import NamedTuple
+
+from foredraft.bench.accepted import by_position
+from foredraft.config.engine import EngineConfig
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.budget import Budget
+from foredraft.engine.drafter import Drafter, StepResult
+from foredraft.engine.engine import Engine
+from foredraft.engine.outputs import RowOutput
+from foredraft.engine.sequence import Sequence
+from foredraft.model.lm import CausalLM
+from foredraft.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class RecordedText:
+    """A prompt, and what plain decoding said.
+
+    Args:
+      category: the kind of prompt.
+      params: with which it was said; a draft model draws its drafts with the same noise.
+    """
+
+    category: str
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    params: SamplingParams
+
+
+class CountedStep(NamedTuple):
+    """What a step of one row has drafted and brought.
+
+    Args:
+      nodes: that were verified, the pending one included.
+      levels: that were asked for.
+      depth: of what was drafted.
+      accepted: drafted tokens that were kept.
+    """
+
+    nodes: int
+    levels: int
+    depth: int
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The steps that one text takes.
+
+    Args:
+      context: tokens before the steps, on average.
+    """
+
+    steps: Counter[CountedStep]
+    num_tokens: int
+    context: float = 0.0
+
+    @property
+    def num_steps(self) -> int:
+        return self.steps.total()
+
+
+def rates(texts: Iterable[Counts]) -> tuple[float, ...]:
+    """The chance of every depth, given that the one above was right; as deep as anything was tried."""
+    steps: Counter[tuple[int, int]] = Counter()
+    for text in texts:
+        for step, count in text.steps.items():
+            steps[step.depth, step.accepted] += count
+    return tuple(one.rate for one in by_position((*step, count) for step, count in steps.items()))
+
+
+def decoded_rows(
+    target: CausalLM,
+    drafter: Drafter,
+    prompts: Iterable[Seq[int]],
+    params: SamplingParams,
+    max_num_seqs: int = 8,
+    interrupted: Event | None = None,
+) -> list[Sequence]:
+    """Prompts decoded with a drafter, several at a time.
+
+    Args:
+      interrupted: as of `until_interrupted`.
+    """
+    engine = Engine(target, drafter, EngineConfig(max_num_seqs=max_num_seqs))
+    rows = [engine.add_request(prompt, params)[0] for prompt in prompts]
+    with until_interrupted(engine, rows, interrupted):
+        for _ in engine.run():
+            pass
+    return rows
+
+
+@contextmanager
+def until_interrupted(engine: Engine, rows: Seq[Sequence], interrupted: Event | None) -> Iterator[None]:
+    """Let Ctrl-C inside end the rows where they are.
+
+    Args:
+      interrupted: is set then; without one, the interrupt goes on.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if interrupted is None:
+            raise
+        interrupted.set()
+        for row in rows:
+            engine.abort(row.request_id)
+
+
+class Walk:
+    """Decodes texts that are known already, so that every step costs its drafting alone.
+
+    Args:
+      target: whose texts they are; it makes the rows and runs no forward.
+      drafter: one whose drafts depend on the tokens of rows alone (`Drafter.drafts_from_text`).
+      texts: in the order in which they enter.
+
+    Exactness: under the rule "match" texts do not depend on drafts, so that steps are those of the engine with the same
+    budgets.
+    """
+
+    def __init__(self, target: CausalLM, drafter: Drafter, texts: Iterable[RecordedText]) -> None:
+        self.drafter = drafter
+        self.rows: list[Sequence] = []
+        self._waiting = list(texts)
+        self._text_of: dict[int, list[int]] = {}
+        self._rows_from = Engine(target, EmptyDrafter())  # which never runs
+
+    @property
+    def num_waiting(self) -> int:
+        """Texts that have not entered."""
+        return len(self._waiting)
+
+    def enter(self, num_rows: int) -> bool:
+        """Let texts enter until so many rows are walked; whether there is a step to make."""
+        while self._waiting and len(self.rows) < num_rows:
+            text = self._waiting.pop(0)
+            (row,) = self._rows_from.add_request(text.prompt, text.params)
+            self._text_of[row.id] = [*text.prompt, *text.output]
+            self.drafter.start([row])
+            self.rows.append(row)
+        return bool(self.rows)
+
+    def budgets(self) -> list[Budget]:
+        """What may be drafted for every row."""
+        return [Budget(max(0, row.num_remaining_tokens - 1)) for row in self.rows]
+
+    def propose(self, budgets: Seq[Budget]) -> list[DraftTree]:
+        """Drafts within these budgets."""
+        drafts = self.drafter.propose(self.rows, budgets)
+        return [budget.cut(draft) for draft, budget in zip(drafts, budgets, strict=True)]
+
+    def emit(self, trees: Seq[DraftTree]) -> list[RowOutput]:
+        """Follow the texts as far as the drafts do, and one token on; rows that have come to their end leave."""
+        found = [self._accept(row, tree) for row, tree in zip(self.rows, trees, strict=True)]
+        outputs = [
+            RowOutput(row, result.emitted, len(result.path) - 1, tree=result.tree)
+            for row, result in zip(self.rows, found, strict=True)
+        ]
+        going_on = [place for place, row in enumerate(self.rows) if not row.is_finished]
+        self.drafter.observe([self.rows[place] for place in going_on], [found[place] for place in going_on])
+        self.drafter.forget([row for row in self.rows if row.is_finished])
+        self.rows = [self.rows[place] for place in going_on]
+        return outputs
+
+    def _accept(self, row: Sequence, tree: DraftTree) -> StepResult:
+        """Example: the text goes on with 5, 6, 7, and the draft is 5, 6, 8: two are right, and 7 is the bonus."""
+        text, path = self._text_of[row.id], [0]
+        emitted: list[int] = []
+        while True:
+            emitted.append(text[len(row.token_ids) + len(emitted)])
+            child = tree.child(path[-1], emitted[-1])
+            if child is None or len(row.token_ids) + len(emitted) == len(text):
+                break
+            path.append(child)
+        row.record(tree, path[1:], len(emitted))
+        row.extend(emitted)
+        if len(row.token_ids) == len(text):
+            row.finish_reason = "length"
+        return StepResult(tree, tuple(path), tuple(emitted))

@@ -1,0 +1,31 @@
+"""Is it still the model's own output? A verdict on a decoder, by equality and by the enumerated law of the model.
+
+`verify` judges an `LLM`, or anything that generates. ``foredraft verify`` is the same on the command line.
+"""
+
+from __future__ import annotations
+
+from foredraft.verify.subjects import (
+    Answer,
+    FunctionSubject,
+    LLMSubject,
+    Sample,
+    ServerSubject,
+    Subject,
+    TransformersSubject,
+)
+from foredraft.verify.verdict import Finding, Verdict
+from foredraft.verify.verifying import verify
+
+__all__ = [
+    "Answer",
+    "Finding",
+    "FunctionSubject",
+    "LLMSubject",
+    "Sample",
+    "ServerSubject",
+    "Subject",
+    "TransformersSubject",
+    "Verdict",
+    "verify",
+]

@@ -1,0 +1,192 @@
+"""Samples of short continuations for tests of a law: after which prompt they tell most, as many as time allows, and
+once more where a test failed, since what fails by chance alone does not fail twice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+from foredraft.config.sampling import SamplingParams
+from foredraft.errors import ConfigError, ForedraftError
+from foredraft.law.noise import mix
+from foredraft.model.lm import CausalLM
+from foredraft.verify.laws import Law, LawTest, ReferenceLaw, judge_samples
+from foredraft.verify.subjects import Answer, Sample, Subject
+from foredraft.verify.verdict import Finding, Status
+
+DEPTH = 3
+"""Tokens of a continuation whose law is enumerated: two drafts and a bonus at most."""
+
+SAMPLES_AT_ONCE = 16
+"""Samples of one request of a law test, and one request at a time: the prompt is read once for them. Samples beyond
+`EngineConfig.max_num_seqs`, of the same request or the next, would read it again, each by itself."""
+
+FEWEST, MOST = 64, 4096
+"""Samples of a law test."""
+
+FIRST_REQUEST = 7919
+"""Number of the first request, by which its seed is mixed: behind all samples that anything else draws."""
+FAR = 0.1
+"""Of the level of a law test, below which p over both draws is no chance, however the second one came out."""
+
+
+def begun(prompts: Seq[list[int]], plain: Seq[Answer], max_tokens: int) -> list[list[int]]:
+    """Prompts, with none, a third and two thirds of what plain decoding greedily answered."""
+    return [
+        [*prompt, *(answer.samples[0].token_ids or ())[: max_tokens * part // 3]]
+        for prompt, answer in zip(prompts, plain, strict=True)
+        for part in (0, 1, 2)
+    ]
+
+
+def telling(subject: Subject, target: CausalLM, candidates: Seq[list[int]], seed: int) -> list[int]:
+    """The prompt after which drafts are kept and rejected, and texts differ.
+
+    Where nobody counts drafts, the one after which the likeliest token is likely and not certain.
+    """
+    if not subject.counts_drafts:
+        laws = [ReferenceLaw(target, prompt, SamplingParams())(()) for prompt in candidates]
+        return min(zip(candidates, laws, strict=True), key=lambda one: abs(float(one[1].max()) - 0.5))[0]
+    params = [SamplingParams(temperature=1.0, max_tokens=DEPTH, n=4, seed=seed)] * len(candidates)
+    worth = [_worth(answer) for answer in subject.generate(candidates, params)]
+    return candidates[max(range(len(candidates)), key=worth.__getitem__)]
+
+
+def draw(
+    subject: Subject,
+    prompt: list[int],
+    params: SamplingParams,
+    seed: int,
+    *,
+    until: float = float("inf"),
+    num_samples: int = MOST,
+    num_least: int = FEWEST,
+) -> tuple[list[Seq[int]], dict[str, int]]:
+    """Continuations of one prompt, by seeds of their own, as many as time allows.
+
+    Args:
+      until: by `time.monotonic`.
+      num_samples, num_least: at most, and at least, however late it is.
+    Returns: token ids of each, and how many draft tokens were verified and kept.
+    Raises: ConfigError for a subject that returns text alone.
+    """
+    found: list[Seq[int]] = []
+    num_drafted = num_accepted = calls = 0
+    while len(found) < num_samples and (len(found) < num_least or time.monotonic() < until):
+        asked = replace(params, seed=mix(seed, FIRST_REQUEST + calls), n=SAMPLES_AT_ONCE)
+        calls += 1
+        for answer in subject.generate([prompt], [asked]):
+            found += [_ids(sample) for sample in answer.samples]
+            num_drafted += answer.num_drafted
+            num_accepted += answer.num_accepted
+    return found[:num_samples], {"num_drafted": num_drafted, "num_accepted": num_accepted}
+
+
+def _ids(sample: Sample) -> Seq[int]:
+    if sample.token_ids is None and sample.text == "":  # it ended at once, and ids of an end are not always told
+        return ()
+    if sample.token_ids is None:
+        raise ConfigError(
+            "it returned text alone, and one text has several tokenisations, of which each has its chance"
+        )
+    return sample.token_ids
+
+
+def _worth(answer: Answer) -> float:
+    """How much a test after this prompt tells: drafts that are kept, drafts that are not, texts that differ."""
+    mixed = min(answer.num_accepted, answer.num_drafted - answer.num_accepted)
+    return mixed + 0.1 * answer.num_drafted + len({sample.token_ids for sample in answer.samples})
+
+
+@dataclass(frozen=True)
+class Tested:
+    """One law test that was made.
+
+    Args:
+      place: of its finding.
+      samples: of the first draw.
+    """
+
+    place: int
+    law: Law
+    prompt: list[int]
+    params: SamplingParams
+    samples: list[Seq[int]]
+    test: LawTest
+
+
+@dataclass(frozen=True)
+class SecondDraw:
+    """What a second draw found.
+
+    Args:
+      num_samples, num_wanted: those that there was time for, and those of the first draw.
+      p_value, p_together: of them, and over both draws; without any, 1 and that of the first draw.
+      failed: why the subject gave no more; empty where it did.
+    """
+
+    num_samples: int
+    num_wanted: int
+    p_value: float
+    p_together: float
+    failed: str = ""
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether it is smaller than the first one."""
+        return self.num_samples < self.num_wanted
+
+    def judged(self, finding: Finding, rate: float, level: float) -> Finding:
+        """The finding of a test that failed, after the second draw; one cut short acquits nobody.
+
+        Args:
+          rate: of false alarms of all law tests together.
+          level: of one law test.
+        """
+        is_fault = self.p_value <= rate or self.p_together <= FAR * level
+        is_doubtful = self.is_cut_short or self.p_together <= level
+        status: Status = "broken" if is_fault else "undecided" if is_doubtful else "holds"
+        return replace(
+            finding,
+            status=status,
+            found=f"{finding.found}; {self._described()}",
+            numbers={
+                **finding.numbers,
+                "p_value_again": self.p_value,
+                "p_value_together": self.p_together,
+                "num_samples_again": self.num_samples,
+            },
+        )
+
+    def _described(self) -> str:
+        why = self.failed or "no time was left for more"
+        if not self.num_samples:
+            return f"it was not drawn once more ({why})"
+        cut = f" ({self.num_samples} of {self.num_wanted} continuations: {why})" if self.is_cut_short else ""
+        return f"drawn once more{cut}, p = {self.p_value:.2g}, together {self.p_together:.2g}"
+
+
+def draw_again(tested: Tested, subject: Subject, seed: int, *, until: float) -> SecondDraw:
+    """As many samples as the first draw had, by other seeds, or as many as time allows.
+
+    Args:
+      until: by `time.monotonic`.
+
+    Exactness: how many there are does not hang on what they are, so that both levels stay exact.
+    """
+    wanted = len(tested.samples)
+    again: list[Seq[int]] = []
+    failed = ""
+    try:
+        again, _ = draw(
+            subject, tested.prompt, tested.params, mix(seed, 1), until=until, num_samples=wanted, num_least=0
+        )
+    except ForedraftError as error:
+        failed = str(error)
+    if not again:
+        return SecondDraw(0, wanted, 1.0, tested.test.p_value, failed)
+    p_value, p_together = (
+        judge_samples(tested.law, samples, FAR, seed).p_value for samples in (again, [*tested.samples, *again])
+    )
+    return SecondDraw(len(again), wanted, p_value, p_together, failed)

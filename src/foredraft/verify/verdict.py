@@ -1,0 +1,279 @@
+"""What was found, where texts differ among it, and what follows from all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from foredraft.beginnings import shared_length
+from foredraft.config.sampling import SamplingParams
+from foredraft.engine.budget import counted
+from foredraft.model.lm import CausalLM
+from foredraft.testing.divergence import token_gap
+from foredraft.verify.subjects import Answer, Sample
+
+Status = Literal["holds", "broken", "undecided", "left out"]
+
+Check = Literal["tokens", "log-probabilities", "law", "control"]
+
+LOSSLESS, NOT_LOSSLESS, UNDECIDED = "lossless", "not lossless", "undecided"
+INTERRUPTED = "it was interrupted"
+EXIT_STATUS = {LOSSLESS: 0, NOT_LOSSLESS: 3, UNDECIDED: 4}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Args:
+      feature: of sampling, in words.
+      status: "left out" is for what the subject cannot be asked, or what there was no time for.
+      found: in words.
+      numbers: behind the words.
+    """
+
+    feature: str
+    check: Check
+    status: Status
+    found: str
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a decoder says what its model says.
+
+    Args:
+      subject: what was judged.
+      reference: what it was held against.
+      promise: what it promises, in words; empty for others' decoders.
+      findings: in the order in which they were made.
+      num_drafted, num_accepted: draft tokens verified and kept; None where nobody counts.
+      false_alarm_rate: at most, over all law tests together, for a lossless decoder.
+      seconds: that it took.
+      is_interrupted: Ctrl-C ended it early.
+    """
+
+    subject: str
+    reference: str
+    promise: str
+    findings: tuple[Finding, ...]
+    num_drafted: int | None
+    num_accepted: int | None
+    false_alarm_rate: float
+    seconds: float
+    is_interrupted: bool = False
+
+    @property
+    def broken(self) -> list[Finding]:
+        """What does not hold."""
+        return [finding for finding in self.findings if finding.status == "broken"]
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why it cannot be called lossless, though nothing was found broken; empty where it can."""
+        found = [INTERRUPTED] if self.is_interrupted else []
+        found += [f"{one.feature}: {one.found}" for one in self.findings if one.status == "undecided"]
+        if self.num_accepted == 0:
+            found.append("no draft token was accepted, so that nothing was put to the test")
+        for check in ("tokens", "law", "control"):
+            if not any(one.check == check and one.status == "holds" for one in self.findings):
+                reason = next((one.found for one in self.findings if one.check == check), "there was no time for it")
+                if not any(reason in doubt for doubt in found):
+                    found.append(f"no {check} check came to an end ({reason})")
+        return found
+
+    @property
+    def left_out(self) -> dict[str, list[str]]:
+        """What was not looked at, by the reason."""
+        found: dict[str, list[str]] = {}
+        for one in self.findings:
+            if one.status == "left out":
+                found.setdefault(one.found, []).append(f"{one.check} of {one.feature}")
+        return found
+
+    @property
+    def status(self) -> str:
+        """lossless, not lossless, or undecided."""
+        if self.broken:
+            return NOT_LOSSLESS
+        return UNDECIDED if self.doubts else LOSSLESS
+
+    @property
+    def exit_status(self) -> int:
+        """Of the command line: 0, 3 or 4."""
+        return EXIT_STATUS[self.status]
+
+    def sentence(self) -> str:
+        """The verdict in words."""
+        if self.broken:
+            first = self.broken[0]
+            more = f", and {len(self.broken) - 1} more" if len(self.broken) > 1 else ""
+            return f"{self.subject} is not lossless. {first.feature}, {first.check}: {first.found}{more}."
+        if self.doubts:
+            return f"{self.subject} is undecided: {'; '.join(self.doubts)}.{self._said_of_left_out()}"
+        tokens = [one for one in self.findings if one.check == "tokens" and one.status == "holds"]
+        laws = [one for one in self.findings if one.check == "law" and one.status == "holds"]
+        same = sum(one.numbers.get("num_tokens", 0) for one in tokens)
+        drafts = "" if self.num_accepted is None else f" {self.num_accepted} of {self.num_drafted} draft tokens stayed."
+        smallest = min((one.numbers.get("p_value_together", one.numbers["p_value"]) for one in laws), default=1.0)
+        finest = min((one.numbers["detectable"] for one in laws), default=1.0)
+        alarms = f"{100 * self.false_alarm_rate:g}%"
+        asked = sum(one.check == "law" for one in self.findings)
+        number = counted(len(laws), "law test") if len(laws) == asked else f"{len(laws)} of {asked} law tests"
+        agree = f"{number} {'agrees' if len(laws) == 1 else 'agree'}"
+        return (
+            f"{self.subject} is lossless: {same} tokens under {counted(len(tokens), 'setting')} are those of "
+            f"{self.reference}, and {agree} with the enumerated law (smallest p "
+            f"{smallest:.2g}; false alarms at most {alarms}; a shift of {finest:g} of the mass of a "
+            f"token would have been found).{drafts} A decoder that was broken on purpose was caught."
+            f"{self._said_of_left_out()}"
+        )
+
+    def _said_of_left_out(self) -> str:
+        """A sentence, with the blank before it; empty where everything was looked at."""
+        said = [f"{', '.join(names)} ({reason})" for reason, names in self.left_out.items()]
+        return f" Left out: {'; '.join(said)}." if said else ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "status": self.status,
+            "sentence": self.sentence(),
+            "doubts": self.doubts,
+            "left_out": self.left_out,
+            **asdict(self),
+        }
+
+
+def holm(p_values: Seq[float], rate: float) -> list[bool]:
+    """Which of several tests reject, with a chance of at most ``rate`` for any false one (Holm 1979)."""
+    rejected = [False] * len(p_values)
+    for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        if p_values[place] > rate / (len(p_values) - rank):
+            break
+        rejected[place] = True
+    return rejected
+
+
+NEVER = float("inf")
+"""The gap where one text has ended and the other goes on: no rounding does that."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token at which a sample differs from that of plain decoding.
+
+    Args:
+      prompt, sample: which one.
+      position: index in the output.
+      found, expected: token ids there, or text where the tokens are the same; "(end)" where one has ended.
+      gap: by how much the law prefers one to the other, as `foredraft.testing.Divergence` has it.
+    """
+
+    prompt: int
+    sample: int
+    position: int
+    found: int | str
+    expected: int | str
+    gap: float
+
+
+class Differences:
+    """Compares samples over one model.
+
+    Args:
+      target: whose law measures gaps.
+      tokenizer: for subjects that return text alone.
+    """
+
+    def __init__(self, target: CausalLM, tokenizer: Any, prompts: Seq[Seq[int]]) -> None:
+        self._target = target
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+
+    def between(self, prompt: int, sample: int, params: SamplingParams, got: Sample, want: Sample) -> Difference | None:
+        """The first difference; None where the samples are the same."""
+        expected, text = list(want.token_ids or ()), want.text or ""
+        found: Seq[int]
+        if got.token_ids is None:
+            if got.text == text:
+                return None
+            found = self._tokens_of(got.text or "", text, expected)
+        else:
+            found = got.token_ids
+        position = shared_length(list(found), expected)
+        if position < min(len(found), len(expected)):
+            tokens = found[position], expected[position]
+            context = self._prompts[prompt], expected[:position]
+            gap = token_gap(self._target, *context, params, sample, tokens)
+            return Difference(prompt, sample, position, *tokens, gap=gap)
+        if len(found) != len(expected):
+            one, other = (each[position] if position < len(each) else "(end)" for each in (found, expected))
+            return Difference(prompt, sample, position, one, other, NEVER)
+        if got.text is not None and got.text != text:
+            return Difference(prompt, sample, len(found), got.text, text, NEVER)
+        return None
+
+    def _tokens_of(self, text: str, expected_text: str, expected: list[int]) -> list[int]:
+        """Tokens of a text that came without any: the expected ones as far as the two texts agree."""
+        if self._tokenizer is None:
+            return []
+        agree = shared_length(text, expected_text)
+        kept = 0
+        while kept < len(expected) and len(self._tokenizer.decode(expected[: kept + 1])) <= agree:
+            kept += 1
+        rest = text[len(self._tokenizer.decode(expected[:kept])) if kept else 0 :]
+        return [*expected[:kept], *self._tokenizer(rest, add_special_tokens=False)["input_ids"]]
+
+
+def token_finding(
+    name: str, num_samples: int, num_tokens: int, differences: Seq[Difference], near_tie: float
+) -> Finding:
+    """What comparing texts has shown.
+
+    Args:
+      differences: those of the texts that are not equal.
+      near_tie: gap up to which rounding explains one; 0 where the same bits are promised.
+    """
+    numbers = {"num_samples": num_samples, "num_tokens": num_tokens, "differences": list(map(asdict, differences))}
+    if not differences:
+        return Finding(name, "tokens", "holds", f"{num_samples} of {num_samples} texts equal", numbers)
+    worst = max(differences, key=lambda one: one.gap)
+    said = (
+        f"{len(differences)} of {num_samples} texts differ, by a gap of {worst.gap:.3g} at most (rounding explains "
+        f"{near_tie:g}): in prompt {worst.prompt} token {worst.position} is {worst.found!r} instead of "
+        f"{worst.expected!r}"
+    )
+    return Finding(name, "tokens", "undecided" if 0.0 < near_tie >= worst.gap else "broken", said, numbers)
+
+
+def logprob_finding(name: str, found: Seq[Answer], wanted: Seq[Answer], limit: float) -> Finding:
+    """What comparing log-probabilities of equal texts has shown, those behind rejected drafts included.
+
+    Args:
+      limit: difference up to which rounding explains one; 0 where the same bits are promised.
+    """
+    largest, num_tokens = 0.0, 0
+    for answer, plain in zip(found, wanted, strict=True):
+        for got, want in zip(answer.samples, plain.samples, strict=True):
+            if got.logprobs is None:
+                continue
+            tokens = want.token_ids or ()
+            for place, token in enumerate(tokens):
+                own = got.logprobs[place] if place < len(got.logprobs) else {}
+                num_tokens += 1
+                if token not in own:
+                    largest = NEVER
+                for each, value in (want.logprobs or ())[place].items():
+                    if each in own and own[each] != value:
+                        apart = abs(own[each] - value)
+                        largest = max(largest, apart if apart == apart else NEVER)
+    said = "equal to the bit" if largest == 0.0 else f"up to {largest:.2g} apart"
+    if largest == NEVER:
+        said = "some without one, or with none that is a number"
+    numbers = {"num_tokens": num_tokens, "largest_difference": largest, "limit": limit}
+    status: Status = "holds" if largest <= limit else "broken"
+    return Finding(name, "log-probabilities", status, f"of {num_tokens} tokens, {said}", numbers)

@@ -1,0 +1,307 @@
+"""The verdict on a decoder: the same tokens as plain decoding, and the law of the model, within a budget of time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from foredraft.config.sampling import SamplingParams
+from foredraft.ending import finishing
+from foredraft.errors import ConfigError, ForedraftError
+from foredraft.sessions.payoff import unsaid
+from foredraft.sessions.prompts import read_prompts
+from foredraft.testing import ungoverned
+from foredraft.testing.divergence import NEAR_TIES
+from foredraft.verify.draws import DEPTH, FEWEST, Tested, begun, draw, draw_again, telling
+from foredraft.verify.features import CONTROL, LAWS, LAWS_UNKEYED, NUM_FIRST, Feature, features
+from foredraft.verify.laws import SHIFT, Law, ReferenceLaw, enumerate_law, judge_samples
+from foredraft.verify.subjects import Answer, BrokenSubject, FunctionSubject, LLMSubject, Subject, asked_for
+from foredraft.verify.verdict import (
+    INTERRUPTED,
+    Check,
+    Differences,
+    Finding,
+    Verdict,
+    holm,
+    logprob_finding,
+    token_finding,
+)
+
+if TYPE_CHECKING:
+    from foredraft.llm import LLM
+
+SHARE_OF_LAWS = 0.45
+"""Of the time, for law tests and the control, at most: settings whose tokens are compared go first."""
+
+SHARE_UNKEYED = 0.7
+"""The same where sampled tokens are not compared."""
+
+
+def verify(
+    llm: LLM,
+    prompts: Any,
+    subject: Subject | Callable[[list[int], SamplingParams], Any] | None = None,
+    *,
+    max_tokens: int = 16,
+    budget_seconds: float = 60.0,
+    false_alarm_rate: float = 0.01,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> Verdict:
+    """Judge whether a decoder says what a model says.
+
+    Under every setting of sampling its tokens are compared with plain decoding, the same seeds given; where tokens
+    differ, the gap between them under the law of the model tells rounding from faults. Short continuations are tested
+    against the law of the model, enumerated by transformers' processors over plain forwards. A decoder that accepts
+    whatever is drafted goes through the same tests and has to be caught.
+
+    Args:
+      llm: the model, and how it drafts. Drafts are as long as its config allows, whatever they cost.
+      prompts: as `LLM.generate` takes them. Text that repeats itself is drafted best.
+      subject: what is judged; by default ``llm``. Others' decoders are judged over the model of ``llm``; a function is
+        taken as `FunctionSubject` takes it.
+      max_tokens: of every answer that is compared.
+      budget_seconds: after which no new check begins, and no second draw goes on; what there was no time for is named.
+      false_alarm_rate: chance that a lossless decoder fails any law test, at most; one that fails is drawn once more.
+      progress: called with one line before each check.
+
+    Ctrl-C ends it early: the verdict holds what was found by then, and is never "lossless".
+
+    Raises: ConfigError for values out of range, PromptError for prompts.
+    Randomness: keyed by ``seed``; the same call gives the same tokens, and as many of them as time allows.
+    """
+    if not 0.0 < false_alarm_rate < 1.0:
+        raise ConfigError(f"false_alarm_rate is {false_alarm_rate}; it must lie between 0 and 1")
+    if max_tokens < DEPTH or budget_seconds <= 0:
+        raise ConfigError(
+            f"max_tokens is {max_tokens} and budget_seconds {budget_seconds}; give {DEPTH} or more, and time"
+        )
+    if subject is not None and not isinstance(subject, Subject):
+        subject = FunctionSubject(subject)
+    asked = [list(one.token_ids) for one in read_prompts(prompts, llm.tokenizer)]
+    is_governed_anyway = any(part.method == "auto" for part in llm.speculative_config.parts)
+    with nullcontext() if is_governed_anyway else ungoverned(), unsaid():
+        work = _Work(
+            llm, asked, subject, max_tokens, budget_seconds, false_alarm_rate, seed, progress or (lambda _: None)
+        )
+        return work.run()
+
+
+class _Work:
+    """One verification, while it runs."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        prompts: list[list[int]],
+        subject: Subject | None,
+        max_tokens: int,
+        budget: float,
+        rate: float,
+        seed: int,
+        progress: Callable[[str], None],
+    ) -> None:
+        self._began = time.monotonic()
+        self._ends = self._began + budget
+        self._budget, self._rate, self._seed, self._progress = budget, rate, seed, progress
+        self._draw = partial(draw, seed=seed)
+        if subject and subject.prefill_chunk_size:
+            llm = llm.with_chunks_of(subject.prefill_chunk_size)
+        self._llm = llm.with_speculative_config(llm.speculative_config)  # whose engine is made now
+        self._plain = LLMSubject(llm.with_speculative_config(None), "plain decoding")
+        self._subject = subject or LLMSubject(self._llm)
+        self._is_own = subject is None
+        self._prompts, self._max_tokens = prompts, max_tokens
+        self._differences = Differences(llm.target, llm.tokenizer, prompts)
+        self._near_tie = 0.0 if self._is_own and self._llm.promise.keeps_bits else NEAR_TIES[llm.target.dtype]
+        self._findings: list[Finding] = []
+        self._laws: list[Tested] = []
+        self._num_laws = 0
+        self._num_drafted = self._num_accepted = 0
+        self._said: list[tuple[list[SamplingParams], list[Answer]]] = []
+        is_keyed, laws = self._subject.is_keyed, LAWS if self._subject.is_keyed else (*LAWS, *LAWS_UNKEYED)
+        self._share, self._known_laws = SHARE_OF_LAWS if is_keyed else SHARE_UNKEYED, laws
+        self._asked: list[tuple[str, Check]] = [(CONTROL, "control"), *((name, "law") for name, _ in laws)]
+
+    def run(self) -> Verdict:
+        """Everything that there is time for, until it is interrupted."""
+        is_interrupted = False
+        try:
+            self._look()
+            self._judge_laws()
+        except KeyboardInterrupt:
+            is_interrupted, self._ends = True, float("-inf")
+            with finishing():
+                self._judge_laws()
+            found = {(one.feature, one.check) for one in self._findings}
+            self._findings += [Finding(*one, "left out", INTERRUPTED) for one in self._asked if one not in found]
+        counts = self._subject.counts_drafts
+        return Verdict(
+            self._subject.name,
+            self._plain.name,
+            self._llm.promise.describe() if self._is_own else "",
+            tuple(self._findings),
+            num_drafted=self._num_drafted if counts else None,
+            num_accepted=self._num_accepted if counts else None,
+            false_alarm_rate=self._rate,
+            seconds=time.monotonic() - self._began,
+            is_interrupted=is_interrupted,
+        )
+
+    def _look(self) -> None:
+        """Make every check; laws are judged afterwards, all of them together."""
+        ends = SamplingParams(temperature=0.0, max_tokens=self._max_tokens, logprobs=2)
+        self._progress("plain decoding of every prompt")
+        plain = self._expected([ends] * len(self._prompts))
+        every = features(plain, self._max_tokens, self._seed, is_keyed=self._subject.is_keyed)
+        self._asked += [(feature.name, "tokens") for feature in every]
+        first, others = every[:NUM_FIRST], every[NUM_FIRST:]
+        began = time.monotonic()
+        for feature in first:
+            self._compare(feature)
+        of_a_setting = (time.monotonic() - began) / max(1, self._num_compared(first))
+        self._test_laws(plain, self._ends - of_a_setting * self._num_compared(others))
+        for feature in others:
+            self._compare(feature)
+
+    # -- tokens ----------------------------------------------------------------------------------------------------
+
+    def _num_compared(self, settings: Seq[Feature]) -> int:
+        return sum(not self._why_not(feature) for feature in settings)
+
+    def _given(self, feature: Feature) -> list[SamplingParams]:
+        takes_logprobs = "logprobs" in self._subject.takes
+        return [one if takes_logprobs else replace(one, logprobs=None) for one in feature.params]
+
+    def _compare(self, feature: Feature) -> None:
+        """The tokens of every prompt under one setting, beside those of plain decoding."""
+        is_late = time.monotonic() >= self._ends
+        if reason := self._why_not(feature) or (f"no time was left of {self._budget:g} s" if is_late else ""):
+            self._findings.append(Finding(feature.name, "tokens", "left out", reason))
+            return
+        self._progress(f"{feature.name}: tokens")
+        try:
+            found = self._answers(feature)
+        except ForedraftError as error:
+            self._findings.append(Finding(feature.name, "tokens", "left out", f"it refuses: {error}"))
+            return
+        wanted = self._expected(feature.params)
+        self._num_drafted += sum(answer.num_drafted for answer in found)
+        self._num_accepted += sum(answer.num_accepted for answer in found)
+        differences = []
+        num_tokens = num_samples = 0
+        for place, (answer, plain) in enumerate(zip(found, wanted, strict=True)):
+            for index, (got, want) in enumerate(zip(answer.samples, plain.samples, strict=True)):
+                num_samples += 1
+                num_tokens += len(want.token_ids or ())
+                if found_here := self._differences.between(place, index, feature.params[place], got, want):
+                    differences.append(found_here)
+        self._findings.append(token_finding(feature.name, num_samples, num_tokens, differences, self._near_tie))
+        if any(sample.logprobs is not None for answer in found for sample in answer.samples) and not differences:
+            self._findings.append(logprob_finding(feature.name, found, wanted, self._near_tie))
+
+    def _expected(self, params: Seq[SamplingParams]) -> list[Answer]:
+        """Plain decoding of all prompts; what has been said before is not decoded again."""
+        asked = [replace(one, logprobs=None, seed=None) if one.is_greedy else one for one in params]
+        for known, answers in self._said:
+            if known == asked:
+                return answers
+        self._said.append((asked, self._plain.generate(self._prompts, params)))
+        return self._said[-1][1]
+
+    def _answers(self, feature: Feature) -> list[Answer]:
+        params = self._given(feature)
+        if not feature.is_alone:
+            return self._subject.generate(self._prompts, params)
+        pairs = zip(self._prompts, params, strict=True)
+        return [answer for prompt, own in pairs for answer in self._subject.generate([prompt], [own])]
+
+    def _why_not(self, feature: Feature) -> str:
+        """Why the subject cannot be asked for a setting; empty where it can."""
+        if missing := set().union(*map(asked_for, self._given(feature))) - self._subject.takes:
+            return f"it does not take {', '.join(sorted(missing))}"
+        if not self._subject.is_keyed and not all(params.is_greedy for params in feature.params):
+            return "its samples need not be those of plain decoding; their law is tested"
+        return ""
+
+    # -- laws ------------------------------------------------------------------------------------------------------
+
+    def _test_laws(self, plain: Seq[Answer], ends: float) -> None:
+        """Samples of short continuations against the enumerated law; the control first of all.
+
+        Args:
+          ends: when all else needs the rest of the time; the first test and the control are made anyway.
+        """
+        until = min(ends, time.monotonic() + self._share * self._budget)
+        tests = [(name, keys) for name, keys in self._known_laws if not keys.keys() - self._subject.takes]
+        self._num_laws = len(tests)
+        self._progress("looking for a prompt after which drafts are kept and rejected")
+        candidates = begun(self._prompts, plain, self._max_tokens)
+        prompt = telling(self._subject, self._llm.target, candidates, self._seed)
+        for place, (name, keys) in enumerate(tests):
+            params = SamplingParams(**{"temperature": 1.0, "max_tokens": DEPTH, **keys})
+            left = until - time.monotonic()
+            if left <= 0 and place:
+                self._findings.append(Finding(name, "law", "left out", f"no time was left of {self._budget:g} s"))
+                continue
+            self._progress(f"{name}: law of {DEPTH} tokens")
+            after = ReferenceLaw(self._llm.target, prompt, params, self._llm.engine_config.prefill_chunk_size)
+            law = enumerate_law(after, DEPTH, self._llm.eos_token_ids)
+            share = left / (len(tests) - place + (0.5 if place == 0 else 0))
+            try:
+                samples, drafts = self._draw(self._subject, prompt, params, until=time.monotonic() + share)
+            except ForedraftError as error:
+                self._findings.append(Finding(name, "law", "left out", str(error)))
+                if place == 0:
+                    why = "it has to fail the first law test, which was left out"
+                    self._findings.append(Finding(CONTROL, "control", "left out", why))
+                continue
+            level = self._rate / len(tests)
+            test = judge_samples(law, samples, level, self._seed)
+            numbers = {**vars(test), **drafts}
+            self._laws.append(Tested(len(self._findings), law, prompt, params, samples, test))
+            said = (
+                f"p = {test.p_value:.2g} over {test.num_samples} continuations, {test.num_cells} cells; a shift of "
+                f"{test.detectable:g} would have been found, one of {SHIFT:g} with probability {test.power:.2f}"
+            )
+            self._findings.append(Finding(name, "law", "holds", said, numbers))
+            if place == 0:
+                self._catch_control(law, prompt, params, len(samples), level)
+        for name, keys in self._known_laws:
+            if missing := keys.keys() - self._subject.takes:
+                why = f"it does not take {', '.join(sorted(missing))}"
+                self._findings.append(Finding(name, "law", "left out", why))
+
+    def _catch_control(
+        self, law: Law, prompt: list[int], params: SamplingParams, num_samples: int, level: float
+    ) -> None:
+        """A decoder that keeps whatever is drafted has to fail the test that the subject has passed."""
+        self._progress("control: a decoder that accepts every draft")
+        broken = BrokenSubject(self._llm)
+        samples, drafts = self._draw(broken, prompt, params, num_samples=min(num_samples, FEWEST))
+        test = judge_samples(law, samples, level, self._seed)
+        is_caught = test.p_value <= level
+        said = (
+            f"it was {'' if is_caught else 'not '}caught (p = {test.p_value:.2g} over {test.num_samples} continuations)"
+        )
+        status: Any = "holds" if is_caught else "undecided"
+        self._findings.append(Finding(CONTROL, "control", status, said, {**vars(test), **drafts}))
+
+    def _judge_laws(self) -> None:
+        """Which law tests reject, all of them together: those that there was no time for count as tests that hold.
+
+        What rejects is drawn once more, by other seeds: chance does not fail twice, nor by far over both draws.
+        """
+        found = [tested.test.p_value for tested in self._laws]
+        rejected = holm([*found, *[1.0] * (self._num_laws - len(found))], self._rate)
+        for tested, is_rejected in zip(self._laws, rejected, strict=False):
+            finding = self._findings[tested.place]
+            if is_rejected and "p_value_again" not in finding.numbers:  # which an interrupted call has found already
+                self._progress(f"{finding.feature}: law, drawn once more")
+                second = draw_again(tested, self._subject, self._seed, until=self._ends)
+                self._findings[tested.place] = second.judged(finding, self._rate, self._rate / self._num_laws)

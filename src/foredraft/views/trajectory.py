@@ -1,0 +1,418 @@
+"""How Jacobi decoding arrives at a text: every iterate of every block, to look at and to train on.
+
+The function is ``foredraft.trajectory``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedTokenizerBase
+
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.iterate.jacobi import INITIAL_GUESS, Guesses
+from foredraft.engine.budget import CAUSES, counted
+from foredraft.engine.drafter import Budget, Drafter, Requirements, StepResult
+from foredraft.engine.outputs import RowOutput
+from foredraft.engine.sequence import Sequence
+from foredraft.errors import ConfigError, PromptError
+from foredraft.folders import keep_text
+from foredraft.llm import LLM, ModelLike
+from foredraft.sessions.outputs import FrozenList
+from foredraft.sessions.prompts import PromptLike, is_single, read_prompt
+from foredraft.tree import DraftTree
+
+if TYPE_CHECKING:
+    from foredraft.model.cache.ragged import KVCache
+    from foredraft.model.lm import CausalLM
+
+
+def trajectory(
+    model: LLM | ModelLike,
+    prompt: PromptLike,
+    block: int = 16,
+    sampling_params: SamplingParams | None = None,
+    *,
+    initial_guess: str = "repeat",
+    **model_options: Any,
+) -> Trajectory:
+    """Decode block by block with Jacobi iterations and keep every iterate.
+
+    Source: Jacobi decoding (Santilli et al. 2023, arXiv:2305.10427); its trajectories are what consistency models are
+    trained on (CLLM, Kou et al. 2024, arXiv:2403.00835).
+
+    Args:
+      model: an LLM, or whatever makes one.
+      prompt: one prompt: text, token ids, or a mapping.
+      block: tokens that are iterated together, 1 or more.
+      sampling_params: by default greedy, 64 tokens.
+      initial_guess: of every block, as for the method ``jacobi``.
+      model_options: for a new `LLM`.
+
+    Returns: the trajectory. Its text is that of plain decoding.
+    Raises: ConfigError, PromptError; NumericsError when the model returns NaN.
+    Exactness: the last iterate of a block is the fixed point, reached in at most as many iterations as the block has
+    tokens. Where forwards verify fewer tokens than a block has, the first of it are iterated; the block says which.
+    Randomness: that of the parameters' seed; positions are iterated with the noise that decides them in the end.
+    """
+    INITIAL_GUESS("initial_guess", initial_guess)
+    if block < 1:
+        raise ConfigError(f"block is {block}; want 1 token or more")
+    params = SamplingParams(temperature=0.0, max_tokens=64) if sampling_params is None else sampling_params
+    if params.n != 1:
+        raise ConfigError(f"n is {params.n}; a trajectory is that of one sample")
+    if not is_single(prompt):
+        raise PromptError("trajectory takes one prompt; call it once for each")
+    llm = model if isinstance(model, LLM) else LLM(model, **model_options)
+    recorder = BlockRecorder(block, initial_guess)
+    with llm.engine(recorder) as engine:
+        row = engine.add_request(read_prompt(prompt, llm.tokenizer).token_ids, params)[0]
+        for outputs in engine.run():
+            _raise_failure(outputs)
+    recorder.close(row)
+    return Trajectory(
+        FrozenList(row.token_ids[: row.num_prompt_tokens]),
+        tuple(recorder.blocks),
+        row.finish_reason,
+        row.seed,
+        llm.tokenizer,
+    )
+
+
+def _raise_failure(outputs: Seq[RowOutput]) -> None:
+    error = next((output.error for output in outputs if output.error is not None), None)
+    if error is not None:
+        raise error
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some tokens that were iterated together.
+
+    Args:
+      start: position of the first one in prompt and output.
+      initial: what was guessed for them.
+      iterates: what they became, iteration by iteration; cut like the text where it ended inside the block.
+      verified: how many of its first tokens every iteration has looked at; the others are what they were before.
+      cuts: guesses that were not verified because something limits drafts, by what does
+        (`foredraft.engine.budget.CAUSES`), all iterations together.
+    """
+
+    start: int
+    initial: tuple[int, ...]
+    iterates: tuple[tuple[int, ...], ...]
+    verified: tuple[int, ...] = ()
+    cuts: Mapping[str, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.initial)
+
+    @property
+    def fixed_point(self) -> tuple[int, ...]:
+        """The tokens that plain decoding gives; one more iteration would not change them."""
+        return self.iterates[-1]
+
+    @property
+    def num_iterations(self) -> int:
+        """Iterations, one forward each, until all tokens were certain."""
+        return len(self.iterates)
+
+    @property
+    def settled(self) -> tuple[int, ...]:
+        """For every position, the iteration since when it has been right without a break; 0 for a right guess."""
+        states = [self.initial, *self.iterates]
+        return tuple(
+            next(i + 1 for i in range(len(states) - 1, -2, -1) if i < 0 or states[i][place] != token)
+            for place, token in enumerate(self.fixed_point)
+        )
+
+    @property
+    def right_early(self) -> tuple[bool, ...]:
+        """For every position, whether it was right sooner than one token per iteration would have made it."""
+        return tuple(iteration <= place for place, iteration in enumerate(self.settled))
+
+
+@dataclass(frozen=True, repr=False)
+class Trajectory:
+    """A text and the iterations that led to it.
+
+    Args:
+      prompt_token_ids: what it continues.
+      blocks: in the order of the text.
+      finish_reason: "stop" or "length".
+      seed: of the row.
+      tokenizer: for views and text; None where none is known.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    finish_reason: str | None
+    seed: int
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"Trajectory({len(self.prompt_token_ids)} prompt_token_ids, {len(self.token_ids)} token_ids in "
+            f"{self.num_iterations} iterations, finish_reason={self.finish_reason!r}, seed={self.seed})"
+        )
+
+    @property
+    def token_ids(self) -> FrozenList[int]:
+        """The output: the fixed points, one after the other."""
+        return FrozenList(token for block in self.blocks for token in block.fixed_point)
+
+    @property
+    def num_iterations(self) -> int:
+        """Forwards of the target after the prompt."""
+        return sum(block.num_iterations for block in self.blocks)
+
+    @property
+    def tokens_per_iteration(self) -> float:
+        """Tokens per iteration: the gain of Jacobi decoding on this text, block by block."""
+        return len(self.token_ids) / self.num_iterations if self.blocks else 0.0
+
+    @property
+    def num_right_early(self) -> int:
+        """Positions that were right before their turn."""
+        return sum(sum(block.right_early) for block in self.blocks)
+
+    def text(self, width: int | None = None) -> str:
+        """All iterates as tables of text, cut into parts where they are wider than ``width`` columns."""
+        return text(self, width)
+
+    def html(self) -> str:
+        """All iterates as one page that needs nothing else."""
+        return html(self)
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """One mapping per block, with all that stands before it: an example for consistency training."""
+        prefix = list(self.prompt_token_ids)
+        for number, block in enumerate(self.blocks):
+            yield {
+                "block": number,
+                "start": block.start,
+                "prefix_token_ids": list(prefix),
+                "initial": list(block.initial),
+                "iterates": [list(iterate) for iterate in block.iterates],
+                "fixed_point": list(block.fixed_point),
+                "num_iterations": block.num_iterations,
+                "settled": list(block.settled),
+                "verified": list(block.verified),
+                "cuts": dict(block.cuts),
+                "seed": self.seed,
+            }
+            prefix += block.fixed_point
+
+    def write_jsonl(self, path: str | os.PathLike[str]) -> None:
+        """Write `records`, one JSON object per line.
+
+        Raises: ConfigError where that is not possible.
+        """
+        write_text(path, "".join(json.dumps(record) + "\n" for record in self.records()))
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Raises: ConfigError where the file cannot be written."""
+    try:
+        keep_text(Path(path).expanduser(), text)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; check the directory") from None
+
+
+class BlockRecorder(Drafter):
+    """Jacobi iterations of one row in blocks that stand still, and a record of them.
+
+    A block of m tokens is fed as the pending token and its first m - 1 guesses: their m choices are the next iterate.
+    """
+
+    name = "jacobi-blocks"
+    requires = Requirements(choices=True)
+
+    def __init__(self, size: int, initial_guess: str) -> None:
+        self.blocks: list[Block] = []
+        self._size = size
+        self._initial_guess = initial_guess
+
+    def bind(self, target: CausalLM, cache: KVCache) -> None:
+        self._vocab_size = target.vocab_size
+
+    def start(self, rows: Seq[Sequence]) -> None:
+        self._guesses = Guesses(rows[0], self._initial_guess, self._vocab_size)
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        row, length = rows[0], len(rows[0].token_ids)
+        if not self.blocks or length == self.blocks[-1].start + len(self.blocks[-1]):
+            size = min(self._size, row.num_remaining_tokens)
+            self.blocks.append(Block(length, tuple(self._guesses.first(size)), ()))
+            self._guesses.drop(size)
+        block = self.blocks[-1]
+        return [DraftTree.chain(row.pending, _newest(block)[length - block.start : -1], source=self.name)]
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        for row, result in zip(rows, results, strict=True):  # none in the last step
+            block, choices = self.blocks[-1], result.features.choices
+            before = len(row.token_ids) - len(result.emitted) - block.start  # tokens of the block that were certain
+            newest, end = _newest(block), before + len(choices)
+            self._add(row, (*newest[:before], *choices, *newest[end:]), end)
+
+    def _add(self, row: Sequence, iterate: tuple[int, ...], num_verified: int) -> None:
+        block = self.blocks[-1]
+        self.blocks[-1] = replace(
+            block,
+            iterates=(*block.iterates, iterate),
+            verified=(*block.verified, num_verified),
+            cuts=Counter(block.cuts) + Counter(row.stats.cuts.latest_tokens),
+        )
+
+    def close(self, row: Sequence) -> None:
+        """Add the iterate of the last step, which nobody observes, and cut its block where the text ended."""
+        if not self.blocks:
+            return
+        last = tuple(row.token_ids[self.blocks[-1].start :])
+        self._add(row, last, len(last))
+        block = self.blocks[-1]
+        self.blocks[-1] = replace(
+            block,
+            initial=block.initial[: len(last)],
+            iterates=tuple(iterate[: len(last)] for iterate in block.iterates),
+            verified=tuple(min(count, len(last)) for count in block.verified),
+        )
+
+
+def _newest(block: Block) -> tuple[int, ...]:
+    """The tokens of a block as they are at present."""
+    return block.iterates[-1] if block.iterates else block.initial
+
+
+_CERTAIN, _EARLY, _WRONG, _CUT = "certain", "early", "wrong", "cut"
+_NUMBER = 4  # columns of the iteration
+_MARK = {_CERTAIN: "=", _EARLY: "+", _WRONG: " ", _CUT: "-"}
+_LEGEND = {
+    _CERTAIN: "right, and nothing wrong before it",
+    _EARLY: "right already, after something wrong",
+    _WRONG: "not right yet",
+    _CUT: "cut off: not verified in this iteration",
+}
+
+_STYLE = """
+body { font: 14px/1.4 system-ui, sans-serif; margin: 2em; color: #222; background: #fff }
+table { border-collapse: collapse; margin: 0 0 1.5em }
+td, th { padding: 2px 6px; font: 12px/1.5 ui-monospace, monospace; white-space: pre; border: 1px solid #fff }
+th { text-align: right; font-weight: normal; color: #666 }
+.certain { background: #cfe8cf } .early { background: #cfe0f5 } .wrong { background: #f0f0f0; color: #777 }
+.cut { color: #aaa }
+"""
+
+
+def text(trajectory: Trajectory, width: int | None = None) -> str:
+    """A table per block: a line per iteration, = for certain tokens, + for those that are right early.
+
+    Args:
+      width: wider tables are cut into parts of fewer positions, one below the other.
+    """
+    lines = [summary(trajectory), *(f"  {_MARK[state]!r} {words}" for state, words in _legend(trajectory).items())]
+    for number, block in enumerate(trajectory.blocks):
+        words = [[_MARK[state] + word for word, state in row] for row in _rows(trajectory, block)]
+        widths = [max(map(len, column)) for column in zip(*words, strict=True)]
+        lines += ["", title(number, block)]
+        for start, end in _parts(widths, width):
+            if end - start < len(widths):
+                lines.append(f"     positions {block.start + start} to {block.start + end - 1}")
+            for iteration, row in enumerate(words):
+                cells = " ".join(word.ljust(size) for word, size in zip(row[start:end], widths[start:end], strict=True))
+                lines.append(f"{iteration:>4} {cells}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _parts(widths: list[int], limit: int | None) -> Iterator[tuple[int, int]]:
+    """Ranges of columns that fit: [5, 5, 5] in 17 columns, 4 of them for the iteration: (0, 2), (2, 3)."""
+    start, used = 0, _NUMBER
+    for place, size in enumerate(widths):
+        if limit is not None and place > start and used + 1 + size > limit:
+            yield start, place
+            start, used = place, _NUMBER
+        used += 1 + size
+    yield start, len(widths)
+
+
+def html(trajectory: Trajectory) -> str:
+    """The same as a page; no other file is needed to look at it."""
+    legend = " ".join(
+        f'<span class="{state}">&nbsp;{escape(words)}&nbsp;</span>' for state, words in _legend(trajectory).items()
+    )
+    tables = "".join(
+        f"<h3>{escape(title(number, block))}</h3><table>{''.join(_html_rows(trajectory, block))}</table>"
+        for number, block in enumerate(trajectory.blocks)
+    )
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Jacobi trajectory</title>'
+        f"<style>{_STYLE}</style></head><body><h2>Jacobi trajectory</h2><p>{escape(summary(trajectory))}</p>"
+        f"<p>{legend}</p>{tables}</body></html>\n"
+    )
+
+
+def _legend(trajectory: Trajectory) -> dict[str, str]:
+    """The states that its tables show."""
+    has_cuts = any(block.cuts for block in trajectory.blocks)
+    return {state: words for state, words in _LEGEND.items() if has_cuts or state != _CUT}
+
+
+def summary(trajectory: Trajectory) -> str:
+    """One line on the whole."""
+    return (
+        f"{len(trajectory.token_ids)} tokens in {trajectory.num_iterations} iterations "
+        f"({trajectory.tokens_per_iteration:.2f} each), {trajectory.num_right_early} positions right early"
+    )
+
+
+def title(number: int, block: Block) -> str:
+    """One line on a block, and on what was cut off it."""
+    last = block.start + len(block) - 1
+    said = (
+        f"block {number}, positions {block.start} to {last}: {block.num_iterations} iterations for {len(block)} tokens"
+    )
+    cut = [f"{counted(count, 'guess')} cut off by {CAUSES[cause]}" for cause, count in sorted(block.cuts.items())]
+    return "; ".join([said, *cut])
+
+
+def _html_rows(trajectory: Trajectory, block: Block) -> Iterator[str]:
+    for iteration, row in enumerate(_rows(trajectory, block)):
+        cells = "".join(f'<td class="{state}">{escape(word)}</td>' for word, state in row)
+        yield f"<tr><th>{iteration}</th>{cells}</tr>"
+
+
+def _rows(trajectory: Trajectory, block: Block) -> Iterator[list[tuple[str, str]]]:
+    """Words and their states, of the initial guess and of every iterate."""
+    reaches = (len(block), *(block.verified or [len(block)] * block.num_iterations))
+    for iterate, reach in zip((block.initial, *block.iterates), reaches, strict=True):
+        right = [token == wanted for token, wanted in zip(iterate, block.fixed_point, strict=True)]
+        num_certain = right.index(False) if False in right else len(right)
+        yield [
+            (word(trajectory, token), _state(place, num_certain, right[place], reach))
+            for place, token in enumerate(iterate)
+        ]
+
+
+def _state(place: int, num_certain: int, is_right: bool, reach: int) -> str:
+    if place < num_certain:
+        return _CERTAIN
+    if place >= reach:
+        return _CUT
+    return _EARLY if is_right else _WRONG
+
+
+def word(trajectory: Trajectory, token: int) -> str:
+    """A token as it looks in its text, control characters escaped; its id where there is no tokenizer."""
+    if trajectory.tokenizer is None:
+        return str(token)
+    decoded = str(trajectory.tokenizer.decode([token], skip_special_tokens=False))
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in decoded) or "''"

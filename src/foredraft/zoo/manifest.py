@@ -1,0 +1,140 @@
+"""The facts known about a zoo model before it is loaded: one ``manifest.json`` beside its files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from foredraft.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+HEADS = ("medusa", "hydra", "hydra++", "eagle", "eagle3")
+"""The heads that a model may bring along; they lie beside the manifest wherever the model does."""
+ASSETS = ("target", "tokenizer", "draft", "datastore", "layer_set", "candidates", *HEADS)
+"""The extra files that a model may bring along."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """Weights that another distribution carries, as one GGUF file.
+
+    Args:
+      distribution, version: that were tried.
+      file: inside the distribution.
+      num_bytes, sha256: of that file.
+      weights_sha256: of what it converts to (`foredraft.zoo.conversion.weights_digest`).
+      converted_bytes: about what the converted model takes on disk.
+      install: the command that installs it.
+    """
+
+    distribution: str
+    version: str
+    file: str
+    num_bytes: int
+    sha256: str
+    weights_sha256: str
+    converted_bytes: int
+    install: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A model of the zoo.
+
+    Args:
+      name: without ``zoo:``.
+      title: what it is, in one line.
+      is_instruct: it answers through a chat template; a base model continues text.
+      is_toy: it is here to show and test drafting, and too small to be of use.
+      licence, source: of the weights.
+      stored_dtype: of the weights on disk.
+      brings: files or folders by name: those of `ASSETS` that this model has.
+      notes: what people should know when they read its figures.
+      package: of weights that do not ship with foredraft.
+    """
+
+    name: str
+    title: str
+    is_instruct: bool
+    is_toy: bool
+    licence: str
+    source: str
+    stored_dtype: str
+    brings: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+    package: Package | None = None
+
+    def notes_about(self, methods: Iterable[str]) -> tuple[str, ...]:
+        """The notes that name any of these methods."""
+        named = set(methods)
+        return tuple(note for note in self.notes if named & set(re.findall(r"\w+", note)))
+
+
+def root() -> Path:
+    """The folder that holds a folder per model."""
+    return Path(str(resources.files("foredraft.zoo")))
+
+
+def names() -> list[str]:
+    """The names of all models with a manifest, sorted.
+
+    Example:
+        >>> names()
+        ['smollm2', 'tiny']
+    """
+    return sorted(entry.parent.name for entry in root().glob(f"*/{MANIFEST}"))
+
+
+@lru_cache
+def read_manifest(file: Path) -> Manifest:
+    """Read and check one manifest; its folder names the model.
+
+    Raises: CheckpointError for a key that is missing, unknown or of another type.
+    """
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); reinstall foredraft") from None
+    package = entries.pop("package", None) if isinstance(entries, dict) else None
+    checked = _checked(Manifest, entries, file)
+    unknown = sorted(set(checked["brings"]) - set(ASSETS))
+    if unknown or not {"target", "tokenizer"} <= set(checked["brings"]):
+        raise CheckpointError(
+            f"{file}: brings is {sorted(checked['brings'])}; it needs target and tokenizer, and may name "
+            f"{', '.join(ASSETS[2:])}"
+        )
+    if package is not None:
+        checked["package"] = Package(**_checked(Package, package, file))
+    return Manifest(name=file.parent.name, **checked)
+
+
+_TYPES: dict[str, type] = {"str": str, "bool": bool, "int": int}
+
+
+def _checked(kind: type, entries: Any, file: Path) -> dict[str, Any]:
+    """The entries as arguments of ``kind``.
+
+    Raises: CheckpointError.
+    """
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{file}: {entries!r} stands where an object with the keys of {kind.__name__} belongs")
+    kinds = {field.name: str(field.type) for field in fields(kind) if field.name not in ("name", "package")}
+    wrong = sorted((kinds.keys() - {"notes"}) ^ (entries.keys() - {"notes"}))
+    if wrong:
+        raise CheckpointError(f"{file}: the key {wrong[0]!r} is {'missing' if wrong[0] in kinds else 'unknown'}")
+    for key, value in entries.items():
+        if key == "notes":
+            is_right = isinstance(value, list) and all(isinstance(note, str) for note in value)
+        elif key == "brings":
+            is_right = isinstance(value, dict) and all(isinstance(place, str) for place in value.values())
+        else:
+            is_right = type(value) is _TYPES[kinds[key]]
+        if not is_right:
+            raise CheckpointError(f"{file}: {key} is {value!r}, which is not of type {kinds[key]}")
+    return {**entries, "notes": tuple(entries["notes"])} if "notes" in entries else dict(entries)

@@ -1,6 +1,0 @@
-"""N-gram assisted speculative decoding (NASD): storages, and the function that drafts with them."""
-
-from foretoken.classic.ngram_assisted.ngram_assisted import ngram_assisted_speculative_generate
-from foretoken.classic.ngram_assisted.ngram_storage import INgramStorage, NGramStorage, OneLevelNGramStorage
-
-__all__ = ["INgramStorage", "NGramStorage", "OneLevelNGramStorage", "ngram_assisted_speculative_generate"]

@@ -1,6 +1,0 @@
-"""Autoregressive, beam search and speculative generation, as plain functions."""
-
-from foretoken.classic.sampling.base_decoding import autoregressive_generate, beam_search_generate
-from foretoken.classic.sampling.speculative_decoding import max_fn, speculative_generate
-
-__all__ = ["autoregressive_generate", "beam_search_generate", "max_fn", "speculative_generate"]

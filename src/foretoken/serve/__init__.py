@@ -1,1 +1,0 @@
-"""The OpenAI-compatible server: a face of the engine, like `foretoken.LLM`."""
