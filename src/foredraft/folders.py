@@ -110,6 +110,16 @@ def check_new_folder(folder: str | os.PathLike[str]) -> Path:
     return path
 
 
+def not_ours(path: str | os.PathLike[str], name: str, remedy: str) -> str:
+    """Message about a file whose format line is not that of foredraft's files of one kind.
+
+    Args:
+      name: kind of file, such as ``profile``.
+      remedy: the command or option that makes one.
+    """
+    return f"{os.fspath(path)} is not a foredraft {name} file; make it anew with {remedy}"
+
+
 def parsed_json(text: str | bytes | bytearray, **options: Any) -> Any:
     """A text as JSON, which may be anybody's.
 

@@ -137,7 +137,7 @@ def test_a_picture_without_charts_or_matplotlib_is_refused(tmp_path: Path, monke
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = CliRunner().invoke(app, ["report", str(file), "--out", str(out)])
     assert result.exit_code == 2
-    assert "pip install 'foredraft[plot]'" in result.stderr
+    assert "python -m pip install 'matplotlib" in result.stderr
     assert not out.exists()
 
 

@@ -283,8 +283,8 @@ def damage(kind: str, folder: Path) -> None:
         ("changed", "checksum differs"),
         ("missing", "is missing"),
         ("half a manifest", "damaged"),
-        ("foreign", "describes 'something'"),
-        ("later", "version 2"),
+        ("foreign", "not a foredraft datastore file"),
+        ("later", "not a foredraft datastore file"),
         ("no manifest", "no datastore"),
     ],
 )

@@ -436,7 +436,7 @@ def test_the_route_of_a_request_stays_in_its_process(llm: LLM) -> None:
 
 def test_a_full_replica_is_not_waited_for_as_if_it_had_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router tells where it sends a request, and that it waits again once the replica has declined."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'foredraft[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed")
     from foredraft.serve.ray import router
 
     class Replica(router.Telling):
@@ -468,7 +468,7 @@ def test_a_full_replica_is_not_waited_for_as_if_it_had_the_request(monkeypatch: 
 
 def test_full_replicas_are_asked_again_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one, a request that waited for a row took most of a processor."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'foredraft[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed")
     from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
     from ray.serve.request_router import PendingRequest
 

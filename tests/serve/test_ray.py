@@ -25,7 +25,7 @@ from foredraft.serve.ray.config import ClusterConfig
 MODEL = "zoo:tiny"
 METHOD = "ngram"
 
-needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'foredraft[ray]'")
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 pytestmark = needs_ray
 clusters = pytest.mark.full  # one did not end within 100 s on two busy cores
 

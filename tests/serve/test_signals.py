@@ -198,4 +198,4 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     result = CliRunner().invoke(app, ["serve", MODEL])
     assert result.exit_code == 2
-    assert "pip install 'foredraft[serve]'" in result.output
+    assert "foredraft serve needs uvicorn; install it with: python -m pip install" in result.output

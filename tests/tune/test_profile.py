@@ -139,9 +139,12 @@ def test_another_model_is_refused_however_it_drafts(found: Profile, tmp_path: Pa
     [
         (None, "cannot be read"),
         ("{", "is not valid JSON"),
-        ("{}", "lacks what a profile holds"),
-        ('{"method": "ngram", "facts": {}, "costs": [{"num_rows": 1}]}', "lacks what a profile holds"),
-        ("[]", "lacks what a profile holds"),
+        ("{}", "not a foredraft profile file"),
+        (
+            '{"format": "foredraft-profile", "method": "ngram", "facts": {}, "costs": [{"num_rows": 1}]}',
+            "lacks what a profile holds",
+        ),
+        ("[]", "not a foredraft profile file"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, content: str | None, message: str) -> None:

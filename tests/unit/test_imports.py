@@ -1,4 +1,4 @@
-"""The rooms of the program and the direction of its imports, downwards only and never in a circle; no file too long."""
+"""The rooms of the program and the direction of its imports, downwards only and never in a circle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 LAYERS = (
     ("errors",),
-    ("beginnings", "ending", "lazy", "folders", "forking", "machine", "progress"),
+    ("beginnings", "ending", "extras", "lazy", "folders", "forking", "machine", "progress"),
     ("native",),
     ("tree", "config"),
     ("structured",),
@@ -44,59 +44,6 @@ TYPES_FROM_ABOVE = {
     "foredraft.config.method": {"foredraft.drafters.context", "foredraft.engine.drafter"},
 }
 """Who names types from above: a beginning says whose keys it holds, a method what it is built from and into what."""
-
-MAX_LINES = 300
-LONGER = {
-    "bench/forwards.py": "recording forwards, replaying them, and what lies around them: one measurement",
-    "bench/outcome.py": "one comparison: its rows, what is shown of them, and what follows",
-    "bench/parts.py": "the suite is one class: arms over a pair of models, and the parts in which they meet",
-    "cli/bench.py": "one verb with its three benchmarks and what they tell meanwhile",
-    "config/method.py": "what a method is, where methods are found, and what a folder holds of one",
-    "drafters/iterate/lookahead.py": "one method: its window, what the window is worth, and its pool",
-    "drafters/lengths.py": "seven policies of a few lines each, with their contract and formulas",
-    "engine/acceptance_model.py": "one model with the rates that it is made of",
-    "engine/cost_model.py": "one model with the curve that it begins with and what it learns of it",
-    "engine/costs.py": "forwards that are timed, and what is kept of that",
-    "engine/governor.py": "one decision per step: how deep, how wide, what of it, and what is learned of that",
-    "drafters/parts/eagle_rows.py": "one owner of a head's rows: entries of the text, and nodes, by kernels or modules",
-    "drafters/parts/growth.py": "the one builder of trees: what it is told, and the four verbs of a level",
-    "heads/medusa_hydra_layouts.py": "one family of layouts, with what reading them has in common",
-    "model/execution/packing.py": "one product of layers, over whatever its weights are packed for",
-    "llm.py": "the front door is one class: what it is made from, and every way to call it",
-    "engine/scheduler.py": "one scheduler: who waits, who reads which chunk, and who decodes",
-    "model/execution/ends.py": "one trace of what lies around the layers, and its parts",
-    "model/execution/execution.py": "one way in: what is packed, recorded and compiled of a shadow, and why not",
-    "model/execution/lowering.py": "one pass over a graph: where numbers lie, and what each operator becomes",
-    "model/execution/native_program.py": "one program: its tables, its memory, and the calls that run it",
-    "model/execution/tracing.py": "one layer as a graph and as a program, and what a trace is made with",
-    "model/lm.py": "the adapter is one class: made from a model, following its changes, and the one way in",
-    "cli/chat.py": "one verb: its commands, and the terminal or pipe that it reads and writes",
-    "cli/generate.py": "one verb: to a terminal, or as a job into a file that goes on",
-    "cli/info.py": "one verb: what a model is, and what the machine has where none is named",
-    "loading/models.py": "one way in: from a name to a model in memory, its structure and its tokenizer",
-    "loading/packed_copy.py": "one copy: what is kept of a packed model, where, and the same model again",
-    "retrieval/build.py": "one build: texts or tokens become shards, and what is interrupted goes on",
-    "serve/answering.py": "one answer: its exchange, its events, and what it tells of itself",
-    "serve/responses.py": "one endpoint: what it asks for, and the events and items of its answers",
-    "serve/tools.py": "calls of functions: what may be called, and how calls are read from a text",
-    "testing/conformance.py": "the properties of a drafter, and the checked runs that show them",
-    "train/run.py": "one training: its steps, its measurements, and what it leaves",
-    "tune/layer_sets.py": "one search: its space, its trials, and what it found",
-    "verify/subjects.py": "what is judged: one subject each for this library, transformers, functions and servers",
-    "verify/verifying.py": "one judgement, from what is asked to the verdict",
-    "views/trajectory.py": "one trajectory: how it is decoded, and as data, text and a page",
-    "accept/rules.py": "the four rules, and the noise that two of them draw with",
-    "drafters/parts/rank_tree.py": "one kind of tree, and the published ones, which are data",
-    "engine/budget.py": "what may be drafted, what of it is verified, and what every limit has cut",
-    "heads/eagle_layouts.py": "one family of layouts, and the structure that is read off its tensors",
-    "model/prober.py": "one probe: what it asks, and its findings as data",
-    "model/reference.py": "what one probe compares: steps, faults, and plain forwards of their texts",
-    "native/packed_matmul.py": "one matrix by weight format: how it lies, its products, and the same one again",
-    "sessions/runner.py": "one engine shared by calls, and the stream that each of them holds",
-    "sessions/session.py": "the requests of one call and their texts",
-    "zoo/conversion.py": "one conversion: whether it is there and whole, and how it is made",
-}
-"""Files that may have more lines, and why."""
 
 
 @cache
@@ -179,17 +126,6 @@ def test_no_file_imports_itself_in_a_circle() -> None:
 
     for module in modules():
         visit(module, ())
-
-
-def test_no_file_is_long_without_a_reason() -> None:
-    lengths = {
-        path.relative_to(SOURCE / "foredraft").as_posix(): len(path.read_text(encoding="utf-8").splitlines())
-        for path in modules().values()
-    }
-    too_long = {name: length for name, length in lengths.items() if length > MAX_LINES and name not in LONGER}
-    assert not too_long, f"split by what they are responsible for, or say in LONGER why not: {too_long}"
-    needless = [name for name in LONGER if lengths.get(name, 0) <= MAX_LINES]
-    assert not needless, f"they are short enough now; take them out of LONGER: {needless}"
 
 
 def test_an_import_upwards_would_show() -> None:

@@ -84,5 +84,5 @@ def test_without_matplotlib_nothing_is_generated(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(builtins, "__import__", without)
     result = CliRunner().invoke(app, [*SHORT, "--trace-plot", str(tmp_path / "out.png")])
     assert result.exit_code == 2
-    assert "pip install 'foredraft[plot]'" in result.stderr
+    assert "python -m pip install 'matplotlib" in result.stderr
     assert result.stdout == ""

@@ -22,6 +22,7 @@ from foredraft.cli.options import AsJson, DraftingOptions, Loading, LoadingOptio
 from foredraft.cli.running import exit_codes, load_llm, put_json
 from foredraft.config.method import key_entries, methods
 from foredraft.config.speculative import method_named
+from foredraft.extras import install_command
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM
@@ -307,7 +308,7 @@ def machine_report() -> dict[str, Any]:
             missing.append({"what": name, "why": "a model of the zoo that is not installed", "remedy": reason})
     for extra, (module, use) in EXTRAS.items():
         if find_spec(module) is None:
-            missing.append({"what": extra, "why": use, "remedy": f"python -m pip install 'foredraft[{extra}]'"})
+            missing.append({"what": extra, "why": use, "remedy": install_command(extra)})
     reason = "" if kernels is not None else "the library's own kernels are missing"
     promise = Promise("native" if kernels is not None else "near-ties", reason)
     return {

@@ -14,6 +14,7 @@ from foredraft.cli.options import DraftingOptions, EngineOptions, LoadingOptions
 from foredraft.cli.running import exit_codes, load_llm, read_text, say
 from foredraft.config.engine import EngineConfig
 from foredraft.errors import ConfigError
+from foredraft.extras import install_command
 from foredraft.serve.settings import (
     DETAILS,
     GRANULARITIES,
@@ -26,7 +27,6 @@ from foredraft.serve.settings import (
 if TYPE_CHECKING:
     from foredraft.serve.served import Served
 
-EXTRA = "foredraft serve needs fastapi, uvicorn and prometheus-client; install them with pip install 'foredraft[serve]'"
 KEY_VARIABLE = "FOREDRAFT_API_KEY"
 DEFAULTS = ServerSettings()
 
@@ -130,7 +130,9 @@ def serve(
             from foredraft.serve.served import Offer
             from foredraft.serve.server import Server
         except ModuleNotFoundError as error:
-            raise ConfigError(f"{EXTRA} ({error.name} is missing)") from None
+            raise ConfigError(
+                f"foredraft serve needs {error.name}; install it with: {install_command('serve')}"
+            ) from None
         chosen = replace(model, model=name).chosen() if name is not None else model.chosen()
         if name is not None and model.model not in (None, name):
             raise ConfigError(f"the model is {name!r} and --model {model.model!r}; give one")

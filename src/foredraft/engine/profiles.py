@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Self
 from foredraft.config.keywords import integer, real
 from foredraft.engine.cost_model import FEW, MEMORY, CostCurve, read_seconds
 from foredraft.errors import ConfigError
-from foredraft.folders import parsed_json
+from foredraft.folders import not_ours, parsed_json
 
 if TYPE_CHECKING:
     from foredraft.engine.governor import Governor
 
+FORMAT = "foredraft-profile"
 REMEDY = "make one with foredraft tune"
 
 SAME_MODEL = ("model", "layers", "shapes")
@@ -71,6 +72,7 @@ class Profile:
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
         return {
+            "format": FORMAT,
             "method": self.method,
             "facts": dict(self.facts),
             "costs": [asdict(curve) for curve in self.curves],
@@ -93,6 +95,8 @@ class Profile:
             raise ConfigError(f"profile {path} cannot be read: {error.strerror}; make it with foredraft tune") from None
         except ValueError as error:
             raise ConfigError(f"profile {path} is not valid JSON: {error}; make it with foredraft tune") from None
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ConfigError(not_ours(path, "profile", "foredraft tune"))
         try:
             return cls(
                 str(data["method"]),

@@ -6,7 +6,6 @@ from importlib.util import find_spec
 
 NEEDED = ("gguf", "accelerate")
 """Packages that reading weights needs besides foredraft's own dependencies."""
-INSTALL = 'python -m pip install "foredraft[gguf]"'
 
 
 def missing_packages() -> list[str]:

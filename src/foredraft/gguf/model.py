@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from foredraft.errors import CheckpointError, ConfigError, UnsupportedModelError
-from foredraft.gguf import INSTALL, missing_packages
+from foredraft.extras import install_command
+from foredraft.gguf import missing_packages
 from foredraft.gguf.header import Header, TensorInfo, aligned
 
 _ROPE_FREQS = "rope_freqs.weight"
@@ -59,7 +60,7 @@ def check_readable(header: Header) -> None:
     if missing:
         raise ConfigError(
             f"reading {header.path} needs {' and '.join(missing)}, which this environment lacks; install with: "
-            f"{INSTALL}"
+            f"{install_command('gguf')}"
         )
     unknown = _not_dequantised(header)
     if unknown:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import CheckpointError
+from foredraft.folders import not_ours
 from foredraft.heads.checkpoint import Checkpoint, fill, integer
 from foredraft.heads.eagle import EagleHead, EagleShape, default_streams
 from foredraft.heads.expectation import KEY as EXPECTED
@@ -65,7 +66,8 @@ class StructureReader:
                 return None
             if not self._flag(SHARED_OUTPUT):
                 raise CheckpointError(
-                    f"{self.name} has a reduced vocabulary and no output layer: lm_head.weight is missing"
+                    f"{self.name} has a reduced vocabulary and no output layer: lm_head.weight is missing. "
+                    f"{not_ours('It', 'head', 'foredraft train')}"
                 )
             return self._published(d2t, t2d, len(d2t))
         num_rows = layer.shape[0]

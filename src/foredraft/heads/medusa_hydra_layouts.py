@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.errors import CheckpointError
+from foredraft.folders import not_ours
 from foredraft.heads.checkpoint import Checkpoint, fill
 from foredraft.heads.layers import LayerShape, Rotary
 from foredraft.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
@@ -125,6 +126,8 @@ def read_hydra(
     vocabulary, num_rows = _vocabulary(token_map, vocab_size)
     if config.get(SHARED_OUTPUT, False) is True:
         num_rows = 0
+    elif not any(map(HYDRA_OUTPUT.fullmatch, checkpoint.tensors)):
+        raise CheckpointError(f"{name} has no output layers. {not_ours('It', 'head', 'foredraft train')}")
     shape = HeadsShape(hidden_size, num_rows, heads, len(steps), is_shared, prefix=prefix, offset=offset)
     module = _filled(lambda: HydraHeads(shape, vocabulary), tensors, "later" if is_shared else "", name)
     if module.prefix is not None and prefix is not None:

@@ -129,7 +129,7 @@ def _head_of(stream: BinaryIO) -> tuple[dict[str, Any], int]:
     name, _, rest = line.decode(errors="replace").rpartition(f"{FORMAT} ")
     length, _, digest = rest.strip().partition(" ")
     if name or not length.isdigit() or not 0 < int(length) <= LARGEST_HEAD:
-        raise DamagedFileError("it does not begin as such files do")
+        raise DamagedFileError("it is not a foredraft file of packed weights")
     head = stream.read(int(length))
     if hashlib.sha256(head).hexdigest() != digest:
         raise DamagedFileError("its head is damaged")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 from foredraft.errors import CorpusError
+from foredraft.extras import install_command
 from foredraft.folders import parsed_json
 
 PIECE_CHARACTERS = 1 << 19
@@ -166,7 +167,8 @@ class CorpusFile:
             import pyarrow.parquet as parquet  # type: ignore[import-not-found,import-untyped,unused-ignore]
         except ImportError as error:
             raise CorpusError(
-                f"reading {self.path} needs pyarrow ({error}); run pip install pyarrow, or convert it to JSONL"
+                f"reading {self.path} needs pyarrow ({error}); convert it to JSONL, or install pyarrow with: "
+                f"{install_command('datastore')}"
             ) from None
         try:
             file = parquet.ParquetFile(self.path)

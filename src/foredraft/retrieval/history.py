@@ -11,7 +11,7 @@ import numpy as np
 
 from foredraft import forking
 from foredraft.errors import DatastoreError, TokenizerMismatchError
-from foredraft.folders import replacing
+from foredraft.folders import not_ours, replacing
 from foredraft.retrieval.growth import Candidate
 from foredraft.retrieval.suffix_tree import WIDTH, Spot, SuffixTree
 
@@ -152,8 +152,10 @@ class OutputHistory:
             raise DatastoreError(
                 f"the history {path} is damaged or not a history ({type(error).__name__}: {error}); delete it"
             ) from None
-        if kind != _FORMAT or (ends and ends[-1] != len(tokens)):
-            raise DatastoreError(f"the history {path} has another layout ({kind!r}); delete it")
+        if kind != _FORMAT:
+            raise DatastoreError(not_ours(path, "history", "a state_file of another name"))
+        if ends and ends[-1] != len(tokens):
+            raise DatastoreError(f"the history {path} is damaged (its lengths do not add up); delete it")
         if tokens and vocab_size is not None and max(tokens) >= vocab_size:
             raise TokenizerMismatchError(
                 f"the history {path} holds the token {max(tokens)}, and the target has {vocab_size}; use another file"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foredraft.errors import DatastoreError, TokenizerMismatchError
-from foredraft.folders import sha256_of
+from foredraft.folders import not_ours, sha256_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,10 +88,7 @@ class DatastoreManifest:
             data = json.loads(path.read_text(encoding="utf-8"))
             kind, version = data.pop("format", None), data.pop("version", None)
             if kind != FORMAT or version != VERSION:
-                raise DatastoreError(
-                    f"{path} describes {kind!r}, version {version!r}, and not {FORMAT!r}, version {VERSION}; build the "
-                    "datastore again with this foredraft"
-                )
+                raise DatastoreError(not_ours(path, "datastore", "foredraft datastore build"))
             shards = tuple(shard_record(shard) for shard in data.pop("shards"))
             sources = tuple((str(name), int(size)) for name, size in data.pop("sources"))
             return cls(shards=shards, sources=sources, **data)

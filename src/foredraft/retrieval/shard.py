@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foredraft.errors import DatastoreError
+from foredraft.extras import install_command
 
 PADDING = 64
 """Separators after the last token, so that a continuation may be read past the end. Also the longest continuation."""
@@ -241,7 +242,8 @@ def _sorter() -> Callable[[npt.NDArray[np.uint8]], npt.NDArray[np.int32]]:
         from pydivsufsort import divsufsort  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError as error:
         raise DatastoreError(
-            f"building a datastore needs the package pydivsufsort ({error}); run pip install pydivsufsort. Using a "
+            f"building a datastore needs the package pydivsufsort ({error}); install it with: "
+            f"{install_command('datastore')}. Using a "
             "datastore that exists does not"
         ) from None
     sort: Callable[[npt.NDArray[np.uint8]], npt.NDArray[np.int32]] = divsufsort

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from foredraft.config.structured import StructuredOutputs
 from foredraft.errors import ConfigError, GrammarError
+from foredraft.extras import install_command
 from foredraft.structured.matching import Compiled, Matching, first_line
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class Grammars:
             import llguidance
         except ImportError:
             raise ConfigError(
-                "structured_outputs needs llguidance, which is not installed: pip install 'foredraft[structured]'"
+                f"structured_outputs needs llguidance, which is not installed: {install_command('structured')}"
             ) from None
         if self._vocabulary is None:
             self._vocabulary = self._read_vocabulary()

@@ -13,6 +13,7 @@ from typing import Any
 
 from foredraft.drafters.parts.layer_set import LayerSet
 from foredraft.errors import ConfigError, NothingAcceptedError
+from foredraft.extras import install_command
 from foredraft.tune.objective import Costs, ExpectedTime, Objective, Score
 
 ATTENTION, MLP = "attention", "mlp"
@@ -105,7 +106,7 @@ def require_optuna() -> ModuleType:
     try:
         import optuna
     except ImportError:
-        raise ConfigError("this search needs Optuna, which is not installed: pip install 'foredraft[tune]'") from None
+        raise ConfigError(f"this search needs Optuna, which is not installed: {install_command('tune')}") from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     module: ModuleType = optuna
     return module

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from foredraft.engine.stats import StepTrace
 from foredraft.errors import ConfigError
+from foredraft.extras import install_command
 from foredraft.folders import check_place, part_of, replacing
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def require_matplotlib() -> ModuleType:
     try:
         import matplotlib.figure
     except ImportError:
-        raise ConfigError("pictures need matplotlib, which is not installed: pip install 'foredraft[plot]'") from None
+        raise ConfigError(f"pictures need matplotlib, which is not installed: {install_command('plot')}") from None
     figure: ModuleType = matplotlib.figure
     return figure
 

@@ -52,11 +52,13 @@ def why_missing(manifest: Manifest) -> str | None:
     package = _package(manifest)
     if weights_file(package) is None:
         return f"zoo:{manifest.name} is not installed; install it with: {package.install}"
-    from foredraft.gguf import INSTALL, missing_packages
+    from foredraft.extras import install_command
+    from foredraft.gguf import missing_packages
 
     missing = missing_packages()
     if missing:
-        return f"zoo:{manifest.name} is converted once, which needs {' and '.join(missing)}; install with: {INSTALL}"
+        needed, remedy = " and ".join(missing), install_command("gguf")
+        return f"zoo:{manifest.name} is converted once, which needs {needed}; install with: {remedy}"
     return None
 
 

@@ -222,7 +222,10 @@ def cut(path: Path) -> None:
     [
         (cut, "cannot be read"),
         (lambda path: path.write_text("no tensors"), "cannot be read"),
-        (lambda path: save_file({"candidates": np.zeros(3)}, path, {"format": "x"}), "format 'x'"),
+        (
+            lambda path: save_file({"candidates": np.zeros(3)}, path, {"format": "x"}),
+            "not a foredraft n-gram storage file",
+        ),
         (edited(tokens1=lambda tokens: tokens + 3), "do not fit together"),
         (edited(sizes2=lambda sizes: sizes + 1), "do not fit together"),
         (edited(weights1=lambda weights: -weights), "do not fit together"),

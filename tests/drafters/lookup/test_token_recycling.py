@@ -236,7 +236,7 @@ def _rewrite(path: Path, change: Callable[[np.ndarray], np.ndarray]) -> None:
         (Path.unlink, "cannot be read"),
         (truncated, "cannot be read"),
         (lambda path: path.write_text("no tensors"), "cannot be read"),
-        (foreign, "has the format None"),
+        (foreign, "not a foredraft adjacency matrix file"),
         (out_of_range, "outside of 0..4"),
         (twins, "twice"),
         (another_type, "not an int32 matrix"),

@@ -266,12 +266,12 @@ def test_wrong_layer_sets_and_groups_are_refused(config: dict[str, Any], message
     ("text", "message"),
     [
         ("{", "is not JSON"),
-        ("{}", "lacks a proper 'format'"),
+        ("{}", "not a foredraft layer set file"),
         ('{"format": "foredraft-layer-set"}', "skipped_attention"),
         ('{"format": "foredraft-layer-set", "skipped_attention": [1.7], "skipped_mlp": []}', "has 1.7, not a whole"),
         ('{"format": "foredraft-layer-set", "skipped_attention": [true], "skipped_mlp": []}', "has True, not a whole"),
         ('{"format": "foredraft-layer-set", "skipped_attention": "12", "skipped_mlp": []}', "is '12', not a list"),
-        ('[{"format": "foredraft-layer-set"}]', "is not a layer set"),
+        ('[{"format": "foredraft-layer-set"}]', "not a foredraft layer set file"),
     ],
 )
 def test_damaged_layer_sets_are_refused(tmp_path: Path, text: str, message: str) -> None:

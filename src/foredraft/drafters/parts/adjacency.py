@@ -133,7 +133,7 @@ class AdjacencyMatrix:
 
 
 def _read(path: str | os.PathLike[str]) -> np.ndarray:
-    candidates = read_state(path, _FORMAT, "a saved adjacency matrix")[1].get(_TENSOR)
+    candidates = read_state(path, _FORMAT, "adjacency matrix")[1].get(_TENSOR)
     if candidates is None:
         raise CheckpointError(f"{path} cannot be read: it has no {_TENSOR}; check the path, or save it again")
     if candidates.dtype != np.int32 or candidates.ndim != 2:

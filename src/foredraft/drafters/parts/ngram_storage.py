@@ -170,7 +170,7 @@ class NGramStorage:
         Raises: CheckpointError for a file that is missing, truncated, of another kind or damaged; ConfigError for one
           of another vocabulary or of other n-grams.
         """
-        about, arrays = read_state(path, _FORMAT, "a saved n-gram storage")
+        about, arrays = read_state(path, _FORMAT, "n-gram storage")
         wanted = {"vocab_size": str(vocab_size), "ngram_size": str(self.ngram_size), "storage": self.kind}
         if any(about.get(name) != value for name, value in wanted.items()):
             raise ConfigError(

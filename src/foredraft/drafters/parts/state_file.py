@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from foredraft.errors import CheckpointError, DatastoreError
-from foredraft.folders import replacing
+from foredraft.folders import not_ours, replacing
 
 
 def check_writable(file: Path) -> None:
@@ -48,12 +48,12 @@ def save_state(path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray], 
         raise CheckpointError(f"{target} cannot be written: {error}; check the directory and its space") from None
 
 
-def read_state(path: str | os.PathLike[str], form: str, title: str) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+def read_state(path: str | os.PathLike[str], form: str, name: str) -> tuple[dict[str, str], dict[str, np.ndarray]]:
     """What `save_state` wrote: words about it, and the tensors.
 
     Args:
       form: its format.
-      title: what is saved in that format, for messages.
+      name: kind of file, for messages.
 
     Raises: CheckpointError for a file that is missing, truncated or of another kind.
     """
@@ -61,7 +61,7 @@ def read_state(path: str | os.PathLike[str], form: str, title: str) -> tuple[dic
         with safe_open(path, framework="np") as file:
             about = file.metadata() or {}
             if about.get("format") != form:
-                raise CheckpointError(f"{path} has the format {about.get('format')!r}, not {form!r}; it is not {title}")
+                raise CheckpointError(not_ours(path, name, "a state_file of another name"))
             return about, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (OSError, SafetensorError) as error:
         if isinstance(error, CheckpointError):

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from foredraft.errors import ConfigError
+from foredraft.extras import install_command
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -20,7 +21,7 @@ def check_ray(address: str | None) -> None:
             "the cluster, with HOST:6379 or auto"
         )
     if find_spec("ray") is None:
-        raise ConfigError("--replicas needs Ray; install it with pip install 'foredraft[ray]'")
+        raise ConfigError(f"--replicas needs Ray; install it with: {install_command('ray')}")
 
 
 def build(app_config: Mapping[str, Any]) -> Application:

@@ -1,0 +1,45 @@
+"""Optional dependencies: the command that installs those of an extra."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import PackageNotFoundError, requires
+
+from packaging.requirements import Requirement
+
+DISTRIBUTION = "foredraft"
+
+
+@cache
+def install_command(extra: str) -> str:
+    """Command that installs the packages of an extra, each by its own name.
+
+    It never names foredraft itself: a package index need not have it. Read from the metadata of the installed
+    distribution, which is the one place that lists extras.
+
+    Args:
+      extra: name of an extra in pyproject.toml, such as ``serve``.
+    """
+    try:
+        found = sorted(set(_packages(extra)))
+    except PackageNotFoundError:  # run from a folder of sources
+        found = []
+    if not found:
+        return f"python -m pip install '.[{extra}]' in a checkout of foredraft"
+    return f"python -m pip install {shlex.join(found)}"
+
+
+def _packages(extra: str) -> Iterator[str]:
+    for line in requires(DISTRIBUTION) or ():
+        requirement = Requirement(line)
+        marker = requirement.marker
+        if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": extra}):
+            continue
+        if requirement.name == DISTRIBUTION:
+            for other in sorted(requirement.extras):
+                yield from _packages(other)
+        else:
+            requirement.marker = None
+            yield str(requirement)
