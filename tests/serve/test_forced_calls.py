@@ -21,7 +21,7 @@ from foredraft.llm import LLM
 from foredraft.serve.responses import read_response
 from foredraft.serve.served import Served
 from foredraft.serve.settings import ServerSettings
-from foredraft.serve.tools import ForcedReader, Tools, joined
+from foredraft.serve.tools import Tools
 from foredraft.structured.grammars import Grammars
 from schemas import HOSTILE, nested, random_schema
 from serving import SETTINGS, Running, running, with_template
@@ -490,6 +490,56 @@ def test_text_and_calls_of_a_model_are_items(server: Running) -> None:
         assert form._items[0] is messages[0]
 
 
+TAGGED = {
+    "type": "object",
+    "properties": {"a": {"const": "</tool_call>"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+AROUND = 'Well.\n<tool_call>\n{"name": "f", "arguments": {"a": 2.50, "b": 1e999, "a": 1}}\n</tool_call>\nDone.\n'
+
+
+def test_a_whole_answer_with_calls_is_what_its_stream_adds_up_to(server: Running) -> None:
+    """In chat and in responses, with text around a call, and arguments in the model's own digits."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    sent = {"structured_outputs": {"choice": [AROUND]}, "seed": 1}
+    asked = {"messages": MESSAGES, "tools": tools, "max_tokens": 300, **sent}
+    message = server.post("/v1/chat/completions", **asked).json()["choices"][0]["message"]
+    deltas = [choice["delta"] for event in server.events("/v1/chat/completions", asked) for choice in event["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == message["content"] == "Well.\n\nDone.\n"
+    for calls in (message["tool_calls"], [call for delta in deltas for call in delta.get("tool_calls", [])]):
+        assert [call["function"]["arguments"] for call in calls] == ['{"a": 2.50, "b": 1e999, "a": 1}']
+    items = {"input": MESSAGES, "tools": [{"type": "function", "name": "f"}], "max_output_tokens": 300, **sent}
+    whole = server.post("/v1/responses", **items).json()["output"]
+    assert [item["type"] for item in whole] == ["message", "function_call", "message"]
+    with server.client.responses.create(
+        model="tiny", input=MESSAGES, tools=items["tools"], max_output_tokens=300, stream=True, extra_body=sent
+    ) as stream:
+        streamed = list(stream)[-1].response.output
+    told = [item.content[0].text if item.type == "message" else item.arguments for item in streamed]
+    assert told == [item["arguments"] if "arguments" in item else item["content"][0]["text"] for item in whole]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_closing_tag_inside_an_argument_ends_no_call(server: Running, choice: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": TAGGED}}]
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": "</tool_call>"}}\n</tool_call>'
+    sent = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 300}
+    sent |= {"structured_outputs": {"choice": [call]}} if choice == "auto" else {}
+    (found,) = ask(server, **sent).choices
+    assert told(found)["calls"][0] == {"name": "f", "arguments": '{"a": "</tool_call>"}'}
+    assert found.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud83d"}', '{"a": 1'])
+def test_arguments_that_no_template_can_write_go_back_as_text(server: Running, arguments: str) -> None:
+    """They came back as ``Infinity`` or ``NaN``, or ended the conversation with half a surrogate pair."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    history = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    found = server.post("/v1/chat/completions", messages=history, max_tokens=1, return_prompt_text=True).json()
+    assert f'"arguments": {json.dumps(arguments)}' in found["prompt_text"]
+
+
 INJECTED = '") %json {} start: ("'
 HOSTILE_PARAMETERS: dict[str, dict[str, Any]] = {
     "deep": json.loads(nested(150)),
@@ -534,20 +584,6 @@ def test_hostile_tools_are_refused_or_called(server: Running, name: str, choice:
         if text["finish_reason"] == "tool_calls":
             assert all(isinstance(json.loads(call["function"]["arguments"]), dict) for call in calls)
     assert server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
-
-
-@pytest.mark.parametrize("size", [1, 2, 7, 1000])
-def test_forced_calls_are_read_in_any_pieces(size: int) -> None:
-    calls = [('a "}{" \\', {"x": '}"\\{', "y": {"z": ["}", {}]}}), ("b", {})]
-    written = "\n".join(
-        f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {json.dumps(of)}}}\n</tool_call>'
-        for name, of in calls
-    )
-    reader = ForcedReader(is_named=False)
-    pieces = [written[i : i + size] for i in range(0, len(written), size)]
-    found = joined(call for piece in pieces for call in reader.read(piece)[1])
-    assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found] == calls
-    assert reader.ends_with_calls
 
 
 @pytest.mark.slow

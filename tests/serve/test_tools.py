@@ -1,9 +1,7 @@
-"""Tools: offered through the chat template, and calls read out of what the model writes, in whatever pieces."""
+"""Tools: offered through the chat template, and calls as clients get them."""
 
 from __future__ import annotations
 
-import itertools
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +13,6 @@ from foredraft.llm import LLM
 from foredraft.serve.chat import ChatForm, read_chat
 from foredraft.serve.served import Served
 from foredraft.serve.settings import ServerSettings
-from foredraft.serve.tools import CallReader
 from foredraft.sessions.outputs import StreamOutput
 from serving import Running, with_template
 
@@ -29,29 +26,6 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}{{ c.function.arguments.a }}{% endfor %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-TEXTS: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
-    "one": (CALL, "", [("add", {"a": 1, "b": "</tool"})]),
-    "with text": (f"Let me see. {CALL}", "Let me see. ", [("add", {"a": 1, "b": "</tool"})]),
-    "two": (f"{CALL}\n{CALL}", "", [("add", {"a": 1, "b": "</tool"})] * 2),
-    "a list": ('<tool_call>[{"name": "f"}, {"name": "g", "arguments": {}}]</tool_call>', "", [("f", {}), ("g", {})]),
-    "no end": ('<tool_call>{"name": "f"}', "", [("f", {})]),
-    "no JSON": ("<tool_call>add(1)</tool_call>", "<tool_call>add(1)</tool_call>", []),
-    "nearly": ("a <tool_cal and <", "a <tool_cal and <", []),
-    "none": ("Nothing to call.", "Nothing to call.", []),
-}
-
-
-@pytest.mark.parametrize("name", TEXTS)
-@pytest.mark.parametrize("size", [1, 2, 7, 1000])
-def test_calls_are_read_in_any_pieces(name: str, size: int) -> None:
-    text, said, calls = TEXTS[name]
-    reader = CallReader()
-    pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    found = [reader.read(piece, is_last=i == len(pieces) - 1) for i, piece in enumerate(pieces)]
-    assert "".join(piece for piece, _ in found) == said
-    read = list(itertools.chain.from_iterable(each for _, each in found))
-    assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in read] == calls
-    assert [call["index"] for call in read] == list(range(len(calls)))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,6 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from foredraft import __version__
 from foredraft.errors import ForedraftError
-from foredraft.folders import parsed_json
 from foredraft.serve.answering import CLIENT_LEFT, answer
 from foredraft.serve.asking import Asking
 from foredraft.serve.chat import conversation, read_chat
@@ -29,6 +27,7 @@ from foredraft.serve.fields import Fields, shown, wrong_field
 from foredraft.serve.form import Form
 from foredraft.serve.guards import REQUEST_ID, Drain, Keys, Targets
 from foredraft.serve.responses import read_response
+from foredraft.serve.strict_json import strict_json
 from foredraft.serve.tokens import encode, token_ids
 from foredraft.views.token_view import page
 
@@ -194,7 +193,7 @@ class Application:
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} seconds") from None
         try:
-            body = parsed_json(data, parse_constant=_no_constant, parse_float=_finite)
+            body = strict_json(data)
         except ValueError as error:
             raise ApiError(400, f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
         if not isinstance(body, dict):
@@ -281,14 +280,3 @@ class Application:
             "vocab_size": len(tokenizer),
         }
         return JSONResponse(info)
-
-
-def _finite(number: str) -> float:
-    """Infinity would be told again where an answer repeats the request, and is not JSON."""
-    if math.isinf(value := float(number)):
-        raise ValueError(f"{number[:20]} is too large a number")
-    return value
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from foredraft.config.keywords import Foreign, check_unicode
 from foredraft.errors import ConfigError, GrammarError, PromptError
-from foredraft.folders import parsed_json
 from foredraft.serve.asking import Asking, read_asking, read_form, with_prompts
+from foredraft.serve.calls import message_of
 from foredraft.serve.errors import ApiError
 from foredraft.serve.fields import REFUSED, SHARED, Fields, shown, text_of, wrong_field
 from foredraft.serve.form import ChoicesForm
+from foredraft.serve.strict_json import is_unicode, strict_json
 from foredraft.serve.tokens import chat_logprobs, prompt_tables
-from foredraft.serve.tools import Tools, called, joined, read_tools, with_tools
+from foredraft.serve.tools import Tools, called, read_tools, with_tools
 from foredraft.sessions.prompts import chat_text
 
 if TYPE_CHECKING:
@@ -174,12 +176,20 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
         wrong_field(where, calls, "a list of {id: ..., type: 'function', function: {name: ..., arguments: ...}}")
     read = []
     for call in calls:
-        arguments = call["function"].get("arguments", {})
+        arguments = call["function"].get("arguments")
+        arguments = {} if arguments is None else arguments
         if isinstance(arguments, str):
-            with suppress(ValueError):  # as where an answer was cut off within them
-                arguments = parsed_json(arguments or "{}")
+            with suppress(ValueError):  # as where an answer was cut off within them, or no template could write them
+                arguments = _with_whole_characters(strict_json(arguments or "{}"))
         read.append({**call, "function": {**call["function"], "arguments": arguments}})
     return read
+
+
+def _with_whole_characters(value: Any) -> Any:
+    """Raises: ValueError for a value with half of a surrogate pair, which no template can write."""
+    if not is_unicode(json.dumps(value, ensure_ascii=False)):
+        raise ValueError("it has half of a surrogate pair")
+    return value
 
 
 class ChatForm(ChoicesForm):
@@ -245,10 +255,9 @@ class ChatForm(ChoicesForm):
         said: dict[str, Any] = {"content": text}
         reason = delta.finish_reason if is_last else None
         if reader is not None:
-            said["content"], calls = reader.read(text, is_last)
-            if self._tools.forced:
-                del said["content"]
-            if calls:
+            parts = reader.read(text, is_last)
+            said = {} if self._tools.forced else {"content": "".join(each for each in parts if isinstance(each, str))}
+            if calls := [each for each in parts if not isinstance(each, str)]:
                 said |= self._told(calls)
             reason = self._reason if reason == "stop" and reader.ends_with_calls else reason
         choice = self._choice(delta.index, "delta", said, reason, delta.stop_reason if is_last else None)
@@ -279,9 +288,9 @@ class ChatForm(ChoicesForm):
             message: dict[str, Any] = {"role": "assistant", "content": text.text, "refusal": None}
             reason = text.finish_reason
             if (reader := self._tools.reader()) is not None:
-                message["content"], calls = reader.read(text.text, is_last=True)
+                message["content"], calls = message_of(reader.read(text.text, is_last=True))
                 if calls:
-                    message |= self._told(joined(calls))
+                    message |= self._told(calls)
                 if calls or self._tools.forced:
                     message["content"] = message["content"] or None
                 reason = self._reason if reason == "stop" and reader.ends_with_calls else reason

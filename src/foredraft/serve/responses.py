@@ -230,20 +230,26 @@ class ResponseForm(Form):
     def _take(self, piece: str, is_last: bool) -> list[bytes]:
         """Events for a piece of the text."""
         events = []
-        text, calls = self._reader.read(piece, is_last) if self._reader else (piece, [])
-        if text:  # tokens that only begin a character have none
-            if self._item is None or self._item["type"] != "message":
-                events += [*self._end("completed"), *self._begin(_new_message())]
-            assert self._item is not None
-            self._item["content"][0]["text"] += text
-            events.append(self._event("response.output_text.delta", **self._part_place, delta=text, logprobs=[]))
-        for call in calls:
-            if "id" in call:
-                events += [*self._end("completed"), *self._begin(_new_call(call["id"], call["function"]["name"]))]
-            assert self._item is not None
-            if said := call["function"]["arguments"]:
-                self._item["arguments"] += said
-                events.append(self._event("response.function_call_arguments.delta", **self._place, delta=said))
+        for part in self._reader.read(piece, is_last) if self._reader else [piece] * bool(piece):
+            events += self._take_text(part) if isinstance(part, str) else self._take_call(part)
+        return events
+
+    def _take_text(self, text: str) -> list[bytes]:
+        events = []
+        if self._item is None or self._item["type"] != "message":
+            events += [*self._end("completed"), *self._begin(_new_message())]
+        assert self._item is not None
+        self._item["content"][0]["text"] += text
+        return [*events, self._event("response.output_text.delta", **self._part_place, delta=text, logprobs=[])]
+
+    def _take_call(self, call: dict[str, Any]) -> list[bytes]:
+        events = []
+        if "id" in call:
+            events += [*self._end("completed"), *self._begin(_new_call(call["id"], call["function"]["name"]))]
+        assert self._item is not None
+        if said := call["function"]["arguments"]:
+            self._item["arguments"] += said
+            events.append(self._event("response.function_call_arguments.delta", **self._place, delta=said))
         return events
 
     def _begin(self, item: dict[str, Any]) -> list[bytes]:

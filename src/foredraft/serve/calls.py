@@ -1,0 +1,204 @@
+"""Calls of tools in the text of a model, in Hermes' format, which SmolLM2 and Qwen write, too."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+from foredraft.serve.strict_json import JsonEnd, is_object, is_unicode, own_texts, with_escaped_halves
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+HEAD, BETWEEN, TAIL = f'{OPEN}\n{{"name": ', ', "arguments": ', f"}}\n{CLOSE}"
+"""Text of a forced call around its name and its arguments: as templates write calls of earlier answers."""
+
+Part: TypeAlias = str | dict[str, Any]
+"""Text, or a call as a stream tells it: whole, begun, or continued (without an id)."""
+
+_BEGIN = re.compile(rf'{re.escape(HEAD[len(OPEN) :])}("(?:[^"\\]|\\.)*"){re.escape(BETWEEN)}(?=\{{)', re.DOTALL)
+"""Text from the opening tag of a forced call to its arguments."""
+
+
+class CallReader:
+    """Takes calls out of a text that grows. How the text is cut into pieces does not matter.
+
+    A call is ``<tool_call>``, a JSON object with a name and arguments or a list of them, and ``</tool_call>``. A tag
+    without them is text. White space between the beginning of the text, calls and its end is left out.
+
+    Args:
+      is_single: tell only the first call, as vLLM does.
+      is_forced: the text has nothing but calls, by a grammar. The name of a call is told first, then its arguments as
+        they come. Text is left out.
+      is_named: the request names the tool. Such a call does not count as a reason to end, as in the OpenAI API.
+
+    Attributes:
+      num_calls: number of calls found so far.
+    """
+
+    def __init__(self, *, is_single: bool = False, is_forced: bool = False, is_named: bool = False) -> None:
+        self.num_calls = 0
+        self._is_single, self._is_forced, self._is_named = is_single, is_forced, is_named
+        self._text = ""  # from the first character that is not certain
+        self._place = 0  # of what is read next
+        self._json: JsonEnd | None = None  # of the call that is being read
+        self._inside = 0  # where that call begins, after its tag
+        self._told = 0  # up to here, of the arguments of a forced call
+        self._is_begun = self._is_in_arguments = False  # of a forced call
+        self._space, self._has_text = "", False  # since the last call
+        self._parts: list[Part] = []
+
+    @property
+    def ends_with_calls(self) -> bool:
+        """Whether a text that ends here, because the model ended it, has ended for its calls."""
+        return self.num_calls > 0 and not self._is_named and not self._is_in_arguments
+
+    def read(self, piece: str, is_last: bool = False) -> list[Part]:
+        """Text and calls that are certain now, in their order."""
+        self._text += piece
+        self._parts = []
+        while self._read_call(is_last) if self._json else self._read_text(is_last):
+            pass
+        if is_last and not self.num_calls:
+            self._tell_text(self._space)
+        certain = self._inside if self._json else self._place
+        self._text = self._text[certain:]
+        self._inside, self._place, self._told = self._inside - certain, self._place - certain, self._told - certain
+        return self._parts
+
+    def _read_text(self, is_last: bool) -> bool:
+        """Whether a tag was found, behind which a call may begin."""
+        begin, found = self._place, self._text.find(OPEN, self._place)
+        if found < 0:
+            self._place = len(self._text) - (0 if is_last else _overlap(self._text[begin:]))
+            self._say(self._text[begin : self._place])
+            return False
+        self._say(self._text[begin:found])
+        self._place = self._inside = found + len(OPEN)
+        self._json = JsonEnd()
+        return True
+
+    def _read_call(self, is_last: bool) -> bool:
+        """Whether text comes next, after a call or instead of one."""
+        value = self._json
+        assert value is not None
+        if self._is_forced and not value.has_ended:
+            self._read_forced(value)
+        if not value.has_ended and not value.has_failed:
+            self._place = value.read(self._text, self._place)
+        if value.has_failed or (is_last and not value.has_ended):
+            return self._read_as_text()
+        if not value.has_ended:
+            return False
+        rest = self._text[self._place :].lstrip(" \t\n\r")
+        is_closed = rest.startswith(CLOSE)
+        if not is_closed and not CLOSE.startswith(rest):
+            return self._read_as_text()
+        if not is_closed and not is_last:
+            return False
+        if not self._is_forced:
+            calls = _calls(self._text[self._inside : self._place])
+            if not calls:
+                return self._read_as_text()
+            self._tell_calls(calls)
+        self._place = len(self._text) - len(rest) + len(CLOSE if is_closed else rest)
+        self._json, self._space, self._has_text, self._is_begun = None, "", False, False
+        return True
+
+    def _read_as_text(self) -> bool:
+        """Take the tag for text, and read on behind it."""
+        if self._is_forced:  # and cut off
+            self._place = len(self._text)
+            return False
+        self._say(OPEN)
+        self._json, self._place = None, self._inside
+        return True
+
+    def _tell_calls(self, calls: list[tuple[str, str]]) -> None:
+        for name, arguments in calls:
+            if not (self._is_single and self.num_calls):
+                self._parts.append(_begun(self.num_calls, name, arguments))
+            self.num_calls += 1
+
+    def _read_forced(self, value: JsonEnd) -> None:
+        """Tell what is new of a forced call."""
+        if not self._is_begun and (found := _BEGIN.match(self._text, self._inside)) is not None:
+            value.read(self._text[: found.end()], self._place)
+            self._place = self._told = found.end()
+            self._parts.append(_begun(self.num_calls, json.loads(found[1]), ""))
+            self.num_calls += 1
+            self._is_begun = self._is_in_arguments = True
+        if not self._is_in_arguments:
+            return
+        self._place = value.read(self._text, self._place, depth=1)
+        if told := self._text[self._told : self._place]:
+            self._tell_arguments(told)
+        self._told, self._is_in_arguments = self._place, value.depth > 1
+
+    def _tell_arguments(self, told: str) -> None:
+        """Tell more of the arguments of the last call."""
+        if not self._parts:
+            self._parts.append({"index": self.num_calls - 1, "function": {"arguments": ""}})
+        last = self._parts[-1]
+        assert not isinstance(last, str)
+        last["function"]["arguments"] += told
+
+    def _say(self, text: str) -> None:
+        """Tell text, of which white space alone waits for what follows."""
+        self._space += text
+        if self._has_text or (self._space and not self._space.isspace()):
+            self._has_text = True
+            self._tell_text(self._space)
+            self._space = ""
+
+    def _tell_text(self, text: str) -> None:
+        if not text or self._is_forced:
+            return
+        if self._parts and isinstance(self._parts[-1], str):
+            self._parts[-1] += text
+        else:
+            self._parts.append(text)
+
+
+def _overlap(text: str) -> int:
+    """Length of the end of a text that begins a tag."""
+    return next((length for length in range(len(OPEN) - 1, 0, -1) if text.endswith(OPEN[:length])), 0)
+
+
+def _calls(text: str) -> list[tuple[str, str]]:
+    """Names and arguments of the calls that a text has; none where it is anything else."""
+    try:
+        found = [(json.loads(call["name"]), _arguments(call.get("arguments", "{}"))) for call in own_texts(text)]
+    except (ValueError, KeyError):
+        return []
+    return found if all(isinstance(name, str) and is_unicode(name) for name, _ in found) else []
+
+
+def _arguments(own: str) -> str:
+    """Arguments in their own text; those that a model has written as a string, decoded once."""
+    if own == "null":
+        return "{}"
+    if own.startswith('"') and is_object(inner := json.loads(own)):
+        return with_escaped_halves(inner)
+    return own
+
+
+def _begun(index: int, name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"index": index, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+def message_of(parts: Iterable[Part]) -> tuple[str, list[dict[str, Any]]]:
+    """Text and calls of a whole answer, from the parts that its stream would tell."""
+    text: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, str):
+            text.append(part)
+        elif "id" in part:
+            calls.append({name: value for name, value in part.items() if name != "index"})
+        else:
+            calls[-1]["function"]["arguments"] += part["function"]["arguments"]
+    return "".join(text), calls
