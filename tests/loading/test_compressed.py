@@ -239,10 +239,95 @@ def test_inputs_that_are_grouped_by_the_order_of_activations_are_read(order: str
     found = codes_of(file_of, "layer", parts)
     assert torch.equal(found.dense(), dense)
     assert (found.order is not None) == (order == "inputs")
-    save_file({**tensors, "model.layers.0.mlp.up_proj.weight_g_idx": given.to(torch.int32)}, file)
+    of_all = {
+        f"{name.removesuffix('.weight_scale')}.weight_g_idx": torch.arange(32 * scales.shape[1], dtype=torch.int32)
+        // 32
+        for name, scales in tensors.items()
+        if name.endswith(".weight_scale")
+    }
+    save_file({**tensors, **of_all, "model.layers.0.mlp.up_proj.weight_g_idx": given.to(torch.int32)}, file)
     loaded = load_model(tmp_path / "m", dtype="float32")
     assert loaded.types is not None
     assert ("1 with inputs in an order of their own" in loaded.types) == (order == "inputs")
+
+
+def without(file: Path, part: str, *, of_all: bool) -> None:
+    """Take a part out of one layer of a checkpoint, or out of all."""
+    tensors = load_file(file)
+    names = [name for name in tensors if name.endswith(part)]
+    for name in names if of_all else names[3:4]:
+        del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("style", ["pack-quantized", "int-quantized", "naive-quantized"])
+@pytest.mark.parametrize("symmetric", [False, None])
+def test_a_layer_that_has_lost_its_zero_points_is_refused(style: str, symmetric: bool | None, tmp_path: Path) -> None:
+    """Its weights would be others, in silence."""
+    bits = 4 if style == "pack-quantized" else 8
+    write(tmp_path / "m", bits, 32, style, has_zeros=True)
+    if symmetric is not None:
+        change_settings(tmp_path / "m", config_groups={"group_0": scheme(bits, 32, symmetric=symmetric)})
+    without(tmp_path / "m" / "model.safetensors", ".weight_zero_point", of_all=False)
+    with pytest.raises(
+        CheckpointError, match=r"lacks model.layers.0.*.weight_zero_point \(1 of 14 layers\), and 13 other"
+    ):
+        load_model(tmp_path / "m")
+
+
+@pytest.mark.parametrize(("version", "is_read"), [("0.9.3", False), ("0.12.1", False), ("0.9.2", True), (None, True)])
+def test_zero_points_that_no_layer_has_are_those_that_old_writers_left_out(
+    version: str | None, is_read: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Up to 0.9.2 they were not written where all were in the middle; it is told. Newer ones always write them."""
+    model = write(tmp_path / "m", 4, 32, "pack-quantized")
+    change_settings(tmp_path / "m", version=version, config_groups={"group_0": scheme(4, 32, symmetric=False)})
+    if is_read:
+        assert_close(load_model(tmp_path / "m", dtype="float32").model, model)
+        assert "layers have weight_zero_point, and none has" in caplog.text
+    else:
+        with pytest.raises(CheckpointError, match="14 of 14 layers"):
+            load_model(tmp_path / "m")
+
+
+def test_zero_points_of_codes_that_are_called_symmetric_are_refused(tmp_path: Path) -> None:
+    """Readers that believe config.json pass over them."""
+    write(tmp_path / "m", 4, 32, "pack-quantized", has_zeros=True)
+    change_settings(tmp_path / "m", config_groups={"group_0": scheme(4, 32, symmetric=True)})
+    with pytest.raises(CheckpointError, match="states that its codes are symmetric, and it has zero points"):
+        load_model(tmp_path / "m")
+
+
+def test_layers_of_a_symmetric_scheme_need_no_zero_points(tmp_path: Path) -> None:
+    """Schemes are told apart by the names of layers, also by patterns."""
+    model = write(tmp_path / "m", 4, 32, "pack-quantized", has_zeros=True)
+    file = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if "down_proj.weight_zero_point" in name]:
+        layer = name.removesuffix(".weight_zero_point")
+        own = {part.rsplit(".", 1)[1]: tensor for part, tensor in tensors.items() if part.startswith(f"{layer}.")}
+        del own["weight_zero_point"], tensors[name]
+        model.get_submodule(layer).weight.data = codes_of({"quant_method": METHOD}, layer, own).codes.dense()
+    save_file(tensors, file, metadata={"format": "pt"})
+    groups = {"a": scheme(4, 32, symmetric=False), "b": scheme(4, 32, symmetric=True)}
+    change_settings(tmp_path / "m", config_groups={**groups, "b": {**groups["b"], "targets": ["re:.*down_proj$"]}})
+    assert_close(load_model(tmp_path / "m", dtype="float32").model, model)
+
+
+@pytest.mark.parametrize("actorder", ["group", "weight"])
+def test_a_layer_that_has_lost_the_order_of_its_inputs_is_refused(actorder: str, tmp_path: Path) -> None:
+    """Where groups follow the order of activations; by "weight" they are neighbours."""
+    model = write(tmp_path / "m", 4, 32, "pack-quantized")
+    change_settings(tmp_path / "m", config_groups={"group_0": scheme(4, 32, actorder=actorder)})
+    file = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(file)
+    order = torch.arange(128, dtype=torch.int32) // 32
+    save_file({**tensors, "model.layers.0.mlp.up_proj.weight_g_idx": order}, file, metadata={"format": "pt"})
+    if actorder == "weight":
+        assert_close(load_model(tmp_path / "m", dtype="float32").model, model)
+    else:
+        with pytest.raises(CheckpointError, match=r"weight_g_idx \(13 of 14 layers\), and 1 other layers"):
+            load_model(tmp_path / "m")
 
 
 def test_inputs_in_groups_of_several_sizes_are_refused(tmp_path: Path) -> None:

@@ -298,6 +298,15 @@ def test_groups_of_several_sizes_are_refused(tmp_path: Path) -> None:
         load_model(tmp_path / "m")
 
 
+@pytest.mark.parametrize(("method", "part"), [("gptq", "qzeros"), ("awq", "qzeros"), ("gptq", "g_idx")])
+def test_a_layer_that_has_lost_a_part_is_refused(method: str, part: str, tmp_path: Path) -> None:
+    """Without zero points, or its order of inputs, its weights would be others."""
+    write(tmp_path / "m", method, **({"act_order": "inputs"} if part == "g_idx" else {}))
+    change(tmp_path / "m", **{part: None})
+    with pytest.raises(CheckpointError, match=rf"{UP}.*{part}|{part}.*{UP}"):
+        load_model(tmp_path / "m")
+
+
 @pytest.mark.parametrize("part", ["qweight", "qzeros", "scales", "g_idx"])
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_parts_that_do_not_fit_are_refused(method: str, part: str, tmp_path: Path) -> None:

@@ -86,6 +86,33 @@ def test_plain_checkpoints_are_the_models_that_they_stand_for(
     assert_close(loaded.model, model)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_layer_that_has_lost_its_zero_points_is_refused(bits: int, tmp_path: Path) -> None:
+    """Its weights would be others, in silence."""
+    write(tmp_path / "m", bits, 32, has_zeros=True)
+    file = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[f"{UP}._weight_zero_point"]
+    save_file(tensors, file)
+    with pytest.raises(
+        CheckpointError, match=rf"lacks {UP}._weight_zero_point \(1 of 14 layers\), and 13 other layers"
+    ):
+        load_model(tmp_path / "m")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_that_no_layer_has(bits: int, tmp_path: Path) -> None:
+    """``Int8Tensor`` may have none; the other class always writes them."""
+    model = write(tmp_path / "m", bits, 32)
+    file = tmp_path / "m" / "model.safetensors"
+    save_file({name: each for name, each in load_file(file).items() if not name.endswith("zero_point")}, file)
+    if bits == 8:
+        assert_close(load_model(tmp_path / "m", dtype="float32").model, model)
+    else:
+        with pytest.raises(CheckpointError, match=r"14 of 14 layers\), and config.json states"):
+            load_model(tmp_path / "m")
+
+
 @needs_kernels
 def test_texts_with_drafts_are_those_without(tmp_path: Path) -> None:
     write(tmp_path / "m", 4, 32, has_zeros=True)

@@ -10,6 +10,7 @@ Source: compressed-tensors (vllm-project/compressed-tensors), formats pack-quant
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +24,11 @@ from foredraft.native.packed_matmul import CODES_SPAN
 
 METHOD = "compressed-tensors"
 FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
-PARTS = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx", "weight")
+ZEROS, GROUPS = "weight_zero_point", "weight_g_idx"
+PARTS = ("weight_packed", "weight_shape", "weight_scale", ZEROS, GROUPS, "weight")
 """Of the codes of a layer."""
+VERSION = "0.12.1"
+"""Of compressed-tensors, as which checkpoints are written."""
 _WORD = 32
 _UNTOLD = [{"weights": {"num_bits": bits}} for bits in (4, 8)]
 """Schemes of layers that come without any."""
@@ -90,17 +94,12 @@ def read(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.Tenso
     Raises: KeyError, RuntimeError, ValueError, IndexError for parts that do not fit one another,
       UnsupportedModelError for groups without a kernel.
     """
-    scales, zeros = parts["weight_scale"], parts.get("weight_zero_point")
-    if "weight_packed" in parts:
-        packed = parts["weight_packed"]
-        outputs, inputs = parts["weight_shape"].tolist()
-        columns = packed.shape[1]
-    else:
-        packed, columns = parts["weight"], None
-        outputs, inputs = packed.shape
+    scales, zeros, packed = parts["weight_scale"], parts.get(ZEROS), parts.get("weight_packed")
+    (outputs, inputs), count, columns = _sizes(parts)
     scales = scales.reshape(-1, 1).expand(outputs, 1) if scales.numel() == 1 else scales.view(outputs, -1)
-    (bits, size), order = _form(settings, name, inputs, scales.shape[1], columns), None
-    numbers = packed.view(torch.uint8) ^ 128 if columns is None else unpacked(packed, bits, inputs, 1)
+    number, bits, size = _scheme(settings, name, inputs, count, columns)
+    order = None
+    numbers = parts["weight"].view(torch.uint8) ^ 128 if packed is None else unpacked(packed, bits, inputs, 1)
     if numbers.shape != (outputs, inputs):
         raise ValueError(f"{outputs} outputs in numbers of {len(numbers)}")
     if zeros is not None and zeros.dtype == torch.int32:
@@ -108,7 +107,9 @@ def read(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.Tenso
     elif zeros is not None:
         zeros = zeros.expand(scales.shape).reshape(scales.shape).to(torch.int16).add(2 ** (bits - 1)).to(torch.uint8)
     zeros = None if zeros is None else whole_zeros(zeros.view(scales.shape), bits)
-    groups = parts.get("weight_g_idx")
+    if zeros is not None and _schemes(settings)[number]["weights"].get("symmetric") is True:
+        raise ValueError("config.json states that its codes are symmetric, and it has zero points beside the middle")
+    groups = parts.get(GROUPS)
     if groups is not None and not bool((groups == -1).all()):
         of_groups, order = orders(name, groups, size)
         scales, zeros = scales[:, of_groups], None if zeros is None else zeros[:, of_groups]
@@ -116,35 +117,75 @@ def read(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.Tenso
     return Read(by_groups(name, numbers, bits, scales, zeros, size), order)
 
 
-def _form(
+def scheme_of(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.Tensor]) -> tuple[int, dict[str, bool]]:
+    """Number of the scheme of a layer, and what it states: whether its layers have zero points, and an order."""
+    (_, inputs), count, columns = _sizes(parts)
+    number, *_ = _scheme(settings, name, inputs, count, columns)
+    weights = _schemes(settings)[number]["weights"]
+    stated = {ZEROS: not weights["symmetric"]} if isinstance(weights.get("symmetric"), bool) else {}
+    return number, stated | {GROUPS: weights.get("actorder") in ("group", "dynamic", True)}
+
+
+def may_lack(settings: Mapping[str, Any], part: str) -> bool:
+    """Whether the writer of a checkpoint may have left out a part of all its layers that its settings state.
+
+    Before 0.9.3, zero points were left out where all were in the middle; an order that was not found still is.
+    """
+    version = [int(number) for number in re.findall(r"\d+", str(settings.get("version") or ""))[:3]]
+    return part != ZEROS or not version or version < [0, 9, 3]
+
+
+def _sizes(parts: Mapping[str, torch.Tensor]) -> tuple[tuple[int, int], int, int | None]:
+    """Outputs and inputs of a layer, groups of its inputs, and words of an output; None where a code has its own."""
+    packed = parts.get("weight_packed")
+    outputs, inputs = parts["weight"].shape if packed is None else parts["weight_shape"].tolist()
+    scales = parts["weight_scale"]
+    count = 1 if scales.numel() == 1 else scales.view(outputs, -1).shape[1]
+    return (outputs, inputs), count, None if packed is None else packed.shape[1]
+
+
+def _schemes(settings: Mapping[str, Any]) -> list[Any]:
+    return list((settings.get("config_groups") or {}).values()) or _UNTOLD
+
+
+def _scheme(
     settings: Mapping[str, Any], name: str, inputs: int, count: int, columns: int | None = None
-) -> tuple[int, int]:
-    """Bits of a code and inputs of a group, of which the last may be cut off: of the first scheme that fits.
+) -> tuple[int, int, int]:
+    """Number of the first scheme that fits a layer, bits of a code, and inputs of a group; the last may be cut off.
 
     A scheme that names the layer comes before one for all linear layers, and this before others.
 
     Args:
-      count: of its groups.
+      count: groups of its inputs.
       columns: words of every output; None where a code has a word of its own.
 
     Raises: ValueError where no scheme fits.
 
     Example:
         >>> scheme = {"weights": {"num_bits": 4, "group_size": 32}}
-        >>> _form({"config_groups": {"a": scheme}}, "up", 72, 3, 9)
-        (4, 32)
+        >>> _scheme({"config_groups": {"a": scheme}}, "up", 72, 3, 9)
+        (0, 4, 32)
     """
-    schemes = list((settings.get("config_groups") or {}).values()) or _UNTOLD
+    schemes = _schemes(settings)
     targets = [scheme.get("targets") or () for scheme in schemes]
-    order = [(name not in each, "Linear" not in each, number) for number, each in enumerate(targets)]
+    order = [(not _names(each, name), "Linear" not in each, number) for number, each in enumerate(targets)]
     for *_, number in sorted(order):
-        scheme = schemes[number]
-        bits, size = (whole_number(scheme["weights"], key) for key in ("num_bits", "group_size"))
+        bits, size = (whole_number(schemes[number]["weights"], key) for key in ("num_bits", "group_size"))
         size = inputs if count == 1 else size or inputs // count
         if bits and -(-inputs // max(size, 1)) == count and columns in (None, -(-inputs * bits // _WORD)):
-            return bits if columns else 8, size
+            return number, bits if columns else 8, size
     said = sorted({str((scheme.get("weights") or {}).get("group_size")) for scheme in schemes})
     raise ValueError(f"{inputs} inputs in {count} groups, where groups have {', '.join(said)}")
+
+
+def _names(targets: Any, name: str) -> bool:
+    """Whether targets of a scheme name a layer, in full or by a pattern.
+
+    Example:
+        >>> _names(["re:.*up_proj"], "layers.0.up_proj"), _names(["Linear"], "layers.0.up_proj")
+        (True, False)
+    """
+    return any(each == name or (each[:3] == "re:" and re.match(each[3:], name) is not None) for each in targets)
 
 
 def orders(name: str, groups: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -18,8 +18,10 @@ them). Its other tensors are laid out for one kernel each; before version 2 of a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -27,6 +29,10 @@ import torch
 from foredraft.errors import CheckpointError, ForedraftError
 from foredraft.loading import compressed
 from foredraft.loading.compressed import Read, by_groups, orders, refusal, unpacked, whole_number, whole_zeros
+
+logger = logging.getLogger("foredraft")
+
+SchemeOf = Callable[[Mapping[str, Any], str, Mapping[str, torch.Tensor]], tuple[int, Mapping[str, bool]]]
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,10 @@ class Layout:
       method: its name in ``quantization_config``.
       mark: part that every layer in codes has.
       parts: of a layer, of which it may lack some.
+      optional: those of them that all layers of a scheme may lack.
       why_not_plain: of ``quantization_config`` tells what else a checkpoint asks for than whole numbers for weights.
       read: gives the codes of a layer, of ``quantization_config``, its name, and its parts.
+      scheme_of: gives the number of the scheme of a layer, and what that states of optional parts.
     """
 
     method: str
@@ -46,6 +54,8 @@ class Layout:
     parts: tuple[str, ...]
     why_not_plain: Callable[[Mapping[str, Any]], str]
     read: Callable[[Mapping[str, Any], str, Mapping[str, torch.Tensor]], compressed.Read]
+    optional: tuple[str, ...] = ()
+    scheme_of: SchemeOf = lambda settings, name, parts: (0, {})
 
 
 _WORDS = ("weight_packed", "qweight", "qzeros")
@@ -84,10 +94,50 @@ def codes_of(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.T
         raise
     except (KeyError, RuntimeError, ValueError, IndexError, TypeError) as error:
         shapes = ", ".join(f"{part} {tuple(tensor.shape)}" for part, tensor in sorted(parts.items()))
+        detail = f"there is no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:100]
         raise CheckpointError(
-            f"the weights of {name} do not fit one another ({shapes}; {' '.join(str(error).split())[:100]}): the file "
+            f"the weights of {name} do not fit one another ({shapes}; {detail}): the file "
             "is damaged; download or copy it again"
         ) from None
+
+
+def check_optional(
+    location: str, settings: Mapping[str, Any], layers: Mapping[str, Mapping[str, torch.Tensor]]
+) -> None:
+    """Check that layers of one scheme have the same parts: without its zero points a layer has other weights.
+
+    Args:
+      layers: parts by layer, which `codes_of` has read.
+
+    Raises: CheckpointError for a layer without a part that others of its scheme have, and for a part that the settings
+      state and no layer has, unless writers are known to have left it out.
+    """
+    layout = LAYOUTS[settings["quant_method"]]
+    schemes: dict[int, list[str]] = {}
+    stated: dict[int, Mapping[str, bool]] = {}
+    for layer, parts in layers.items():
+        number, stated[number] = layout.scheme_of(settings, layer, parts)
+        schemes.setdefault(number, []).append(layer)
+    for (number, names), part in product(schemes.items(), layout.optional):
+        lacking = [name for name in names if part not in layers[name]]
+        if not lacking or not stated[number].get(part, len(lacking) < len(names)):
+            continue
+        if len(lacking) < len(names):
+            held = f"{len(names) - len(lacking)} other layers of the same scheme have theirs"
+        elif layout.method != compressed.METHOD or not compressed.may_lack(settings, part):
+            held = "config.json states that these layers have theirs"
+        else:
+            logger.warning(
+                "config.json of %s states that its layers have %s, and none has. Writers of compressed-tensors leave "
+                "it out where it has no effect, so it is read that way; if it was lost instead, texts are wrong.",
+                location,
+                part,
+            )
+            continue
+        raise CheckpointError(
+            f"{location} lacks {lacking[0]}.{part} ({len(lacking)} of {len(names)} layers), and {held}: without it, "
+            "the weights would be others. The file is damaged or incomplete; download or save the checkpoint again"
+        )
 
 
 def _check_kinds(parts: Mapping[str, torch.Tensor]) -> None:
@@ -142,6 +192,13 @@ def read_gptq(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.
     return _read(name, unpacked(qweight, bits, inputs, 0).t(), bits, scales, stored, settings, parts.get("g_idx"))
 
 
+def gptq_scheme(
+    settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.Tensor]
+) -> tuple[int, Mapping[str, bool]]:
+    """The one scheme; inputs in the order of activations (``desc_act``) have a group each."""
+    return 0, {"g_idx": bool(settings.get("desc_act"))}
+
+
 def why_not_awq(settings: Mapping[str, Any]) -> str:
     """What else than whole numbers for weights such a checkpoint asks for; empty where that is nothing."""
     kind = str(settings.get("version") or settings.get("format") or "gemm").lower()
@@ -188,7 +245,8 @@ def _read(
 
 TORCHAO = "torchao"
 _QDATA = "_weight_qdata"
-TORCHAO_PARTS = (_QDATA, "_weight_scale", "_weight_zero_point")
+_ZERO = "_weight_zero_point"
+TORCHAO_PARTS = (_QDATA, "_weight_scale", _ZERO)
 """Of a layer."""
 _BITS = {"int4": 4, "int8": 8}
 _PLAIN = ("Int8WeightOnlyConfig", "IntxWeightOnlyConfig")
@@ -228,7 +286,7 @@ def read_torchao(settings: Mapping[str, Any], name: str, parts: Mapping[str, tor
       without a kernel.
     """
     numbers, scales, bits = parts[_QDATA], parts["_weight_scale"], _torchao_bits(settings)
-    zeros = parts.get("_weight_zero_point", torch.zeros(scales.shape, dtype=torch.int8))
+    zeros = parts.get(_ZERO, torch.zeros(scales.shape, dtype=torch.int8))
     if bits is None or numbers.dtype != torch.int8 or zeros.dtype != torch.int8 or numbers.ndim != 2:
         raise ValueError(f"numbers in {numbers.dtype}, zeros in {zeros.dtype}")
     half = 2 ** (bits - 1)
@@ -242,6 +300,14 @@ def read_torchao(settings: Mapping[str, Any], name: str, parts: Mapping[str, tor
     return Read(by_groups(name, codes, bits, scales, whole_zeros(of_zeros, bits), size))
 
 
+def torchao_scheme(
+    settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.Tensor]
+) -> tuple[int, Mapping[str, bool]]:
+    """The one scheme; ``IntxUnpackedToInt8Tensor`` always has zero points, and ``Int8Tensor`` may."""
+    is_intx = settings["quant_type"]["default"].get("_type") == "IntxWeightOnlyConfig"
+    return 0, {_ZERO: True} if is_intx else {}
+
+
 def _torchao_bits(settings: Mapping[str, Any]) -> int | None:
     """Of a number; None for other kinds."""
     data = settings["quant_type"]["default"].get("_data") or {}
@@ -251,9 +317,17 @@ def _torchao_bits(settings: Mapping[str, Any]) -> int | None:
 LAYOUTS = {
     each.method: each
     for each in (
-        Layout(compressed.METHOD, "weight_scale", compressed.PARTS, compressed.why_not_plain, compressed.read),
-        Layout("gptq", "qweight", GPTQ_PARTS, why_not_gptq, read_gptq),
+        Layout(
+            compressed.METHOD,
+            "weight_scale",
+            compressed.PARTS,
+            compressed.why_not_plain,
+            compressed.read,
+            (compressed.ZEROS, compressed.GROUPS),
+            compressed.scheme_of,
+        ),
+        Layout("gptq", "qweight", GPTQ_PARTS, why_not_gptq, read_gptq, ("g_idx",), gptq_scheme),
         Layout("awq", "qweight", GPTQ_PARTS, why_not_awq, read_awq),
-        Layout(TORCHAO, _QDATA, TORCHAO_PARTS, why_not_torchao, read_torchao),
+        Layout(TORCHAO, _QDATA, TORCHAO_PARTS, why_not_torchao, read_torchao, (_ZERO,), torchao_scheme),
     )
 }

@@ -18,8 +18,8 @@ from foredraft.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foredraft.folders import check_new_folder, filling
 from foredraft.heads.checkpoint import CONFIG, read_checkpoint, write_checkpoint
 from foredraft.loading.checkpoint_errors import check_layers
-from foredraft.loading.compressed import METHOD, parts_of
-from foredraft.loading.layouts import LAYOUTS, codes_of, settings_of
+from foredraft.loading.compressed import METHOD, VERSION, parts_of
+from foredraft.loading.layouts import LAYOUTS, check_optional, codes_of, settings_of
 from foredraft.model.execution.forwards import replacement
 from foredraft.model.execution.packing import PackedLinear, named_weights
 from foredraft.model.execution.rounding import roundable, take_codes
@@ -59,6 +59,7 @@ def load_codes(location: str, revision: str | None, config: Any, dtype: torch.dt
         forms[layer] = found.codes.form, found.codes.numbers.shape
         reordered += [layer] * (found.order is not None)
         state[f"{layer}.weight"] = found.dense().to(dtype)
+    check_optional(location, settings, parts)
     model = _built(location, revision, config, state, dtype)
     plain = set(roundable(model))
     modules = dict(model.named_modules())
@@ -227,6 +228,7 @@ def _settings(model: nn.Module, codes: Mapping[str, Codes]) -> dict[str, Any]:
     left = [name for name, module in model.named_modules() if type(module) is nn.Linear and name not in codes]
     return {
         "quant_method": METHOD,
+        "version": VERSION,
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": groups,
