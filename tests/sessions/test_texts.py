@@ -8,10 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from foredraft import LLM, SamplingParams
-from foredraft.engine.stopping import StopChecker
+from foredraft.engine.stopping import Detokenizer, StopChecker
 from foredraft.sessions.session import TextStream
+from foredraft.testing import toy_model
 
 SPECIAL = 256
 ALPHABET = [*b"abc", *"é😀".encode(), SPECIAL]
@@ -141,3 +145,85 @@ def test_stop_strings_cost_a_call_no_more_detokenisation(config: str, monkeypatc
         llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=stop))
         counts.append(calls[0])
     assert counts[0] == counts[1] > 12
+
+
+# -- bytes for characters that have no token of their own ------------------------------------------------------------
+
+WORDS = ("\u2581", "H", "i", "\u2581H", "\u2581Hi", "!")
+UNKNOWN, BOS, EOS = 0, 1, 2
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """As Llama 2, Mistral and Gemma have it: a run of bytes that is not UTF-8 decodes to as many marks."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
+    vocab = {token: place for place, token in enumerate(tokens)}
+    merges = [("\u2581", "H"), ("\u2581H", "i")]
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def bytes_of(text: str) -> list[int]:
+    return [3 + byte for byte in text.encode()]
+
+
+HI, MARK = (3 + 256 + WORDS.index(word) for word in ("\u2581Hi", "!"))
+ENDS: list[tuple[list[int], str]] = [
+    (bytes_of("🙂🙂"), "🙂🙂"),
+    (bytes_of("🙂🙂")[:7], "🙂\ufffd\ufffd\ufffd"),
+    (bytes_of("你好吗朋友")[:14], "你好吗朋\ufffd\ufffd"),
+    (bytes_of("你好")[:5], "你\ufffd\ufffd"),
+    (bytes_of("好")[:1], "\ufffd"),
+    ([*bytes_of("你好")[:5], HI], "你\ufffd\ufffd Hi"),
+    ([HI, *bytes_of("你")[:2], HI, *bytes_of("你好")[:4]], "Hi\ufffd\ufffd Hi你\ufffd"),
+    ([*bytes_of("你好")[:4], *bytes_of("你好")[:4]], "你\ufffd\ufffd\ufffd\ufffd\ufffd"),
+    ([HI, 3 + 0xFF, 3 + 0xFF], "Hi\ufffd\ufffd"),
+]
+
+
+@pytest.mark.parametrize(("script", "text"), ENDS)
+def test_complete_characters_stay_where_bytes_after_them_form_none(script: list[int], text: str) -> None:
+    """The decoder alone gives up the whole run. Every token appends, and nothing is taken back."""
+    detokenizer = Detokenizer(byte_fallback())
+    pieces = [detokenizer.append(token) for token in script]
+    pieces.append(detokenizer.finish())
+    assert "".join(pieces) == detokenizer.text == text
+    assert detokenizer.rest() == detokenizer.finish() == ""
+
+
+@pytest.mark.parametrize("end", ["budget", "eos", "stop token", "stop string", "stop string that is not said"])
+@pytest.mark.parametrize("method", [None, "ngram"])
+def test_streamed_and_final_text_are_one_wherever_an_answer_ends(method: str | None, end: str) -> None:
+    """Inside of a character, too; with a stop string after it."""
+    tokenizer = byte_fallback()
+    model = toy_model(len(tokenizer), dtype=torch.float32)
+    model.generation_config.eos_token_id = EOS
+    llm = LLM(model, method, tokenizer=tokenizer)
+    for script, text in ENDS:
+        options: dict[str, Any] = {"max_tokens": len(script)}
+        said = list(script)
+        if end != "budget":
+            said.append({"eos": EOS, "stop token": HI}.get(end, MARK))
+            options["max_tokens"] = len(said) + 1
+        if end == "stop token":
+            if HI in script:
+                continue
+            options["stop_token_ids"] = [HI]
+            text += " Hi"
+        elif end.startswith("stop string"):
+            options["stop"] = ["zzz" if end.endswith("said") else "!"]
+            text += "!" if end.endswith("said") else ""
+
+        def forced(ids: torch.Tensor, logits: torch.Tensor, said: list[int] = said) -> torch.Tensor:
+            place = ids.shape[1] - 1
+            logits = torch.full_like(logits, -1e4)
+            logits[:, said[place] if place < len(said) else EOS] = 0.0
+            return logits
+
+        params = SamplingParams(temperature=0, logits_processors=[forced], **options)
+        (whole,) = llm.generate([[BOS]], params)
+        with llm.stream([[BOS]], params) as stream:
+            streamed = "".join(piece for delta in stream for piece, _ in delta.segments)
+        assert whole.outputs[0].text == streamed == text, script

@@ -17,8 +17,10 @@ REPLACEMENT = "\ufffd"  # what an unfinished UTF-8 sequence decodes to
 class Detokenizer:
     """The text of one output, which grows as tokens arrive; characters appear once they are complete.
 
-    It adds up to ``tokenizer.decode(output_ids)``. Only a few trailing tokens are decoded at a time, each of them once:
-    whoever needs the text first takes the tokens in, a search for stop strings or the stream that shows it.
+    It is the only text of an output, streamed or whole. It equals ``tokenizer.decode(output_ids)``, but complete
+    characters stay, also with a decoder that takes them back when bytes that form none follow. Only a few trailing
+    tokens are decoded at a time, each of them once: whoever needs the text first takes the tokens in, a search for stop
+    strings or the stream that shows it.
 
     Attributes:
       text: up to the last complete character, a stop string included.
@@ -38,14 +40,13 @@ class Detokenizer:
 
     def append(self, token: int) -> str:
         """The text that this token completes, possibly empty. What the tokenizer raises leaves all as it was."""
-        before = self._decode(self._prefix_start, self._prefix_end)
         self._ids.append(token)
         try:
-            after = self._decode(self._prefix_start, len(self._ids))
+            rest = self.rest()
         except BaseException:
             self._ids.pop()
             raise
-        piece = "" if after.endswith(REPLACEMENT) else after[len(before) :]
+        piece = "" if rest.endswith(REPLACEMENT) else rest
         if piece:
             self._prefix_start, self._prefix_end = self._prefix_end, len(self._ids)
             self.text += piece
@@ -58,11 +59,21 @@ class Detokenizer:
             self.append(token)
 
     def finish(self) -> str:
-        """The text of trailing tokens that never became complete."""
-        before = self._decode(self._prefix_start, self._prefix_end)
-        rest = self._decode(self._prefix_start, len(self._ids))[len(before) :]
+        """Append the text of trailing tokens that never became complete, and return it."""
+        rest = self.rest()
         self.text += rest
+        self._prefix_start = self._prefix_end = len(self._ids)
         return rest
+
+    def rest(self) -> str:
+        """Text of the tokens since the last complete character: replacement characters at its end may change.
+
+        A decoder that joins single bytes (byte fallback) reads a run of them as a whole. Where the end of the run is no
+        character, it gives up those before, too: the end is then decoded alone.
+        """
+        before = self._decode(self._prefix_start, self._prefix_end)
+        after = self._decode(self._prefix_start, len(self._ids))
+        return after[len(before) :] if after.startswith(before) else self._decode(self._prefix_end, len(self._ids))
 
     def _decode(self, start: int, end: int) -> str:
         ids = self._ids[start:end]

@@ -141,6 +141,13 @@ class TextStream:
         """All text that was released."""
         return "" if self._text is None else self._text.text[: self._released]
 
+    @property
+    def whole(self) -> str:
+        """All text that was released; of a row that was aborted or still runs, the text of all its tokens."""
+        if self._text is None or self.finish_reason not in (None, "abort"):
+            return self.released
+        return self._text.text + self._text.rest()
+
     def pieces(self, num_tokens: int, num_released: int) -> tuple[str, ...]:
         """Text released beyond so many characters, by the newest tokens that made it certain.
 
@@ -327,7 +334,7 @@ class Session:
         logprobs = self._table(request, text.logprobs)
         return CompletionOutput(
             index=text.row.index,
-            text=self._decoded_text(text),
+            text=text.whole,
             token_ids=FrozenList(text.token_ids),
             cumulative_logprob=None if logprobs is None else sum(entry.logprob for entry in text.logprobs),
             logprobs=logprobs,
@@ -335,16 +342,6 @@ class Session:
             stop_reason=text.stop_reason,
             seed=int(request.params.seed or 0),
         )
-
-    def _decoded_text(self, text: TextStream) -> str:
-        """The tokenizer's own decoding, unless a stop string cuts it."""
-        detokenizer = text.row.text
-        if self._tokenizer is None or detokenizer is None:
-            return ""
-        if text.error is not None or (detokenizer.stop is not None and text.finish_reason == "stop"):
-            return text.released
-        skips = text.row.params.skip_special_tokens
-        return str(self._tokenizer.decode(text.token_ids, skip_special_tokens=skips))
 
     def _table(self, request: Request, entries: Seq[TokenLogprobs]) -> list[dict[int, Logprob]] | None:
         """Log-probabilities of tokens; None where the request asks for none."""
