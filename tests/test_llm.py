@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import inspect
+import itertools
+import operator
 import re
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +18,7 @@ import torch
 from transformers import LogitsProcessor
 
 import foredraft
-from foredraft import LLM, SamplingParams, zoo
+from foredraft import LLM, SamplingParams, StructuredOutputs, zoo
 from foredraft.config.foreign import LLM_ALIASES, LLM_ARGUMENTS
 from foredraft.engine.stats import SequenceStats
 from foredraft.errors import ConfigError, ContextLengthError, EngineBusyError, NumericsError, PromptError
@@ -175,6 +179,10 @@ def test_prompts_come_in_every_form(plain: LLM) -> None:
         [STORY],
         [token_ids],
         [{"prompt_token_ids": torch.tensor(token_ids)}],
+        iter(token_ids),
+        [iter(token_ids)],
+        {"prompt_token_ids": iter(token_ids)},
+        (text for text in [STORY]),
     ]
     expected = plain.generate(STORY, GREEDY)[0].outputs[0].token_ids
     for form in forms:
@@ -184,10 +192,85 @@ def test_prompts_come_in_every_form(plain: LLM) -> None:
     assert plain.generate([], GREEDY) == []
 
 
+class Indexed:
+    """A sequence of the old protocol, such as a torch Dataset: items by their place, and no iterator."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self._items = items
+
+    def __getitem__(self, place: int) -> Any:
+        return self._items[place]
+
+
+ONE_PASS: dict[str, Callable[[list[Any]], Any]] = {
+    "generator": lambda items: (item for item in items),
+    "map": lambda items: map(operator.itemgetter(0), zip(items, strict=True)),
+    "iterator": iter,
+    "zip": lambda items: (item for (item,) in zip(items, strict=True)),
+    "chain": lambda items: itertools.chain(items[:1], items[1:]),
+    "dict view": lambda items: dict(enumerate(items)).values(),
+    "deque": collections.deque,
+    "indexed": Indexed,
+}
+"""Everything that a list of prompts, parameters or conversations may be; most can be read only once."""
+
+
+@pytest.mark.parametrize("form", ONE_PASS, ids=str)
+def test_whatever_can_be_iterated_over_gives_all_its_items(plain: LLM, form: str) -> None:
+    """The first prompt of a generator, map or iterator was dropped, as were those of messages and output_ids."""
+    make, prompts = ONE_PASS[form], ["The king", "The farmer", "Once upon"]
+    params = [SamplingParams(temperature=0, max_tokens=count) for count in (2, 3, 4)]
+    wanted = ids(plain.generate(prompts, params))
+    outputs = plain.generate(make(prompts), make(params))
+    assert [output.prompt for output in outputs] == prompts
+    assert ids(outputs) == wanted
+    with plain.stream(make(prompts), make([{"temperature": 0, "max_tokens": count} for count in (2, 3, 4)])) as stream:
+        assert len(list(stream)) >= 3
+        assert ids(stream.outputs()) == wanted
+    tokens = [plain.tokenizer(prompt)["input_ids"] for prompt in prompts]
+    assert ids(plain.generate(make([make(one) for one in tokens]), params)) == wanted
+
+    talks = [[{"role": "user", "content": text}] for text in prompts]
+    replies = ids(plain.chat(talks, params))
+    assert ids(plain.chat(make([make(talk) for talk in talks]), make(params))) == replies
+    assert ids(plain.chat(make(talks[0]), params[0])) == replies[:1]
+    assert plain.chat_prompt(make(talks[0])) == plain.chat_prompt(talks[0])
+
+    said = wanted[2][:2]
+    for output_ids in (make(list(said)), make([make(list(said))])):
+        begun = {"prompt": prompts[2], "output_ids": output_ids}
+        assert ids(plain.generate(begun, params[2])) == wanted[2:]
+
+
+@pytest.mark.parametrize("form", ONE_PASS, ids=str)
+def test_every_list_of_sampling_parameters_may_be_iterated_over_once(form: str) -> None:
+    make = ONE_PASS[form]
+    lists: dict[str, list[Any]] = {
+        "stop": ["a", "b"],
+        "bad_words": ["c"],
+        "stop_token_ids": [5, 6],
+        "allowed_token_ids": [5, 6],
+        "logprob_token_ids": [7],
+        "prediction": [8, 9],
+        "logits_processors": [abs],
+    }
+    given = SamplingParams(
+        **{name: make(items) for name, items in lists.items()}, bad_words_ids=make([make([5]), make([6, 7])])
+    )
+    assert given == SamplingParams(**lists, bad_words_ids=[[5], [6, 7]])
+    assert StructuredOutputs(choice=make(["a", "b"])) == StructuredOutputs(choice=["a", "b"])
+
+
 @pytest.mark.parametrize(
     ("prompt", "error", "message"),
     [
         ("", PromptError, "prompt 0 is empty"),
+        (iter([STORY, iter([])]), PromptError, "prompt 1 is empty"),
+        ([STORY, iter([5, 1.5])], PromptError, "prompt 1 holds 1.5"),
+        ({"prompt": STORY, "output_ids": 5}, PromptError, "prompt 0 has the output_ids 5"),
+        ({"prompt": STORY, "output_ids": [[5], 6]}, PromptError, "prompt 0 is int"),
+        ({1: STORY, "x": 2}, PromptError, "prompt 0 has the keys"),
+        (b"bytes", PromptError, "the prompt is b'bytes'"),
         ([STORY, []], PromptError, "prompt 1 is empty"),
         ([STORY, [4, 4096]], PromptError, "prompt 1: token id 4096 lies outside the vocabulary, 0..4095"),
         ([[5, -1]], PromptError, "token id -1"),
@@ -215,6 +298,12 @@ def test_parameters_are_one_or_one_for_each(llm: LLM) -> None:
     assert len(ids(llm.generate(STORY))[0]) <= 16
     with pytest.raises(ConfigError, match="1 sampling parameters for 2 prompts"):
         llm.generate([STORY, STORY], [short])
+    with pytest.raises(ConfigError, match="sampling_params is 5; give SamplingParams"):
+        llm.generate(STORY, 5)
+    with pytest.raises(ConfigError, match="sampling_params holds int"):
+        llm.generate([STORY, STORY], iter([short, 5]))
+    with pytest.raises(PromptError, match="the messages are int"):
+        llm.chat(5)
 
 
 def test_without_a_tokenizer_ids_go_in_and_come_out() -> None:

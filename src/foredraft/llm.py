@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shlex
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -44,13 +43,13 @@ from foredraft.model.execution.rounding import check_quantization, check_weights
 from foredraft.progress import progress_bar
 from foredraft.sessions.outputs import RequestOutput
 from foredraft.sessions.payoff import PayoffWatch
-from foredraft.sessions.prompts import Prompts, chat_prompt, read_params, read_prompts, seeded
+from foredraft.sessions.prompts import Prompts, chat_prompt, conversations_of, read_params, read_prompts, seeded
 from foredraft.sessions.runner import Runner, Stream
 from foredraft.structured.grammars import Grammars
 
 ModelLike: TypeAlias = str | os.PathLike[str] | PreTrainedModel
 SpeculativeLike: TypeAlias = SpeculativeConfig | Mapping[str, Any] | str | None
-ParamsLike: TypeAlias = SamplingParams | Mapping[str, Any] | Seq[SamplingParams] | None
+ParamsLike: TypeAlias = SamplingParams | Mapping[str, Any] | Iterable[SamplingParams | Mapping[str, Any]] | None
 
 
 class LLM:
@@ -320,7 +319,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Seq[Mapping[str, Any]] | Seq[Seq[Mapping[str, Any]]],
+        messages: Iterable[Mapping[str, Any]] | Iterable[Iterable[Mapping[str, Any]]],
         sampling_params: ParamsLike = None,
         *,
         use_tqdm: bool | None = None,
@@ -332,8 +331,7 @@ class LLM:
           messages: ``[{"role": "user", "content": ...}, ...]``, or a list of such conversations.
           template_options: for ``apply_chat_template``.
         """
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [self.chat_prompt(messages, **template_options) for messages in conversations]
+        prompts = [self.chat_prompt(one, **template_options) for one in conversations_of(messages)]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def chat_prompt(self, messages: Any, **template_options: Any) -> dict[str, Any]:

@@ -154,14 +154,25 @@ def whole_number(value: Any) -> int:
     return operator.index(value)
 
 
+def has_items(value: Any) -> bool:
+    """Whether this is a list, an iterator, an array or the like; text, bytes and mappings are not. Takes no item."""
+    if isinstance(value, (str, bytes, bytearray, Mapping)):
+        return False
+    try:
+        iter(value)
+    except TypeError:
+        return False
+    return True
+
+
 def listed(owner: str, name: str, value: Any) -> tuple[Any, ...]:
     """The entries of a list or the like, none for None.
 
-    Raises: ConfigError for what has no entries.
+    Raises: ConfigError for a value without entries.
     """
     if value is None:
         return ()
-    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
+    if not has_items(value):
         raise ConfigError(f"{owner}.{name} is {value!r}; it must be a list")
     return tuple(value)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
-from foredraft.config.keywords import integer, real, spelling
+from foredraft.config.keywords import has_items, integer, real, spelling
 from foredraft.errors import ConfigError
 from foredraft.folders import check_place
 
@@ -99,7 +99,7 @@ class whole_numbers:
     low: int = 0
 
     def __call__(self, name: str, value: Any) -> tuple[int, ...]:
-        if isinstance(value, str) or not isinstance(value, Iterable):
+        if not has_items(value):
             raise ConfigError(f"{name} is {value!r}; it must be a list of whole numbers")
         return tuple(sorted({integer(OWNER, name, item, self.low) for item in value}))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foredraft.config.foreign import SAMPLING_PARAMETERS
-from foredraft.config.keywords import integer, listed, real, strict_keywords, strings
+from foredraft.config.keywords import has_items, integer, listed, real, strict_keywords, strings
 from foredraft.config.structured import StructuredOutputs
 from foredraft.errors import ConfigError
 
@@ -222,9 +222,12 @@ class SamplingParams:
         return integer("SamplingParams", name, token, 0, remedy="token ids are not negative")
 
     def _token_sequence(self, words: Any) -> tuple[int, ...]:
-        if not isinstance(words, Sequence) or isinstance(words, str) or not words:
-            raise ConfigError(f"SamplingParams.bad_words_ids holds {words!r}; every entry must be a list of token ids")
-        return tuple(self._token("bad_words_ids", token) for token in words)
+        tokens = tuple(self._token("bad_words_ids", token) for token in words) if has_items(words) else ()
+        if not tokens:
+            raise ConfigError(
+                f"SamplingParams.bad_words_ids holds {words!r}; every entry must be a list of one token id or more"
+            )
+        return tokens
 
     def _checked_bias(self) -> dict[int, float] | None:
         if not self.logit_bias:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
-from foredraft.config.keywords import check_unicode, whole_number
+from foredraft.config.keywords import check_unicode, has_items, whole_number
 from foredraft.config.sampling import SamplingParams
 from foredraft.errors import ConfigError, PromptError, described
 from foredraft.law.noise import mix
 
 _SEED_BITS = 53  # of drawn seeds, so that every JSON reader can report and repeat them
 
-PromptLike: TypeAlias = str | Mapping[str, Any] | Seq[int]
-Prompts: TypeAlias = PromptLike | Seq[PromptLike]
+PromptLike: TypeAlias = str | Mapping[str, Any] | Iterable[int]
+Prompts: TypeAlias = PromptLike | Iterable[PromptLike]
 
 
 @dataclass(frozen=True)
@@ -39,18 +38,22 @@ def read_prompts(prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None) ->
 
     Raises: PromptError, naming the prompt by its place.
     """
-    listed = [prompts] if is_single(prompts) else list(cast(Iterable[Any], prompts))
-    return [read_prompt(prompt, tokenizer, place) for place, prompt in enumerate(listed)]
+    return [read_prompt(prompt, tokenizer, place) for place, prompt in enumerate(_separate(prompts))]
 
 
-def is_single(prompts: Prompts) -> bool:
-    """Whether this is one prompt. A flat list of numbers is one prompt of token ids."""
+def _separate(prompts: Prompts) -> list[Any]:
+    """Every prompt of a call. A flat list of numbers is one prompt of token ids.
+
+    An iterator is read once, into a list: whoever looks at its first item takes it away.
+    """
     if isinstance(prompts, (str, Mapping)):
-        return True
-    if isinstance(prompts, (bytes, int, float)) or not isinstance(prompts, Iterable):
+        return [prompts]
+    if not has_items(prompts):
         raise PromptError(f"the prompt is {prompts!r}; give text, token ids, a mapping, or a list of these")
-    first = next(iter(prompts), None)
-    return first is not None and not isinstance(first, (str, Mapping)) and not _is_list(first)
+    items = list(prompts)
+    first = items[0] if items else None
+    is_flat = first is not None and not isinstance(first, (str, Mapping)) and not has_items(first)
+    return [items] if is_flat else items
 
 
 def read_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, place: int = 0) -> Prompt:
@@ -58,11 +61,11 @@ def read_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, place: i
     if isinstance(prompt, Mapping):
         unknown = set(prompt) - {"prompt", "prompt_token_ids", "output_ids", "cache_salt"}
         if unknown or not prompt:
-            raise PromptError(f"prompt {place} has the keys {sorted(prompt)}; give prompt (text) or prompt_token_ids")
+            keys = sorted(map(str, prompt))
+            raise PromptError(f"prompt {place} has the keys {keys}; give prompt (text) or prompt_token_ids")
         if (said := prompt.get("output_ids")) is not None:
             begun = read_prompt({key: prompt[key] for key in prompt if key != "output_ids"}, tokenizer, place)
-            listed = list(said) if said and _is_list(next(iter(said))) else [said]
-            return replace(begun, output_ids=tuple(_ids(ids, place) if len(ids) else () for ids in listed))
+            return replace(begun, output_ids=_output_ids(said, place))
         if (salt := prompt.get("cache_salt")) is not None:
             if not isinstance(salt, str) or not salt:
                 raise PromptError(f"prompt {place} has the cache_salt {salt!r}; give a text, or leave it out")
@@ -110,6 +113,7 @@ def chat_text(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **templa
             "chat_template.jinja beside the weights"
         )
     options = {"add_generation_prompt": True, **template_options}
+    messages = list(messages) if has_items(messages) else messages
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except TemplateSyntaxError as error:
@@ -125,16 +129,33 @@ def chat_text(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **templa
 
 
 def _ids(value: Any, place: int) -> tuple[int, ...]:
-    if not _is_list(value):
-        raise PromptError(f"prompt {place} is {type(value).__name__}; give text or a list of token ids")
-    try:
-        ids = tuple(map(whole_number, value))
-    except TypeError:
-        wrong = next(token for token in value if not _is_index(token))
-        raise PromptError(f"prompt {place} holds {wrong!r}; token ids are whole numbers") from None
+    ids = _any_ids(value, place)
     if not ids:
         raise PromptError(f"prompt {place} is empty: it has no token ids; give at least one (the BOS token, perhaps)")
     return ids
+
+
+def _any_ids(value: Any, place: int) -> tuple[int, ...]:
+    """Token ids of a list, an iterator or the like, which may be empty."""
+    if not has_items(value):
+        raise PromptError(f"prompt {place} is {type(value).__name__}; give text or a list of token ids")
+    items = list(value)
+    try:
+        return tuple(map(whole_number, items))
+    except TypeError:
+        wrong = next(token for token in items if not _is_index(token))
+        raise PromptError(f"prompt {place} holds {wrong!r}; token ids are whole numbers") from None
+
+
+def _output_ids(value: Any, place: int) -> tuple[tuple[int, ...], ...]:
+    """Output so far of every sample of a prompt; a flat list of numbers is that of one sample."""
+    if not has_items(value):
+        raise PromptError(
+            f"prompt {place} has the output_ids {value!r}; give the token ids of its output so far, or a list of them "
+            "for each of its n samples"
+        )
+    items = list(value)
+    return tuple(_any_ids(ids, place) for ids in (items if items and has_items(items[0]) else [items]))
 
 
 def _is_index(value: Any) -> bool:
@@ -145,15 +166,22 @@ def _is_index(value: Any) -> bool:
     return True
 
 
-def _is_list(value: Any) -> bool:
-    """Lists, tuples, arrays and tensors with a dimension."""
-    return (
-        isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)) and getattr(value, "ndim", 1) > 0
-    )
+def conversations_of(messages: Any) -> list[Any]:
+    """Every conversation of a call: that of a flat list of messages, or several. Iterators are read once.
+
+    Raises: PromptError for a value that holds no messages.
+    """
+    if not has_items(messages):
+        raise PromptError(
+            f'the messages are {type(messages).__name__}; give a list such as [{{"role": "user", "content": "..."}}], '
+            "or a list of such lists"
+        )
+    items = list(messages)
+    return [items] if items and isinstance(items[0], Mapping) else items
 
 
 def read_params(
-    params: SamplingParams | Mapping[str, Any] | Seq[SamplingParams] | None,
+    params: SamplingParams | Mapping[str, Any] | Iterable[SamplingParams | Mapping[str, Any]] | None,
     num_prompts: int,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> list[SamplingParams]:
@@ -161,19 +189,27 @@ def read_params(
 
     Raises: ConfigError when there are not as many as prompts, or when text is needed and there is no tokenizer.
     """
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, Mapping):
-        params = SamplingParams.from_dict(params)
-    if isinstance(params, SamplingParams):
-        return [resolved(params, tokenizer)] * num_prompts
+    if params is None or isinstance(params, (SamplingParams, Mapping)):
+        return [resolved(_read_one(params), tokenizer)] * num_prompts
+    if not has_items(params):
+        raise ConfigError(f"sampling_params is {params!r}; give SamplingParams, a mapping of its fields, or a list")
     listed = list(params)
     if len(listed) != num_prompts:
         raise ConfigError(f"{len(listed)} sampling parameters for {num_prompts} prompts; give one, or one for each")
-    for item in listed:
-        if not isinstance(item, SamplingParams):
-            raise ConfigError(f"sampling_params holds {type(item).__name__}; every entry must be SamplingParams")
-    return [resolved(item, tokenizer) for item in listed]
+    return [resolved(_read_one(item), tokenizer) for item in listed]
+
+
+def _read_one(params: Any) -> SamplingParams:
+    if isinstance(params, SamplingParams):
+        return params
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, Mapping):
+        raise ConfigError(
+            f"sampling_params holds {type(params).__name__}; every entry must be SamplingParams or a mapping of its "
+            "fields"
+        )
+    return SamplingParams.from_dict(params)
 
 
 def seeded(params: SamplingParams, seed: int | None, number: int) -> SamplingParams:

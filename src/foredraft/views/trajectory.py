@@ -27,7 +27,7 @@ from foredraft.errors import ConfigError, PromptError
 from foredraft.folders import keep_text
 from foredraft.llm import LLM, ModelLike
 from foredraft.sessions.outputs import FrozenList
-from foredraft.sessions.prompts import PromptLike, is_single, read_prompt
+from foredraft.sessions.prompts import PromptLike, read_prompts
 from foredraft.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -69,12 +69,13 @@ def trajectory(
     params = SamplingParams(temperature=0.0, max_tokens=64) if sampling_params is None else sampling_params
     if params.n != 1:
         raise ConfigError(f"n is {params.n}; a trajectory is that of one sample")
-    if not is_single(prompt):
-        raise PromptError("trajectory takes one prompt; call it once for each")
     llm = model if isinstance(model, LLM) else LLM(model, **model_options)
+    read = read_prompts(prompt, llm.tokenizer)
+    if len(read) != 1:
+        raise PromptError(f"trajectory takes one prompt, not {len(read)}; call it once for each")
     recorder = BlockRecorder(block, initial_guess)
     with llm.engine(recorder) as engine:
-        row = engine.add_request(read_prompt(prompt, llm.tokenizer).token_ids, params)[0]
+        row = engine.add_request(read[0].token_ids, params)[0]
         for outputs in engine.run():
             _raise_failure(outputs)
     recorder.close(row)
