@@ -256,7 +256,8 @@ def _check(
     """Refuse, before anything runs, what cannot be done exactly."""
     refusals.check_model(model)
     refusals.check_config(config, caller)
-    refusals.check_inputs(model_kwargs, caller)
+    is_multimodal = model.config.get_text_config(decoder=True) is not model.config
+    refusals.check_inputs(model_kwargs, caller, is_multimodal=is_multimodal)
     refusals.check_processors(processors)
     refusals.check_processes(model, synced_gpus)
     if input_ids.ndim != 2 or 0 in input_ids.shape:

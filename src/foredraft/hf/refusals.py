@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import distributed as dist
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, QuantizedCache
@@ -64,6 +65,10 @@ _REMEDIES = {
     "inputs_embeds": "give input_ids: drafts are tokens, and their embeddings are the model's",
     "token_type_ids": "leave them out (tokenizer(..., return_token_type_ids=False))",
 }
+_ENCODED = "mm_encoder_outputs"
+_MEDIA = ("pixel", "image", "video", "audio", "input_features")
+"""Parts of names of inputs that are not text."""
+_TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids")
 _BY_PLACE = {
     "adapter_names": "gives every row of the batch an adapter of its own",
     "alora_offsets": "switches activated adapters on at a place in the text",
@@ -80,12 +85,14 @@ class GenerateArguments:
       streamer: it has the prompt already.
       assistant_model, synced_gpus: as given by the user.
       cache: as given by the user, by any of its names.
+      tensors: names of other inputs that the user gave as tensors.
     """
 
     streamer: Any = None
     assistant_model: Any = None
     synced_gpus: bool | None = None
     cache: Any = None
+    tensors: tuple[str, ...] = ()
 
     @classmethod
     def find(cls) -> GenerateArguments:
@@ -94,11 +101,13 @@ class GenerateArguments:
         for _ in range(_MAX_FRAMES):
             if frame.f_code is _GENERATE:
                 known = frame.f_locals
+                given = known.get("kwargs", {})
                 return cls(
                     known.get("streamer"),
                     known.get("assistant_model"),
                     known.get("synced_gpus"),
-                    given_cache(known.get("kwargs", {})),
+                    given_cache(given),
+                    tuple(name for name, value in given.items() if isinstance(value, (torch.Tensor, list))),
                 )
             if frame.f_back is None:
                 break
@@ -155,17 +164,36 @@ def check_config(config: GenerationConfig, caller: GenerateArguments) -> None:
         )
 
 
-def check_inputs(model_kwargs: dict[str, Any], caller: GenerateArguments) -> None:
-    """Raises: ConfigError for inputs beside tokens and their mask, and for a cache that holds anything."""
+def check_inputs(model_kwargs: dict[str, Any], caller: GenerateArguments, *, is_multimodal: bool = False) -> None:
+    """Raises: ConfigError for inputs beside tokens and their mask, and for a cache that holds anything.
+
+    Args:
+      is_multimodal: the model has a text model inside; kinds of tokens that are all 0 are those of text.
+    """
     if any(_is_filled(cache) for cache in (caller.cache, given_cache(model_kwargs))):
         raise ConfigError(
             "a filled cache (past_key_values) cannot be continued, since drafts are verified over an exact cache of "
             "foredraft's own; leave them out and give the whole text as input_ids"
         )
+    encoded = model_kwargs.get(_ENCODED) or {}  # transformers sets an empty one for every prompt of text
+    if any(value is not None for value in encoded.values()):
+        given = (name for name in caller.tensors if _is_of_media(name))
+        raise _refusal(next(given, _ENCODED))
     for name, value in model_kwargs.items():
-        if name not in _KNOWN_KWARGS and value is not None:
-            remedy = _REMEDIES.get(name, f"leave it out, {_WITHOUT}")
-            raise ConfigError(f"{name} cannot be used with custom_generate=speculate(...); {remedy}")
+        if name in (*_KNOWN_KWARGS, _ENCODED) or value is None:
+            continue
+        if not (is_multimodal and name in _TOKEN_KINDS and isinstance(value, torch.Tensor) and not bool(value.any())):
+            raise _refusal(name)
+
+
+def _refusal(name: str) -> ConfigError:
+    remedy = _REMEDIES.get(name, f"leave it out, {_WITHOUT}")
+    reason = ": prompts are text, without pictures, video or sound" if name == _ENCODED or _is_of_media(name) else ""
+    return ConfigError(f"{name} cannot be used with custom_generate=speculate(...){reason}; {remedy}")
+
+
+def _is_of_media(name: str) -> bool:
+    return any(part in name for part in _MEDIA)
 
 
 def _is_filled(cache: Any) -> bool:

@@ -19,6 +19,7 @@ from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaLi
 from foredraft.engine.outputs import RowOutput
 from foredraft.errors import ConfigError, PromptError
 from foredraft.model.lm import CausalLM, layer_types
+from foredraft.model.support import has_planes
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,19 @@ def check_positions(
     if position_ids is None:
         return
     width = len(rows[0].shown_ids)
-    if position_ids.ndim != 2 or position_ids.shape[0] not in (1, len(rows)) or position_ids.shape[1] != width:
+    planes = 1 if has_planes(target.config) else 0  # of time, height and width; those of text are alike
+    if position_ids.ndim not in (2, 2 + planes) or tuple(position_ids.shape[-2:]) not in (
+        (1, width),
+        (len(rows), width),
+    ):
         raise ConfigError(f"position_ids of shape {tuple(position_ids.shape)} are not supported; leave them out")
     seen = torch.ones(len(rows), width, dtype=torch.bool) if attention_mask is None else attention_mask.cpu() != 0
     expected = seen.long().cumsum(-1) - 1
     if bool(((position_ids.cpu() != expected) & seen).any()):
+        pictures = ", or the tokens of pictures are among them" if planes else ""
         raise ConfigError(
             "position_ids do not count the tokens of each row from 0, padding left out; drafts would get wrong "
-            "positions. Leave position_ids out"
+            f"positions. Leave position_ids out{pictures}"
         )
 
 

@@ -162,14 +162,23 @@ def exact_context_length(config: Any) -> int | None:
     that border, or a long row in the batch, would change tokens before it: such models end at the border.
     """
     length: int | None = getattr(config, "max_position_embeddings", None)
-    ropes = getattr(config, "rope_parameters", None) or {}
-    nested = [rope for rope in ropes.values() if isinstance(rope, dict)]
     borders = [
         rope["original_max_position_embeddings"]
-        for rope in (ropes, *nested)
+        for rope in _ropes(config)
         if rope.get("rope_type") == "longrope" and rope.get("original_max_position_embeddings")
     ]
     return min([length or borders[0], *borders]) if borders else length
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """Parameters of rotary positions: those of all layers, and those of each kind of attention."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    return [ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))]
+
+
+def has_planes(config: Any) -> bool:
+    """Whether positions of a model have several planes (time, height, width), which are alike for text."""
+    return any("mrope_section" in rope for rope in _ropes(config))
 
 
 def layer_types(config: Any) -> tuple[str, ...]:
