@@ -120,6 +120,11 @@ def is_fatal(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether code in Rust gave up: pyo3 raises that past everything that catches Exception."""
+    return type(error).__name__ == "PanicException" and type(error).__module__.startswith("pyo3")
+
+
 def described(error: BaseException) -> str:
     """Type and message of an error, also of one whose message cannot be made."""
     try:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import PreTrainedModel
 
-from foredraft.errors import CheckpointError, ForedraftError
+from foredraft.errors import CheckpointError, ForedraftError, UnsupportedModelError
 from foredraft.gguf.header import read_header
+from foredraft.gguf.tokenizer import read_tokenizer
 from foredraft.loading.models import load_model
-from gguf_files import write_llama
+from gguf_files import tokenizer_entries, write_llama
 
 LIES = ("shape", "dimensions", "type", "offset", "bytes", "end", "exchange")
 SIZES = (0, 1, 32, 128, 255, 256, 257, 512, 2**20, 2**40, 2**63, 2**64 - 1)
@@ -123,3 +125,106 @@ def test_an_alignment_below_nothing_is_refused(tmp_path: Path) -> None:
     written.path.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"damaged in its header \(general.alignment is -32\)"):
         read_header(written.path)
+
+
+TINY = 4096
+"""Tokens of zoo:tiny."""
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "refusal"),
+    [
+        ("llama.attention.layer_norm_rms_epsilon", None, r"lacks llama\.attention\.layer_norm_rms_epsilon and"),
+        ("llama.attention.layer_norm_rms_epsilon", 0.0, r"epsilon is 0\.0, and it should be a finite number above 0"),
+        ("llama.attention.layer_norm_rms_epsilon", float("nan"), "epsilon is nan"),
+        ("llama.attention.layer_norm_rms_epsilon", "1e-5", "epsilon is '1e-5'"),
+        ("llama.context_length", 0, r"llama\.context_length is 0, and it should be a whole number above 0"),
+        (
+            "llama.context_length",
+            None,
+            r"lacks llama\.context_length in its metadata, and another value would be taken",
+        ),
+        ("llama.context_length", [512, 512], "context_length is a list of 2"),
+        ("llama.block_count", None, "lacks llama.block_count"),
+        ("llama.embedding_length", None, "lacks llama.embedding_length"),
+        ("llama.attention.head_count", None, "lacks llama.attention.head_count"),
+        ("llama.attention.head_count", 0, "head_count is 0"),
+        ("llama.attention.head_count_kv", 0, "head_count_kv is 0"),
+        ("llama.feed_forward_length", 0.5, "feed_forward_length is 0.5"),
+        ("llama.rope.freq_base", float("inf"), "freq_base is inf"),
+        ("llama.rope.freq_base", -1.0, "freq_base is -1.0"),
+        ("llama.rope.scaling.factor", "4", "rope.scaling.factor is '4'"),
+        ("llama.rope.scaling.type", 5, "rope.scaling.type is 5"),
+        ("tokenizer.ggml.eos_token_id", 512, "eos_token_id is 512, and tokens have ids from 0 to 511"),
+        ("tokenizer.ggml.eot_token_id", 2**32 - 1, "eot_token_id is 4294967295"),
+        ("tokenizer.ggml.eom_token_id", "3", "eom_token_id is '3'"),
+        ("tokenizer.ggml.eot_token_id", True, "eot_token_id is True"),
+    ],
+)
+def test_metadata_of_a_model_is_checked(entry: str, value: Any, refusal: str, tmp_path: Path) -> None:
+    """Another value was taken in its place, in silence."""
+    written = write_llama(tmp_path / "m.gguf", metadata={entry: value})
+    with pytest.raises(CheckpointError, match=refusal):
+        load_model(written.path)
+
+
+def test_a_scaling_factor_without_its_type_is_refused(tmp_path: Path) -> None:
+    """llama.cpp takes it for linear scaling, and transformers passed over it."""
+    written = write_llama(tmp_path / "m.gguf", metadata={"llama.rope.scaling.factor": 4.0})
+    with pytest.raises(UnsupportedModelError, match=r"scales its rotary positions \(linear\)"):
+        load_model(written.path)
+
+
+def changed(entry: str, place: int, value: Any) -> dict[str, Any]:
+    """The tokenizer of zoo:tiny with one element of a list changed."""
+    key = f"tokenizer.ggml.{entry}"
+    values = list(tokenizer_entries()[key])
+    values[place] = value
+    return {key: values}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "refusal"),
+    [
+        (lambda: changed("merges", 5, f"{'Ġt' * 40} {'h' * 200}"), r"merges joins 'ĠtĠt.* is not among its tokens"),
+        (lambda: changed("merges", 5, "a"), "a merge that is not two tokens"),
+        (
+            lambda: changed("tokens", 300, tokenizer_entries()["tokenizer.ggml.tokens"][7]),
+            "twice, and each token has one",
+        ),
+        (lambda: {"tokenizer.ggml.tokens": list(range(TINY))}, "tokens holds 0, and tokens are text"),
+        (
+            lambda: {"tokenizer.ggml.token_type": [1, 3]},
+            "token_type is a list of 2 .* it should be 4096 kinds of tokens",
+        ),
+        (lambda: changed("token_type", 9, 99), "token_type is a list of 4096 .* from 0 to 6"),
+        (lambda: {"tokenizer.ggml.token_type": ["normal"] * TINY}, "token_type is a list of 4096"),
+        (lambda: {"tokenizer.ggml.token_type": 3}, "token_type is 3"),
+        (lambda: {"tokenizer.ggml.scores": [0.5]}, "scores is a list of 1"),
+        (lambda: {"tokenizer.ggml.merges": [1, 2]}, "merges is a list of 2"),
+        (lambda: {"tokenizer.ggml.bos_token_id": TINY}, "bos_token_id is 4096, and tokens have ids from 0 to 4095"),
+        (lambda: {"tokenizer.ggml.padding_token_id": TINY}, "padding_token_id is 4096"),
+        (lambda: {"tokenizer.ggml.add_bos_token": "yes"}, "add_bos_token is 'yes', and it should be true or false"),
+        (lambda: {"tokenizer.ggml.pre": 7}, "ggml.pre is 7"),
+        (lambda: {"tokenizer.chat_template": [1]}, "chat_template is a list of 1"),
+    ],
+)
+def test_metadata_of_a_tokenizer_is_checked(metadata: Any, refusal: str, tmp_path: Path) -> None:
+    """A merge longer than every token was a panic of Rust, which is no exception that programs catch."""
+    written = write_llama(tmp_path / "m.gguf", metadata=metadata(), speaks=True)
+    with pytest.raises(CheckpointError, match=refusal):
+        read_tokenizer(read_header(written.path))
+
+
+def test_a_token_that_there_is_not_is_none(tmp_path: Path) -> None:
+    metadata = {"tokenizer.ggml.padding_token_id": 2**32 - 1}
+    tokenizer = read_tokenizer(read_header(write_llama(tmp_path / "m.gguf", metadata=metadata, speaks=True).path))
+    assert tokenizer is not None
+    assert tokenizer.pad_token is None
+
+
+def test_more_tokens_than_rows_of_the_embedding_are_refused(tmp_path: Path) -> None:
+    """Prompts would be made of ids that the model does not have."""
+    metadata = {"tokenizer.ggml.tokens": [str(number) for number in range(513)]}
+    with pytest.raises(CheckpointError, match=r"tokens is a list of 513, and token_embd\.weight has 512 rows"):
+        load_model(write_llama(tmp_path / "m.gguf", metadata=metadata).path)

@@ -499,3 +499,14 @@ def test_the_drafter_of_the_zoo_is_the_default_and_another_may_be_named() -> Non
     loaded = LLM("zoo:tiny", {"model": LlamaForCausalLM.from_pretrained(zoo.path("tiny", "draft"))})
     outputs = [llm.generate("A dog", GREEDY)[0].outputs[0].token_ids for llm in (own, named, loaded)]
     assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_a_tokenizer_over_which_its_library_panics_is_refused(tmp_path: Path) -> None:
+    """tokenizers reads a merge beyond its end, and what Rust raises then is no Exception."""
+    folder = Path(shutil.copytree(zoo.path("tiny", "tokenizer"), tmp_path / "m"))
+    file = folder / "tokenizer.json"
+    described = json.loads(file.read_text(encoding="utf-8"))
+    described["model"] |= {"vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}
+    file.write_text(json.dumps({**described, "added_tokens": []}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"the tokenizer of .* cannot be loaded \("):
+        load_tokenizer(folder)

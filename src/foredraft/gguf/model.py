@@ -23,6 +23,7 @@ from foredraft.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foredraft.extras import install_command
 from foredraft.gguf import missing_packages
 from foredraft.gguf.header import Header, TensorInfo, aligned
+from foredraft.gguf.metadata import check_metadata
 
 _ROPE_FREQS = "rope_freqs.weight"
 _BLOCK = re.compile(r"blk\.(\d+)\.")
@@ -69,6 +70,7 @@ def check_readable(header: Header) -> None:
             f"{header.path} holds tensors of type {kind} ({names[0]}, {len(names)} in all), which gguf "
             f"{version('gguf')} cannot dequantise; convert the model to another type, such as Q8_0 or F16"
         )
+    check_metadata(header)
     _check_places(header)
     _check_blocks(header)
     end = max((_end(tensor) for tensor in header.tensors), default=0) + header.data_start
@@ -85,6 +87,7 @@ def config_of(header: Header) -> Any:
     Raises: CheckpointError, UnsupportedModelError, and what `transformers` raises for what it cannot read.
     """
     config = AutoConfig.from_pretrained(header.path.parent, **_where(header))
+    _check_base(config, header)
     _scale_positions(config, header)
     return config
 
@@ -207,6 +210,23 @@ def _end(tensor: TensorInfo) -> int:
 # -- what transformers passes over -------------------------------------------------------------------------------
 
 
+_DEFAULT_BASE = 10000.0
+"""Base of rotary positions where a GGUF file states none."""
+
+
+def _check_base(config: Any, header: Header) -> None:
+    """Raises: CheckpointError where the base of rotary positions is left out and `transformers` takes another."""
+    ropes = [config.rope_parameters or {}] if getattr(config, "rope_parameters", None) else []
+    ropes += [rope for rope in (ropes[0].values() if ropes else ()) if isinstance(rope, dict)]
+    bases = {float(rope["rope_theta"]) for rope in ropes if "rope_theta" in rope}
+    if header.of_architecture("rope.freq_base") is None and not bases <= {_DEFAULT_BASE}:
+        raise CheckpointError(
+            f"{header.path} lacks {header.architecture}.rope.freq_base in its metadata, which means {_DEFAULT_BASE}, "
+            f"and transformers {transformers.__version__} takes {max(bases)}: texts would be wrong. Convert the model "
+            "again, or load the original one"
+        )
+
+
 def _scale_positions(config: Any, header: Header) -> None:
     """Put the scaling of rotary positions that the file states into the config.
 
@@ -214,6 +234,9 @@ def _scale_positions(config: Any, header: Header) -> None:
     are found again.
     """
     kind = header.of_architecture("rope.scaling.type")
+    scales = [header.of_architecture(key) for key in ("rope.scaling.factor", "rope.scale_linear")]
+    if kind is None and any(scale not in (None, 0.0, 1.0) for scale in scales):  # llama.cpp takes it for linear
+        kind = "linear"
     if kind not in (None, "none") and (config.rope_parameters or {}).get("rope_type", "default") == "default":
         raise UnsupportedModelError(
             f"{header.path} scales its rotary positions ({kind}), which transformers {transformers.__version__} does "

@@ -23,8 +23,9 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from foredraft.errors import CheckpointError, ForedraftError, UnsupportedModelError
+from foredraft.errors import CheckpointError, ForedraftError, UnsupportedModelError, is_panic
 from foredraft.gguf.header import Header
+from foredraft.gguf.metadata import check_merges, check_tokenizer
 
 logger = logging.getLogger("foredraft")
 
@@ -76,13 +77,16 @@ def read_tokenizer(header: Header) -> PreTrainedTokenizerBase | None:
             f"{header.path} has a tokenizer of the kind {kind!r} for {header.architecture!r}, which is not read from "
             "GGUF; give the one of the original model: tokenizer=DIRECTORY or a hub id"
         )
+    check_tokenizer(header)
     try:
         backend = (_byte_level if kind == "gpt2" else _sentencepiece)(tokens, entries, header)
         _add_tokens(backend, tokens, entries)
         return _wrap(backend, tokens, entries)
     except ForedraftError:
         raise
-    except Exception as error:  # tokenizers raises nothing more special
+    except BaseException as error:  # tokenizers raises nothing more special, and panics
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise CheckpointError(
             f"the tokenizer in {header.path} cannot be built ({' '.join(str(error).split())[:200]}): the file is "
             "damaged. Download it again, or give the tokenizer of the original model: tokenizer=DIRECTORY or a hub id"
@@ -161,13 +165,15 @@ def _merges(entries: Mapping[str, Any], header: Header) -> list[tuple[str, str]]
     pairs = [line.split(" ", 1) for line in lines]
     if any(len(pair) != 2 for pair in pairs):
         raise CheckpointError(f"{header.path} holds a merge that is not two tokens; download it again")
-    return [(left, right) for left, right in pairs]
+    merges = [(left, right) for left, right in pairs]
+    check_merges(header, merges, entries["ggml.tokens"])
+    return merges
 
 
 def _add_tokens(backend: Tokenizer, tokens: Sequence[str], entries: Mapping[str, Any]) -> None:
     """Tokens that are never cut or merged: control tokens, and those that the authors added."""
     types = entries.get("ggml.token_type") or []
-    kinds = list(zip(tokens, types, strict=False))
+    kinds = list(zip(tokens, types, strict=bool(types)))
     control = [AddedToken(token, normalized=False, special=True) for token, kind in kinds if kind == _CONTROL]
     added = [AddedToken(token, normalized=False, special=False) for token, kind in kinds if kind == _USER_DEFINED]
     backend.add_special_tokens(control)

@@ -14,7 +14,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
-from foredraft.errors import CheckpointError, ForedraftError
+from foredraft.errors import CheckpointError, ForedraftError, is_panic
 from foredraft.heads.checkpoint import INDEX, read_json, weight_map
 from foredraft.loading.sources import Source, nearby
 
@@ -31,7 +31,9 @@ def as_checkpoint_error(source: Source, what: str, method: str = "") -> Iterator
         yield
     except (torch.OutOfMemoryError, MemoryError, ForedraftError):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         detail = " ".join(str(error).split())
         raise CheckpointError(
             f"the {what} of {source.name} cannot be loaded ({type(error).__name__}: {detail[:300]}); "
@@ -39,7 +41,7 @@ def as_checkpoint_error(source: Source, what: str, method: str = "") -> Iterator
         ) from error
 
 
-def _remedy(source: Source, error: Exception, method: str) -> str:
+def _remedy(source: Source, error: BaseException, method: str) -> str:
     if source.is_gguf and source.is_local:
         return (
             f"transformers {transformers.__version__} cannot read this GGUF file; load the original model, try a newer "

@@ -1,0 +1,170 @@
+"""Checks of the metadata of a GGUF file: every entry that a model or a tokenizer is built from is of its kind, within
+its range, and there where its absence would be filled up with another value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from foredraft.errors import CheckpointError
+from foredraft.gguf.header import Header
+
+_NOWHERE = 2**32 - 1
+"""Written by llama.cpp for a token that there is not."""
+_ENDS = ("eos", "eot", "eom")
+_SPECIAL = (*_ENDS, "bos", "unknown", "padding", "seperator", "cls", "mask")  # one is spelt so in the specification
+_MAY_BE_NOWHERE = frozenset(_SPECIAL) - {*_ENDS, "bos"}
+_FLAGS = ("add_bos_token", "add_eos_token", "add_space_prefix", "remove_extra_whitespaces")
+_KINDS = range(7)  # of tokens: undefined, normal, unknown, control, user defined, unused, byte
+
+
+def check_metadata(header: Header) -> None:
+    """Raises: CheckpointError for the first entry that is missing, of another kind, or out of range."""
+    of_model = _Entries(header, f"{header.architecture}.")
+    if any(".attn_" in tensor.name for tensor in header.tensors):
+        for key in ("context_length", "embedding_length", "block_count", "attention.head_count"):
+            of_model.need(key)
+        of_model.need("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+        for key in ("context_length", "embedding_length", "block_count", "vocab_size", "rope.dimension_count"):
+            of_model.check(key, _is_count, "a whole number above 0")
+        for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
+            of_model.check(key, _is_count_of_layers, "a whole number above 0, or one for each layer")
+        for key in ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "rope.freq_base"):
+            of_model.check(key, _is_positive, "a finite number above 0")
+    for key in ("attention.key_length", "attention.value_length", "expert_count", "expert_used_count"):
+        of_model.check(key, _is_whole, "a whole number")
+    for key in ("rope.scaling.factor", "rope.scale_linear"):
+        of_model.check(key, _is_finite, "a finite number")
+    of_model.check("rope.scaling.type", _is_text, "a name")
+    _check_vocabulary(header)
+
+
+def _check_vocabulary(header: Header) -> None:
+    """Check the number of tokens, and those that end texts: also where another tokenizer is given."""
+    found = header.metadata.get("tokenizer.ggml.tokens")
+    num_tokens = len(found) if isinstance(found, list) else 0
+    rows = next((tensor.shape[0] for tensor in header.tensors if tensor.name == "token_embd.weight"), 0)
+    if 0 < rows < num_tokens:
+        wanted = f"token_embd.weight has {rows} rows"
+        raise _Entries(header, "tokenizer.ggml.").error("tokens", f"is a list of {num_tokens}", wanted)
+    if size := num_tokens or rows:
+        _check_ids(header, _ENDS, size)
+
+
+def check_tokenizer(header: Header) -> None:
+    """Check what a tokenizer is built from.
+
+    Raises: CheckpointError, as `check_metadata`.
+    """
+    of_tokenizer = _Entries(header, "tokenizer.ggml.")
+    tokens: Sequence[Any] = header.metadata["tokenizer.ggml.tokens"]
+    odd = next((token for token in tokens if not isinstance(token, str)), None)
+    if odd is not None:
+        raise of_tokenizer.error("tokens", f"holds {odd!r}", "tokens are text")
+    if len(set(tokens)) < len(tokens):
+        seen: set[str] = set()
+        twice = next(token for token in tokens if token in seen or seen.add(token))  # type: ignore[func-returns-value]
+        raise of_tokenizer.error("tokens", f"holds {twice!r} twice", "each token has one id")
+    of_tokenizer.check("token_type", _is_list_of(len(tokens), _is_kind), f"{len(tokens)} kinds of tokens, from 0 to 6")
+    of_tokenizer.check("scores", _is_list_of(len(tokens), _is_finite), f"{len(tokens)} finite numbers")
+    of_tokenizer.check("merges", _is_list_of(None, _is_text), "a list of text")
+    of_tokenizer.check("pre", _is_text, "a name")
+    for key in _FLAGS:
+        of_tokenizer.check(key, lambda value: isinstance(value, bool), "true or false")
+    _Entries(header, "tokenizer.").check("chat_template", _is_text, "text")
+    _check_ids(header, _SPECIAL, len(tokens))
+
+
+def check_merges(header: Header, merges: Sequence[tuple[str, str]], tokens: Sequence[str]) -> None:
+    """Check that merges join tokens into tokens; the BPE of tokenizers panics where one is longer than any token.
+
+    Raises: CheckpointError.
+    """
+    known = set(tokens)
+    for left, right in merges:
+        missing = next((token for token in (left, right, left + right) if token not in known), None)
+        if missing is not None:
+            raise _Entries(header, "tokenizer.ggml.").error(
+                "merges", f"joins {left[:40]!r} and {right[:40]!r}", f"{missing[:80]!r} is not among its tokens"
+            )
+
+
+class _Entries:
+    """Entries of the metadata whose names begin alike."""
+
+    def __init__(self, header: Header, prefix: str) -> None:
+        self._header, self._prefix = header, prefix
+
+    def need(self, *keys: str) -> None:
+        """Check that one of several entries is there."""
+        if not any(self._prefix + key in self._header.metadata for key in keys):
+            names = " and ".join(self._prefix + key for key in keys)
+            raise CheckpointError(
+                f"{self._header.path} lacks {names} in its metadata, and another value would be taken in its place: it "
+                "is damaged or incomplete; download or convert the model again"
+            )
+
+    def check(self, key: str, is_right: Callable[[Any], bool], wanted: str) -> None:
+        """Check an entry, where it is there."""
+        value = self._header.metadata.get(self._prefix + key)
+        if value is not None and not is_right(value):
+            raise self.error(key, f"is {_short(value)}", f"it should be {wanted}")
+
+    def error(self, key: str, found: str, wanted: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._header.path} is damaged in its metadata: {self._prefix}{key} {found}, and {wanted}; download or "
+            "convert the model again"
+        )
+
+
+def _check_ids(header: Header, names: Sequence[str], size: int) -> None:
+    for name in names:
+        value = header.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if value == _NOWHERE and name in _MAY_BE_NOWHERE:
+            continue
+        if value is not None and not (_is_whole(value) and value < size):
+            raise _Entries(header, "tokenizer.ggml.").error(
+                f"{name}_token_id", f"is {_short(value)}", f"tokens have ids from 0 to {size - 1}"
+            )
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return f"a list of {len(value)} ({', '.join(repr(each)[:20] for each in value[:3])}, ...)"
+    return repr(value)[:80]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_count_of_layers(value: Any) -> bool:
+    return _is_count(value) or (isinstance(value, list) and bool(value) and all(map(_is_whole, value)) and any(value))
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_finite(value) and value > 0
+
+
+def _is_kind(value: Any) -> bool:
+    return type(value) is int and value in _KINDS
+
+
+def _is_list_of(size: int | None, is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        return isinstance(value, list) and size in (None, len(value)) and all(map(is_right, value))
+
+    return check
