@@ -6,7 +6,7 @@ import copy
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
@@ -353,10 +353,6 @@ class LLM:
         waits for results makes the steps.
         """
         return self._runner.step()
-
-    def unwatched(self) -> AbstractContextManager[None]:
-        """Say and count nothing meanwhile of what drafting pays: texts that warm it up are nobody's."""
-        return self._runner.unwatched()
 
     @property
     def profile(self) -> StepProfile:

@@ -245,7 +245,6 @@ def test_offsets_are_characters_of_the_text(running_server: Running, text: str) 
 def test_warming_up_is_no_news(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """`foredraft serve` said before it was ready that its method does not pay, of texts that are nobody's."""
     monkeypatch.setattr("foredraft.sessions.payoff.MIN_STEPS", 40)
-    monkeypatch.setattr("foredraft.sessions.payoff.MOST_UNDRAFTED", 20)
     with caplog.at_level("INFO", "foredraft"), ungoverned():
         served = Served({"tiny": LLM(MODEL, "ngram", max_num_seqs=4)})
         served.warm()

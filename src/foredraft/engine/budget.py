@@ -125,13 +125,11 @@ class Cuts:
     Attributes:
       tokens: drafted tokens that were left out before verifying, by what left them out.
       steps: steps without a draft, by what kept them from having one: a cause, or `NOTHING_FOUND`.
-      latest: why the newest step had no draft; empty where it had one.
       latest_tokens: what was left out of the newest draft, like ``tokens``.
     """
 
     tokens: Counter[str] = field(default_factory=Counter)
     steps: Counter[str] = field(default_factory=Counter)
-    latest: str = ""
     latest_tokens: Mapping[str, int] = field(default_factory=lambda: NO_TOKENS)
 
     def count(
@@ -145,7 +143,7 @@ class Cuts:
           has_failed: whether a fault of the drafter has ended drafting.
         """
         if len(tree) == len(draft) > 1:
-            self.latest, self.latest_tokens = "", NO_TOKENS
+            self.latest_tokens = NO_TOKENS
             return
         if budget != limits.budget:
             limits = limits._replace(depth="governor")
@@ -166,7 +164,7 @@ class Cuts:
         count three tokens for the promise, five for the governor, and a step without a draft for the governor.
         """
         if not num_proposed:
-            self.latest, self.latest_tokens = cause, NO_TOKENS
+            self.latest_tokens = NO_TOKENS
             self.steps[cause] += 1
             return
         left = num_proposed
@@ -175,7 +173,7 @@ class Cuts:
             if num_left < left:
                 cut[stage] = cut.get(stage, 0) + left - num_left
                 cause, left = stage, num_left
-        self.latest, self.latest_tokens = "" if left else cause, cut
+        self.latest_tokens = cut
         self.tokens.update(cut)
         if not left:
             self.steps[cause] += 1
@@ -191,15 +189,9 @@ class Cuts:
         return self.tokens.total()
 
     @property
-    def num_held_steps(self) -> int:
-        """Steps that were kept from having a draft."""
-        return self.steps.total() - self.steps[NOTHING_FOUND]
-
-    @property
     def main_cause(self) -> str:
-        """What kept most steps from having a draft; empty where nothing did."""
-        held = [(count, cause) for cause, count in self.steps.items() if cause != NOTHING_FOUND]
-        return max(held, default=(0, ""))[1]
+        """Cause of most steps without a draft, `NOTHING_FOUND` included; empty where every step had one."""
+        return max(((count, cause) for cause, count in self.steps.items()), default=(0, ""))[1]
 
     def describe(self) -> str:
         """What was cut, for people, the cause of most first; empty where nothing was.

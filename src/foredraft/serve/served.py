@@ -25,6 +25,7 @@ from foredraft.native.abi import MOST_NODES
 from foredraft.serve.errors import ApiError
 from foredraft.serve.fields import shown, wrong_field
 from foredraft.serve.tokens import characters_per_token, encode
+from foredraft.sessions.payoff import unsaid
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM
@@ -174,7 +175,7 @@ class Served:
         params = SamplingParams(n=2, max_tokens=WARM_TOKENS, ignore_eos=True, seed=0, detokenize=False)
         for llm in self.llms:
             room = (self.max_model_len or len(prompt) * 4) - 2
-            with llm.unwatched():
+            with unsaid():
                 llm.generate([{"prompt_token_ids": prompt[: max(1, room // 2)]}], params, use_tqdm=False)
 
 

@@ -8,7 +8,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from time import perf_counter
 from types import TracebackType
 from typing import Any, NoReturn
@@ -35,7 +34,7 @@ class Runner:
       new_engine: makes the engine, and another one when the target runs in another way than it did.
       num_spec_tokens: K, for the metrics.
       lock: held while the target runs; runners of one target share it.
-      payoff: told of steps and of rows that have ended.
+      payoff: counts rows that have ended.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Runner:
         self._num_changes = self._engine.target.num_changes
         self._num_spec_tokens = num_spec_tokens
         self._lock = lock
-        self._payoff: PayoffWatch | None = payoff
+        self._payoff = payoff
         self._use = ExclusiveUse()  # of the thread that has the lock
         self._num_requests = 0
         self._session_of: dict[int, Session] = {}  # by row, while it is unfinished
@@ -75,15 +74,6 @@ class Runner:
     def num_running(self) -> int:
         """Rows in the cache."""
         return self._engine.num_running
-
-    @contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """Let what steps bring meanwhile say nothing of what drafting pays."""
-        payoff, self._payoff = self._payoff, None
-        try:
-            yield
-        finally:
-            self._payoff = payoff
 
     @makes_on_cpu
     def open(self, prompts: Seq[Prompt], params: Seq[Callable[[int], SamplingParams]]) -> Session:
@@ -168,8 +158,6 @@ class Runner:
         try:
             outputs = self._engine.step()
             ended = perf_counter()
-            if self._payoff is not None:
-                self._payoff.step(outputs, ended - started, self._engine.profile)
             for output in outputs:
                 owner = self._session_of.get(output.row.id)
                 if owner is None:  # of a call that was cut off before it could wait for it
@@ -179,8 +167,7 @@ class Runner:
                     self._engine.abort_row(output.row, "error")
                 if output.row.is_finished:
                     del self._session_of[output.row.id]
-                    if self._payoff is not None:
-                        self._payoff.ended(output.row.stats, self._engine.profile)
+                    self._payoff.ended(output.row.stats)
         except BaseException as error:
             failed = self._fail(error)
             is_of_others = failed and session not in failed and isinstance(error, Exception)
