@@ -110,12 +110,14 @@ class EngineBusyError(ForedraftError, RuntimeError):
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Whether memory has run out. What has run out for one row has run out for all, so this is never contained.
+    """Whether an error concerns every row, so that it is never contained: memory has run out, or the program is to end.
 
-    On CPUs torch says so with a plain RuntimeError, in which its allocator names itself.
+    On CPUs torch reports a lack of memory by a plain RuntimeError, in which its allocator names itself.
     """
     torch = sys.modules.get("torch")  # whose errors nobody raises who has not loaded it
-    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
+    if isinstance(error, (MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit)):
+        return True
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
@@ -123,6 +125,16 @@ def is_fatal(error: BaseException) -> bool:
 def is_panic(error: BaseException) -> bool:
     """Whether code in Rust gave up: pyo3 raises that past everything that catches Exception."""
     return type(error).__name__ == "PanicException" and type(error).__module__.startswith("pyo3")
+
+
+def as_exception(fault: BaseException) -> Exception:
+    """The fault, as an Exception whatever it is: panics of libraries in Rust are not, and ``except Exception`` must see
+    them where results carry them to a caller."""
+    if isinstance(fault, Exception):
+        return fault
+    error = RuntimeError(described(fault))
+    error.__cause__ = fault
+    return error
 
 
 def described(error: BaseException) -> str:
@@ -133,6 +145,6 @@ def described(error: BaseException) -> str:
         return type(error).__name__
 
 
-def told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     """An error as the result of a row tells it: ours speak for themselves, others with their type."""
     return str(error) if isinstance(error, ForedraftError) else described(error)

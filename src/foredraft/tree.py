@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from foredraft.config.keywords import has_items, whole_number
 from foredraft.errors import TreeError
 
 if TYPE_CHECKING:
@@ -30,6 +31,10 @@ class DraftPlan:
     cause: str = "policy"
 
 
+_NO_PARENTS = (-1,)
+"""Parents of the empty draft, which `DraftTree.root` makes."""
+
+
 @dataclass(frozen=True, eq=False)
 class DraftTree:
     """Proposed continuations of one sequence, checked by the target in one forward pass.
@@ -38,7 +43,8 @@ class DraftTree:
     stand in the order in which they were drawn.
 
     Args:
-      tokens: N token ids; ``tokens[0]`` is the pending token.
+      tokens: N token ids; ``tokens[0]`` is the pending token. Lists, arrays and tensors become tuples of int, here and
+        in the arguments below.
       parents: N node indices, ``parents[0] == -1`` and ``parents[i] < i``.
       probs: float tensor (M, V), M > every node that has children: row i is the law from which the children of
         node i were drawn, without replacement. None when the draft is not a sample of a known law.
@@ -61,29 +67,45 @@ class DraftTree:
     is_whole: bool = False
 
     def __post_init__(self) -> None:
-        if len(self.tokens) == 1 and self.parents == (-1,) and self.scores is None and self.sources is None:
+        tokens, parents = self.tokens, self.parents
+        if parents is _NO_PARENTS and type(tokens[0]) is int and type(self.source) is str:
             return
-        if not self.tokens or len(self.tokens) != len(self.parents):
-            raise TreeError(f"{len(self.tokens)} tokens and {len(self.parents)} parents; want as many, at least one")
-        if self.parents[0] != -1:
-            raise TreeError(f"node 0 is the pending token and has parent -1, not {self.parents[0]}")
-        if any(not 0 <= parent < node for node, parent in enumerate(self.parents[1:], 1)):
-            raise TreeError(f"parents {self.parents} must stand before their children")
-        if len(self._child_of) != len(self.tokens) - 1:
-            raise TreeError(f"two siblings share a token: tokens {self.tokens}, parents {self.parents}")
-        if self.scores is not None and len(self.scores) != len(self.tokens):
-            raise TreeError(f"{len(self.scores)} scores for {len(self.tokens)} nodes")
-        if self.sources is not None and len(self.sources) != len(self.tokens):
-            raise TreeError(f"{len(self.sources)} sources for {len(self.tokens)} nodes")
-        if self.probs is not None and self.probs.shape[0] <= max(self.parents):
-            raise TreeError(
-                f"{self.probs.shape[0]} rows of draft probabilities, but node {max(self.parents)} has children"
-            )
+        if type(tokens) is not tuple or type(parents) is not tuple or not _INTS.issuperset(map(type, tokens + parents)):
+            tokens, parents = _whole_numbers("tokens", tokens), _whole_numbers("parents", parents)
+            self.__dict__.update(tokens=tokens, parents=parents)
+        if self.scores is not None:
+            self.__dict__["scores"] = _chances(self.scores)
+        if self.sources is not None or type(self.source) is not str:
+            self.__dict__["sources"] = _names(self.source, self.sources)
+        if not tokens or len(tokens) != len(parents):
+            raise TreeError(f"{len(tokens)} tokens and {len(parents)} parents; want as many, at least one")
+        if self.scores is not None and len(self.scores) != len(tokens):
+            raise TreeError(f"{len(self.scores)} scores for {len(tokens)} nodes")
+        if self.sources is not None and len(self.sources) != len(tokens):
+            raise TreeError(f"{len(self.sources)} sources for {len(tokens)} nodes")
+        if parents[0] != -1:
+            raise TreeError(f"node 0 is the pending token and has parent -1, not {parents[0]}")
+        if self.probs is not None:
+            self._check_probs()
+        if len(tokens) == 1:
+            return
+        if any(not 0 <= parent < node for node, parent in enumerate(parents[1:], 1)):
+            raise TreeError(f"parents {parents} must stand before their children")
+        if len(self._child_of) != len(tokens) - 1:
+            raise TreeError(f"two siblings share a token: tokens {tokens}, parents {parents}")
+
+    def _check_probs(self) -> None:
+        probs: Any = self.probs
+        if getattr(probs, "ndim", None) != 2 or not isinstance(getattr(probs, "shape", None), tuple):
+            shape = tuple(probs.shape) if hasattr(probs, "shape") else type(probs).__name__
+            raise TreeError(f"draft probabilities are {shape}; give a tensor (M, V), a row for each node with children")
+        if probs.shape[0] <= max(self.parents):
+            raise TreeError(f"{probs.shape[0]} rows of draft probabilities, but node {max(self.parents)} has children")
 
     @classmethod
     def root(cls, pending: int, source: str = "") -> DraftTree:
         """The empty draft: plain decoding."""
-        return cls((pending,), (-1,), source=source)
+        return cls((pending,), _NO_PARENTS, source=source)
 
     @classmethod
     def chain(
@@ -285,3 +307,62 @@ class DraftTree:
 
 
 _FIELDS = tuple(one.name for one in fields(DraftTree))
+_INTS, _FLOATS = frozenset([int]), frozenset([float])
+_MOST_SHOWN = 60  # characters of a value in an error
+
+
+def _whole_numbers(name: str, values: Any) -> tuple[int, ...]:
+    """Whole numbers of any type, of torch and numpy too, as a tuple of int."""
+    if not has_items(values):
+        raise TreeError(f"{name} are {_shown(values)}; give whole numbers, one for each node")
+    items = list(values)
+    try:
+        return tuple(map(whole_number, items))
+    except TypeError:
+        wrong = next(item for item in items if not _is_whole(item))
+        raise TreeError(f"{name} hold {_shown(wrong)}; every one must be a whole number") from None
+
+
+def _is_whole(value: Any) -> bool:
+    try:
+        whole_number(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _chances(scores: Any) -> tuple[float, ...]:
+    if type(scores) is tuple and _FLOATS.issuperset(map(type, scores)) and scores:
+        least, most = min(scores), max(scores)
+        if least >= 0.0 and most <= _MOST_SCORE and sum(scores) >= 0.0:  # a sum with NaN is NaN
+            return scores
+    if not has_items(scores):
+        raise TreeError(f"scores are {_shown(scores)}; give a chance in 0..1 for each node")
+    given = tuple(scores)
+    try:
+        chances = tuple(map(float, given))
+    except (TypeError, ValueError):
+        chances = ()
+    if len(chances) != len(given) or not all(0.0 <= chance <= _MOST_SCORE for chance in chances):
+        raise TreeError(f"scores are {_shown(given)}; every one must be a chance in 0..1")
+    return chances
+
+
+_MOST_SCORE = 1.0 + 1e-3
+"""Largest score: products of probabilities are rounded."""
+
+
+def _names(source: Any, sources: Any) -> tuple[str, ...] | None:
+    if not isinstance(source, str):
+        raise TreeError(f"source is {_shown(source)}; give the name of the drafter")
+    if sources is None:
+        return None
+    names = tuple(sources) if has_items(sources) else None
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise TreeError(f"sources are {_shown(sources)}; give the name of a drafter for each node")
+    return names
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= _MOST_SHOWN else f"{shown[: _MOST_SHOWN - 3]}..."

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Seq
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from test_drafters import DRAFTERS, model_drafter, steps, target
 
 import mutations
+from foredraft import LLM, SamplingParams
 from foredraft.drafters.lookup.ngram import NGramDrafter, NGramOptions
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.budget import Budget
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import ForedraftError
 from foredraft.model.lm import Nodes
-from foredraft.testing import check_drafter
+from foredraft.testing import check_drafter, toy_model
 from foredraft.tree import DraftTree
 
 FAULTS = [
@@ -113,6 +121,114 @@ def test_a_broken_drafter_is_found_out(broken: Any) -> None:
         check_drafter(broken, target(), depths=(2,))
 
 
-def test_a_sound_drafter_passes_the_same_short_check() -> None:
-    """The control of the tests above."""
-    check_drafter(_Around, target(), depths=(2,))
+def test_a_sound_drafter_passes_the_same_short_check(capsys: pytest.CaptureFixture[str]) -> None:
+    """The control of the tests above. What was shown is printed, and returned."""
+    shown = check_drafter(_Around, target(), depths=(2,))
+    assert capsys.readouterr().out == f"{shown}\n"
+    assert str(shown).startswith(f"ngram: {shown.num_rows} rows in {shown.num_runs} runs, 40 of them governed, kept")
+    assert shown.num_chains > 0
+    assert shown.num_trees == 0
+    assert 0 < shown.num_accepted <= shown.num_drafted
+    assert shown.deepest == 2
+
+
+def test_a_drafter_that_drafts_nothing_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    check_drafter(lambda _: EmptyDrafter(), target(), depths=(1,))
+    assert "it drafted nothing, so nothing is shown of its drafts" in capsys.readouterr().out
+
+
+def test_a_tree_of_lists_passes_and_decodes(capsys: pytest.CaptureFixture[str]) -> None:
+    class OfLists(_Around):
+        def propose_row(self, row: Sequence, budget: int) -> DraftTree:
+            return DraftTree([row.pending, 1, 2], [-1, 0, 0])  # type: ignore[arg-type]
+
+    assert check_drafter(OfLists, target(), depths=(2,)).num_trees > 0
+    rows = LLM(toy_model(64), "none")
+    with rows.engine(OfLists(2)) as engine:
+        (row,) = engine.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=5))
+        list(engine.run())
+    assert row.stats.num_draft_tokens > 0
+
+
+# -- state that outlives its rows ------------------------------------------------------------------------------------
+
+
+class _Keeping(_Around):
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth)
+        self.kept: Any = {}
+
+    def start(self, rows: Seq[Sequence]) -> None:
+        super().start(rows)
+        for row in rows:
+            self.keep_of(row)
+
+    def keep_of(self, row: Sequence) -> None:
+        self.kept[row.id] = 1
+
+
+class KeepsIds(_Keeping):
+    """Never drops what it knows of a row."""
+
+
+class DropsOnlyDrafted(_Keeping):
+    """Drops what it knows of rows that were drafted for; a row may end before that."""
+
+    def propose_row(self, row: Sequence, budget: int) -> DraftTree:
+        self.kept.setdefault(row.id, 0)
+        self.kept[row.id] += 1
+        return super().propose_row(row, budget)
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        super().forget(rows)
+        for row in rows:
+            if self.kept.get(row.id, 0) > 1:
+                del self.kept[row.id]
+
+
+class KeepsRows(_Keeping):
+    def keep_of(self, row: Sequence) -> None:
+        self.kept.setdefault("rows", []).append(row)
+
+
+class KeepsRowsDeepInside(_Keeping):
+    def keep_of(self, row: Sequence) -> None:
+        self.kept["later"] = SimpleNamespace(calls=deque([partial(print, row)]))
+
+
+class KeepsPairs(_Keeping):
+    def keep_of(self, row: Sequence) -> None:
+        self.kept[(row.id, "state")] = None
+
+
+class KeepsANumberOfTorch(_Keeping):
+    def keep_of(self, row: Sequence) -> None:
+        self.kept["ids"] = torch.tensor([row.id])
+
+
+class KeepsAMethod(_Keeping):
+    def keep_of(self, row: Sequence) -> None:
+        self.kept["extend"] = row.extend
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [KeepsIds, DropsOnlyDrafted, KeepsRows, KeepsRowsDeepInside, KeepsPairs, KeepsANumberOfTorch, KeepsAMethod],
+)
+def test_state_that_outlives_its_rows_is_found(broken: Any) -> None:
+    with pytest.raises(AssertionError, match=rf"state of rows outlives them in {broken.__name__}\.kept"):
+        check_drafter(broken, target(), depths=(2,))
+
+
+def test_a_drafter_that_breaks_only_where_it_is_governed_is_found_out() -> None:
+    class Shallow(_Around):
+        """Takes a budget that a governor has cut for an error."""
+
+        def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+            assert budget.least == 0.0, "governed"
+            return replace(
+                chain := DraftTree.chain(row.pending, [1, 2][:budget]), scores=tuple(0.5**i for i in range(len(chain)))
+            )
+
+    with pytest.raises(AssertionError, match="governed"):
+        check_drafter(Shallow, target(), depths=(2,))

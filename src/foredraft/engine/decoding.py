@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from foredraft.engine.drafter import StepResult
 from foredraft.engine.outputs import RowOutput, logprobs_of
 from foredraft.engine.wrappers import with_forced
-from foredraft.errors import is_fatal, told
+from foredraft.errors import as_exception, is_fatal, told
 from foredraft.law import sampling
 from foredraft.tree import DraftTree
 
@@ -95,7 +95,7 @@ def emit_row(
     if fault is not None:
         if is_fatal(fault) or not config.contains_faults:
             raise fault
-        error, row.is_in_doubt = fault, False
+        error, row.is_in_doubt = as_exception(fault), False
     accepted = verdict.path[1 : len(tokens) + 1]
     if finish is not None:
         error = None
@@ -119,7 +119,7 @@ def emit_row(
     return output
 
 
-def _until_the_end(checker: StopChecker, tokens: Seq[int]) -> tuple[list[int], Finish | None, Exception | None]:
+def _until_the_end(checker: StopChecker, tokens: Seq[int]) -> tuple[list[int], Finish | None, BaseException | None]:
     """The tokens up to the one that ends the row, that included, and why it ends.
 
     Or those before the one whose text cannot be read, and what the tokenizer has raised: as many as plain decoding has.
@@ -127,7 +127,7 @@ def _until_the_end(checker: StopChecker, tokens: Seq[int]) -> tuple[list[int], F
     for length, token in enumerate(tokens, 1):
         try:
             finish = checker.check(token)
-        except Exception as fault:
+        except BaseException as fault:
             return list(tokens[: length - 1]), None, fault
         if finish is not None:
             return list(tokens[:length]), finish, None

@@ -90,15 +90,17 @@ class Engine:
         self.cache = target.new_cache()
         self.profile = StepProfile()
         self.governor = governor if self.config.rule.keeps_tokens else None
-        guarded = GuardedDrafter(drafter, contains_faults=self.config.contains_faults)
+        guarded = GuardedDrafter(
+            drafter, contains_faults=self.config.contains_faults, reads_laws=self.config.rule.needs_law
+        )
         self._drafting = JoiningDrafter(guarded, self.config.rule)
         self._drafting.bind(target, self.cache)
-        self._forwards = Forwards(target, self.cache, self.config, self.max_model_len, drafter.requires)
+        self._forwards = Forwards(target, self.cache, self.config, self.max_model_len, self._drafting.requires)
         self.plan = MemoryPlan.of(self.config, target, self._forwards, self.cache, self._drafting)
         self._scheduler = Scheduler(
             target, self.cache, self._drafting, self.config, plan=self.plan, prefixes=prefixes, owner=drafter
         )
-        self._governing = Governing(self.governor, drafter, self._forwards, self._scheduler)
+        self._governing = Governing(self.governor, guarded, self._forwards, self._scheduler)
         self._use = ExclusiveUse()
         self._is_broken = False
 
@@ -211,7 +213,7 @@ class Engine:
         start = perf_counter()
         chunks = [self._scheduler.next_chunk(row) for row in rows]
         first_slot = self._scheduler.slot_of(rows[0])
-        shows = self.drafter.requires.reads_prompts and any(row.has_drafter for row in rows)
+        shows = self._drafting.requires.reads_prompts and any(row.has_drafter for row in rows)
         output = self._forwards.read(chunks, first_slot, keeps_logits=rows[0].learns_logprobs, shows=shows)
         self.cache.commit([range(len(chunk)) for chunk in chunks], first_slot)
         if shows:
@@ -240,7 +242,7 @@ class Engine:
         output = self._forwards.verify(trees, shows=not is_plain)
         logits = output.logits
         clock.lap("verify_seconds")
-        choices = choose_all(rows, trees, logits) if self.drafter.requires.choices and not is_plain else None
+        choices = choose_all(rows, trees, logits) if self._drafting.requires.choices and not is_plain else None
         verdicts = accept_rows(self.config.acceptance, rows, trees, logits, choices, self.config.typical)
         clock.lap("accept_seconds")
         outputs = emit(rows, trees, verdicts, logits, self.config)
@@ -249,7 +251,7 @@ class Engine:
         self.cache.commit(paths)
         self._erase_doubtful(rows)
         clock.lap("commit_seconds")
-        if self.drafter.observes and not is_plain:
+        if self._drafting.observes and not is_plain:
             features = [RowFeatures(output, i, choices) for i in range(len(rows))]
             observe(self._drafting, trees, paths, outputs, features)
         clock.lap("observe_seconds")

@@ -10,10 +10,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from foredraft.engine.drafter import Budget, Drafter, PromptChunk, StepResult, WrappingDrafter, own_result
+import torch
+
+from foredraft.config.keywords import has_items, whole_number
+from foredraft.engine.budget import CAUSES, Budget
+from foredraft.engine.drafter import Drafter, PromptChunk, Requirements, StepResult, WrappingDrafter, own_result
 from foredraft.engine.prediction import PREDICTION
-from foredraft.errors import ConfigError, TreeError, described, is_fatal
-from foredraft.tree import DraftTree
+from foredraft.errors import ConfigError, ProbabilityError, TreeError, described, is_fatal
+from foredraft.tree import DraftPlan, DraftTree
 
 if TYPE_CHECKING:
     from foredraft.config.acceptance import AcceptanceRule
@@ -30,30 +34,61 @@ class GuardedDrafter(WrappingDrafter):
     """A drafter whose drafts fit their rows, and whose exceptions end its drafting for the rows of the call alone.
 
     These rows are forgotten by the drafter, the lengths of the target's cache are put back, and the rows go on
-    decoding plainly. A draft that does not fit its row counts as an exception. The first fault is told in a warning;
-    `SequenceStats.drafter_error` has that of each row.
+    decoding plainly. A draft that does not fit its row counts as an exception of this row alone. The first fault is
+    told in a warning; `SequenceStats.drafter_error` has that of each row.
 
     A drafter that drafts in the target's cache must be shown its rows from the first one on, so the engine keeps rows
     without drafts behind the others (`Scheduler.to_decode`).
 
     Args:
-      drafter: to be guarded. What it raises when it is bound is raised: that is a matter of set-up.
+      drafter: to be guarded. An exception when it is made into a part of the engine, or bound, is raised: the set-up is
+        wrong then.
       contains_faults: whether exceptions stay here; else they are raised.
+      reads_laws: whether the acceptance rule reads the distributions that drafts were sampled from.
 
+    Raises: ConfigError for a drafter without a name, or with requirements that no forward can meet.
     Exactness: as of the drafter; a draft that never comes is the empty draft.
     """
 
-    def __init__(self, drafter: Drafter, *, contains_faults: bool) -> None:
+    def __init__(self, drafter: Drafter, *, contains_faults: bool, reads_laws: bool = False) -> None:
+        name, requires = getattr(drafter, "name", None), getattr(drafter, "requires", None)
+        if not isinstance(drafter, Drafter) or not isinstance(name, str) or not isinstance(requires, Requirements):
+            raise ConfigError(
+                f"{type(drafter).__name__} cannot be a drafter: its name is {name!r} and its requires "
+                f"{type(requires).__name__}; derive from Drafter, and give it a name and Requirements"
+            )
         super().__init__([drafter])
         self.name = drafter.name
         self._drafter = drafter
+        self._observes = drafter.observes
         self._contains_faults = contains_faults
+        self._reads_laws = reads_laws
         self._has_warned = False
+        self._arm: int | None = None
         self._drafts_in_cache = type(drafter).bind is not Drafter.bind
 
+    @property
+    def observes(self) -> bool:
+        return self._observes
+
+    @property
+    def is_shared(self) -> bool:
+        """As of the drafter; where that fails, no row with a salt is drafted for."""
+        return self._try([], lambda: super(GuardedDrafter, self).is_shared, True)
+
+    def choose_arm(self, arm: int) -> None:
+        """Draft in this way from the next proposal on, whose rows a fault then concerns."""
+        self._arm = arm
+
     def bind(self, target: CausalLM, cache: KVCache) -> None:
+        layers = self.requires.layer_inputs
+        if any(not 0 <= layer < target.num_layers for layer in layers):
+            raise ConfigError(
+                f"drafter {self.name!r} requires the inputs of layers {layers}; {target.name} has layers "
+                f"0..{target.num_layers - 1}"
+            )
         self._cache = cache
-        self._vocab_size = target.vocab_size
+        self._vocab_size, self._device = target.vocab_size, target.device
         super().bind(target, cache)
 
     def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
@@ -78,18 +113,14 @@ class GuardedDrafter(WrappingDrafter):
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         asked = self._with_drafts(rows)
-        none: list[DraftTree] = []
+        none: list[Any] = []
         of_rows, of_budgets = _at(asked, rows, budgets)
-        trees = self._try(of_rows, partial(self._checked, of_rows, of_budgets), none) if asked else none
-        if len(trees) == len(rows):
-            return trees
-        if asked and not trees and self._drafts_in_cache:  # what it has written may not be finite
+        drafts = self._try(of_rows, partial(self._proposed, of_rows, of_budgets), none) if asked else none
+        if asked and not drafts and self._drafts_in_cache:  # what it has written may not be finite
             for slot, length in enumerate(self._cache.lengths):
                 self._cache.erase(slot, length)
-        found = [DraftTree.root(row.pending) for row in rows]
-        for i, tree in zip(asked, trees, strict=False):
-            found[i] = tree
-        return found
+        fitting = dict(zip(asked, drafts, strict=False))
+        return [self._fitting(row, place, fitting.get(place)) for place, row in enumerate(rows)]
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         self._tell(self._drafter.observe, rows, results)
@@ -114,17 +145,21 @@ class GuardedDrafter(WrappingDrafter):
             self._try(of_rows, partial(verb, of_rows, *of_others), None)
 
     def _try(self, rows: Seq[Sequence], call: Callable[[], T], otherwise: T) -> T:
-        if not self._contains_faults:
-            return call()
         lengths = list(self._cache.lengths)
         try:
-            return call()
-        except Exception as fault:
-            if is_fatal(fault):
-                raise
+            result = call()
+            if self._cache.lengths != lengths:
+                raise TreeError(f"the drafter left {self._cache.lengths} tokens per row in the cache, not {lengths}")
+            return result
+        except BaseException as fault:
             self._cache.lengths[:] = lengths
-            self._give_up(rows, described(fault))
+            self._contain(rows, fault)
             return otherwise
+
+    def _contain(self, rows: Seq[Sequence], fault: BaseException) -> None:
+        if is_fatal(fault) or not self._contains_faults:
+            raise fault
+        self._give_up(rows, described(fault))
 
     def _give_up(self, rows: Seq[Sequence], reason: str) -> None:
         for row in rows:
@@ -140,7 +175,7 @@ class GuardedDrafter(WrappingDrafter):
             )
         try:
             self._drafter.forget(rows)
-        except Exception as fault:
+        except BaseException as fault:
             if is_fatal(fault):
                 raise
             logger.debug("drafter %r could not forget rows after a fault: %s", self.name, described(fault))
@@ -148,24 +183,84 @@ class GuardedDrafter(WrappingDrafter):
     def _recalled(self, row: Sequence, memory: object, num_tokens: int) -> int:
         """Number of tokens of a prompt that need not be read, of those that there are."""
         known = self._drafter.recall(row, memory, num_tokens)
-        if not isinstance(known, int) or not 0 <= known <= num_tokens:
+        try:
+            number = whole_number(known)
+        except TypeError:
+            number = -1
+        if not 0 <= number <= num_tokens:
             raise ConfigError(
                 f"recall returned {known!r} of {num_tokens} tokens; give a number of tokens, 0..{num_tokens}"
             )
-        return known
+        return number
 
-    def _checked(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
-        """Drafts that begin with the pending tokens and name tokens that there are, one for each row."""
-        trees = self._drafter.propose(rows, budgets)
-        if len(trees) != len(rows):
-            raise TreeError(f"{len(trees)} drafts for {len(rows)} rows")
-        for row, tree in zip(rows, trees, strict=True):
-            tokens = tree.tokens
-            if tokens[0] != row.pending:
-                raise TreeError(f"the draft starts with token {tokens[0]}, but {row.pending} is pending")
-            if min(tokens) < 0 or max(tokens) >= self._vocab_size:
-                raise TreeError(f"the draft {tokens} leaves the vocabulary, 0..{self._vocab_size - 1}")
-        return trees
+    def _proposed(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[Any]:
+        """Something for each of the rows."""
+        if self._arm is not None:
+            self._drafter.choose_arm(self._arm)
+            self._arm = None
+        drafts = self._drafter.propose(rows, budgets)
+        if not has_items(drafts):
+            raise TreeError(f"propose returned {type(drafts).__name__}; give a list of DraftTree, one for each row")
+        drafts = list(drafts)
+        if len(drafts) != len(rows):
+            raise TreeError(f"{len(drafts)} drafts for {len(rows)} rows")
+        return drafts
+
+    def _fitting(self, row: Sequence, place: int, draft: Any) -> DraftTree:
+        """The draft of a row where it fits, else the empty one."""
+        if not row.has_drafter:
+            return DraftTree.root(row.pending)
+        try:
+            return self._checked(row, draft)
+        except BaseException as fault:
+            self._contain([row], fault)
+            if self._drafts_in_cache:
+                self._cache.erase(place, self._cache.lengths[place])
+            return DraftTree.root(row.pending)
+
+    def _checked(self, row: Sequence, tree: Any) -> DraftTree:
+        """The draft, which begins with the pending token and has tokens of the vocabulary.
+
+        Raises: TreeError, ProbabilityError.
+        """
+        if not isinstance(tree, DraftTree):
+            raise TreeError(f"propose returned {type(tree).__name__} for a row; give a DraftTree")
+        tokens = tree.tokens
+        if tokens[0] != row.pending:
+            raise TreeError(f"the draft starts with token {tokens[0]}, but {row.pending} is pending")
+        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+            outside = next(token for token in tokens if not 0 <= token < self._vocab_size)
+            raise TreeError(f"the draft holds token {outside}, outside the vocabulary, 0..{self._vocab_size - 1}")
+        if tree.plan is not None and not (
+            isinstance(tree.plan, DraftPlan) and isinstance(tree.plan.gamma, int) and tree.plan.cause in CAUSES
+        ):
+            raise TreeError(f"the plan of the draft is {tree.plan!r}; give a DraftPlan of a length and a known cause")
+        if self._reads_laws and tree.probs is not None:
+            self._check_law(tree, tree.probs, is_sampled=not row.law.is_greedy)
+        return tree
+
+    def _check_law(self, tree: DraftTree, probs: torch.Tensor, *, is_sampled: bool) -> None:
+        is_table = isinstance(probs, torch.Tensor) and probs.is_floating_point() and probs.device == self._device
+        if not is_table or probs.shape[1] != self._vocab_size:
+            kind = f"{probs.dtype} {tuple(probs.shape)}" if isinstance(probs, torch.Tensor) else type(probs).__name__
+            raise TreeError(
+                f"draft probabilities are {kind}; give floats over the vocabulary, (M, {self._vocab_size}), on "
+                f"{self._device}"
+            )
+        if not is_sampled or len(tree) == 1:
+            return
+        parents, tokens = list(tree.parents[1:]), list(tree.tokens[1:])
+        totals, drawn = probs[sorted({*parents})].sum(-1), probs[parents, tokens]
+        if not bool((totals - 1.0).abs().amax() <= ROUNDING) or not bool(drawn.amin() > 0.0):
+            raise ProbabilityError(
+                f"draft probabilities of nodes with children add up to {totals.tolist()}, and those of the drafted "
+                f"tokens are {drawn.tolist()}; give the distributions that the tokens were drawn from, after "
+                "temperature, top-k, top-p and any restriction, or none for a deterministic draft"
+            )
+
+
+ROUNDING = 0.01
+"""Distance of the total of a distribution from 1: eight bits of a bfloat16, and a little more."""
 
 
 def _at(places: Seq[int], *lists: Seq[Any]) -> tuple[Seq[Any], ...]:
@@ -229,6 +324,10 @@ class JoiningDrafter(WrappingDrafter):
         if tree.scores is not None:
             chain = replace(chain, scores=tuple(EXPECTED**depth for depth in range(len(chain))))
         return chain.joined(tree, budget.nodes)
+
+    @property
+    def observes(self) -> bool:
+        return self._drafter.observes
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         if not self._drafter.observes:

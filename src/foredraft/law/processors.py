@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from foredraft.config.sampling import SamplingParams, check_named_tokens
-from foredraft.errors import ConfigError, ShapeError, is_fatal
+from foredraft.errors import ConfigError, ShapeError, as_exception, is_fatal
 from foredraft.law import noise
 from foredraft.law.history import BadWords, NgramIndex, TokenArray, TokenCounts
 from foredraft.law.support import Warper
@@ -181,10 +181,10 @@ class SamplingLaw:
                 if not isinstance(scores, Tensor) or scores.shape != shape:
                     found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
                     raise ShapeError(f"logits processor {processor!r} returned {found}, not scores {tuple(shape)}")
-        except Exception as fault:
+        except BaseException as fault:
             if is_fatal(fault) or not self.contains_faults:
                 raise
-            self.fault = fault
+            self.fault = as_exception(fault)
             return torch.full(shape, torch.nan, device=prefixes.device)
         self.custom_processor_seconds += perf_counter() - start
         return scores.float()

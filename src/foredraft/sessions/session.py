@@ -13,7 +13,7 @@ from foredraft.engine.engine import Engine, RowOutput, TokenLogprobs
 from foredraft.engine.prediction import PREDICTION
 from foredraft.engine.stats import SequenceStats
 from foredraft.engine.wrappers import GRAMMAR, GUESSED
-from foredraft.errors import is_fatal, told
+from foredraft.errors import as_exception, is_fatal, told
 from foredraft.sessions.outputs import (
     TARGET,
     CompletionOutput,
@@ -86,12 +86,12 @@ class TextStream:
             drafters = [source if source in OF_REQUESTS else drafter_name for source in output.sources]
             drafters += [drafter_name] * (output.num_accepted - len(drafters))
             self.read(output.token_ids, drafters + [TARGET] * num_others)
-        except Exception as fault:
+        except BaseException as fault:
             if is_fatal(fault):
                 raise
             num_read = 0 if self._text is None else len(self._text.ends)
             del self.token_ids[num_read:], self.logprobs[num_read:]
-            self.error, self.finish_reason, self.stop_reason = fault, "error", told(fault)
+            self.error, self.finish_reason, self.stop_reason = as_exception(fault), "error", told(fault)
             return False
         return True
 
@@ -358,7 +358,7 @@ class Session:
         """The text of a token; None without a tokenizer, and for a token that it cannot read."""
         try:
             return None if self._tokenizer is None else str(self._tokenizer.decode([token]))
-        except Exception as fault:
+        except BaseException as fault:
             if is_fatal(fault):
                 raise
             return None

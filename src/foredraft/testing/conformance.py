@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 from unittest.mock import patch
+
+import numpy as np
+import torch
 
 from foredraft.beginnings import shared_length
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine import governing
+from foredraft.engine.cost_model import CostModel
 from foredraft.engine.drafter import Budget, Drafter, PromptChunk, StepResult, WrappingDrafter
 from foredraft.engine.engine import Engine
+from foredraft.engine.governing import AnyGovernor
+from foredraft.engine.governor import Governor
+from foredraft.engine.method_bandit import MethodBandit
 from foredraft.engine.sequence import Sequence
 from foredraft.model.lm import CausalLM
 from foredraft.tree import DraftTree
@@ -31,16 +41,71 @@ class Trace:
     num_accepted: int = 0
 
 
-class _Watched(WrappingDrafter):
-    """Passes everything on, and checks the contract between engine and drafter on the way."""
+@dataclass
+class Shown:
+    """The evidence of `check_drafter`. As text, a sentence for people.
 
-    def __init__(self, drafter: Drafter) -> None:
+    Attributes:
+      name: of the drafter.
+      num_runs, num_rows: decoded with the drafter, and compared with plain decoding.
+      num_governed_rows: rows among these whose drafts a governor deepened and cut.
+      num_chains, num_trees: drafts that were proposed, empty ones left out.
+      deepest: tokens on the longest path of a draft.
+      num_drafted, num_accepted: tokens of these drafts, and how many of them the target accepted.
+    """
+
+    name: str
+    num_runs: int = 0
+    num_rows: int = 0
+    num_governed_rows: int = 0
+    num_chains: int = 0
+    num_trees: int = 0
+    deepest: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    def __str__(self) -> str:
+        runs = f"{self.name}: {self.num_rows} rows in {self.num_runs} runs, {self.num_governed_rows} of them governed"
+        if not self.num_drafted:
+            return f"{runs}; it drafted nothing, so nothing is shown of its drafts"
+        return (
+            f"{runs}, kept the tokens of plain decoding and the contract; {self.num_drafted} tokens drafted in "
+            f"{self.num_chains} chains and {self.num_trees} trees, up to {self.deepest} deep, {self.num_accepted} "
+            "accepted; no state outlived its rows"
+        )
+
+    def add_drafts(self, trees: Seq[DraftTree]) -> None:
+        """Count proposals."""
+        for tree in trees:
+            if len(tree) > 1:
+                self.num_drafted += tree.num_draft_tokens
+                self.deepest = max(self.deepest, tree.depth)
+                self.num_chains += tree.is_chain
+                self.num_trees += not tree.is_chain
+
+    def add_run(self, rows: Seq[Sequence], *, is_governed: bool) -> None:
+        """Count the rows of a run that has ended."""
+        self.num_runs += 1
+        self.num_rows += len(rows)
+        self.num_governed_rows += len(rows) if is_governed else 0
+        self.num_accepted += sum(row.stats.num_accepted_draft_tokens for row in rows)
+
+
+class _Watched(WrappingDrafter):
+    """Passes everything on, and checks the contract between engine and drafter on the way.
+
+    Args:
+      shown: counts what is drafted; may be that of other drafters, too.
+    """
+
+    def __init__(self, drafter: Drafter, shown: Shown | None = None) -> None:
         super().__init__([drafter])
         self.drafter = drafter
         self.name = drafter.name
+        self.arms = drafter.arms
+        self.shown = shown or Shown(drafter.name)
         self._started: set[int] = set()
         self._num_read: dict[int, int] = {}
-        self._proposed: dict[int, DraftTree] = {}
 
     def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
         num_recalled = self.drafter.recall(row, memory, num_tokens)
@@ -86,8 +151,11 @@ class _Watched(WrappingDrafter):
             require(
                 tree.depth <= max(budget, 0), f"{self.name} drafted {tree.depth} tokens deep, the budget is {budget}"
             )
-            self._proposed[row.id] = tree
+        self.shown.add_drafts(trees)
         return trees
+
+    def choose_arm(self, arm: int) -> None:
+        self.drafter.choose_arm(arm)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
@@ -125,20 +193,24 @@ def decode(
     eos_token_ids: Seq[int] = (),
     config: EngineConfig | None = None,
     abort: str | None = None,
+    governor: AnyGovernor | None = None,
 ) -> Trace:
     """Run requests to their end, checking the invariants of engine, cache and drafter after every step.
 
     Args:
       requests: prompt and parameters each; request i is called ``str(i)``, its sample j ``"i.j"`` in the trace.
       abort: a request to be aborted as soon as it has any output.
+      governor: of the engine; None drafts as much as is allowed.
     Raises: AssertionError when a step makes more than one target forward, or leaves a cache that does not hold
       exactly the tokens before the pending one.
     """
-    watched = _Watched(drafter)
-    engine = Engine(target, watched, config, eos_token_ids=eos_token_ids)
+    watched = drafter if isinstance(drafter, _Watched) else _Watched(drafter)
+    engine = Engine(target, watched, config, eos_token_ids=eos_token_ids, governor=governor)
     rows = []
     for i, (prompt, params) in enumerate(requests):
         rows += engine.add_request(prompt, params, str(i))
+    for row in rows:
+        row.id += FIRST_ROW_ID
     num_steps = 0
     while engine.has_unfinished:
         before = target.num_forwards
@@ -150,6 +222,7 @@ def decode(
             engine.abort(str(abort))
             check_cache_lengths(engine)
     watched.check_empty()
+    watched.shown.add_run(rows, is_governed=governor is not None)
     names = {row.id: f"{row.request_id}.{row.index}" for row in rows}
     return Trace(
         {names[row.id]: tuple(row.output_ids) for row in rows},
@@ -157,6 +230,69 @@ def decode(
         num_steps,
         sum(row.stats.num_accepted_draft_tokens for row in rows),
     )
+
+
+FIRST_ROW_ID = 1 << 40
+"""Id of the first row of `decode`: no token, length or count is as large, so that ids are found in what a drafter
+holds."""
+MOST_ROWS = 1 << 20
+
+_OPAQUE = (torch.nn.Module, CausalLM, type, FunctionType, ModuleType)
+"""Objects whose insides are not state of rows."""
+
+
+def check_no_state(drafter: Drafter) -> None:
+    """Raises: AssertionError where a drafter holds a row, or the id of one, of runs of `decode`, which have all ended.
+
+    Looks through attributes, containers, partial functions and arrays of integers, however deep.
+    """
+    left = sorted(set(_state_of_rows(drafter)))
+    require(
+        not left,
+        f"{drafter.name}: state of rows outlives them in {', '.join(left[:4])}; drop it in forget, which is called for "
+        "every row, also for those that never started or drafted",
+    )
+
+
+def _state_of_rows(drafter: Drafter) -> Iterator[str]:
+    """Attributes in which there are rows or ids of rows."""
+    seen: set[int] = set()
+    found: list[tuple[Any, str]] = [(drafter, type(drafter).__name__)]
+    while found:
+        value, place = found.pop()
+        if type(value) is int:
+            if FIRST_ROW_ID <= value < FIRST_ROW_ID + MOST_ROWS:
+                yield place
+        elif id(value) not in seen:
+            seen.add(id(value))
+            if isinstance(value, Sequence):
+                yield place
+            elif isinstance(value, (torch.Tensor, np.ndarray)):
+                if _holds_ids(value):
+                    yield place
+            else:
+                found += _parts(value, place)
+
+
+def _holds_ids(numbers: torch.Tensor | np.ndarray) -> bool:
+    if numbers.dtype not in (torch.int64, np.int64):
+        return False
+    return bool(((numbers >= FIRST_ROW_ID) & (numbers < FIRST_ROW_ID + MOST_ROWS)).any())
+
+
+def _parts(value: Any, place: str) -> list[tuple[Any, str]]:
+    if isinstance(value, (str, bytes, float, bool)) or value is None or isinstance(value, _OPAQUE):
+        return []
+    if isinstance(value, Mapping):
+        return [(part, place) for pair in value.items() for part in pair]
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return [(part, place) for part in value]
+    if isinstance(value, partial):
+        return [(part, place) for part in (value.func, *value.args, *value.keywords.values())]
+    if isinstance(value, MethodType):
+        return [(value.__self__, place)]
+    names = [*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())]
+    return [(getattr(value, name, None), f"{place}.{name}") for name in names if isinstance(name, str)]
 
 
 def check_cache_lengths(engine: Engine) -> None:
@@ -203,34 +339,50 @@ SAMPLED = SamplingParams(max_tokens=14, temperature=0.9, top_p=0.95, seed=1234)
 PENALISED = replace(SAMPLED, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.4, min_tokens=4)
 
 
-def check_drafter(make_drafter: MakeDrafter, target: CausalLM, *, depths: Iterable[int] = (1, 2, 3, 4, 5, 6)) -> None:
-    """Every property that a drafter and the engine around it must have, on one target.
+def check_drafter(make_drafter: MakeDrafter, target: CausalLM, *, depths: Iterable[int] = (1, 2, 3, 4, 5, 6)) -> Shown:
+    """Every property that a drafter and the engine around it must have, on one target; prints what was shown.
 
     Token equality with the plain loop, greedy and sampled, for every depth, alone and in a ragged batch whose rows
     come and go; EOS and budget at every offset inside a draft; empty drafts; a request aborted in the middle;
-    samples of one prompt; several drafters' worth of reuse. After every step the cache must end right before the
-    pending token, and the step must have made one target forward.
+    samples of one prompt; several drafters' worth of reuse; drafts that a governor deepens and cuts. After every step
+    the cache must end right before the pending token, and the step must have made one target forward. At the end no
+    drafter may hold anything of a row.
 
     Args:
       make_drafter: depth -> a fresh drafter.
       target: the model to draft for; any size, its vocabulary holds at least ten tokens.
-    Raises: AssertionError; the message names the drafter, the setting and both texts.
+    Returns: counts of what was decoded and drafted, which are printed as well.
+    Raises: AssertionError; the message names the drafter, the setting and both texts. TreeError, ConfigError and the
+      like for drafts and returns that do not fit their rows.
     """
     *shallower, deepest = sorted(set(depths))
+    made: list[Drafter] = []
+    shown = Shown(make_drafter(deepest).name)
+
+    def make(depth: int) -> Drafter:
+        made.append(make_drafter(depth))
+        return _Watched(made[-1], shown)
+
     for params in (GREEDY, SAMPLED):
         plain = _decode_all(target, EmptyDrafter(), params)
         for depth in shallower:
-            check_identity(make_drafter(depth), target, params, plain, f"K={depth}")
-        check_single_rows(make_drafter, deepest, target, params, plain)
-        check_endings(make_drafter, deepest, target, params, plain)
-        check_rows_come_and_go(make_drafter(deepest), target, params, plain)
-        check_abort(make_drafter(deepest), target, params, plain)
-        check_samples(make_drafter(deepest), target, params)
-        drafter = make_drafter(deepest)
+            check_identity(make(depth), target, params, plain, f"K={depth}")
+        check_single_rows(make, deepest, target, params, plain)
+        check_endings(make, deepest, target, params, plain)
+        check_rows_come_and_go(make(deepest), target, params, plain)
+        check_abort(make(deepest), target, params, plain)
+        check_samples(make(deepest), target, params)
+        drafter = make(deepest)
         for run in ("first", "second"):
             check_identity(drafter, target, params, plain, f"K={deepest}, {run} run of one drafter")
+        for costs in (NODES_ARE_FREE, NODES_ARE_DEAR):
+            check_governed(make(deepest), target, params, plain, costs)
     penalised = _decode_all(target, EmptyDrafter(), PENALISED)
-    check_identity(make_drafter(deepest), target, PENALISED, penalised, "with penalties")
+    check_identity(make(deepest), target, PENALISED, penalised, "with penalties")
+    for drafter in made:
+        check_no_state(drafter)
+    print(shown)
+    return shown
 
 
 def _decode_all(target: CausalLM, drafter: Drafter, params: SamplingParams, **options: Any) -> Trace:
@@ -240,6 +392,26 @@ def _decode_all(target: CausalLM, drafter: Drafter, params: SamplingParams, **op
 def check_identity(drafter: Drafter, target: CausalLM, params: SamplingParams, plain: Trace, setting: str) -> None:
     """Raises: AssertionError unless all prompts in one batch give the tokens of the plain loop."""
     compare(_decode_all(target, drafter, params), plain, f"{drafter.name}, {setting}, {_words(params)}")
+
+
+NODES_ARE_FREE: Mapping[int, float] = {1: 1e-3, 512: 1.01e-3}
+NODES_ARE_DEAR: Mapping[int, float] = {1: 1e-3, 512: 0.512}
+"""Seconds of a step by its number of nodes, as `check_governed` makes a governor believe."""
+
+
+def check_governed(
+    drafter: Drafter, target: CausalLM, params: SamplingParams, plain: Trace, costs: Mapping[int, float]
+) -> None:
+    """Raises: AssertionError unless drafts that a governor deepens and cuts change nothing, and what it has learned.
+
+    Args:
+      costs: seconds of a step by its number of nodes.
+    """
+    model = CostModel(costs)
+    governor: AnyGovernor = MethodBandit(drafter, model) if drafter.arms else Governor(model)
+    for run in ("first", "second"):
+        trace = _decode_all(target, drafter, params, governor=governor)
+        compare(trace, plain, f"{drafter.name}, governed, {run} run, {_words(params)}")
 
 
 def check_single_rows(
