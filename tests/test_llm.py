@@ -321,6 +321,19 @@ def test_without_a_tokenizer_ids_go_in_and_come_out() -> None:
         llm.chat([{"role": "user", "content": "hello"}])
 
 
+def test_text_is_one_message_of_a_user(plain: LLM) -> None:
+    """It was five conversations of one letter each, none of which a template takes."""
+    params = SamplingParams(temperature=0, max_tokens=3)
+    (expected,) = plain.chat([{"role": "user", "content": "hello"}], params)
+    assert [one.prompt_token_ids for one in plain.chat("hello", params)] == [expected.prompt_token_ids]
+    assert [one.prompt_token_ids for one in plain.chat(["hello", "hello"], params)] == [expected.prompt_token_ids] * 2
+    options = {"add_generation_prompt": False}
+    as_in_vllm = plain.chat_prompt("hello", chat_template_kwargs=options)
+    assert as_in_vllm == plain.chat_prompt("hello", **options) != plain.chat_prompt("hello")
+    with pytest.raises(ConfigError, match="not given beside it"):
+        plain.chat("hello", chat_template_kwargs=options, add_generation_prompt=True)
+
+
 # -- endings ---------------------------------------------------------------------------------------------------------
 
 

@@ -319,7 +319,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Iterable[Mapping[str, Any]] | Iterable[Iterable[Mapping[str, Any]]],
+        messages: str | Iterable[Mapping[str, Any]] | Iterable[str | Iterable[Mapping[str, Any]]],
         sampling_params: ParamsLike = None,
         *,
         use_tqdm: bool | None = None,
@@ -328,8 +328,11 @@ class LLM:
         """Answer one conversation, or several, through the tokenizer's chat template.
 
         Args:
-          messages: ``[{"role": "user", "content": ...}, ...]``, or a list of such conversations.
-          template_options: for ``apply_chat_template``.
+          messages: ``[{"role": "user", "content": ...}, ...]``, text as one message of a user, or a list of such
+            conversations.
+          template_options: variables of the template, ``tools`` and other arguments of ``apply_chat_template``.
+
+        Raises: PromptError for messages that the template does not take, or that take it more than 1 s or 64 MB.
         """
         prompts = [self.chat_prompt(one, **template_options) for one in conversations_of(messages)]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)

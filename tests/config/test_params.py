@@ -120,6 +120,17 @@ class TestSamplingParams:
         with pytest.raises(ConfigError, match=f"{wrong}.*did you mean '{right}'"):
             SamplingParams.from_dict({wrong: 1})
 
+    def test_a_far_name_is_not_suggested(self) -> None:
+        """An error listed 130 keys of 2 kB, or asked whether something else was meant."""
+        for wrong in ("zzz", "grammar", "foo"):
+            with pytest.raises(ConfigError, match=rf"takes no '{wrong}'; the nearest of \d+ known ones are") as caught:
+                SamplingParams(**{wrong: 1})
+            assert "did you mean" not in str(caught.value)
+            assert "docs/sampling.md" in str(caught.value)
+        with pytest.raises(ConfigError, match=r"the nearest of 1\d\d known ones.*docs/speculative_config.md") as caught:
+            SpeculativeConfig(method="ngram", xxxyyy=2)
+        assert len(str(caught.value)) < 250
+
     def test_alias_of_max_tokens(self) -> None:
         assert SamplingParams(max_new_tokens=7).max_tokens == 7
         assert SamplingParams.from_dict({"max_new_tokens": 7}).max_new_tokens == 7

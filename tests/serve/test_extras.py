@@ -240,3 +240,73 @@ def test_named_tokens_in_chat(running_server: Running) -> None:
         refused = running_server.post("/v1/chat/completions", **(body | wrong))
         assert refused.status_code == 400, refused.text
         assert "logprob_token_ids" in refused.text
+
+
+REST = "{% if add_generation_prompt %}:{% endif %}{{ messages[-1].content }}{{ thinks }}"
+
+
+def test_flags_may_stand_among_the_variables_of_the_template(start: Callable[..., Running], llm: LLM) -> None:
+    """``add_generation_prompt`` was ignored there, in silence."""
+    server = templated(start, llm, REST)
+
+    def prompt(**body: Any) -> Any:
+        found = server.post("/v1/chat/completions", messages=MESSAGES, max_tokens=1, return_prompt_text=True, **body)
+        return found.json()["prompt_text"] if found.status_code == 200 else found.json()["error"]["message"]
+
+    whole = ":one two three"
+    assert prompt() == prompt(chat_template_kwargs={"add_generation_prompt": True}) == whole
+    assert prompt(chat_template_kwargs={"add_generation_prompt": None}) == whole
+    assert prompt(chat_template_kwargs={"add_generation_prompt": False}) == whole[1:]
+    assert prompt(add_generation_prompt=False) == whole[1:]
+    assert prompt(add_generation_prompt=False, chat_template_kwargs={"add_generation_prompt": False}) == whole[1:]
+    assert prompt(chat_template_kwargs={"continue_final_message": True}) == whole[1:]
+    assert prompt(chat_template_kwargs={"thinks": 2}) == whole + "2"
+    assert "give one" in prompt(add_generation_prompt=False, chat_template_kwargs={"add_generation_prompt": True})
+    assert "true or false" in prompt(chat_template_kwargs={"add_generation_prompt": "no"})
+    both = {"add_generation_prompt": True, "continue_final_message": True}
+    assert "excludes" in prompt(chat_template_kwargs=both)
+
+
+def test_variables_that_the_template_does_not_have_are_named(
+    running_server: Running, start: Callable[..., Running], llm: LLM
+) -> None:
+    """As fields without effect are; documents are refused there as beside it, and read where a template has them."""
+    body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 1}
+    kwargs = {"enable_thinking": False}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        found = running_server.post(path, messages=MESSAGES, chat_template_kwargs=kwargs)
+        assert found.headers["x-foredraft-warning"] == "fields were ignored: chat_template_kwargs.enable_thinking"
+    refused = start(strict_fields=True).post("/v1/chat/completions", **body, chat_template_kwargs=kwargs)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "chat_template_kwargs.enable_thinking")
+    documents = {"documents": [{"text": "b"}]}
+    refused = running_server.post("/v1/chat/completions", **body, chat_template_kwargs=documents)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_field")
+    assert "chat_template_kwargs.documents" in refused.json()["error"]["message"]
+    server = templated(start, llm, "{{ documents[0].text }};{{ messages[0].content }}")
+    body["return_prompt_text"] = True
+    found = server.post("/v1/chat/completions", **body, chat_template_kwargs=documents)
+    assert found.json()["prompt_text"] == "b;one two three"
+    wrong = server.post("/v1/chat/completions", **body, chat_template_kwargs={"documents": ["a"]})
+    assert wrong.json()["error"]["message"].startswith("chat_template_kwargs.documents is")
+
+
+WILD = (
+    "{{ messages[0].content }}{{ 1 / div if div is defined }}{{ 'x' * rep if rep is defined }}{{ messages[key or 0] }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "said"), [({"div": 0}, "ZeroDivisionError"), ({"rep": 10**10}, "64 MB"), ({"key": 9}, "no element 9")]
+)
+def test_whatever_a_template_does_is_a_refusal(
+    start: Callable[..., Running], llm: LLM, kwargs: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some errors were 500 with a traceback in the log, and a large text took the memory of the server."""
+    server = templated(start, llm, WILD.replace("messages[key or 0]", "messages[key or 0].content"))
+    for path in ("/v1/chat/completions", "/tokenize"):
+        found = server.post(path, messages=MESSAGES, chat_template_kwargs=kwargs)
+        assert found.status_code == 400
+        assert "chat template" in found.json()["error"]["message"]
+        assert said in found.json()["error"]["message"]
+    assert not caplog.records
+    assert server.post("/v1/chat/completions", messages=MESSAGES, max_tokens=1).status_code == 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import socket
@@ -23,6 +24,7 @@ from foredraft.serve.app import SMALL_BYTES
 from foredraft.serve.completions import read_completion
 from foredraft.serve.errors import ApiError
 from foredraft.serve.fields import MOST_ENTRIES
+from foredraft.serve.guards import Hosts
 from foredraft.serve.served import Served
 from foredraft.serve.server import Server
 from foredraft.serve.settings import ServerSettings
@@ -340,3 +342,143 @@ def test_while_it_loads_and_when_loading_fails() -> None:
     gate.set()
     thread.join(30)
     assert [str(failure) for failure in failures] == ["this checkpoint is broken"]
+
+
+ELSEWHERE: dict[str, tuple[Any, str]] = {
+    "grammar": ('root ::= "yes"', "structured_outputs.grammar"),
+    "ebnf": ('root ::= "yes"', "structured_outputs.grammar"),
+    "regex": ("(yes|no)", "structured_outputs.regex"),
+    "json_schema": ({"type": "object"}, "response_format"),
+    "format": ("json", "response_format"),
+    "guided_json_object": (True, "response_format"),
+    "structural_tag": ({}, "structured_outputs"),
+    "stop_sequences": (["a"], "use stop"),
+    "n_predict": (5, "use max_tokens"),
+    "repeat_penalty": (1.1, "use repetition_penalty"),
+    "options": ({"temperature": 0}, "beside the prompt"),
+    "system": ("Be brief.", "messages"),
+    "images": (["aGk="], "prompts and answers are text"),
+    "lora": ([{"id": 0}], "merge the adapter"),
+    "guidance_scale": (3, "second prompt"),
+}
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "/v1/responses": {"input": "a", "max_output_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_fields_of_other_servers_that_change_the_answer_are_refused(
+    running_server: Running, path: str, name: str
+) -> None:
+    """They were ignored: text without its form, its end or its picture, which looks like an answer."""
+    value, said = ELSEWHERE[name]
+    found = running_server.post(path, **ASKED[path], **{name: value})
+    assert found.status_code == 400
+    error = found.json()["error"]
+    assert (error["param"], error["code"]) == (name, "unsupported_field")
+    assert said in error["message"]
+    assert running_server.post(path, **ASKED[path], **{name: None}).status_code == 200
+
+
+def test_fields_of_other_servers_that_ask_for_nothing_are_taken(running_server: Running) -> None:
+    body = {"grammar": "", "n_predict": -1, "repeat_penalty": 1.0, "lora": [], "options": {}, "images": []}
+    found = running_server.post("/v1/completions", prompt="a", max_tokens=1, **body)
+    assert found.status_code == 200
+    assert "x-foredraft-warning" not in found.headers
+
+
+@pytest.mark.parametrize("name", ["tools", "chat_template_kwargs"])
+def test_fields_of_chat_are_refused_elsewhere(running_server: Running, name: str) -> None:
+    found = running_server.post("/v1/completions", prompt="a", max_tokens=1, **{name: [{"a": 1}]})
+    assert "/v1/chat/completions" in found.json()["error"]["message"]
+
+
+def test_a_message_that_is_to_be_continued_is_refused_by_name(running_server: Running) -> None:
+    """DeepSeek and Mistral name it so; the answer would begin anew."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "prefix": True}]
+    found = running_server.post("/v1/chat/completions", messages=messages, max_tokens=1)
+    assert found.json()["error"]["param"] == "messages[1].prefix"
+    assert "continue_final_message" in found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("form", [{"type": "text"}, {"type": "text", "json_schema": None, "schema": None}, None])
+def test_null_says_nothing_in_a_format_either(running_server: Running, form: Any) -> None:
+    sent = ASKED["/v1/chat/completions"]
+    assert running_server.post("/v1/chat/completions", **sent, response_format=form).status_code == 200
+    text = {"format": {**form, "name": None} if form else None}
+    assert running_server.post("/v1/responses", **ASKED["/v1/responses"], text=text).status_code == 200
+
+
+def test_text_with_a_schema_is_refused(running_server: Running) -> None:
+    """The form says free text, and a schema beside it another; the schema went before."""
+    form = {"type": "text", "json_schema": {"schema": {"type": "object"}}}
+    found = running_server.post("/v1/chat/completions", **ASKED["/v1/chat/completions"], response_format=form)
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "response_format")
+
+
+def test_an_unknown_field_names_the_nearest(start: Callable[..., Running]) -> None:
+    server = start(strict_fields=True)
+    for name, said in (("temprature", "did you mean temperature?"), ("xyzzy", "unknown fields: xyzzy")):
+        message = server.post("/v1/completions", prompt="a", **{name: 1}).json()["error"]["message"]
+        assert message.endswith(said)
+
+
+LOCAL = ["127.0.0.1", "localhost", "LOCALHOST:80", "127.1.2.3:8000", "[::1]:8000", ""]
+FOREIGN = ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1", "[::2]"]
+
+
+def test_a_foreign_host_is_refused_on_loopback(running_server: Running, start: Callable[..., Running]) -> None:
+    """A page whose name was resolved to this machine (DNS rebinding) could read every answer."""
+    for path in ("/v1/models", "/", "/metrics"):
+        for host in LOCAL:
+            assert running_server.http.get(path, headers={"Host": host}).status_code == 200, host
+        for host in FOREIGN:
+            found = running_server.http.get(path, headers={"Host": host})
+            assert (found.status_code, found.json()["error"]["code"]) == (403, "foreign_host"), host
+            assert host.split(":")[0].strip("[]") in found.json()["error"]["message"]
+    posted = running_server.http.post(
+        "/v1/completions", json=ASKED["/v1/completions"], headers={"Host": "evil.example"}
+    )
+    assert posted.status_code == 403
+    keyed = start("secret", api_keys=("secret",))
+    assert keyed.http.get("/v1/models", headers={"Host": "my.example"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("listens", "host", "status"),
+    [
+        ("127.0.0.1", b"evil.example", 403),
+        ("::1", b"[::1]", 200),
+        ("localhost", b"127.0.0.1:1", 200),
+        ("127.0.0.1", None, 200),
+        ("0.0.0.0", b"my.example", 200),
+        ("192.168.0.7", b"my.example", 200),
+        ("", b"my.example", 200),
+    ],
+)
+def test_hosts_are_checked_where_the_server_listens_on_loopback(listens: str, host: bytes | None, status: int) -> None:
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "headers": [] if host is None else [(b"host", host)]}
+    asyncio.run(Hosts(app, listens)(scope, None, send))  # type: ignore[arg-type]
+    assert sent[0]["status"] == status
+
+
+def test_the_address_of_a_request_goes_before_its_host(running_server: Running) -> None:
+    """A whole address as target names the host (RFC 9112, 3.2.2), whatever the header says."""
+    address, _, port = running_server.server.address.removeprefix("http://").partition(":")
+    for host, status in (("evil.example", b"403"), ("localhost", b"200")):
+        with socket.create_connection((address, int(port))) as link:
+            link.sendall(
+                f"GET http://{host}/v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode()
+            )
+            assert link.recv(100).split()[1] == status

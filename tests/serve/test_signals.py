@@ -163,7 +163,7 @@ def test_keys_from_a_file_and_the_environment_and_a_log_that_nobody_reads_any_mo
         (["--cors-origins", "a.example"], "cors_origins is 'a.example'; give *, or an origin"),
         (["--cors-origins", "https://a.example/"], "an origin without a path"),
         (["--chat-template", "/nothing"], "cannot be read"),
-        (["--chat-template", "BROKEN"], "chat_template cannot be read: unexpected '}' (line 2)"),
+        (["--chat-template", "BROKEN"], "chat_template cannot be read: unexpected '}', line 2"),
         (["--served-model-name", ""], "served_model_name '' is given and says nothing"),
         (["--served-model-name", "a", "--served-model-name", "a"], "served_model_name 'a' is given twice"),
         (["--served-model-name", "a", "--drafting", "a=ngram"], "'a' is served already"),

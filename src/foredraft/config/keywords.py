@@ -34,16 +34,38 @@ class Foreign:
         return any(_same(value, harmless) for harmless in self.harmless)
 
 
-def did_you_mean(given: str, known: Iterable[str], cutoff: float = 0.5, *, shown: Callable[[str], str] = repr) -> str:
-    """The nearest name as a question; where none is near, all that are known."""
+NEAR = 0.6
+"""Likeness from which on a name may be what was meant, from 0 to 1."""
+MOST_LISTED, NUM_NEAREST = 12, 5
+"""Names that an error lists, and those that it lists of more."""
+PAGES = {"SamplingParams": "docs/sampling.md", "SpeculativeConfig": "docs/speculative_config.md", "LLM": "help(LLM)"}
+"""Places that list all keys of an owner."""
+
+
+def nearest(given: str, known: Iterable[str], most: int = 1, cutoff: float = NEAR) -> list[str]:
+    """The names that are most like a given one, whatever its capitals."""
+    lowered = {name.lower(): name for name in known}
+    return [lowered[name] for name in get_close_matches(given.lower(), lowered, n=most, cutoff=cutoff)]
+
+
+def did_you_mean(given: str, known: Iterable[str], page: str = "", *, shown: Callable[[str], str] = repr) -> str:
+    """The nearest name as a question; where none is near, all that are known, or of many the nearest.
+
+    Args:
+      page: a place that lists them all.
+    """
     names = list(known)
-    near = get_close_matches(given, names, n=1, cutoff=cutoff)
-    return f"did you mean {shown(near[0])}?" if near else f"known are {', '.join(names)}."
+    if near := nearest(given, names):
+        return f"did you mean {shown(near[0])}?"
+    if len(names) <= MOST_LISTED:
+        return f"known are {', '.join(names)}."
+    listed = ", ".join(nearest(given, names, NUM_NEAREST, 0.0))
+    return f"the nearest of {len(names)} known ones are {listed}{f'; {page} lists all' if page else ''}."
 
 
 def unknown_key(owner: str, key: str, known: Iterable[str]) -> ConfigError:
     """The error for a key that does not exist; it names the nearest one."""
-    return ConfigError(f"{owner} takes no {key!r}; {did_you_mean(key, sorted(known))}")
+    return ConfigError(f"{owner} takes no {key!r}; {did_you_mean(key, sorted(known), PAGES.get(owner, ''))}")
 
 
 def native(owner: str, given: Mapping[str, Any], foreign: Mapping[str, Foreign]) -> dict[str, Any]:

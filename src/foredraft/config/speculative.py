@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from foredraft.config.acceptance import RULES, AcceptanceRule, TypicalLimits
 from foredraft.config.foreign import METHODS_ELSEWHERE, SPECULATIVE_KEYS, method_elsewhere
-from foredraft.config.keywords import canonical, native, respelled, spelling
+from foredraft.config.keywords import canonical, native, nearest, respelled, spelling
 from foredraft.config.method import Method, compositions, method_aliases, methods, recognized
 from foredraft.config.options import Key, Options
 from foredraft.config.written import ALIASES, IMPLIED, read_text, switched
@@ -188,7 +187,7 @@ def _chosen(name: Any, given: Mapping[str, Any]) -> tuple[Method, list[str] | No
             return methods()[composition], parts
     spelled = method_aliases().get(spelled, spelled)
     if spelled not in methods():
-        near = get_close_matches(spelled, [*methods(), *method_aliases(), *METHODS_ELSEWHERE], n=1, cutoff=0.5)
+        near = nearest(spelled, [*methods(), *method_aliases(), *METHODS_ELSEWHERE])
         hint = f"did you mean {near[0]!r}? " if near else ""
         if near and near[0] in METHODS_ELSEWHERE:
             hint += "That is not available in this version; "

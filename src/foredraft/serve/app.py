@@ -20,12 +20,12 @@ from foredraft import __version__
 from foredraft.errors import ForedraftError
 from foredraft.serve.answering import CLIENT_LEFT, answer
 from foredraft.serve.asking import Asking
-from foredraft.serve.chat import conversation, read_chat
+from foredraft.serve.chat import conversation, read_chat, template_options
 from foredraft.serve.completions import read_completion
 from foredraft.serve.errors import ApiError, ModelChanged, loading, stopping
-from foredraft.serve.fields import Fields, shown, wrong_field
+from foredraft.serve.fields import REFUSED, Fields, shown, warning_of, wrong_field
 from foredraft.serve.form import Form
-from foredraft.serve.guards import REQUEST_ID, Drain, Keys, Targets
+from foredraft.serve.guards import REQUEST_ID, Drain, Hosts, Keys, Targets
 from foredraft.serve.responses import read_response
 from foredraft.serve.strict_json import strict_json
 from foredraft.serve.tokens import encode, token_ids
@@ -53,7 +53,8 @@ EXPOSED = ("x-request-id", "x-foredraft-warning", "retry-after")
 
 OF_TOKENS = frozenset({
     "model", "prompt", "add_special_tokens", "return_token_strs",
-    "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents",
+    "reasoning_effort",
 })  # fmt: skip
 """Fields of ``/tokenize``."""
 
@@ -75,8 +76,12 @@ class Application:
         self._reader_of_large = ThreadPoolExecutor(1, "foredraft-large-prompts")
         self._created = int(time.time())
 
-    def build(self) -> ASGIApp:
-        """The routes below their guards."""
+    def build(self, host: str = "") -> ASGIApp:
+        """The routes below their guards.
+
+        Args:
+          host: address that the server listens on; empty where that is not known here, as behind Ray's proxies.
+        """
         app = FastAPI(title="foredraft", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
         for kind in (ApiError, ForedraftError, HTTPException, ClientDisconnect, Exception):
             app.add_exception_handler(kind, self._refuse)
@@ -99,7 +104,8 @@ class Application:
             "/detokenize": self.detokenize,
         }.items():
             app.add_route(path, post, methods=["POST"])
-        guarded: ASGIApp = Targets(Drain(Keys(app, self._settings.api_keys)))
+        keys = self._settings.api_keys
+        guarded: ASGIApp = Targets(Drain(Keys(app, keys) if keys else Hosts(app, host)))
         if self._settings.cors_origins:
             guarded = CORSMiddleware(
                 guarded,
@@ -245,16 +251,18 @@ class Application:
 
     async def tokenize(self, request: Request) -> Response:
         served = self._ready()
-        given = Fields(await self._body(request), OF_TOKENS, {})
+        given = Fields(await self._body(request), OF_TOKENS, REFUSED)
         served.choose(given.text("model"), None)
-        return JSONResponse(await self._in_reader(request, self._tokenized, given, served))
+        tokens = await self._in_reader(request, self._tokenized, given, served)
+        return JSONResponse(tokens, headers=self._warning(given))
 
     def _tokenized(self, given: Fields, served: Served) -> dict[str, Any]:
         tokenizer = served.tokenizer
         if given.get("messages") is not None:
             if not isinstance(tools := given.get("tools") or [], list):
                 wrong_field("tools", tools, "a list")
-            ids = encode(tokenizer, conversation(given, frozenset(), tools, served), add_special_tokens=False)
+            options = template_options(given, str(tokenizer.chat_template or ""))
+            ids = encode(tokenizer, conversation(given, options, tools, served), add_special_tokens=False)
         else:
             if given.get("prompt") is None:
                 wrong_field("prompt", None, "text, where there are no messages")
@@ -268,7 +276,17 @@ class Application:
         given = Fields(await self._body(request), {"model", "tokens"}, {})
         served.choose(given.text("model"), None)
         ids = token_ids(given.get("tokens"), served.llm.target.vocab_size, "tokens")
-        return JSONResponse({"prompt": await self._in_reader(request, served.tokenizer.decode, ids)})
+        text = await self._in_reader(request, served.tokenizer.decode, ids)
+        return JSONResponse({"prompt": text}, headers=self._warning(given))
+
+    def _warning(self, given: Fields) -> dict[str, str]:
+        """A header that names what was ignored.
+
+        Raises: ApiError where unknown fields are refused.
+        """
+        if self._settings.strict_fields:
+            given.refuse_unknown()
+        return warning_of(given.unknown)
 
     async def tokenizer_info(self, _: Request) -> Response:
         tokenizer = self._ready().tokenizer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from foredraft.config.sampling import SamplingParams
 from foredraft.errors import ConfigError
 from foredraft.serve.errors import ApiError
-from foredraft.serve.fields import SAMPLING, Fields, StreamOptions, named, text_of, wrong_field
+from foredraft.serve.fields import SAMPLING, Fields, StreamOptions, text_of, warning_of, wrong_field
 from foredraft.serve.settings import DETAILS, GRANULARITIES, ServerSettings
 from foredraft.serve.tokens import token_ids
 from foredraft.sessions.prompts import resolved
@@ -109,7 +109,7 @@ class Asking:
     @property
     def warning(self) -> dict[str, str]:
         """A header that names what was ignored."""
-        return {"x-foredraft-warning": f"fields were ignored: {named(self.unknown)}"} if self.unknown else {}
+        return warning_of(self.unknown)
 
 
 def read_asking(
@@ -123,8 +123,8 @@ def read_asking(
 
     Raises: ApiError, naming the field.
     """
-    if given.unknown and settings.strict_fields:
-        raise ApiError(400, f"unknown fields: {named(given.unknown)}", given.unknown[0], "unknown_field")
+    if settings.strict_fields:
+        given.refuse_unknown()
     given.check_entries()
     model = given.text("model")
     llm, length = served.choose(model, given.get("speculative"))
@@ -176,6 +176,8 @@ def read_form(given: Fields) -> dict[str, Any] | None:
     Raises: ApiError for both, or a format that is none.
     """
     wanted, form = given.get("structured_outputs"), given.get("response_format")
+    if isinstance(form, dict):
+        form = {name: value for name, value in form.items() if value is not None}
     if wanted is not None and not isinstance(wanted, dict):
         wrong_field("structured_outputs", wanted, "an object with json, regex, choice, grammar or json_object")
     if form is None or form == {"type": "text"}:
@@ -186,7 +188,7 @@ def read_form(given: Fields) -> dict[str, Any] | None:
         )
     if isinstance(form, dict) and form.get("type") == "json_object":
         return {"json_object": True} if form.get("schema") is None else {"json": form["schema"]}
-    schema = form.get("json_schema") if isinstance(form, dict) else None
+    schema = form.get("json_schema") if isinstance(form, dict) and form.get("type") in (None, "json_schema") else None
     if isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
         return {"json": schema["schema"]}
     wrong_field("response_format", form, "{type: 'text', 'json_object', or 'json_schema' with json_schema.schema}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from foredraft.serve.strict_json import is_unicode, strict_json
 from foredraft.serve.tokens import chat_logprobs, prompt_tables
 from foredraft.serve.tools import Tools, called, read_tools, with_tools
 from foredraft.sessions.prompts import chat_text
+from foredraft.sessions.templates import NOT_VARIABLES
 
 if TYPE_CHECKING:
     from foredraft.serve.served import Served
@@ -43,13 +44,16 @@ TEXT_ONLY = ("modalities", ["text"])
 """A field that asks for what there is."""
 OF_TEMPLATES: dict[str, Callable[[Fields, str], Any]] = {"reasoning_effort": Fields.text, "documents": Fields.objects}
 """Fields that are handed to a template which has them, and how they are read."""
+FLAGS = {"add_generation_prompt", "continue_final_message"}
+READ_TWICE = {**OF_TEMPLATES, **dict.fromkeys(sorted(FLAGS), Fields.flag)}
+"""Fields that may also stand in"""
+IN_TEMPLATE = "chat_template_kwargs"
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 OLD_ROLES = {"developer": "system", "function": "tool"}
 """Roles that templates know by another name: the one is newer than they are, the other older."""
 PARTS_APART = "\n"
 """Between the texts of one message, as in vLLM and llama.cpp."""
 PASSED_ON = ("name", "tool_calls", "tool_call_id")
-OURS = {"tokenize", "tools", "chat_template", "conversation", "messages", "return_tensors", "return_dict"}
 
 
 def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[Asking, ChatForm]:
@@ -86,6 +90,7 @@ def read_conversation(body: dict[str, Any], served: Served, settings: ServerSett
         raise ApiError(400, "logprob_token_ids is given, but logprobs is not true", "logprob_token_ids")
     logprobs = most if wants_logprobs else None
     tools = read_tools(given, settings.tool_call_parser, template, served.tokenizer)
+    options = template_options(given, template)
     try:
         form = tools.form if tools.forced or read_form(given) is None else None  # where all is said, no call can begin
         asking = read_asking(given, served, settings, form, logprobs=logprobs, max_tokens=longest)
@@ -98,34 +103,55 @@ def read_conversation(body: dict[str, Any], served: Served, settings: ServerSett
     if asking.streams and asking.params.prompt_logprobs is not None:
         message = "prompt_logprobs is not told in streams of chat; leave stream out, or use /v1/completions"
         raise ApiError(400, message, "prompt_logprobs")
-    text = conversation(given, known & OF_TEMPLATES.keys(), tools.offered, served)
+    text = conversation(given, options, tools.offered, served)
     ids = served.encode(text, given.flag("add_special_tokens"), is_cut=asking.cut is not None)
     prompt = {"prompt": text, "prompt_token_ids": ids}
     return with_prompts(asking, [prompt], served, settings), tools
 
 
-def conversation(given: Fields, named: Set[str], tools: list[Any], served: Served) -> str:
+def template_options(given: Fields, template: str) -> dict[str, Any]:
+    """Variables of the template, and flags: fields of their own or in ``chat_template_kwargs``.
+
+    Those that the template does not have are added to `Fields.unknown`.
+
+    Raises: ApiError.
+    """
+    written = given.mapping(IN_TEMPLATE)
+    if wrong := sorted((NOT_VARIABLES | {"tools", "chat_template"}) & written.keys()):
+        raise ApiError(400, f"{IN_TEMPLATE} cannot have {wrong[0]}", IN_TEMPLATE)
+    if "documents" not in template and not REFUSED["documents"].is_harmless(written.get("documents")):
+        message = f"{IN_TEMPLATE}.documents is not supported: {REFUSED['documents'].reason}"
+        raise ApiError(400, message, IN_TEMPLATE, "unsupported_field")
+    options = {name: value for name, value in written.items() if name not in READ_TWICE}
+    named = {f"{IN_TEMPLATE}.{name}": value for name, value in written.items()}
+    inside = Fields(named, named, {})
+    for name, read in READ_TWICE.items():
+        values = [read(given, name)] if given.get(name) is not None and (name in FLAGS or name in template) else []
+        values += [read(inside, f"{IN_TEMPLATE}.{name}")] if written.get(name) is not None else []
+        if len(values) == 2 and values[0] != values[1]:
+            message = f"{name} is {shown(values[0])}, and in {IN_TEMPLATE} {shown(values[1])}; give one of them"
+            raise ApiError(400, message, name)
+        if values:
+            options[name] = values[0]
+    if options.get("continue_final_message"):
+        if options.get("add_generation_prompt"):
+            raise ApiError(400, "continue_final_message excludes add_generation_prompt", "continue_final_message")
+        options["add_generation_prompt"] = False
+    given.unknown += [f"{IN_TEMPLATE}.{name}" for name in written.keys() - FLAGS if name not in template]
+    return options
+
+
+def conversation(given: Fields, options: dict[str, Any], tools: list[Any], served: Served) -> str:
     """The conversation as the template writes it.
 
     Args:
-      named: fields that it reads.
+      options: of the template.
 
     Raises: ApiError, PromptError.
     """
     messages = read_messages(given.get("messages"))
-    options: dict[str, Any] = {name: OF_TEMPLATES[name](given, name) for name in named if given.get(name) is not None}
-    options |= given.mapping("chat_template_kwargs")
-    if OURS & options.keys():
-        raise ApiError(
-            400, f"chat_template_kwargs cannot have {sorted(OURS & options.keys())[0]}", "chat_template_kwargs"
-        )
-    options["add_generation_prompt"] = given.flag("add_generation_prompt", True)
-    if given.flag("continue_final_message"):
-        if given.get("add_generation_prompt"):
-            raise ApiError(400, "continue_final_message excludes add_generation_prompt", "continue_final_message")
-        options |= {"continue_final_message": True, "add_generation_prompt": False}
     if tools:
-        options["tools"] = tools
+        options = {**options, "tools": tools}
     try:
         return chat_text(served.tokenizer, messages, **options)
     except ConfigError as error:
@@ -148,6 +174,9 @@ def _message(given: Any, where: str) -> dict[str, Any]:
     if not isinstance(given, dict) or given.get("role") not in ROLES:
         role = given.get("role") if isinstance(given, dict) else given
         raise ApiError(400, f"{where} has the role {shown(role)}; known are {', '.join(ROLES)}", f"{where}.role")
+    if given.get("prefix"):
+        why = f"{where}.prefix is not supported: use continue_final_message to go on from the last message"
+        raise ApiError(400, why, f"{where}.prefix", "unsupported_field")
     role = OLD_ROLES.get(given["role"], given["role"])
     message: dict[str, Any] = {"role": role, "content": _content(given.get("content"), where)}
     message |= {name: given[name] for name in PASSED_ON if given.get(name) is not None}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from foredraft.config.keywords import Foreign
 from foredraft.serve.asking import Asking, read_asking, with_prompts
 from foredraft.serve.errors import ApiError
 from foredraft.serve.fields import REFUSED, SHARED, Fields, wrong_field
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from foredraft.sessions.outputs import RequestOutput, StreamOutput
 
 KNOWN = SHARED | {"prompt", "echo", "logprobs"}
+_OF_CHAT = Foreign("it is a field of /v1/chat/completions", (None, [], {}, "none", "auto"))
+COMPLETION_REFUSED = {
+    **REFUSED,
+    **dict.fromkeys(("tools", "tool_choice", "chat_template_kwargs"), _OF_CHAT),
+}
 
 
 def read_completion(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[Asking, CompletionForm]:
@@ -28,7 +34,9 @@ def read_completion(body: dict[str, Any], served: Served, settings: ServerSettin
     """
     asks_for_all = body.get("best_of") == body.get("n")  # then there is nothing to choose
     given = Fields(
-        {name: value for name, value in body.items() if name != "best_of" or not asks_for_all}, KNOWN, REFUSED
+        {name: value for name, value in body.items() if name != "best_of" or not asks_for_all},
+        KNOWN,
+        COMPLETION_REFUSED,
     )
     logprobs = given.whole("logprobs", None, 0, settings.max_logprobs)
     if given.get("logprob_token_ids") is not None and logprobs is None:

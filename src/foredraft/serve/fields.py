@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn, TypeVar
 
-from foredraft.config.keywords import Foreign
+from foredraft.config.keywords import Foreign, nearest
 from foredraft.config.sampling import SamplingParams
 from foredraft.serve.errors import ApiError
 
@@ -58,23 +58,49 @@ IGNORED = frozenset({
 """Fields that change nothing of an answer."""
 
 _STRUCTURED = "use structured_outputs, with the same value under json, regex, choice or grammar"
+_JSON = "use response_format, {type: 'json_object'} or {type: 'json_schema', json_schema: {schema: ...}}"
+_GRAMMAR = "use structured_outputs.grammar, with a grammar of Lark or EBNF"
 _NO_MEDIA = "prompts and answers are text; leave it out"
+_NO_ADAPTER = "the weights that are served are all there are; merge the adapter into them and serve that model"
+_NO_GUIDANCE = "texts are not guided by a second prompt; leave it out"
+_AT_END = "texts are continued at their end; leave it out"
+_NESTED = "give its fields beside the prompt: temperature, max_tokens and so on"
 REFUSED = {
     "best_of": Foreign("every text that is drawn is returned; use n and choose among them", (None, 1)),
-    "suffix": Foreign("texts are continued at their end; leave it out", (None, "")),
+    "suffix": Foreign(_AT_END, (None, "")),
     "use_beam_search": Foreign("beams are not drafted for; use n", (None, False)),
-    "guided_json": Foreign(_STRUCTURED),
-    "guided_regex": Foreign(_STRUCTURED),
-    "guided_choice": Foreign(_STRUCTURED),
-    "guided_grammar": Foreign(_STRUCTURED),
     "functions": Foreign("use tools", (None, [])),
     "function_call": Foreign("use tool_choice", (None, "none", "auto")),
     "audio": Foreign(_NO_MEDIA),
     "web_search_options": Foreign("the server searches nothing; leave it out"),
     "chat_template": Foreign("templates are the server's; it takes one with --chat-template"),
     "documents": Foreign("the chat template has no place for them; write documents into a message", (None, [])),
+    # What a text must match, as other servers name it: free text would be a wrong answer.
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), Foreign(_STRUCTURED)),
+    **dict.fromkeys(("guided_decoding", "structural_tag", "output_format"), Foreign(_STRUCTURED)),
+    **dict.fromkeys(("json_schema", "format", "response_schema"), Foreign(_JSON, (None, ""))),
+    "guided_json_object": Foreign(_JSON, (None, False)),
+    "regex": Foreign("use structured_outputs.regex", (None, "")),
+    **dict.fromkeys(("grammar", "ebnf"), Foreign(_GRAMMAR, (None, ""))),
+    # Where a text ends, and which texts come.
+    "stop_sequences": Foreign("use stop", (None, [])),
+    "stop_regex": Foreign("texts end at strings and tokens; use stop or stop_token_ids", (None, [], "")),
+    **dict.fromkeys(("max_new_tokens", "n_predict", "num_predict"), Foreign("use max_tokens", (None, -1))),
+    "min_new_tokens": Foreign("use min_tokens", (None, 0)),
+    "num_return_sequences": Foreign("use n", (None, 1)),
+    "repeat_penalty": Foreign("use repetition_penalty", (None, 1)),
+    "logits_processors": Foreign("no code comes over HTTP; use logit_bias, bad_words or allowed_token_ids", (None, [])),
+    **dict.fromkeys(("options", "parameters", "sampling_params"), Foreign(_NESTED, (None, {}))),
+    # What a text follows.
+    "system": Foreign("write it into the messages or the prompt", (None, "", [])),
+    **dict.fromkeys(("input_prefix", "input_suffix"), Foreign(_AT_END, (None, ""))),
+    **dict.fromkeys(("images", "image_data", "audio_data", "video_data"), Foreign(_NO_MEDIA, (None, []))),
+    "multi_modal_data": Foreign(_NO_MEDIA, (None, {})),
+    **dict.fromkeys(("lora", "lora_path", "lora_request", "adapter_id"), Foreign(_NO_ADAPTER, (None, [], ""))),
+    **dict.fromkeys(("guidance_scale", "cfg_scale", "negative_prompt"), Foreign(_NO_GUIDANCE, (None, 1, ""))),
 }
-"""Fields of the OpenAI API and of vLLM without a counterpart here: why, and what to do instead."""
+"""Fields of the OpenAI API, vLLM, SGLang, llama.cpp, TGI and Ollama that have another name here or no counterpart, and
+without which the answer would be another: why, and what to do instead."""
 
 WITHOUT_EFFECT = {
     "store": (False,),
@@ -106,6 +132,7 @@ class Fields:
 
     def __init__(self, body: Mapping[str, Any], known: Collection[str], refused: Mapping[str, Foreign]) -> None:
         heard = {*known, *IGNORED, *refused}
+        self._known = known
         self.unknown = [
             name
             for name, value in body.items()
@@ -115,6 +142,13 @@ class Fields:
         for name, foreign in refused.items():
             if name in body and name not in known and not foreign.is_harmless(body[name]):
                 raise ApiError(400, f"{name} is not supported: {foreign.reason}", name, "unsupported_field")
+
+    def refuse_unknown(self) -> None:
+        """Raises: ApiError where there are fields that nobody knows."""
+        if self.unknown:
+            near = nearest(self.unknown[0], self._known)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ApiError(400, f"unknown fields: {named(self.unknown)}{hint}", self.unknown[0], "unknown_field")
 
     def get(self, name: str) -> Any:
         """The value as it is; None where it is left out."""
@@ -204,6 +238,11 @@ def named(unknown: Collection[str]) -> str:
     """The names of unknown fields for a header or an error: few, short, and in ASCII."""
     names = [json.dumps(name)[1 : MAX_NAME + 1].strip('" ') or '""' for name in sorted(unknown)[:MAX_NAMED]]
     return ", ".join(names) + (f" and {len(unknown) - MAX_NAMED} more" if len(unknown) > MAX_NAMED else "")
+
+
+def warning_of(unknown: Collection[str]) -> dict[str, str]:
+    """A header that names fields that were ignored."""
+    return {"x-foredraft-warning": f"fields were ignored: {named(unknown)}"} if unknown else {}
 
 
 @dataclass(frozen=True)

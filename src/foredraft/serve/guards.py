@@ -8,12 +8,14 @@ import re
 import secrets
 from contextlib import suppress
 from hashlib import sha256
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from starlette.responses import JSONResponse
 
 from foredraft.serve.errors import ApiError, unauthorized
+from foredraft.serve.fields import shown
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -51,7 +53,9 @@ class Targets:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (origin := _ORIGIN.match(scope["raw_path"])) is not None:
             path = scope["raw_path"][origin.end() :] or b"/"
-            scope = {**scope, "path": unquote(path.decode("ascii")), "raw_path": path}
+            host = (b"host", origin[0].partition(b"//")[2])  # which counts, whatever the header says
+            headers = [*(one for one in scope["headers"] if one[0] != b"host"), host]
+            scope = {**scope, "path": unquote(path.decode("ascii")), "raw_path": path, "headers": headers}
         if scope["type"] == "http" and len(scope["path"]) > 1 and scope["path"].endswith("/"):
             scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         await self._app(scope, receive, send)
@@ -83,7 +87,7 @@ class Keys:
     """Lets pass who has a key. Every key is compared, in constant time.
 
     Args:
-      keys: none for an open server.
+      keys: at least one.
     """
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
@@ -91,7 +95,7 @@ class Keys:
         self._digests = [sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._digests and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
             error = unauthorized()
             await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
             return
@@ -103,6 +107,51 @@ class Keys:
         digest = sha256(key.strip()).digest()
         matches = [hmac.compare_digest(digest, one) for one in self._digests]
         return kind.lower() == b"bearer" and any(matches)
+
+
+class Hosts:
+    """Refuses requests to a loopback address under the name of another host.
+
+    A page of the web can have its own name resolved to 127.0.0.1 (DNS rebinding). Its browser then lets it read what
+    the server answers, since the origin stays the same, and sends that name as the host.
+
+    Args:
+      host: address that the server listens on. Another than a loopback address may have any name.
+    """
+
+    def __init__(self, app: ASGIApp, host: str) -> None:
+        self._app = app
+        self._host = host.lower() if _is_loopback(host) else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._host is not None:
+            told = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+            for name in filter(None, map(_host_of, told)):  # programs may send none, browsers always do
+                if name != self._host and not _is_loopback(name):
+                    error = ApiError(
+                        403,
+                        f"the host is {shown(name)}, and without a key this server answers to localhost and loopback "
+                        "addresses; ask for one of these, or start it with --api-key",
+                        code="foreign_host",
+                    )
+                    await JSONResponse(error.body, error.status)(scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
+
+
+def _host_of(header: str) -> str:
+    """The name or address of a header, without its port."""
+    text = header.strip().lower()
+    return text[1 : text.find("]")] if text.startswith("[") else text.partition(":")[0].rstrip(".")
+
+
+def _is_loopback(host: str) -> bool:
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class Drain:

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from jinja2 import TemplateSyntaxError
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from foredraft import __version__
 from foredraft.config.sampling import SamplingParams
@@ -26,6 +24,7 @@ from foredraft.serve.errors import ApiError
 from foredraft.serve.fields import shown, wrong_field
 from foredraft.serve.tokens import characters_per_token, encode
 from foredraft.sessions.payoff import unsaid
+from foredraft.sessions.templates import TemplateFailure, renderer
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM
@@ -241,8 +240,6 @@ class Offer:
 def _check_template(text: str) -> None:
     """Raises: ConfigError for a template that cannot be read."""
     try:
-        render_jinja_template([], chat_template=text)  # reads it, and renders no conversation
-    except TemplateSyntaxError as error:
-        raise ConfigError(
-            f"chat_template cannot be read: {error} (line {error.lineno}); give a template of Jinja"
-        ) from None
+        renderer().render(text, None)
+    except TemplateFailure as error:
+        raise ConfigError(f"chat_template cannot be read: {error}; give a template of Jinja") from None

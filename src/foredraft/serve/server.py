@@ -86,7 +86,7 @@ class Server(uvicorn.Server):
         self.bridge, metrics = make(self._loaded, name)
         self.application = Application(self.bridge, settings, metrics)
         config = uvicorn.Config(
-            Numbered(wrap(self.application.build())),
+            Numbered(wrap(self.application.build(host))),
             http=TimedHeads,  # over h11, whatever else is installed: it bounds heads of requests, and knows HTTP/1.0
             ws="none",
             loop="asyncio",

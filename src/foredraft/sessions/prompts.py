@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.config.keywords import check_unicode, has_items, whole_number
 from foredraft.config.sampling import SamplingParams
-from foredraft.errors import ConfigError, PromptError, described
+from foredraft.errors import ConfigError, ForedraftError, PromptError, described
 from foredraft.law.noise import mix
+from foredraft.sessions.templates import TemplateFailure, rendered_chat
 
 _SEED_BITS = 53  # of drawn seeds, so that every JSON reader can report and repeat them
 
@@ -103,8 +103,13 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **temp
 def chat_text(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **template_options: Any) -> str:
     """One conversation through the chat template.
 
+    Args:
+      messages: a conversation, or text as the one message of a user.
+      template_options: variables of the template and arguments of ``apply_chat_template``; also in a mapping
+        ``chat_template_kwargs``, as in vLLM.
+
     Raises: ConfigError when there is no template, or one that is not Jinja; PromptError for messages that it does not
-      take, as a system message in templates that know none.
+      take, as a system message in templates that know none, and for whatever else goes wrong in it.
     """
     if tokenizer is None or not tokenizer.chat_template:
         lacks = "tokenizer, and so no chat template" if tokenizer is None else "chat template"
@@ -112,18 +117,28 @@ def chat_text(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **templa
             f"this model has no {lacks}; give plain prompts (foredraft generate), or put a tokenizer with a "
             "chat_template.jinja beside the weights"
         )
-    options = {"add_generation_prompt": True, **template_options}
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    inside = template_options.pop("chat_template_kwargs", None) or {}
+    if not isinstance(inside, Mapping) or inside.keys() & template_options.keys():
+        raise ConfigError(f"chat_template_kwargs is {inside!r}; give a mapping of options that are not given beside it")
+    options = {"add_generation_prompt": True, **template_options, **inside}
     messages = list(messages) if has_items(messages) else messages
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-    except TemplateSyntaxError as error:
-        raise ConfigError(
-            f"the chat template of the model cannot be read ({error}, line {error.lineno}); mend chat_template.jinja "
-            "beside the weights, or give plain prompts (on the command line --raw)"
-        ) from error
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-        said = str(error) if isinstance(error, TemplateError) else described(error)
-        raise PromptError(f"the chat template of the model does not take these messages: {said}") from error
+        if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:  # has no template
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        return rendered_chat(tokenizer, messages, options)
+    except TemplateFailure as error:
+        if error.is_unreadable:
+            raise ConfigError(
+                f"the chat template of the model cannot be read ({error}); mend chat_template.jinja beside the "
+                "weights, or give plain prompts (on the command line --raw)"
+            ) from None
+        raise PromptError(f"the chat template of the model does not take these messages: {error}") from None
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        if isinstance(error, ForedraftError):
+            raise
+        raise PromptError(f"the chat template of the model does not take these messages: {described(error)}") from error
     except RecursionError as error:
         raise PromptError("the messages or tools are nested too deeply; make them flatter") from error
 
@@ -167,10 +182,12 @@ def _is_index(value: Any) -> bool:
 
 
 def conversations_of(messages: Any) -> list[Any]:
-    """Every conversation of a call: that of a flat list of messages, or several. Iterators are read once.
+    """Every conversation of a call: text, that of a flat list of messages, or several. Iterators are read once.
 
     Raises: PromptError for a value that holds no messages.
     """
+    if isinstance(messages, str):
+        return [messages]
     if not has_items(messages):
         raise PromptError(
             f'the messages are {type(messages).__name__}; give a list such as [{{"role": "user", "content": "..."}}], '

@@ -165,6 +165,4 @@ def load(name: str = _TOY, *, dtype: torch.dtype | None = None) -> tuple[Any, An
 def _known(value: str, allowed: list[str], what: str) -> str:
     if value in allowed:
         return value
-    raise ConfigError(
-        f"{value!r} is not a {what}; {did_you_mean(value, allowed, 0.0)} Known: {', '.join(allowed) or 'none'}."
-    )
+    raise ConfigError(f"{value!r} is not a {what}; {did_you_mean(value, allowed) if allowed else 'there is none.'}")

@@ -85,7 +85,7 @@ def choose_execution(kind: str, device: torch.device | str, dtype: torch.dtype) 
 def check_kind(kind: str) -> None:
     """Raises: ConfigError for an unknown kind."""
     if kind != "auto" and kind not in WAYS:
-        raise ConfigError(f"execution={kind!r} is unknown; {did_you_mean(kind, ('auto', *WAYS), 0.6)}")
+        raise ConfigError(f"execution={kind!r} is unknown; {did_you_mean(kind, ('auto', *WAYS))}")
 
 
 def fits_in_memory(model: PreTrainedModel, release_originals: bool) -> bool:

@@ -77,8 +77,8 @@ def check_quantization(name: str | None) -> None:
     """Raises: ConfigError for an unknown one."""
     if name is not None and name not in ROUNDINGS:
         raise ConfigError(
-            f"quantization is {name!r}; {did_you_mean(str(name), ROUNDINGS, 0.0)} Known are {', '.join(ROUNDINGS)}, "
-            "and None for none. Weights that were quantised elsewhere are loaded with transformers; pass the model."
+            f"quantization is {name!r}; {did_you_mean(str(name), ROUNDINGS)} None rounds nothing. Weights that were "
+            "quantised elsewhere are loaded with transformers; pass the model."
         )
 
 
