@@ -387,7 +387,7 @@ def test_info_takes_the_model_as_an_argument() -> None:
     assert "--keys loads no model" in " ".join(keys.stderr.split())
 
 
-DEMO = ["demo", *TINY, "--no-inflate", "--num-prompts", "2", "--max-new-tokens", "8", "--dtype", "float32"]
+DEMO = ["demo", *TINY, "--num-prompts", "2", "--max-new-tokens", "8", "--dtype", "float32"]
 
 
 def test_demo_compares_before_it_speaks_of_speed() -> None:
@@ -430,14 +430,6 @@ def test_demo_gives_no_speed_when_texts_differ(monkeypatch: pytest.MonkeyPatch) 
     report = json.loads(result.stdout)
     assert report["speedup"] is None
     assert all("speedup" not in one and one["first_difference"] is not None for one in report["questions"])
-
-
-def test_demo_labels_the_inflated_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foredraft.cli.demo.INFLATED", {"hidden_size": 512, "intermediate_size": 1024})
-    options = [*TINY, "--num-prompts", "1", "--max-new-tokens", "4", "--dtype", "float32", "--json"]
-    (report,) = records(run("demo", *options))
-    assert re.search(r"inflated in width to \d+\.\d M parameters", report["model"])
-    assert report["num_identical"] == 1
 
 
 def test_demo_takes_questions_and_draws_a_picture(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_texts_are_shown_where_the_trace_cannot_be_written(traced: Path, monkeyp
 
 def test_a_demo_keeps_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "race", end_at(3, comparison.race))
-    options = ["demo", *TINY, "--no-inflate", "--max-new-tokens", "4", "--num-prompts", "4"]
+    options = ["demo", *TINY, "--max-new-tokens", "4", "--num-prompts", "4"]
     result = run(*options, "--json")
     assert result.exit_code == 130
     assert len(json.loads(result.stdout)["questions"]) == 2

@@ -13,7 +13,6 @@ from rich.console import Console
 from foredraft.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelChoice, SamplingOptions, takes_groups
 from foredraft.cli.prompts import Raw, ask, check_text
 from foredraft.cli.running import EXIT_DIFFERS, EXIT_INTERRUPTED, exit_codes, load_llm, put_json, say
-from foredraft.config.speculative import SpeculativeConfig
 from foredraft.ending import finishing
 
 if TYPE_CHECKING:
@@ -24,11 +23,6 @@ if TYPE_CHECKING:
 
 MAX_QUESTIONS = 8
 WARM_UP_TOKENS = 24
-INFLATED = {"hidden_size": 1024, "intermediate_size": 4096}
-LABEL = (
-    "zoo:tiny's target, inflated in width to {size:.1f} M parameters: "
-    "it computes the same function at the cost of a bigger model"
-)
 
 
 @takes_groups
@@ -50,9 +44,6 @@ def demo(
         ),
     ] = MAX_QUESTIONS,
     raw: Raw = False,
-    inflate: Annotated[
-        bool, typer.Option(help="Give zoo:tiny the cost of a 98.6 M model. It is too small to gain anything as it is.")
-    ] = True,
     loading: LoadingOptions,
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="A picture of one question and the table.")
@@ -78,11 +69,8 @@ def demo(
         params = sampling.params(max_tokens=max_new_tokens, seed=seed)
         own = questions_for(name)
         status.update(f"loading {name}")
-        if inflate and name == TOY:
-            llm, label = _load_inflated(name, config, loading)
-        else:
-            llm = load_llm(name, config, gguf_file=model.gguf_file, **vars(loading))
-            label = f"{llm.model_info.name}, {llm.model_info.num_parameters / 1e6:.1f} M parameters"
+        llm = load_llm(name, config, gguf_file=model.gguf_file, **vars(loading))
+        label = f"{llm.model_info.name}, {llm.model_info.num_parameters / 1e6:.1f} M parameters"
         llms = (llm.with_speculative_config(None), llm)
         asked = ask(llms[0].tokenizer, name, questions or own[:num_prompts], chat=name == TOY and not raw, raw=raw)
         status.update("warming up")
@@ -107,19 +95,6 @@ def demo(
             raise typer.Exit(EXIT_INTERRUPTED)
         if svg is not None:
             demo_screen.picture(report, svg)
-
-
-def _load_inflated(name: str, config: SpeculativeConfig, loading: LoadingOptions) -> tuple[LLM, str]:
-    """Speculative decoding of a toy at the cost of a bigger model, and what to call it."""
-    from foredraft import zoo
-    from foredraft.loading.models import load_model
-    from foredraft.testing.inflation import inflate as inflated
-
-    bigger = inflated(load_model(name, dtype=loading.dtype, device=loading.device).model, **INFLATED)
-    if config.method == "draft_model" and config.model is None:
-        config = SpeculativeConfig(config.method, config.options, model=str(zoo.path(name, "draft")))
-    llm = load_llm(bigger, config, tokenizer=name, **vars(replace(loading, dtype="auto")))
-    return llm, LABEL.format(size=sum(weight.numel() for weight in bigger.parameters()) / 1e6)
 
 
 def _answers(
