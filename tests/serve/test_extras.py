@@ -310,3 +310,12 @@ def test_whatever_a_template_does_is_a_refusal(
         assert said in found.json()["error"]["message"]
     assert not caplog.records
     assert server.post("/v1/chat/completions", messages=MESSAGES, max_tokens=1).status_code == 200
+
+
+def test_reasoning_of_earlier_answers_reaches_the_template(start: Callable[..., Running], llm: LLM) -> None:
+    """It was left out, as fields of messages are that nobody knows."""
+    server = templated(start, llm, "{{ messages[1].content }}={{ messages[1].reasoning_content }}")
+    for name in ("reasoning_content", "reasoning"):
+        messages = [*MESSAGES, {"role": "assistant", "content": "a", name: "b"}]
+        found = server.post("/v1/chat/completions", messages=messages, max_tokens=1, return_prompt_text=True)
+        assert found.json()["prompt_text"] == "a=b"

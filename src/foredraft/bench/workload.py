@@ -13,6 +13,7 @@ from typing import Any
 
 from foredraft.errors import ConfigError, PromptError
 from foredraft.sessions.prompt_files import PromptLine, read_prompts_file
+from foredraft.sessions.prompts import chat_text
 
 COPY = "copy"
 AGAIN = "again"
@@ -175,8 +176,7 @@ def _token_ids(tokenizer: Any, question: Question) -> tuple[int, ...]:
 def _encode(tokenizer: Any, raw: str | None, question: str) -> tuple[int, ...]:
     if raw is None:
         if tokenizer.chat_template:
-            messages = [{"role": "user", "content": question}]
-            raw = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            raw = chat_text(tokenizer, question)
         else:
             raw = question
     return tuple(tokenizer(raw, add_special_tokens=False)["input_ids"])

@@ -76,11 +76,12 @@ class Application:
         self._reader_of_large = ThreadPoolExecutor(1, "foredraft-large-prompts")
         self._created = int(time.time())
 
-    def build(self, host: str = "") -> ASGIApp:
+    def build(self, loopback: str = "") -> ASGIApp:
         """The routes below their guards.
 
         Args:
-          host: address that the server listens on; empty where that is not known here, as behind Ray's proxies.
+          loopback: name or address that the server listens on, if that is a loopback address; empty for others, and
+            where it is not known, as behind Ray's proxies.
         """
         app = FastAPI(title="foredraft", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
         for kind in (ApiError, ForedraftError, HTTPException, ClientDisconnect, Exception):
@@ -104,8 +105,12 @@ class Application:
             "/detokenize": self.detokenize,
         }.items():
             app.add_route(path, post, methods=["POST"])
-        keys = self._settings.api_keys
-        guarded: ASGIApp = Targets(Drain(Keys(app, keys) if keys else Hosts(app, host)))
+        guarded: ASGIApp = app
+        if self._settings.api_keys:
+            guarded = Keys(app, self._settings.api_keys)
+        elif loopback:
+            guarded = Hosts(app, loopback)
+        guarded = Targets(Drain(guarded))
         if self._settings.cors_origins:
             guarded = CORSMiddleware(
                 guarded,

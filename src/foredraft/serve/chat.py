@@ -53,7 +53,7 @@ OLD_ROLES = {"developer": "system", "function": "tool"}
 """Roles that templates know by another name: the one is newer than they are, the other older."""
 PARTS_APART = "\n"
 """Between the texts of one message, as in vLLM and llama.cpp."""
-PASSED_ON = ("name", "tool_calls", "tool_call_id")
+PASSED_ON = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
 
 
 def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[Asking, ChatForm]:

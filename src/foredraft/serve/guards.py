@@ -116,18 +116,18 @@ class Hosts:
     the server answers, since the origin stays the same, and sends that name as the host.
 
     Args:
-      host: address that the server listens on. Another than a loopback address may have any name.
+      host: name or address that the server was told to listen on, which resolves to a loopback address.
     """
 
     def __init__(self, app: ASGIApp, host: str) -> None:
         self._app = app
-        self._host = host.lower() if _is_loopback(host) else None
+        self._host = host.lower()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._host is not None:
+        if scope["type"] == "http":
             told = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
             for name in filter(None, map(_host_of, told)):  # programs may send none, browsers always do
-                if name != self._host and not _is_loopback(name):
+                if name != self._host and not is_loopback(name):
                     error = ApiError(
                         403,
                         f"the host is {shown(name)}, and without a key this server answers to localhost and loopback "
@@ -145,7 +145,8 @@ def _host_of(header: str) -> str:
     return text[1 : text.find("]")] if text.startswith("[") else text.partition(":")[0].rstrip(".")
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is of this machine alone."""
     if host.lower() == "localhost":
         return True
     try:

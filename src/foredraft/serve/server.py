@@ -22,7 +22,7 @@ from foredraft.errors import ConfigError
 from foredraft.serve.app import Application
 from foredraft.serve.bridge import Bridge
 from foredraft.serve.errors import stopping
-from foredraft.serve.guards import Numbered
+from foredraft.serve.guards import Numbered, is_loopback
 from foredraft.serve.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -85,8 +85,9 @@ class Server(uvicorn.Server):
         self.address = _address(host, self._socket.getsockname()[1])
         self.bridge, metrics = make(self._loaded, name)
         self.application = Application(self.bridge, settings, metrics)
+        loopback = host if is_loopback(self._socket.getsockname()[0]) else ""
         config = uvicorn.Config(
-            Numbered(wrap(self.application.build(host))),
+            Numbered(wrap(self.application.build(loopback))),
             http=TimedHeads,  # over h11, whatever else is installed: it bounds heads of requests, and knows HTTP/1.0
             ws="none",
             loop="asyncio",
