@@ -25,6 +25,7 @@ from foredraft.cli.options import StructureOptions
 from foredraft.config.structured import MAX_CHARACTERS
 from foredraft.errors import ConfigError, GrammarError, NumericsError
 from foredraft.structured import grammars as grammars_module
+from foredraft.structured.forcing import Vocabulary
 from foredraft.structured.grammars import Grammars, written
 from foredraft.structured.matching import Matching
 from foredraft.testing import toy_model
@@ -261,7 +262,7 @@ def test_masks_on_a_tree_are_those_of_its_paths(name: str) -> None:
         copied.extend(step)
         assert (matching.allowed(()) == copied.allowed(())).all()
         if ends.intersection(output):
-            assert matching.forced() == ()
+            assert matching.forced(9) == ()
             assert {*np.flatnonzero(matching.allowed(()))} == ends
             break
 
@@ -388,7 +389,7 @@ def test_a_draft_at_which_a_grammar_gives_up_is_no_fault(monkeypatch: pytest.Mon
 def test_what_others_asked_for_ends_no_text(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Rows of a grammar share an automaton: when it was full, no text of this grammar came any more, for good."""
     limits = llguidance.LLParserLimits
-    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **given: limits(**given, max_lexer_states=1200))
+    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **given: limits(**{**given, "max_lexer_states": 1200}))
     wanted, made = StructuredOutputs(regex="(a|b)*a(a|b){16}c"), grammars()
     tokens = base().tokenizer.convert_tokens_to_ids(["a", "b"])
     rng = random.Random(3)
@@ -401,7 +402,7 @@ def test_what_others_asked_for_ends_no_text(monkeypatch: pytest.MonkeyPatch, how
                     assert (allowed := row.allowed(())) is not None, row.fault
                     assert length % 8 or (allowed == mask_after(wanted, text)).all()
                 elif how == "forced":
-                    assert row.forced() == (), row.fault
+                    assert row.forced(9) == (), row.fault
                 text.append(rng.choice(tokens))
                 row.extend(text[-1:])
                 assert row.fault is None
@@ -409,7 +410,7 @@ def test_what_others_asked_for_ends_no_text(monkeypatch: pytest.MonkeyPatch, how
 
 def test_an_output_that_is_too_much_alone_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = llguidance.LLParserLimits
-    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **given: limits(**given, max_lexer_states=300))
+    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **given: limits(**{**given, "max_lexer_states": 300}))
     matching = grammars().matching(StructuredOutputs(regex="(a|b)*a(a|b){16}c"))
     tokens, rng = base().tokenizer.convert_tokens_to_ids(["a", "b"]), random.Random(3)
     for _ in range(2000):
@@ -449,13 +450,75 @@ def test_forced_tokens_end_with_eos() -> None:
     """Where there is one that it can be; else the model chooses."""
     wanted = StructuredOutputs(choice=["nothing else"])
     matching = Grammars(base().tokenizer, base().target.vocab_size, [3]).matching(wanted)
-    forced = matching.forced()
+    forced = matching.forced(9)
     assert base().tokenizer.decode(forced[:-1]) == "nothing else"
     assert forced[-1:] == (3,)
-    assert grammars().matching(wanted).forced() == forced[:-1]
+    assert grammars().matching(wanted).forced(9) == forced[:-1]
     matching.extend(forced)
-    assert matching.forced() == ()
+    assert matching.forced(9) == ()
     assert matching.fault is None
+
+
+def long_text(length: int) -> str:
+    draw = random.Random(length)
+    return "".join(draw.choice("abcdefgh ijk 0123456789") for _ in range(length))
+
+
+LONG: dict[str, Callable[[str], dict[str, Any]]] = {
+    "choice": lambda text: {"choice": [text]},
+    "const": lambda text: {"json": {"const": text}},
+    "enum": lambda text: {"json": {"enum": [text, f"no {text}"]}},
+    "regex": lambda text: {"regex": text},
+    "repeated": lambda text: {"regex": f"(a{{{len(text) // 10}}}){{10}}"},
+    "lark": lambda text: {"grammar": f'start: T\nT: "{text}"'},
+    "rules": lambda text: {"grammar": f'start: a{{{len(text)}}}\na: "x"'},
+    "gbnf": lambda text: {"grammar": f'root ::= "{text[:10_000]}"'},
+    "json in lark": lambda text: {"grammar": f'start: "<tool_call>" %json {json.dumps({"const": text})}'},
+}
+
+
+@pytest.mark.parametrize("way", LONG)
+def test_a_step_costs_what_a_draft_takes_however_long_the_forced_text_is(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """It was computed to its end in every step, in time and memory that grew with the square of its length."""
+    looked_at, written_out = [], []
+    forced_byte, tokens = Vocabulary.forced_byte, Vocabulary._tokens
+    monkeypatch.setattr(Vocabulary, "forced_byte", lambda *given: looked_at.append(1) or forced_byte(*given))
+    monkeypatch.setattr(Vocabulary, "_tokens", lambda *given: written_out.append(len(given[-1])) or tokens(*given))
+    made = grammars()
+    for length in (1_000, 10_000, 100_000):
+        row = made.matching(StructuredOutputs(**LONG[way](long_text(length))))
+        for _ in range(3):
+            forced = row.forced(16) or (int(np.flatnonzero(row.allowed(()))[-1]),)  # type: ignore[arg-type]
+            row.extend(forced)
+            assert row.fault is None
+            assert len(forced) <= 16
+        assert len(looked_at) <= 3 * 16 * 20
+        assert sum(written_out) <= 3 * 16 * 100
+        looked_at.clear()
+        written_out.clear()
+
+
+def test_forced_tokens_are_those_of_the_tokenizer() -> None:
+    """By windows of a text they are those that llguidance makes of the whole, at every token of it."""
+    text = " ".join(sorted(base().tokenizer.get_vocab(), key=lambda word: str(hash(word) % 1009))[:60])
+    wanted = StructuredOutputs(choice=["".join(character for character in text if character.isprintable())])
+    row, said = grammars().matching(wanted), []
+    while forced := row.forced(1):
+        assert np.flatnonzero(mask_after(wanted, said)).tolist() == [forced[0]]
+        said += forced
+        row.extend(forced)
+    assert len(said) > 60
+
+
+def test_grammars_that_count_tokens_force_none() -> None:
+    """Forced text is found by the byte, and a byte is a token there."""
+    wanted = StructuredOutputs(grammar='start: word "END"\nword[max_tokens=2]: /[a-z]+/')
+    row = grammars().matching(wanted)
+    row.extend(base().tokenizer("the", add_special_tokens=False)["input_ids"])
+    assert row.forced(9) == ()
+    assert row.allowed(()) is not None
 
 
 def test_a_choice_may_be_among_thousands() -> None:
@@ -487,7 +550,7 @@ def test_an_output_that_does_not_match_is_a_fault() -> None:
         ({"regex": "[a"}, "regex is refused: .*unclosed character class"),
         ({"grammar": "start: foo"}, "grammar is refused: .*unknown name"),
         ({"json": '{"type": "strin"}'}, "json is refused: Invalid type: strin"),
-        ({"json": "{"}, "json is refused: EOF"),
+        ({"json": "{"}, "json is refused: it is not JSON"),
         ({"json": {"$ref": "#"}}, "json is refused: no text matches it"),
         ({"json": {"$ref": "http://example.com/x"}}, "json is refused: .*does not fetch"),
         ({}, "nothing; give exactly one of json, regex"),

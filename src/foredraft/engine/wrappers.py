@@ -276,6 +276,9 @@ GRAMMAR = "grammar"
 GUESSED = "grammar_guess"
 """Name of what proposed tokens that came of the same choice of the grammar before, and what those force."""
 
+MOST_FORCED = 16
+"""Tokens that a grammar forces, of one step. More hardly make a row faster, and the rows beside it wait for them."""
+
 EXPECTED = 0.9
 """Chance of a predicted token after right ones, where the drafter says those of its own."""
 
@@ -361,7 +364,7 @@ def with_forced(row: Sequence, tree: DraftTree, budget: Budget, rule: Acceptance
     matching = row.law.matching
     if matching is None or not budget.depth:
         return tree
-    forced = matching.forced()
+    forced = matching.forced(min(budget.depth, MOST_FORCED))
     may_guess = rule.keeps_tokens and (len(tree) == 1 or not budget.chains_only)
     guessed = matching.guessed(budget.depth, forced) if may_guess else ()
     if not forced and not guessed:

@@ -206,6 +206,11 @@ class SamplingLaw:
             scores[ids] = kept
         if self.matching is None:
             return
+        if (only := self.matching.only(path)) is not None:
+            own = scores[only : only + 1].clone()  # empty where the model has no such token
+            scores.fill_(-torch.inf)
+            scores[only : only + 1] = own
+            return
         allowed = self.matching.allowed(path)
         if allowed is None:
             self.fault = self.matching.fault

@@ -8,28 +8,35 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from foredraft.config.structured import StructuredOutputs
 from foredraft.errors import ConfigError, GrammarError
 from foredraft.extras import install_command
-from foredraft.structured.matching import Compiled, Matching, first_line
+from foredraft.structured.forcing import Vocabulary
+from foredraft.structured.matching import MAX_STATES, Compiled, Matching, first_line
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
     from transformers import PreTrainedTokenizerBase
 
 MOST_KEPT, MOST_KEPT_CHARACTERS = 64, 1 << 20
 """Compiled grammars that are kept, those used last, and characters of all of them: some 40 bytes each, compiled."""
 MOST_MASKS = 1 << 13
 """Made by matchers of one compiled grammar, after which the next request compiles it anew: masks add states to what
-these share, some 20 MB by then where the grammar is bad, and 160 MB at llguidance's limit."""
+these share, some 20 MB by then where the grammar is bad, and 64 MB at `MAX_STATES`."""
 WHITE_SPACE = r"[ \t\n\r]{1,64}"
 """Between the parts of JSON by default: without a limit small models write it until their budget ends."""
 STACK_BYTES = 1 << 29
 """Of the thread that compiles. llguidance goes one call deeper for every rule that names the next, some 2 kB each, of
 which `MAX_CHARACTERS` hold 15,000; a stack of 8 MB ended the process at 5,000. Only what is used takes memory."""
+UNFORCED = '%llguidance {"no_forcing": true}'
+"""Keeps llguidance from computing forced text to its end in every mask. `Place.forced` computes what a draft needs."""
+MAX_TOKENS = "max_tokens"
+"""Word of grammars that count tokens. Forced text is found by the byte there is next, which they would miscount."""
+MAX_GBNF_CHARACTERS = 1 << 14
+"""Of a grammar in llama.cpp's form. Turning it into Lark's takes a second for 700 rules, and 37 seconds for 5,000."""
+OF_SCHEMA = "failed to compile JSON schema: "
 _sizing = threading.Lock()  # the size of the next stack is the process's
 _ENDLESS = re.compile(r"-\d{19}(?![\d.eE])")
 """Integers among which those that round to -2**63 send llguidance 1.9 into a recursion without end."""
@@ -53,7 +60,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos = tuple(eos_token_ids)
-        self._vocabulary: LLTokenizer | None = None
+        self._vocabulary: Vocabulary | None = None
         self._compiled: OrderedDict[StructuredOutputs, Compiled] = OrderedDict()
         self._lock = threading.Lock()
         self._compiling = threading.Lock()
@@ -73,7 +80,7 @@ class Grammars:
         if (found := self._known(wanted)) is not None:
             return found
         with self._compiling:  # others may take what is known meanwhile
-            found = self._known(wanted) or Compiled(lambda: _on_large_stack(lambda: self._new(wanted)))
+            found = self._known(wanted) or self._newly_compiled(wanted)
             with self._lock:
                 self._compiled[wanted] = found
                 self._compiled.move_to_end(wanted)
@@ -94,6 +101,12 @@ class Grammars:
             self._compiled.move_to_end(wanted)
             return found
 
+    def _newly_compiled(self, wanted: StructuredOutputs) -> Compiled:
+        compiled = Compiled(lambda: _on_large_stack(lambda: self._new(wanted)))
+        counts_tokens = wanted.grammar is not None and MAX_TOKENS in wanted.grammar
+        compiled.vocabulary = None if counts_tokens else self._vocabulary
+        return compiled
+
     def _new(self, wanted: StructuredOutputs) -> LLMatcher:
         try:
             import llguidance
@@ -102,21 +115,20 @@ class Grammars:
                 f"structured_outputs needs llguidance, which is not installed: {install_command('structured')}"
             ) from None
         if self._vocabulary is None:
-            self._vocabulary = self._read_vocabulary()
-        limits = llguidance.LLParserLimits(verbose_errors=False)
+            self._vocabulary = Vocabulary(self._read_tokenizer(), self._eos)
+        limits = llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=MAX_STATES)
         try:
-            grammar = written(wanted)
+            grammar = f"{written(wanted)}\n{UNFORCED}"
         except ValueError as error:
             raise refused(wanted, str(error)) from None
-        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(self._vocabulary.tokenizer, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # fails where no output matches
-            matcher.compute_ff_tokens()  # fails where a first token costs too much
         if matcher.is_error():
             raise refused(wanted, matcher.get_error())
         return matcher
 
-    def _read_vocabulary(self) -> LLTokenizer:
+    def _read_tokenizer(self) -> LLTokenizer:
         from llguidance.hf import from_tokenizer
 
         if self._tokenizer is None:
@@ -165,27 +177,52 @@ def check_integers(text: str) -> None:
 
 def refused(wanted: StructuredOutputs, reason: str) -> GrammarError:
     """The error for a grammar, with llguidance's reason."""
+    reason = reason.rpartition(OF_SCHEMA)[2] if wanted.json is not None else reason
     said = "no text matches it" if reason.startswith("NoExtension") else first_line(reason)
     return GrammarError(f"StructuredOutputs.{wanted.kind} is refused: {said}")
 
 
 def written(wanted: StructuredOutputs) -> str:
-    """The grammar in llguidance's form."""
-    from llguidance import LLMatcher, grammar_from
+    """The grammar in llguidance's variant of Lark."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import is_lark_syntax
 
     if wanted.regex is not None:
-        return LLMatcher.grammar_from_regex(wanted.regex)
+        regex: str = json.loads(LLMatcher.grammar_from_regex(wanted.regex))["grammars"][0]["lark_grammar"]
+        return regex
     if wanted.choice is not None:
         texts = [json.dumps(text, ensure_ascii=False) for text in wanted.choice]
-        return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {' | '.join(texts)}")  # one word: else 2,000 at most
+        return f"start: TEXT\nTEXT: {' | '.join(texts)}"  # one word: else 2,000 at most
     if wanted.grammar is not None:
         check_integers(wanted.grammar)  # JSON schemas may stand in it
-        return grammar_from("grammar", wanted.grammar)
+        return wanted.grammar if is_lark_syntax(wanted.grammar) else _from_gbnf(wanted.grammar)
     options: dict[str, Any] = {"whitespace_flexible": not wanted.disable_any_whitespace}
     if wanted.whitespace_pattern is not None:
         options["whitespace_pattern"] = wanted.whitespace_pattern
     elif not wanted.disable_any_whitespace:
         options["whitespace_pattern"] = WHITE_SPACE
-    schema = '{"type": "object"}' if wanted.json is None else str(wanted.json)
-    check_integers(schema)
-    return LLMatcher.grammar_from_json_schema(schema, overrides=cast("JsonCompileOptions", options))
+    text = '{"type": "object"}' if wanted.json is None else str(wanted.json)
+    check_integers(text)
+    try:
+        schema = json.loads(text)
+        if not isinstance(schema, dict):
+            raise ValueError("it is not an object")
+        given = schema.get("x-guidance")
+        schema["x-guidance"] = {**(given if isinstance(given, dict) else {}), **options}
+        return f"start: %json {json.dumps(schema, allow_nan=False)}"
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON ({error})") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _from_gbnf(text: str) -> str:
+    """A grammar in the form of llama.cpp in llguidance's variant of Lark."""
+    from llguidance import grammar_from
+
+    if len(text) > MAX_GBNF_CHARACTERS:
+        raise ValueError(
+            f"in GBNF it may have {MAX_GBNF_CHARACTERS} characters, and has {len(text)}; make it smaller, or write it "
+            "in Lark's form, with a rule 'start'"
+        )
+    return grammar_from("gbnf", text)

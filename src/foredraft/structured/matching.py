@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from foredraft.errors import GrammarError
+from foredraft.structured.forcing import Place
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+    from foredraft.structured.forcing import Vocabulary
     from foredraft.tree import DraftTree
 
 
@@ -23,19 +25,20 @@ class Compiled:
 
     Args:
       make: compiles it: a matcher to which no token was given yet.
+      vocabulary: of the model; None where the grammar forces no tokens.
     """
 
-    def __init__(self, make: Callable[[], LLMatcher]) -> None:
+    def __init__(self, make: Callable[[], LLMatcher], vocabulary: Vocabulary | None = None) -> None:
         self.num_masks, self.is_full = 0, False
-        self._make, self._matcher = make, make()
+        self._make, self._matcher, self.vocabulary = make, make(), vocabulary
 
-    def matcher(self) -> LLMatcher:
-        """For an output that begins."""
-        return self._matcher.deep_copy()
+    def place(self) -> Place:
+        """Where an output begins."""
+        return Place(self.vocabulary, self._matcher.deep_copy())
 
     def anew(self) -> Compiled:
         """The same grammar with an automaton of its own. Raises: GrammarError."""
-        return Compiled(self._make)
+        return Compiled(self._make, self.vocabulary)
 
 
 MOST_GUESSES = 4
@@ -51,15 +54,15 @@ NEWEST = 0.2
 """What the newest guess weighs in that chance: rows whose guesses fail stop after two, and begin again as soon."""
 FULL = "too many states"
 """What llguidance says where an automaton has reached its limit."""
+MAX_STATES = 100_000
+"""Of one automaton, some 64 MB."""
 
 
 class Matching:
     """What a grammar says after the committed output of a row, and after paths of its drafts.
 
-    Every path has a matcher of its own, a copy of its parent's with one token more (some microseconds), and that of the
-    accepted path becomes the output's. No matcher ever goes back: those of llguidance 1.9 answer then with masks of the
-    path that they left (`ParserState::rollback` keeps its ``bias_cache``). EOS is no token of the grammar: it may come
-    where the grammar may end, and nothing but EOS comes after it.
+    Every path has a place of its own, and that of the accepted path becomes the output's. EOS is no token of the
+    grammar: it may come where the grammar may end, and nothing but EOS comes after it.
 
     A row that meets the limit of an automaton which it shares goes on with one of its own, so that what others have
     asked for ends no text.
@@ -78,7 +81,7 @@ class Matching:
         self._compiled, self._is_alone = compiled, False
         self._eos = frozenset(eos_token_ids)
         self._vocab_size = vocab_size
-        self._matchers: dict[tuple[int, ...], LLMatcher | None] = {(): compiled.matcher()}  # None: no match
+        self._places: dict[tuple[int, ...], Place | None] = {(): compiled.place()}  # None: no match
         self._has_ended = False  # what is committed ends with EOS
         self._bits: dict[tuple[int, ...], np.ndarray | None] = {}  # masks after paths; None: the matcher gave up
         self._text: list[int] = []  # committed, without EOS
@@ -89,15 +92,15 @@ class Matching:
     def copy(self) -> Matching:
         """Another row after the same output."""
         other = Matching(self._compiled, tuple(self._eos), self._vocab_size)
-        other._matchers = {(): self._committed.deep_copy()}
+        other._places = {(): self._committed.copy()}
         other._has_ended, other.fault, other._text = self._has_ended, self.fault, self._text.copy()
         return other
 
     @property
-    def _committed(self) -> LLMatcher:
-        matcher = self._matchers[()]
-        assert matcher is not None
-        return matcher
+    def _committed(self) -> Place:
+        place = self._places[()]
+        assert place is not None
+        return place
 
     def extend(self, tokens: Seq[int]) -> None:
         """Take in tokens of the output."""
@@ -105,24 +108,31 @@ class Matching:
             return
         text = self._before_eos(tokens)
         self._learn(text)
-        matcher = self._after(text)
-        if matcher is None and self._goes_on_alone():  # a full automaton alone does not take what may follow
-            matcher = self._after(text)
-        if matcher is not None:
-            self._matchers = {(): matcher}
+        place = self._after(text)
+        if place is None and self._goes_on_alone():  # a full automaton alone does not take what may follow
+            place = self._after(text)
+        if place is not None:
+            self._places = {(): place}
             self._has_ended = len(text) < len(tokens)
         else:
             self.fault = self._why_not(text)
         self._text += text
         self._bits.clear()
 
+    def only(self, path: Seq[int]) -> int | None:
+        """The one token that may follow the output and a path, where the grammar forces it."""
+        if self._has_ended or self.fault is not None or self._eos.intersection(path):
+            return None
+        place = self._after(path)
+        forced = () if place is None or place.matcher.is_error() else place.forced()
+        return forced[0] if forced else None
+
     def allowed(self, path: Seq[int]) -> np.ndarray | None:
         """Bool (V,): the tokens that may follow the output and a path; None where the matcher gives up.
 
         Nothing may follow a path that does not match.
         """
-        key = tuple(path)
-        bits = self._mask(key)
+        bits = self._mask(tuple(path))
         return None if bits is None else np.unpackbits(bits, bitorder="little", count=self._vocab_size).view(bool)
 
     def _mask(self, path: tuple[int, ...]) -> np.ndarray | None:
@@ -138,14 +148,18 @@ class Matching:
             only_eos = np.zeros(-(-self._vocab_size // 8) * 8, dtype=bool)
             only_eos[list(self._eos)] = True
             return np.packbits(only_eos, bitorder="little")
-        matcher = self._after(path)
-        if matcher is None:
+        place = self._after(path)
+        if place is None:
             return np.zeros(-(-self._vocab_size // 8), dtype=np.uint8)
-        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        forced = place.forced()
+        bits = np.frombuffer(place.mask(), dtype=np.uint8)
         self._compiled.num_masks += 1
-        if not matcher.is_error():
-            return bits
-        return None if self._has_failed(matcher, path) else self._new_mask(path)
+        if place.matcher.is_error():
+            return None if self._has_failed(place, path) else self._new_mask(path)
+        if forced:
+            bits = np.zeros(len(bits), dtype=np.uint8)
+            bits[forced[0] // 8] = 1 << forced[0] % 8
+        return bits
 
     def legal(self, tree: DraftTree) -> DraftTree:
         """A draft without the nodes that do not match, and without what follows EOS."""
@@ -155,23 +169,27 @@ class Matching:
         while open_nodes:
             parent = open_nodes.pop()
             path = tree.path_tokens(parent)
-            if self._has_ended or self._eos.intersection(path) or (matcher := self._after(path)) is None:
+            if self._has_ended or self._eos.intersection(path) or (place := self._after(path)) is None:
                 continue
-            children = [node for node in tree.children[parent] if self._may_follow(matcher, tree.tokens[node])]
+            children = [node for node in tree.children[parent] if self._may_follow(place, tree.tokens[node])]
             kept += children
             open_nodes += reversed(children)
         return tree if len(kept) == len(tree) else tree.restricted(sorted(kept))
 
-    def _may_follow(self, matcher: LLMatcher, token: int) -> bool:
-        """Whether a token may come where a matcher is: one that is forced, or any that it would take."""
+    def _may_follow(self, place: Place, token: int) -> bool:
+        """Whether a token may come at a place: one that is forced, or any that it would take."""
         if token in self._eos:
-            return bool(matcher.is_accepting())
-        forced = matcher.compute_ff_tokens()
-        return token == forced[0] if forced else matcher.validate_tokens([token]) == 1
+            return bool(place.matcher.is_accepting())
+        forced = place.forced()
+        return token == forced[0] if forced else place.matcher.validate_tokens([token]) == 1
 
-    def forced(self) -> tuple[int, ...]:
-        """The tokens that follow the output for certain, EOS included; none where there is a choice."""
-        return () if self.fault is not None else self._forced_after(())
+    def forced(self, most: int) -> tuple[int, ...]:
+        """The tokens that follow the output for certain, EOS included; none where there is a choice.
+
+        Args:
+          most: tokens that are wanted. The work is limited by them, however long the text is that a grammar forces.
+        """
+        return () if self.fault is not None else self._forced_after((), most)
 
     def guessed(self, most: int, forced: tuple[int, ...] = ()) -> tuple[int, ...]:
         """Tokens that may follow those that are forced: what came of a choice the last time, and what that forces.
@@ -193,7 +211,7 @@ class Matching:
             if chance < LEAST_CHANCE:
                 break
             path = (*path, token)
-            path += self._forced_after(path)
+            path += self._forced_after(path, most - len(path))
         return path[len(forced) : most]
 
     def _guess(self, path: tuple[int, ...]) -> int | None:
@@ -212,15 +230,22 @@ class Matching:
                 self._chosen[self._choice(bits, path)] = token
         self._guesses.clear()
 
-    def _forced_after(self, path: tuple[int, ...]) -> tuple[int, ...]:
-        if self._has_ended or self._eos.intersection(path) or (matcher := self._after(path)) is None:
+    def _forced_after(self, path: tuple[int, ...], most: int) -> tuple[int, ...]:
+        if self._has_ended or self._eos.intersection(path):
             return ()
-        tokens = matcher.compute_ff_tokens()
-        if matcher.is_error():
-            return () if self._has_failed(matcher, path) else self._forced_after(path)
-        if len(self._eos) == 1 and (end := self._after((*path, *tokens))) is not None and end.is_stopped():
-            tokens = [*tokens, *self._eos]
-        return tuple(tokens)
+        found: tuple[int, ...] = ()
+        while len(found) < most and (place := self._after((*path, *found))) is not None:
+            forced = place.forced()
+            if place.matcher.is_error():
+                if self._has_failed(place, (*path, *found)):
+                    break
+            elif forced:
+                found += forced
+            else:
+                if len(self._eos) == 1 and place.matcher.is_stopped():
+                    found += tuple(self._eos)
+                break
+        return found[:most]
 
     def _choice(self, bits: np.ndarray, path: tuple[int, ...]) -> int:
         """What is the same in all choices that are the same, by the mask after a path."""
@@ -231,32 +256,23 @@ class Matching:
         end = next((place for place, token in enumerate(tokens) if token in self._eos), len(tokens))
         return tokens[:end]
 
-    def _after(self, path: Seq[int]) -> LLMatcher | None:
-        """The matcher after a path; None where that does not match."""
+    def _after(self, path: Seq[int]) -> Place | None:
+        """The place after a path; None where that does not match."""
         key = tuple(path)
-        known = next(length for length in range(len(key), -1, -1) if key[:length] in self._matchers)
-        matcher = self._matchers[key[:known]]
-        for length in range(known + 1, len(key) + 1):
-            if matcher is None:
-                return None
-            matcher = self._with(matcher, key[length - 1])
-            self._matchers[key[:length]] = matcher
-        return matcher
+        if key not in self._places:
+            known = next(length for length in range(len(key) - 1, -1, -1) if key[:length] in self._places)
+            place = self._places[key[:known]]
+            self._places[key] = None if place is None else place.after(key[known:])
+        return self._places[key]
 
-    def _with(self, matcher: LLMatcher, token: int) -> LLMatcher | None:
-        """A copy of a matcher that has taken one token more."""
-        matcher = matcher.deep_copy()
-        taken = matcher.try_consume_tokens([token])
-        return matcher if taken and not matcher.is_error() else None
-
-    def _has_failed(self, matcher: LLMatcher, path: Seq[int]) -> bool:
+    def _has_failed(self, place: Place, path: Seq[int]) -> bool:
         """Whether nothing works in place of the matcher after a path, which has given up.
 
         After the output itself, that is a fault. A draft has none: it may never be chosen. Its logits tell nothing, and
         it is asked anew once it is committed.
         """
         if not path:
-            error = _gave_up(matcher)
+            error = _gave_up(place.matcher)
             if FULL in str(error) and self._goes_on_alone():
                 return False
             self.fault = error
@@ -270,18 +286,18 @@ class Matching:
             alone = self._compiled.anew()
         except GrammarError:
             return False
-        matcher = alone.matcher()
-        if matcher.try_consume_tokens(self._text) < len(self._text) or matcher.is_error():
+        place = alone.place().after(self._text)
+        if place is None:
             return False
         self._compiled.is_full = True
         self._compiled, self._is_alone = alone, True
-        self._matchers = {(): matcher}
+        self._places = {(): place}
         self._bits.clear()
         return True
 
     def _why_not(self, text: Seq[int]) -> GrammarError:
         """Why the committed output cannot go on with these tokens."""
-        matcher = self._committed.deep_copy()
+        matcher = self._committed.matcher.deep_copy()
         for token in text:
             if not matcher.try_consume_tokens([token]) or matcher.is_error():
                 break
@@ -289,7 +305,13 @@ class Matching:
 
 
 def _gave_up(matcher: LLMatcher) -> GrammarError:
-    return GrammarError(f"the grammar gave up: {first_line(matcher.get_error())}")
+    reason = first_line(matcher.get_error())
+    if FULL in reason:
+        reason = (
+            f"{FULL}: its automaton may have {MAX_STATES:,}, some 64 MB, and the output needs more; make the grammar "
+            "smaller, or its repetitions shorter"
+        )
+    return GrammarError(f"the grammar gave up: {reason}")
 
 
 def first_line(message: str) -> str:
