@@ -365,8 +365,7 @@ class LLM:
     @property
     def memory(self) -> MemoryUse:
         """Keys and values in memory, and what is planned for them."""
-        engine, prefix_bytes = self._runner.engine, 0 if self._prefixes is None else self._prefixes.num_bytes
-        return MemoryUse.of(engine.plan, engine.cache, engine.drafter.own_caches(), prefix_bytes)
+        return self._runner.engine.memory(0 if self._prefixes is None else self._prefixes.num_bytes)
 
     @property
     def governed(self) -> Totals | None:

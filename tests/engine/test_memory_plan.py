@@ -32,6 +32,7 @@ from foredraft.engine.engine import Engine
 from foredraft.engine.memory import MemoryUse, available_on, bytes_per_token
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError, ContextLengthError
+from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM, Nodes
 from foredraft.testing import check_cache_lengths, toy_model
@@ -58,7 +59,7 @@ def text(number: int, length: int) -> list[int]:
     return (torch.randint(0, VOCAB_SIZE, (9,), generator=generator).tolist() * length)[:length]
 
 
-def params(number: int, max_tokens: int, **others: Any) -> SamplingParams:
+def params(number: int, max_tokens: int | None, **others: Any) -> SamplingParams:
     temperature = 0.0 if number % 2 else 0.8
     return SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=number, ignore_eos=True, **others)
 
@@ -197,8 +198,9 @@ def test_views_of_constant_size_are_told_and_come_besides(caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO, logger="foredraft"):
         engine = Engine(target(), DRAFTERS["sparse-kv"](), plan(1000))
     megabytes = (16 + 8 + 32) * bytes_per_token(target()) / 1e6
-    assert f"besides {megabytes:.1f} MB per row for views of constant size" in caplog.text
-    assert "and 0 of its drafter: 1000 tokens" in caplog.text
+    assert f"{megabytes:.1f} MB a row for views of constant size come on top" in caplog.text
+    assert "1000 tokens in all rows" in caplog.text
+    assert "and 0 of its drafter" in caplog.text
     (own,) = engine.drafter.own_caches()
     assert own.most_columns == 56
 
@@ -233,6 +235,16 @@ def test_a_request_that_fits_not_even_alone_is_refused() -> None:
     (row,) = engine.add_request(text(1, 150), params(1, 40))
     list(engine.run())
     assert row.finish_reason == "length"
+
+
+def test_a_request_without_a_limit_ends_where_the_plan_does() -> None:
+    """Only a request that asks for more than fits alone is refused."""
+    engine = Engine(target(), EmptyDrafter(), plan(256))
+    (row,) = engine.add_request(text(1, 150), params(1, None))
+    list(engine.run())
+    assert (row.finish_reason, len(row.token_ids)) == ("length", 192)
+    with pytest.raises(ContextLengthError, match="200 tokens that may grow to 201"):
+        engine.add_request(text(1, 200), params(1, None))
 
 
 @pytest.mark.parametrize(
@@ -314,6 +326,20 @@ def test_limits_of_the_own_cgroup_and_of_those_above_it_hold(version: int, tmp_p
     assert available_bytes(meminfo, tmp_path, own) == 1_400_000
     told(root / "jobs" / "two", 10, 10, version=version)  # of others
     assert available_bytes(meminfo, tmp_path, own) == 1_400_000
+
+
+def test_kept_prefixes_take_a_quarter_of_a_plan_on_top() -> None:
+    """The least recently used one makes room, and one that does not fit alone is not kept."""
+    store = PrefixStore(8)
+    engine = Engine(target(), DRAFTERS["draft-model"](), plan(1200), prefixes=store)
+    assert store.max_bytes == 300 * bytes_per_token(target())
+    kept = []
+    for number, length in enumerate([60, 60, 60, 140, 200]):  # and as many columns of the drafter
+        engine.add_request(text(number, length), params(number, 2))
+        list(engine.run())
+        kept.append((len(store), store.num_tokens))
+        assert store.num_bytes <= store.max_bytes
+    assert kept == [(1, 61), (2, 122), (2, 122), (1, 141), (1, 141)]
 
 
 def test_an_llm_tells_its_plan(caplog: pytest.LogCaptureFixture) -> None:

@@ -62,7 +62,16 @@ def serve(
     cors_origins: Annotated[
         list[str] | None, typer.Option(help="Web page that may call the server; may be repeated, * is every one.")
     ] = None,
-    rows: Annotated[EngineOptions, "max_num_seqs", "max_model_len", "max_kv_bytes"],
+    rows: Annotated[EngineOptions, "max_num_seqs", "max_model_len"],
+    max_kv_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory of keys and values: 500MB, 2GB, 40% of what is free, or none for no limit. By default 40%, "
+            "shared by all ways of drafting and replicas.",
+            show_default=False,
+        ),
+    ] = None,
     prefill_chunk_size: Annotated[
         int | None,
         typer.Option(
@@ -127,7 +136,7 @@ def serve(
     """
     with exit_codes():
         try:
-            from foredraft.serve.served import Offer
+            from foredraft.serve.served import Offer, default_share, with_kv_limit
             from foredraft.serve.server import Server
         except ModuleNotFoundError as error:
             raise ConfigError(
@@ -161,6 +170,7 @@ def serve(
             "num_cached_prefixes": num_cached_prefixes,
             "gguf_file": model.gguf_file,
             "prefill_chunk_size": chunk_size,
+            "max_kv_bytes": max_kv_bytes,
         }
         options = {**vars(loading), **vars(rows), **kept}
         if stall_timeout is not None and replicas is None and ray_address is None:
@@ -183,13 +193,16 @@ def serve(
                 num_replicas=replicas or 1,
                 num_cpus=replica_cpus,
             )
+            if max_kv_bytes is None:
+                share = default_share(cluster.num_engines)
+                say(f"keys and values: {share} of the free memory at most for each engine; --max-kv-bytes sets it")
             serve_cluster(cluster, ray_address, host=host, port=port, say=say)
             return
 
         offer.check_files()
 
         def load() -> Served:
-            return offer.over(load_llm(chosen, config, **options))
+            return offer.over(load_llm(chosen, config, **with_kv_limit(options, offer.num_engines)))
 
         server = Server(load, names[0], settings, host=host, port=port, say=say)
         if not server.run_until_end():

@@ -38,6 +38,11 @@ def memory_size(name: str, value: object) -> int | str:
     return size
 
 
+def size_text(num_bytes: int) -> str:
+    """A number of bytes for people: "500.0 MB" or "2.1 GB"."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 10**9 else f"{num_bytes / 1e6:.1f} MB"
+
+
 def share_of(name: str, share: str, available: int | None) -> int:
     """Bytes of a share like "40%".
 
@@ -134,8 +139,8 @@ class EngineConfig:
         too, so compare results of one width. Without meaning where the library's own kernels run.
       typical: what "typical" accepts.
       max_kv_bytes: memory of the target's keys and values: a number of bytes, "500MB", "2GB", or "40%" of what is
-        available on the model's device when the engine is made. Rows wait, or leave for a while, as it asks for. None
-        for no limit.
+        available on the model's device when the engine is made. Rows wait, or leave for a while, as it asks for; a
+        request that does not limit its output ends where it would not fit alone. None for no limit.
       contains_faults: an exception of a drafter ends its drafting for the rows that it was working on, and one of a
         logits processor, or while text is looked at, ends its row with the reason "error"; nothing else is touched.
         Otherwise such exceptions are raised, which ends all rows that run.

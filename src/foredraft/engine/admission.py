@@ -33,6 +33,8 @@ class Admission:
       eos_token_ids: tokens that end a row.
       tokenizer: needed for stop strings only.
       max_model_len: prompt and output together never exceed it.
+      most_planned: prompt and output together of a row for which memory is planned; None for `max_model_len`. A
+        request that does not limit its output ends there.
       contains_faults: see `EngineConfig`.
       grammars: for what outputs must match.
       ids: of rows; unique also when requests are added from several threads.
@@ -42,6 +44,7 @@ class Admission:
     eos_token_ids: tuple[int, ...]
     tokenizer: PreTrainedTokenizerBase | None
     max_model_len: int
+    most_planned: int | None
     contains_faults: bool
     grammars: Grammars
     ids: Iterator[int] = field(default_factory=count)
@@ -125,7 +128,10 @@ class Admission:
         self, prompt: list[int], law: SamplingLaw, request_id: str, index: int, prediction: Prediction | None
     ) -> Sequence:
         params, length = law.params, len(prompt)
-        wanted = self.max_model_len if params.max_tokens is None else length + params.max_tokens
+        if params.max_tokens is not None:
+            wanted = length + params.max_tokens
+        else:
+            wanted = self.max_model_len if self.most_planned is None else max(self.most_planned, length + 1)
         max_length = min(wanted, self.max_model_len)
         return Sequence(
             id=next(self.ids),

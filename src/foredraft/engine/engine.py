@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from functools import cached_property
 from time import perf_counter
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -14,20 +15,22 @@ from foredraft.config.engine import EngineConfig
 from foredraft.engine.accepting import accept_rows, choose_all
 from foredraft.engine.admission import Admission
 from foredraft.engine.decoding import emit, observe, propose, undrafted
-from foredraft.engine.drafter import Drafter, PromptChunk
+from foredraft.engine.drafter import Drafter, OwnCache, PromptChunk
 from foredraft.engine.exclusive_use import ExclusiveCall, ExclusiveUse
 from foredraft.engine.features import RowFeatures
 from foredraft.engine.forwards import NO_LIMIT, Forwards
 from foredraft.engine.governing import AnyGovernor, Governing
 from foredraft.engine.logprobs import TokenLogprobs
-from foredraft.engine.memory import MemoryPlan
+from foredraft.engine.memory import PREFIX_DIVISOR, MemoryPlan, MemoryUse
 from foredraft.engine.outputs import RowOutput
 from foredraft.engine.scheduler import Scheduler
 from foredraft.engine.sequence import Sequence
 from foredraft.engine.stats import Clock, StepProfile
 from foredraft.engine.wrappers import GuardedDrafter, JoiningDrafter
 from foredraft.errors import ConfigError, EngineBusyError
+from foredraft.machine import return_free_memory
 from foredraft.model.cache.prefixes import PrefixStore
+from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM
 from foredraft.structured.grammars import Grammars
 
@@ -37,6 +40,9 @@ if TYPE_CHECKING:
     from foredraft.config.sampling import SamplingParams
 
 __all__ = ["Engine", "EngineConfig", "RowOutput", "TokenLogprobs"]
+
+SHRINK_STEPS = 256
+"""Steps after which caches give back what no row has needed meanwhile. Copying takes less time than one of them."""
 
 
 class Engine:
@@ -84,9 +90,6 @@ class Engine:
             )
         self.max_model_len = min(self.config.max_model_len or context, context)
         grammars = grammars or Grammars(tokenizer, target.vocab_size, self.eos_token_ids)
-        self._admission = Admission(
-            target, self.eos_token_ids, tokenizer, self.max_model_len, self.config.contains_faults, grammars
-        )
         self.cache = target.new_cache()
         self.profile = StepProfile()
         self.governor = governor if self.config.rule.keeps_tokens else None
@@ -97,12 +100,24 @@ class Engine:
         self._drafting.bind(target, self.cache)
         self._forwards = Forwards(target, self.cache, self.config, self.max_model_len, self._drafting.requires)
         self.plan = MemoryPlan.of(self.config, target, self._forwards, self.cache, self._drafting)
+        self._admission = Admission(
+            target,
+            self.eos_token_ids,
+            tokenizer,
+            self.max_model_len,
+            None if self.plan is None else self.plan.most_tokens,
+            self.config.contains_faults,
+            grammars,
+        )
+        if prefixes is not None and self.plan is not None:
+            prefixes.max_bytes = self.plan.num_bytes // PREFIX_DIVISOR
         self._scheduler = Scheduler(
             target, self.cache, self._drafting, self.config, plan=self.plan, prefixes=prefixes, owner=drafter
         )
         self._governing = Governing(self.governor, guarded, self._forwards, self._scheduler)
         self._use = ExclusiveUse()
         self._is_broken = False
+        self._steps_to_shrink = SHRINK_STEPS
 
     def __repr__(self) -> str:
         return (
@@ -196,6 +211,9 @@ class Engine:
             if self._scheduler.ended:
                 return [RowOutput(row, (), 0) for row in self._scheduler.take_ended()]
             self._forwards.begin_step()
+            self._steps_to_shrink -= 1
+            if not self._steps_to_shrink:
+                self._shrink()
             self._scheduler.admit(self.profile, self._governing.welcomes)
             if reading := self._scheduler.to_read(one_by_one=self._forwards.has_one_shape):
                 self._read(reading)
@@ -274,6 +292,42 @@ class Engine:
         for slot, row in enumerate(rows):
             if row.is_in_doubt:
                 self.cache.erase(slot, self.cache.lengths[slot])
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def own_caches(self) -> Seq[OwnCache]:
+        """Caches that the drafter keeps beside the target's."""
+        return self._drafting.own_caches()
+
+    def memory(self, prefix_bytes: int = 0) -> MemoryUse:
+        """Keys and values in memory, and what is planned for them."""
+        return MemoryUse.of(self.plan, self.cache, self.own_caches, prefix_bytes)
+
+    def release_memory(self) -> None:
+        """Give back all keys and values of an engine without rows, and what has grown with them; the next step
+        allocates anew. Rows that run keep what they need."""
+        with self._exclusive():
+            self._shrink()
+            if self._scheduler.running:
+                return
+            released = [cache.release() for cache in self._caches]
+            self.target.release_tables()
+            if any(released):
+                return_free_memory()
+                if self.target.device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+    @property
+    def _caches(self) -> list[KVCache]:
+        return [self.cache, *(own.cache for own in self.own_caches)]
+
+    def _shrink(self) -> None:
+        """Give back what no row has needed since the last call."""
+        self._steps_to_shrink = SHRINK_STEPS
+        has_shrunk = [cache.shrink() for cache in self._caches]
+        if any(has_shrunk):
+            return_free_memory()
 
     # -- steps that break off ----------------------------------------------------------------------------------
 

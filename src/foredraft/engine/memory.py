@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foredraft.config.engine import available_bytes, share_of
+from foredraft.config.engine import available_bytes, share_of, size_text
 from foredraft.errors import ConfigError, ContextLengthError
 from foredraft.model.nodes import Nodes
 
@@ -26,6 +26,9 @@ logger = logging.getLogger("foredraft")
 STEP = 64
 """Columns by which rows are counted. Drafts and padding of a step lie within the next one."""
 
+PREFIX_DIVISOR = 4
+"""Part of a plan that kept prefixes may take on top of it."""
+
 
 @dataclass(frozen=True)
 class MemoryUse:
@@ -35,7 +38,8 @@ class MemoryUse:
       allocated_bytes: of the target and of its drafter, views of constant size included.
       planned_bytes: that may be taken; None without a plan.
       planned_share: of the plan that the rows count as, see `MemoryPlan.fits`; None without a plan.
-      prefix_bytes: of what rows that have ended left for later prompts, the drafter's part included; it comes besides.
+      prefix_bytes: of what rows that have ended left for later prompts, the drafter's part included. They come on top,
+        up to a quarter of the plan.
     """
 
     allocated_bytes: int
@@ -61,13 +65,14 @@ class MemoryPlan:
     Args:
       num_bytes: of keys and values of the target, drafts included, and of drafters' caches that grow with the text.
       target: whose cache it is.
-      own_caches: of the drafter. Those of constant size, views of `sparse_kv`, are told and come besides.
+      own_caches: of the drafter. Those of constant size, views of `sparse_kv`, are told and come on top.
+      share: of the free memory that ``num_bytes`` are, for the message; empty for a number that was given.
 
     Exactness: what was said is replayed as chains, by the kernels that said it: under a native promise no bit changes.
     Raises: ConfigError for a plan that does not hold one row of any length, or where every step has one shape.
     """
 
-    def __init__(self, num_bytes: int, target: CausalLM, own_caches: Seq[OwnCache] = ()) -> None:
+    def __init__(self, num_bytes: int, target: CausalLM, own_caches: Seq[OwnCache] = (), share: str = "") -> None:
         self.num_bytes = num_bytes
         of_target = bytes_per_token(target)
         of_drafter = sum(own.column_bytes for own in own_caches if own.most_columns is None)
@@ -79,16 +84,18 @@ class MemoryPlan:
                 f"({of_target} + {of_drafter} bytes each); it must hold {2 * STEP}: give "
                 f"{2 * STEP * self.bytes_per_token} or more"
             )
-        besides = sum(own.column_bytes * own.most_columns for own in own_caches if own.most_columns is not None)
+        views = sum(own.column_bytes * own.most_columns for own in own_caches if own.most_columns is not None)
+        on_top = f"; {views / 1e6:.1f} MB a row for views of constant size come on top" if views else ""
         logger.info(
-            "keys and values: %.1f MB at most, %d bytes per token of %s and %d of its drafter: %d tokens, all rows "
-            "together as long as the longest; besides %.1f MB per row for views of constant size.",
-            num_bytes / 1e6,
+            "keys and values: %s at most%s, which is %d tokens in all rows, each counted as long as the longest (%d "
+            "bytes a token of %s and %d of its drafter)%s; max_kv_bytes sets this limit.",
+            size_text(num_bytes),
+            f" ({share} of the memory that is free)" if share else "",
+            self.max_cells,
             of_target,
             target.name,
             of_drafter,
-            self.max_cells,
-            besides / 1e6,
+            on_top,
         )
 
     @classmethod
@@ -103,12 +110,14 @@ class MemoryPlan:
                 "exactness='strict' runs every step of this model at one shape, over columns of max_model_len for "
                 "max_num_seqs rows, so max_kv_bytes cannot hold it to less; leave it out and lower max_num_seqs"
             )
-        num_bytes, own_caches = config.max_kv_bytes, drafter.own_caches()
-        if isinstance(num_bytes, str):
-            num_bytes = share_of("max_kv_bytes", num_bytes, available_on(target.device))
-        plan = cls(num_bytes, target, own_caches)
+        given, own_caches = config.max_kv_bytes, drafter.own_caches()
+        if isinstance(given, str):
+            num_bytes = share_of("max_kv_bytes", given, available_on(target.device))
+            plan = cls(num_bytes, target, own_caches, given)
+        else:
+            plan = cls(given, target, own_caches)
         for each in (cache, *(own.cache for own in own_caches if own.most_columns is None)):
-            each.max_cells, each.capacity = plan.max_cells, min(each.capacity, plan.max_cells)
+            each.limit(plan.max_cells)
         return plan
 
     def fits(self, rows: Seq[Sequence], room: int = 0) -> bool:
@@ -130,6 +139,11 @@ class MemoryPlan:
           lengths: columns of all rows of the cache, at least one.
         """
         return self.max_cells // len(lengths) - max(lengths)
+
+    @property
+    def most_tokens(self) -> int:
+        """Length of the longest row that fits alone."""
+        return (self.max_cells // STEP - 1) * STEP
 
     def _columns(self, length: int) -> int:
         return -(-length // STEP) * STEP + STEP

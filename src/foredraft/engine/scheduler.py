@@ -134,6 +134,8 @@ class Scheduler:
                 break
             admitted.append(row)
         admitted.sort(key=lambda row: row.num_to_prefill)
+        if admitted:  # room for whole prompts at once, so that nothing moves while they are read
+            self._cache.reserve(admitted[-1].num_to_prefill, len(self._rows) + len(admitted))
         for row in admitted:
             self._cache.add_rows()
             self.waiting.remove(row)

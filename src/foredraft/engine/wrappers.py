@@ -14,7 +14,15 @@ import torch
 
 from foredraft.config.keywords import has_items, whole_number
 from foredraft.engine.budget import CAUSES, Budget
-from foredraft.engine.drafter import Drafter, PromptChunk, Requirements, StepResult, WrappingDrafter, own_result
+from foredraft.engine.drafter import (
+    Drafter,
+    OwnCache,
+    PromptChunk,
+    Requirements,
+    StepResult,
+    WrappingDrafter,
+    own_result,
+)
 from foredraft.engine.prediction import PREDICTION
 from foredraft.errors import ConfigError, ProbabilityError, TreeError, described, is_fatal
 from foredraft.tree import DraftPlan, DraftTree
@@ -90,6 +98,19 @@ class GuardedDrafter(WrappingDrafter):
         self._cache = cache
         self._vocab_size, self._device = target.vocab_size, target.device
         super().bind(target, cache)
+
+    def own_caches(self) -> list[OwnCache]:
+        none: list[OwnCache] = []
+        return self._try([], self._checked_caches, none)
+
+    def _checked_caches(self) -> list[OwnCache]:
+        found = super().own_caches()
+        for own in found:
+            if not isinstance(own, OwnCache):
+                raise TypeError(
+                    f"own_caches returned a {type(own).__name__} in its list; it must hold OwnCache objects"
+                )
+        return found
 
     def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
         if not row.has_drafter:

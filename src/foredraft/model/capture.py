@@ -126,6 +126,10 @@ class Recorder:
         layers = {layer: self.flat.spread(states[0]) for layer, states in self._layer_inputs.items()}
         return Output(logits, None if hidden is None else self.flat.spread(hidden[0]), layers)
 
+    def release(self) -> None:
+        """Drop what was recorded last."""
+        self._returned, self._read, self._layer_inputs, self.flat = None, None, {}, None
+
     @contextmanager
     def _seeing(self, handles: list[RemovableHandle]) -> Iterator[None]:
         self._returned, self._read, self._layer_inputs = None, None, {}

@@ -264,6 +264,13 @@ class CausalLM:
             return Promise("fixed", self._not_native)
         return Promise("near-ties", self._not_native)
 
+    def release_tables(self) -> None:
+        """Give back masks and tables of positions that have grown with long rows, and features of the last forward."""
+        self._recorder.release()
+        self._layouts.masks.release()
+        if self.execution.program is not None:
+            self.execution.program.release_tables()
+
     @property
     def nodes_of_last_forward(self) -> FlatNodes | None:
         """The list of nodes that the modules ran over last; None where they ran over a rectangle of rows."""

@@ -54,6 +54,10 @@ class Masks:
         masks = [template.cut(length, width, columns) for length in lengths]
         return masks[0][None, None] if len(masks) == 1 else torch.stack(masks)[:, None]
 
+    def release(self) -> None:
+        """Drop the bands that masks of chains are cut from."""
+        self._templates.clear()
+
     def stand_ins(self, flat: FlatNodes) -> Mask:
         """What a model is given in place of masks where its rows run attention in groups: one for every kind.
 

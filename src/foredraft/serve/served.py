@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +16,9 @@ import transformers
 from foredraft import __version__
 from foredraft.config.sampling import SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
+from foredraft.engine.memory import available_on
 from foredraft.errors import ConfigError
+from foredraft.loading.models import choose_device
 from foredraft.loading.sources import check_parts
 from foredraft.machine import cpu_digest
 from foredraft.model.execution.packing import weight_sums
@@ -29,6 +32,7 @@ from foredraft.sessions.templates import TemplateFailure, renderer
 if TYPE_CHECKING:
     from foredraft.llm import LLM
 
+logger = logging.getLogger("foredraft")
 
 WARM_PROMPT, WARM_TOKENS = MOST_NODES + 16, 24
 """Tokens of the prompt and of the texts that are generated before the server says it is ready, in two rows, so that all
@@ -176,6 +180,39 @@ class Served:
             room = (self.max_model_len or len(prompt) * 4) - 2
             with unsaid():
                 llm.generate([{"prompt_token_ids": prompt[: max(1, room // 2)]}], params, use_tqdm=False)
+            _ = llm.memory  # asks the drafter for its caches in this thread, between steps
+
+
+KV_PERCENT = 40
+"""Default limit of keys and values, as a percentage of the memory that is free once the model is loaded. Kept prefixes
+take a quarter of it on top, and activations some of the rest."""
+NO_LIMIT = "none"
+
+
+def with_kv_limit(options: Mapping[str, Any], num_engines: int) -> dict[str, Any]:
+    """Arguments of `LLM` with a limit for keys and values, unless they have one.
+
+    A device that does not tell its free memory has none by default, nor has "strict" exactness, which may allocate all
+    rows at once.
+
+    Args:
+      options: may have "none" as ``max_kv_bytes``, for no limit.
+      num_engines: engines that share the memory; each gets the same part of it.
+    """
+    given = options.get("max_kv_bytes")
+    if given is not None:
+        return {**options, "max_kv_bytes": None if str(given).lower() == NO_LIMIT else given}
+    is_strict = options.get("exactness") == "strict"
+    if is_strict or available_on(choose_device(options.get("device", "auto"))) is None:
+        reason = "exactness is strict" if is_strict else "the device does not tell how much memory is free"
+        logger.info("keys and values: no limit, since %s; max_kv_bytes sets one.", reason)
+        return dict(options)
+    return {**options, "max_kv_bytes": default_share(num_engines)}
+
+
+def default_share(num_engines: int) -> str:
+    """Default limit of each of so many engines, as `EngineConfig.max_kv_bytes` takes it."""
+    return f"{KV_PERCENT / num_engines:.3g}%"
 
 
 @dataclass(frozen=True)
@@ -220,6 +257,11 @@ class Offer:
         if chat_template is not None:
             _check_template(chat_template)
         return cls(tuple(names), draftings, chat_template)
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of one process: one for each way of drafting."""
+        return 1 + len(self.draftings)
 
     def check_files(self) -> None:
         """Raises: CheckpointError, ConfigError for a file of a drafting that is not on this machine."""

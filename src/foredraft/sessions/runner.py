@@ -18,6 +18,7 @@ from foredraft.engine.exclusive_use import ExclusiveUse
 from foredraft.engine.stats import SequenceStats, StepProfile
 from foredraft.errors import CopyError, EngineBusyError, PromptError
 from foredraft.model.default_device import makes_on_cpu
+from foredraft.sessions.idle import IdleWatch
 from foredraft.sessions.outputs import RequestOutput, StreamOutput
 from foredraft.sessions.payoff import PayoffWatch
 from foredraft.sessions.prompts import Prompt
@@ -55,6 +56,7 @@ class Runner:
         self._num_requests = 0
         self._session_of: dict[int, Session] = {}  # by row, while it is unfinished
         self._abandoned: deque[Session] = deque()
+        self._idle = IdleWatch(self)
 
     @property
     def profile(self) -> StepProfile:
@@ -98,6 +100,7 @@ class Runner:
                     self._engine.abort(request.id)
                 raise
             session = Session(requests, self._engine, self._num_spec_tokens)
+            self._idle.end()
             self._session_of.update(dict.fromkeys(session.row_ids, session))
             return session
 
@@ -175,6 +178,7 @@ class Runner:
                 raise
         finally:
             self._use.give_back()
+            self._note_idle()
 
     def _fail(self, error: BaseException) -> set[Session]:
         """End the sessions that had rows in what broke off; the engine has ended these rows already."""
@@ -194,6 +198,18 @@ class Runner:
         for row_id in session.row_ids:
             self._session_of.pop(row_id, None)
         session.abort()
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._session_of:
+            self._idle.begin()
+
+    def rest(self) -> None:
+        """Give back the memory of keys and values, unless a request has come meanwhile."""
+        with self._lock:
+            self._end_abandoned()
+            if not self._session_of:
+                self._engine.release_memory()
 
     def _renew_engine(self) -> None:
         profile = self._engine.profile

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 
 from foredraft.beginnings import bytes_of, memory_bytes, shared_length
 from foredraft.errors import ConfigError
@@ -65,6 +66,9 @@ class PrefixStore:
     Args:
       limit: how many texts are kept, 1 or more; the least recently used one makes room.
 
+    Attributes:
+      max_bytes: memory that all of them may take; None for any. A text that does not fit alone is not kept.
+
     Exactness: states are as good as the columns that the scheduler lets in and out (`Scheduler`).
     """
 
@@ -72,6 +76,7 @@ class PrefixStore:
         if limit < 1:
             raise ConfigError(f"the number of kept prefixes is {limit}; it must be 1 or more")
         self.limit = limit
+        self.max_bytes: int | None = None
         self._kept: list[Prefix] = []  # least recently used first
 
     def __len__(self) -> int:
@@ -105,7 +110,7 @@ class PrefixStore:
           salt: of the row's request, see `Prefix`.
         """
         tokens = tuple(token_ids)
-        if not num_columns:
+        if not num_columns or num_columns * cache.column_bytes > self._most:
             return
         covering = [prefix for prefix in self._kept if prefix.covers(tokens, num_columns, salt)]
         known = next((prefix for prefix in covering if prefix.owner is owner), None)
@@ -117,6 +122,8 @@ class PrefixStore:
             self._touch(known)
             return
         new = Prefix(tokens, num_columns, cache.export(row, num_columns), memory, owner, salt)
+        if new.num_bytes > self._most:
+            return
         self._kept = [
             prefix
             for prefix in self._kept
@@ -124,6 +131,12 @@ class PrefixStore:
         ]
         del self._kept[: max(0, len(self._kept) - self.limit + 1)]
         self._kept.append(new)
+        while self.num_bytes > self._most:
+            del self._kept[0]
+
+    @property
+    def _most(self) -> float:
+        return inf if self.max_bytes is None else self.max_bytes
 
     def load(
         self,

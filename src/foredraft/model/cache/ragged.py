@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from foredraft.errors import ShapeError
-from foredraft.model.cache.storage import Device, Moves, RaggedLayer, Rounded, Window, grown, held
+from foredraft.model.cache.storage import Device, Moves, RaggedLayer, Rounded, Window, fitting, grown, held
 
 if TYPE_CHECKING:
     from foredraft.model.nodes import FlatNodes
@@ -37,7 +37,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
     Attributes:
       max_cells: rows times columns that are to be allocated at most, unless more are asked for at once. Near the limit
-        the cache grows to just below it, and gives columns back for rows, or rows for columns.
+        the cache grows to just below it, and gives columns back for rows, or rows for columns. See `limit`.
       memory: another object after buffers were allocated.
     """
 
@@ -52,6 +52,8 @@ class KVCache(Cache):  # type: ignore[misc]
         self.num_slots = max(num_rows, 1)
         self.window = Window(0, 1, 0, None, 0)
         self.max_cells: int | None = None
+        self._least = capacity, 1  # columns and rows, below which it does not shrink
+        self._needed_columns = self._needed_rows = 0  # at most since `shrink`
         self.memory = object()
         self._moves = Moves()
 
@@ -63,6 +65,11 @@ class KVCache(Cache):  # type: ignore[misc]
     def num_bytes(self) -> int:
         """Memory that the buffers hold."""
         return sum(buffer.nbytes for buffer in self._buffers())
+
+    @property
+    def column_bytes(self) -> int:
+        """Memory of one column of one row."""
+        return self.num_bytes // (self.num_slots * self.capacity)
 
     # -- one forward -------------------------------------------------------------------------------------------
 
@@ -100,11 +107,49 @@ class KVCache(Cache):  # type: ignore[misc]
         return None
 
     def reserve(self, capacity: int, num_slots: int = 0) -> None:
-        """Grow to at least ``capacity`` columns and ``num_slots`` rows, in steps, one buffer after the other."""
+        """Grow to at least ``capacity`` columns and ``num_slots`` rows, in steps, one buffer after the other.
+
+        Buffers that move anyway are cut in the other direction to what rows need now, where they need far less.
+        """
+        if capacity > self._needed_columns:
+            self._needed_columns = capacity
+        if num_slots > self._needed_rows:
+            self._needed_rows = num_slots
         if capacity <= self.capacity and num_slots <= self.num_slots:
             return
         columns, rows = max(capacity, *self.lengths, 1), max(num_slots, self.num_rows, 1)
-        capacity, num_slots = grown((self.capacity, columns), (self.num_slots, rows), self.max_cells)
+        self._resize(*grown((self.capacity, columns), (self.num_slots, rows), self.max_cells, self._least))
+
+    def limit(self, max_cells: int) -> None:
+        """Keep to so many rows times columns from now on."""
+        self.max_cells, self.capacity = max_cells, min(self.capacity, max_cells)
+        self._least = min(self._least[0], max_cells), 1
+
+    def shrink(self) -> bool:
+        """Give back what has not been needed since the last call, where that is half or more; whether it was.
+
+        Call it between forwards, and so seldom that rows come and go between two calls: buffers are copied.
+        """
+        most_columns, most_rows = max(self._needed_columns, *self.lengths, 0), max(self._needed_rows, self.num_rows)
+        self._needed_columns = self._needed_rows = 0
+        columns, rows = fitting((most_columns, self.capacity), (most_rows, self.num_slots), self._least)
+        if 2 * columns * rows > self.capacity * self.num_slots:
+            return False
+        self._resize(columns, rows)
+        return True
+
+    def release(self) -> bool:
+        """Give back all memory of a cache without rows; whether there was any."""
+        if self.lengths or not any(layer.is_initialized for layer in self.layers):
+            return False
+        for layer in self.layers:
+            layer.release()
+        self.capacity, self.num_slots = self._least
+        self._needed_columns = self._needed_rows = 0
+        self._moves = Moves()
+        return True
+
+    def _resize(self, capacity: int, num_slots: int) -> None:
         self._moves = Moves()  # the others would keep the old buffers
         try:
             for layer in self.layers:

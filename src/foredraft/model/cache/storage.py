@@ -126,6 +126,13 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
             setattr(self, name, new)
             self._cache.memory = object()
 
+    def release(self) -> None:
+        """Give both buffers back; the next states allocate new ones."""
+        if self.is_initialized:
+            self.is_initialized = False
+            self.keys, self.values = self.keys.new_empty(0), self.values.new_empty(0)
+            self._cache.memory = object()
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.window.view_length, 0
 
@@ -172,16 +179,41 @@ SMALL_COLUMNS, SMALL_ROWS = 2048, 16
 """Sizes up to which a cache doubles when it grows; beyond, it grows by quarters."""
 
 
-def grown(columns: tuple[int, int], rows: tuple[int, int], max_cells: int | None) -> tuple[int, int]:
-    """Columns and rows to allocate, each given as what there is and what is needed: in steps, within a limit.
+TRADED = 4
+"""Factor by which a cache has to become smaller for one direction to be cut while the other one grows."""
+
+
+def grown(
+    columns: tuple[int, int], rows: tuple[int, int], max_cells: int | None, least: tuple[int, int] = (1, 1)
+) -> tuple[int, int]:
+    """Columns and rows to allocate, in steps and within a limit, each given as present and needed size.
 
     Of 256 columns and 4 rows, 300 and 5 become 512 and 8; where only 2,000 may be, 5 rows of 400 columns. 8,192 columns
-    become 10,240.
+    become 10,240. The direction that does not grow is cut to what is needed where that leaves a quarter or less: one
+    row of 2,048 columns becomes 16 rows of 256 when 16 rows need 100 columns.
+
+    Args:
+      least: columns and rows below which neither direction is cut.
     """
     wide, high = _enlarged(*columns, SMALL_COLUMNS), _enlarged(*rows, SMALL_ROWS)
+    if wide == columns[0] or high == rows[0]:
+        few = fitting((columns[1], columns[0]), (rows[1], rows[0]), least)
+        narrow, low = (wide, few[1]) if high == rows[0] else (few[0], high)
+        if narrow * low * TRADED <= wide * high:
+            wide, high = narrow, low
     if max_cells is None or wide * high <= max_cells:
         return wide, high
     return max(columns[1], min(wide, max_cells // rows[1])), rows[1]
+
+
+def fitting(columns: tuple[int, int], rows: tuple[int, int], least: tuple[int, int]) -> tuple[int, int]:
+    """Columns and rows that hold what is needed, in the steps in which a cache grows; each given as needed and most.
+
+    Args:
+      least: columns and rows to begin with.
+    """
+    wide, high = _enlarged(least[0], columns[0], SMALL_COLUMNS), _enlarged(least[1], rows[0], SMALL_ROWS)
+    return min(wide, columns[1]), min(high, rows[1])
 
 
 def held(layers: Sequence[RaggedLayer], num_slots: int, capacity: int) -> tuple[int, int]:

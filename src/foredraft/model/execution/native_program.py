@@ -54,6 +54,8 @@ READ_BESIDE = torch.float32, torch.bfloat16
 TABLE_BLOCK = 64
 """Positions of which angles are computed together: whole vectors, and too few to be shared out among threads, so that a
 position has the same angles in every table."""
+FIRST_POSITIONS = 4 * TABLE_BLOCK
+"""Positions in tables that have not grown."""
 
 
 class _Layout:
@@ -284,7 +286,7 @@ class NativeProgram:
         self._is_unchanged = False
         self._layout = _Layout(layers, ends, windows, dtype)
         self._vocab_size: int = model.get_input_embeddings().weight.shape[0]
-        self._tables = self._tables_of(4 * TABLE_BLOCK)
+        self._tables = self._tables_of(FIRST_POSITIONS)
 
     def over(self, model: PreTrainedModel, layers: Sequence[LayerProgram], ends: Ends) -> NativeProgram:
         """The program of a model of the same form.
@@ -466,6 +468,7 @@ class NativeProgram:
     def _store(self, layout: _Layout, cache: KVCache, capacity: int, num_slots: int) -> _Store | None:
         """The memory of a cache, with room for so many columns; None where it is not kept as this takes it."""
         layers = cache.layers
+        cache.reserve(capacity, num_slots)
         for index, (heads, size, value_size) in layout.kv_sizes.items():
             layer: Any = layers[index] if index < len(layers) else None
             if type(layer) is not RaggedLayer:
@@ -474,7 +477,6 @@ class NativeProgram:
                 layer.lazy_initialization(
                     *(torch.zeros(1, heads, 1, each, dtype=self._dtype) for each in (size, value_size))
                 )
-        cache.reserve(capacity, num_slots)
         store = self._known.store
         if store is None or store.memory is not cache.memory or not store.ready >= layout.kv_sizes.keys():
             store = self._known.store = _Store(cache)
@@ -487,6 +489,11 @@ class NativeProgram:
         if end > tables.num_positions and tables.num_positions != self._context_length:
             tables = self._tables = self._tables_of(max(2 * tables.num_positions, -(-end // TABLE_BLOCK) * TABLE_BLOCK))
         return tables
+
+    def release_tables(self) -> None:
+        """Replace tables that long rows have made grow."""
+        if self._tables.num_positions > FIRST_POSITIONS:
+            self._tables = self._tables_of(FIRST_POSITIONS)
 
     def _tables_of(self, num_positions: int) -> _Tables:
         if self._context_length is not None:

@@ -72,6 +72,12 @@ class ClusterConfig:
         return int(self.llm.get("max_num_seqs", EngineConfig.max_num_seqs))
 
     @property
+    def num_engines(self) -> int:
+        """Engines that there may be at once, in all replicas: one for each way of drafting."""
+        num_replicas = int((self.autoscaling or {}).get("max_replicas", self.num_replicas))
+        return num_replicas * self.offer.num_engines
+
+    @property
     def offer(self) -> Offer:
         """Names and ways of drafting."""
         return Offer.of(self.served_model_name or [self.model], self.drafting, self.chat_template)

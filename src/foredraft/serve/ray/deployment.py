@@ -28,7 +28,7 @@ from foredraft.serve.ray.messages import Distant, Facts, Lost, Message, Route, W
 from foredraft.serve.ray.replica import Replica
 from foredraft.serve.ray.router import PrefixRouter
 from foredraft.serve.ray.watchdog import start_watchdog
-from foredraft.serve.served import Served
+from foredraft.serve.served import Served, with_kv_limit
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -55,7 +55,8 @@ def load_served(config: ClusterConfig) -> Served:
     """The model of a config, in this process."""
     from foredraft.llm import LLM
 
-    return config.offer.over(LLM(config.model, config.speculative_config, **config.llm))
+    options = with_kv_limit(config.llm, config.num_engines)  # all replicas may run on one machine
+    return config.offer.over(LLM(config.model, config.speculative_config, **options))
 
 
 # -- figures -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,227 @@
+"""Memory that rows have needed is given back when they end: of the target, of drafters, and of an idle LLM."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from test_memory_limits import long_target
+from test_memory_limits import text as long_text
+from test_memory_plan import DRAFTERS, make_counted, params, text
+
+from drafting import made
+from foredraft import LLM, SamplingParams
+from foredraft.config.engine import EngineConfig
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine import engine as engine_module
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.engine import Engine
+from foredraft.engine.sequence import Sequence
+from foredraft.model.cache.storage import RaggedLayer
+from foredraft.model.lm import Nodes
+from foredraft.sessions import idle
+from foredraft.tree import DraftTree
+
+METHODS = [*DRAFTERS, *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle2", "hydra++", "union"))]
+
+
+def held(engine: Engine) -> int:
+    """Bytes of all caches."""
+    return engine.memory().allocated_bytes
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_engine_without_rows_gives_everything_back_and_goes_on(method: str) -> None:
+    """The texts after it are those before it, in the same memory."""
+    target, drafter = make_counted(method)
+    engine = Engine(target, drafter, EngineConfig(max_num_seqs=8))
+    assert held(engine) == 0
+
+    def run() -> tuple[list[list[int]], int]:
+        rows = [engine.add_request(text(i, 50 + 9 * (i % 3)), params(i, 30))[0] for i in range(6)]
+        list(engine.run())
+        return [row.output_ids for row in rows], held(engine)
+
+    first = run()
+    assert first[1] > 0
+    engine.release_memory()
+    assert held(engine) == 0
+    assert run() == first
+
+
+def test_rows_that_run_keep_what_they_need() -> None:
+    engine = Engine(long_target(), EmptyDrafter())
+    (row,) = engine.add_request(long_text(1, 600), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    while row.num_output_tokens < 10:
+        engine.step()
+    engine.release_memory()
+    engine.release_memory()
+    assert held(engine) > 0
+    list(engine.run())
+    free = Engine(long_target(), EmptyDrafter())
+    (other,) = free.add_request(long_text(1, 600), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    list(free.run())
+    assert row.output_ids == other.output_ids
+
+
+def generate_beside_a_long_row() -> tuple[Engine, list[Sequence], int, int]:
+    """One row of 3,000 tokens that ends soon, beside 7 short ones; what was held at most, and before they ended."""
+    engine = Engine(long_target(), made("ngram", 3, prompt_lookup_min=1), EngineConfig(max_num_seqs=8))
+    requests = [(3000, 10), *[(10 + i, 200) for i in range(7)]]
+    rows = [
+        engine.add_request(
+            long_text(i, length), SamplingParams(temperature=0.8, seed=i, max_tokens=n, ignore_eos=True)
+        )[0]
+        for i, (length, n) in enumerate(requests)
+    ]
+    most = last = 0
+    while engine.has_unfinished:
+        engine.step()
+        if engine.num_running:
+            most, last = max(most, held(engine)), held(engine)
+    return engine, rows, most, last
+
+
+@pytest.mark.slow
+def test_a_long_row_that_has_ended_leaves_its_memory_while_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, free, most, kept = generate_beside_a_long_row()
+    assert kept == most
+    monkeypatch.setattr(engine_module, "SHRINK_STEPS", 16)
+    _, rows, most, last = generate_beside_a_long_row()
+    assert last <= most / 8
+    assert [row.output_ids for row in rows] == [row.output_ids for row in free]
+
+
+def test_a_steady_load_moves_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 rows, one joining whenever one leaves, some of them long: nothing is allocated once all have been there."""
+    allocated, allocate = list[Any](), RaggedLayer._allocate
+    monkeypatch.setattr(RaggedLayer, "_allocate", staticmethod(lambda *args: allocated.append(args) or allocate(*args)))
+    engine = Engine(long_target(), EmptyDrafter(), EngineConfig(max_num_seqs=16))
+
+    def add(number: int) -> None:
+        length = 700 if number % 16 == 0 else 20 + number % 7
+        engine.add_request(long_text(number, length), SamplingParams(max_tokens=20, seed=number, ignore_eos=True))
+
+    def run(first: int) -> None:
+        for number in range(first, first + 16):
+            add(number)
+        for number in range(first + 16, first + 64):
+            while len(engine.running_rows) == 16 or engine.waiting_rows:
+                engine.step()
+            add(number)
+
+    run(0)
+    before = len(allocated)
+    run(64)
+    assert len(allocated) == before > 0
+
+
+def test_a_prompt_has_its_room_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing moves while it is read in chunks: keys and values of the one layer are allocated once."""
+    allocated, allocate = list[Any](), RaggedLayer._allocate
+    monkeypatch.setattr(RaggedLayer, "_allocate", staticmethod(lambda *args: allocated.append(args) or allocate(*args)))
+    engine = Engine(long_target(), EmptyDrafter(), EngineConfig(prefill_chunk_size=64))
+    engine.add_request(long_text(1, 2500), SamplingParams(max_tokens=4, seed=1, ignore_eos=True))
+    list(engine.run())
+    assert len(allocated) == 2
+
+
+class Faulty(Drafter):
+    """Drafts nothing, and does not know its caches."""
+
+    name = "faulty"
+
+    def __init__(self, caches: Any) -> None:
+        self.caches = caches
+
+    def own_caches(self) -> Any:
+        return self.caches()
+
+    def propose(self, rows: Any, budgets: Any) -> list[DraftTree]:
+        return [DraftTree.root(row.pending) for row in rows]
+
+
+@pytest.mark.parametrize("caches", [lambda: [5], lambda: 5, lambda: 1 / 0])
+def test_caches_of_a_drafter_that_are_none_end_no_row(caches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "SHRINK_STEPS", 4)
+    engine = Engine(long_target(), Faulty(caches), EngineConfig(contains_faults=True))
+    (row,) = engine.add_request(long_text(1, 20), SamplingParams(max_tokens=20, seed=1, ignore_eos=True))
+    list(engine.run())
+    engine.release_memory()
+    assert (row.finish_reason, held(engine)) == ("length", 0)
+
+
+def test_an_idle_llm_gives_back_what_a_long_call_has_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native program, too, whose tables grow with positions; the answers stay the same."""
+    has_rested = threading.Event()
+    monkeypatch.setattr(idle, "IDLE_SECONDS", 0.05)
+    llm = LLM("zoo:tiny", "draft_model", num_cached_prefixes=2)
+    runner = llm._runner
+    release = runner.engine.release_memory
+    monkeypatch.setattr(runner.engine, "release_memory", lambda: (release(), has_rested.set()))
+    prompts = [{"prompt_token_ids": [5 + i, 6, 7] * (300 if i == 0 else 3)} for i in range(5)]
+
+    def answers() -> list[list[int]]:
+        has_rested.clear()
+        found = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), use_tqdm=False)
+        return [output.outputs[0].token_ids for output in found]
+
+    first = answers()
+    assert llm.memory.prefix_bytes > 0
+    assert has_rested.wait(30)
+    assert llm.memory.allocated_bytes == 0
+    kept = llm.memory.prefix_bytes
+    assert answers() == first
+    assert llm.memory.prefix_bytes == kept
+    assert has_rested.wait(30)
+
+
+# -- the pause -----------------------------------------------------------------------------------------------------
+
+
+class Owner:
+    """Counts how often it rests."""
+
+    def __init__(self, seconds: float = 0.01) -> None:
+        self.num_rests = 0
+        self.rested = threading.Event()
+        self.watch = idle.IdleWatch(self, seconds)
+
+    def rest(self) -> None:
+        self.num_rests += 1
+        self.rested.set()
+
+
+def test_an_owner_rests_once_after_the_pause_and_again_after_more_work() -> None:
+    owner = Owner()
+    for number in (1, 2):
+        owner.rested.clear()
+        owner.watch.begin()
+        assert owner.rested.wait(30)
+        assert owner.num_rests == number
+
+
+def test_an_owner_that_works_does_not_rest_and_is_not_kept() -> None:
+    owner, gone = Owner(0.5), threading.Event()
+    owner.watch.begin()
+    owner.watch.end()
+    thread = owner.watch._thread
+    assert thread is not None
+    weakref.finalize(owner, gone.set)
+    num_rests = owner.num_rests
+    del owner
+    gc.collect()
+    thread.join(30)
+    assert gone.is_set()
+    assert num_rests == 0
+
+
+def test_tables_of_a_model_are_given_back() -> None:
+    target, nodes = long_target(), Nodes.from_chains([long_text(3, 300)])
+    want = target.forward(nodes, target.new_cache(1))
+    target.release_tables()
+    torch.testing.assert_close(target.forward(nodes, target.new_cache(1)), want, atol=0, rtol=0)

@@ -1,0 +1,92 @@
+"""Memory of keys and values of a server: its default limit, and what an idle one holds."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from foredraft.cli import app
+from foredraft.llm import LLM
+from foredraft.serve import served as served_module
+from foredraft.serve.served import Served, with_kv_limit
+from serving import MODEL, Running
+
+
+def test_by_default_engines_share_a_part_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_module, "available_on", {torch.device("cpu"): 10**9}.__getitem__)
+    given = {"device": "cpu", "max_num_seqs": 4}
+    assert with_kv_limit(given, 1) == {**given, "max_kv_bytes": "40%"}
+    assert with_kv_limit(given, 3)["max_kv_bytes"] == "13.3%"
+    assert with_kv_limit({**given, "max_kv_bytes": "2GB"}, 3)["max_kv_bytes"] == "2GB"
+    assert with_kv_limit({**given, "max_kv_bytes": "none"}, 3)["max_kv_bytes"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "free", "reason"),
+    [({"exactness": "strict"}, 10**9, "exactness is strict"), ({}, None, "the device does not tell")],
+)
+def test_where_there_is_no_default_limit_the_reason_is_told(
+    options: dict[str, Any],
+    free: int | None,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(served_module, "available_on", lambda _: free)
+    with caplog.at_level(logging.INFO, logger="foredraft"):
+        assert with_kv_limit(options, 1).get("max_kv_bytes") is None
+    assert f"keys and values: no limit, since {reason}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ([], "40%"),
+        (["--drafting", "plain=none"], "20%"),
+        (["--max-kv-bytes", "3MB"], "3MB"),
+        (["--max-kv-bytes", "none"], None),
+    ],
+)
+def test_the_command_line_gives_the_limit_to_the_model(
+    options: list[str], limit: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def run(load: Callable[[], object], *_: object, **__: object) -> SimpleNamespace:
+        load()
+        return SimpleNamespace(run_until_end=lambda: True)
+
+    monkeypatch.setattr("foredraft.cli.serve.load_llm", lambda *_, **options: given.update(options))
+    monkeypatch.setattr("foredraft.serve.served.Offer.over", lambda *_: None)
+    monkeypatch.setattr("foredraft.serve.server.Server", run)
+    result = CliRunner().invoke(app, ["serve", MODEL, *options])
+    assert result.exit_code == 0, result.output
+    assert given["max_kv_bytes"] == limit
+
+
+def test_an_idle_server_holds_no_keys_and_values(start: Callable[..., Running]) -> None:
+    """After one long prompt beside short ones it has what it had before them, and answers as before."""
+    llm = LLM(MODEL, "draft_model", max_num_seqs=8, max_kv_bytes="40%")
+    server = start(served=Served({"tiny": llm}))
+
+    def told(name: str) -> float:
+        (value,) = re.findall(rf"^foredraft:{name}{{.*}} (\S+)$", server.http.get("/metrics").text, re.MULTILINE)
+        return float(value)
+
+    def answer() -> tuple[str, float]:
+        prompts = [[5] * 1200, *[[6, 7, 8 + i] for i in range(7)]]
+        found = server.post("/v1/completions", prompt=prompts, max_tokens=20, temperature=0, ignore_eos=True).json()
+        return str([choice["text"] for choice in found["choices"]]), told("kv_cache_bytes")
+
+    first = answer()
+    assert 0 < first[1] < told("kv_cache_planned_bytes")
+    llm._runner.rest()  # as it does by itself after a pause
+    assert told("kv_cache_bytes") == 0
+    assert answer() == first
