@@ -99,6 +99,10 @@ def test_documents_go_to_a_template_that_has_them(
         start, llm, "{% for one in documents %}{{ one.title }}={{ one.text }}{% endfor %};{{ messages[0].content }}"
     )
     assert server.post("/v1/chat/completions", **body).json()["prompt_text"] == "a=b;one two three"
+    counted = {name: body[name] for name in ("messages", "documents")}
+    assert running_server.post("/tokenize", **counted).json()["error"]["param"] == "documents"
+    ids = server.post("/tokenize", **counted).json()["tokens"]
+    assert server.post("/detokenize", tokens=ids).json()["prompt"] == "a=b;one two three"
     wrong = server.post("/v1/chat/completions", **{**body, "documents": ["a"]})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "documents")
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -190,6 +191,15 @@ def test_a_worker_that_somebody_ends_is_replaced() -> None:
     worker.wait()
     assert made.render("{{ a }}", {"a": 2}) == "2"
     assert made._worker is not worker
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes do not show their environment")
+def test_a_worker_does_not_hold_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREDRAFT_API_KEY", "secret")
+    made = TemplateRenderer()
+    made.render("", None)
+    assert made._worker is not None
+    assert b"secret" not in Path(f"/proc/{made._worker.pid}/environ").read_bytes()
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from foredraft import __version__
 from foredraft.errors import ForedraftError
 from foredraft.serve.answering import CLIENT_LEFT, answer
 from foredraft.serve.asking import Asking
-from foredraft.serve.chat import conversation, read_chat, template_options
+from foredraft.serve.chat import OF_TEMPLATES, conversation, read_chat, template_options
 from foredraft.serve.completions import read_completion
 from foredraft.serve.errors import ApiError, ModelChanged, loading, stopping
 from foredraft.serve.fields import REFUSED, Fields, shown, warning_of, wrong_field
@@ -256,7 +256,9 @@ class Application:
 
     async def tokenize(self, request: Request) -> Response:
         served = self._ready()
-        given = Fields(await self._body(request), OF_TOKENS, REFUSED)
+        template = str(served.tokenizer.chat_template or "")
+        known = OF_TOKENS - {name for name in OF_TEMPLATES if name not in template}
+        given = Fields(await self._body(request), known, REFUSED)
         served.choose(given.text("model"), None)
         tokens = await self._in_reader(request, self._tokenized, given, served)
         return JSONResponse(tokens, headers=self._warning(given))

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from foredraft.serve.bridge import Bridge
 from foredraft.serve.errors import stopping
 from foredraft.serve.guards import Numbered, is_loopback
 from foredraft.serve.metrics import Metrics
+from foredraft.sessions.templates import TemplateFailure, renderer
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -125,6 +126,8 @@ class Server(uvicorn.Server):
     def _loaded(self) -> list[LLM]:
         served = self._load()
         served.warm()
+        with suppress(OSError, TemplateFailure):  # which the first chat is told
+            renderer().render("", None)
         _ = served.fingerprint
         self.application.served = served
         return served.llms

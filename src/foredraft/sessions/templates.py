@@ -27,6 +27,19 @@ from foredraft.sessions.template_worker import BYTES, FAILED, HEAD, NO_MEMORY, S
 WALL_SECONDS = 10.0
 """Time until a worker that uses no processor time is given up."""
 
+_PASSED_ON = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "DYLD_LIBRARY_PATH",
+    "SYSTEMROOT",
+    "TZ",
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "LC_TIME",
+)
+"""Variables of the environment that Python and the clock need. Keys of a server are none of a template's business."""
+
 NOT_VARIABLES = frozenset({
     "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
     "tokenizer_kwargs", "sanitize_control_tokens", "conversation", "messages",
@@ -112,6 +125,7 @@ class TemplateRenderer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
+                env={name: os.environ[name] for name in _PASSED_ON if name in os.environ},
             )
             self._end = weakref.finalize(self, _end, worker)
         return worker
