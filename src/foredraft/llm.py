@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from foredraft import forking
 from foredraft.config.acceptance import MATCH
@@ -28,7 +28,16 @@ from foredraft.engine.memory import MemoryUse
 from foredraft.engine.profiles import Profile
 from foredraft.engine.stats import StepProfile, Totals
 from foredraft.errors import CopyError
-from foredraft.loading.info import announce, announce_notes, describe, eos_token_ids
+from foredraft.loading.info import (
+    AUTO,
+    announce,
+    announce_defaults,
+    announce_notes,
+    describe,
+    eos_token_ids,
+    read_generation_config,
+    sampling_defaults,
+)
 from foredraft.loading.models import adapter_of, is_zoo, load_model, load_tokenizer
 from foredraft.loading.packed_copy import check_cache_packed
 from foredraft.loading.pairing import Pairing, applicable
@@ -82,6 +91,10 @@ class LLM:
       seed: makes requests without a seed repeatable: request number i then draws with ``mix(seed, i)``.
       num_cached_prefixes: how many requests that have ended leave their keys and values to prompts that begin like
         them, token by token; 0 keeps none. LLMs made by `with_speculative_config` share those of the target.
+      generation_config: "auto" takes defaults of sampling from the ``generation_config.json`` of the model: a request
+        that does not set ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty`` or ``max_tokens``
+        has those. "none" leaves them out; a folder has a file of its own. EOS ids of the config count with "auto" and
+        "none".
       profile_file: that ``foredraft tune`` wrote; the governor begins with its costs. What it chose is "@FILE".
       max_num_seqs, max_model_len, max_kv_bytes, prefill_chunk_size, exactness, strict_width: see `EngineConfig`.
 
@@ -117,6 +130,7 @@ class LLM:
         cache_packed: bool = False,
         seed: int | None = None,
         num_cached_prefixes: int = 0,
+        generation_config: str | os.PathLike[str] | GenerationConfig = AUTO,
         max_num_seqs: int = EngineConfig.max_num_seqs,
         max_model_len: int | None = EngineConfig.max_model_len,
         max_kv_bytes: int | str | None = EngineConfig.max_kv_bytes,
@@ -135,7 +149,7 @@ class LLM:
             contains_faults=True,
         )
         self._prefixes = PrefixStore(num_cached_prefixes) if num_cached_prefixes else None
-        config = SpeculativeConfig.parse(speculative_config)
+        drafts = SpeculativeConfig.parse(speculative_config)
         # what is wrong with the arguments is said before a model is loaded
         check_kind(execution)
         check_quantization(quantization)
@@ -143,7 +157,7 @@ class LLM:
         check_kv_cache_dtype(kv_cache_dtype)
         check_cache_packed(cache_packed, execution)
         profile = None if profile_file is None else Profile.load(profile_file)
-        check_parts(config)
+        check_parts(drafts)
         chosen = None if tokenizer is None else load_tokenizer(tokenizer)
         loaded = load_model(
             model,
@@ -173,13 +187,15 @@ class LLM:
             cache_packed=cache_packed,
         )
         self._model_argument = shlex.quote(loaded.name) if loaded.is_owned else "MODEL"
-        self._eos_token_ids = eos_token_ids(loaded.model)
+        config = read_generation_config(generation_config, loaded.model)
+        self.sampling_defaults = sampling_defaults(config, self.model_info.name)
+        self._eos_token_ids = eos_token_ids(loaded.model, config, self.tokenizer)
         self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self._eos_token_ids)
         self._seed = seed
         self._lock = forking.lock()
-        self._speculate(config)
-        title = None if speculative_config is None else config.title
-        kept = self.promise if config.is_speculative and config.rule.keeps_tokens else None
+        self._speculate(drafts)
+        title = None if speculative_config is None else drafts.title
+        kept = self.promise if drafts.is_speculative and drafts.rule.keeps_tokens else None
         announce(
             self.model_info,
             title,
@@ -189,8 +205,9 @@ class LLM:
             heads=self.drafting.heads,
             is_dtype_chosen=dtype != "auto",
         )
+        announce_defaults(self.sampling_defaults, self.model_info.name)
         if is_zoo(model):
-            announce_notes(str(model), [part.method for part in config.parts])
+            announce_notes(str(model), [part.method for part in drafts.parts])
 
     @makes_on_cpu
     def with_speculative_config(self, speculative_config: SpeculativeLike) -> LLM:
@@ -239,8 +256,16 @@ class LLM:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text, by the configs of the model."""
+        """Tokens that end a text: those of the generation config, and the EOS of the tokenizer."""
         return tuple(self._eos_token_ids)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer; None where the model has none. vLLM's name of ``tokenizer``."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Parameters of a request that sets none: `SamplingParams()` with the defaults of the model."""
+        return SamplingParams().filled(self.sampling_defaults)
 
     def applicable_methods(self) -> list[tuple[str, str | None]]:
         """Every method with None, or with the reason why this model cannot draft with it at present.
@@ -309,7 +334,7 @@ class LLM:
         Closing the stream early, or dropping it, ends its requests; everything else goes on.
         """
         read = read_prompts(prompts, self.tokenizer)
-        params = read_params(sampling_params, len(read), self.tokenizer)
+        params = read_params(sampling_params, len(read), self.tokenizer, self.sampling_defaults)
         for given in {id(one): one for one in params}.values():
             self.prepare(given)
         wanted = [partial(seeded, given, self._seed) for given in params]

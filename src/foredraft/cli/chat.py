@@ -18,6 +18,7 @@ from foredraft.cli.options import AsJson, DraftingOptions, Loading, ModelChoice,
 from foredraft.cli.running import EXIT_DIFFERS, EXIT_INTERRUPTED, EXIT_REFUSED, exit_codes, load_llm, put_json
 from foredraft.cli.writers import as_record, write_segments
 from foredraft.config.keywords import did_you_mean
+from foredraft.config.sampling import UnsetInt
 from foredraft.errors import ConfigError, ForedraftError
 from foredraft.native.abi import MOST_NODES
 
@@ -45,7 +46,9 @@ def chat(
     model: ModelChoice,
     drafting: DraftingOptions,
     system: Annotated[str | None, typer.Option(help="First message, for templates that know one.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Budget of every answer.")] = ANSWER_TOKENS,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help=f"Budget of every answer; by default the model's, else {ANSWER_TOKENS}.")
+    ] = None,
     sampling: Annotated[SamplingOptions, "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"],
     max_model_len: Annotated[int | None, typer.Option(help="Limit of the conversation in tokens.")] = None,
     loading: Loading,
@@ -59,7 +62,7 @@ def chat(
     with exit_codes():
         from foredraft.cli.conversation import Conversation
 
-        params = sampling.params(max_tokens=max_new_tokens)
+        params = sampling.params(max_tokens=UnsetInt(ANSWER_TOKENS) if max_new_tokens is None else max_new_tokens)
         name = model.chosen()
         llm = load_llm(
             name,
@@ -71,7 +74,7 @@ def chat(
             prefill_chunk_size=MOST_NODES,  # read by the kernels of steps, so that answers need not be read again
         )
         screen = JsonScreen() if as_json else Screen()
-        code = Chat(Conversation(llm, params, system), screen).run()
+        code = Chat(Conversation(llm, params.filled(llm.sampling_defaults), system), screen).run()
     if code:
         raise typer.Exit(code)
 

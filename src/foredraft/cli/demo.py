@@ -70,6 +70,7 @@ def demo(
         own = questions_for(name)
         status.update(f"loading {name}")
         llm = load_llm(name, config, gguf_file=model.gguf_file, **vars(loading))
+        params = params.filled(llm.sampling_defaults)
         label = f"{llm.model_info.name}, {llm.model_info.num_parameters / 1e6:.1f} M parameters"
         llms = (llm.with_speculative_config(None), llm)
         asked = ask(llms[0].tokenizer, name, questions or own[:num_prompts], chat=name == TOY and not raw, raw=raw)

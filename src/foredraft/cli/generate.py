@@ -53,7 +53,10 @@ def generate(
     ] = None,
     model: ModelChoice,
     drafting: DraftingOptions,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Budget of every sample.")] = DEFAULTS.max_tokens,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Budget of every sample; by default the model's, else {DEFAULTS.max_tokens}."),
+    ] = None,
     sampling: SamplingOptions,
     structure: StructureOptions,
     chat: Chat = False,
@@ -104,6 +107,7 @@ def generate(
         if replicas is not None or ray_address is not None:
             raise typer.BadParameter("--replicas and --ray-address are for jobs; give --out")
         llm = load_llm(name, drafting.config(name, loading.profile_file), **options)
+        params = params.filled(llm.sampling_defaults)
         asked = ask(llm.tokenizer, name, read, chat=chat, raw=raw)
         if llm.tokenizer is None and not as_json:
             say(f"{name} has no tokenizer, so there is no text to show; --json shows token ids")
@@ -163,7 +167,7 @@ BATCH = 32
 """Prompts that are lost, and generated anew, where a machine fails or the command is broken off."""
 RETRIES = 3
 """Machines that one batch may lose."""
-ROUNDING = ("dtype", "quantization", "weights", "gguf_file", "kv_cache_dtype")
+ROUNDING = ("dtype", "quantization", "weights", "gguf_file", "kv_cache_dtype", "generation_config")
 """Options of `LLM` that change what a model says; drafting does not."""
 WITHOUT = ("metrics", "timings")
 """Of a result: what differs from run to run."""

@@ -13,7 +13,7 @@ import typer
 from foredraft.cli.running import choose_model, read_text
 from foredraft.config.engine import EngineConfig
 from foredraft.config.method import methods
-from foredraft.config.sampling import SamplingParams
+from foredraft.config.sampling import SamplingParams, UnsetFloat, UnsetInt
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.config.structured import StructuredOutputs
 from foredraft.config.written import ALIASES, by_comma, tuned
@@ -22,8 +22,9 @@ from foredraft.loading.defaults import RULE, default_keys
 
 N = TypeVar("N")
 
-DEFAULTS = SamplingParams(temperature=0.0, max_tokens=256)
-"""Defaults of the command line: greedy, long enough for an answer. All others are those of `SamplingParams`."""
+DEFAULTS = SamplingParams(temperature=UnsetFloat(0.0), max_tokens=UnsetInt(256))
+"""Defaults of the command line: greedy, long enough for an answer. All others are those of `SamplingParams`. The
+model's own go before them, and options before both."""
 
 NumSpeculativeTokens = Annotated[
     int | None,
@@ -138,6 +139,13 @@ class LoadingOptions(TargetOptions):
         bool,
         typer.Option("--cache-packed", help="Keep packed weights in the cache folder, and read them there next time."),
     ] = False
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|none|FOLDER",
+            help="Defaults of sampling: those of the model's generation_config.json, or none.",
+        ),
+    ] = "auto"
     exactness: Annotated[
         str, typer.Option(help="strict keeps every bit of plain decoding; relaxed lets near-ties differ.")
     ] = "default"
@@ -172,12 +180,14 @@ class EngineOptions:
 class SamplingOptions:
     """How tokens are chosen: fields of `SamplingParams`."""
 
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = DEFAULTS.temperature
-    top_k: Annotated[int, typer.Option(help="0 is off.")] = DEFAULTS.top_k
-    top_p: Annotated[float, typer.Option(help="1 is off.")] = DEFAULTS.top_p
-    min_p: Annotated[float, typer.Option(help="0 is off.")] = DEFAULTS.min_p
+    temperature: Annotated[float | None, typer.Option(help="By default the model's, else 0, which is greedy.")] = None
+    top_k: Annotated[int | None, typer.Option(help="By default the model's, else 0, which is off.")] = None
+    top_p: Annotated[float | None, typer.Option(help="By default the model's, else 1, which is off.")] = None
+    min_p: Annotated[float | None, typer.Option(help="By default the model's, else 0, which is off.")] = None
     typical_p: Annotated[float, typer.Option(help="1 is off.")] = DEFAULTS.typical_p
-    repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = DEFAULTS.repetition_penalty
+    repetition_penalty: Annotated[float | None, typer.Option(help="By default the model's, else 1, which is off.")] = (
+        None
+    )
     presence_penalty: Annotated[float, typer.Option(help="0 is off.")] = DEFAULTS.presence_penalty
     frequency_penalty: Annotated[float, typer.Option(help="0 is off.")] = DEFAULTS.frequency_penalty
     seed: Annotated[int | None, typer.Option(help="Drawn, and reported, when left out.")] = DEFAULTS.seed
@@ -187,8 +197,9 @@ class SamplingOptions:
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past EOS.")] = DEFAULTS.ignore_eos
 
     def params(self, **more: Any) -> SamplingParams:
-        """Parameters from these options, and from those of the verb's own."""
-        return replace(DEFAULTS, **{**vars(self), **more})
+        """Parameters from these options, and from those of the verb's own; None leaves a default to the model."""
+        given = {**vars(self), **more}
+        return replace(DEFAULTS, **{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True)

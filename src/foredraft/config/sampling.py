@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -36,6 +37,29 @@ MAX_NAMED = 10
 """Token ids that an error names."""
 
 
+class UnsetFloat(float):
+    """Default of a parameter that nobody has set, so that the default of a model goes before it.
+
+    It stays one through ``dataclasses.replace``, copies and pickles. A number of the same value that a caller gives is
+    a plain float.
+    """
+
+
+class UnsetInt(int):
+    """The same for whole numbers."""
+
+
+MODEL_DEFAULTS = {
+    "repetition_penalty": "repetition_penalty",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+}
+"""Keys of ``generation_config.json`` that are defaults of requests, as in vLLM, with the fields that they set."""
+
+
 class TokenIds(tuple[int, ...]):
     """Token ids that have been checked, one by one: parameters that are made of others check them no more."""
 
@@ -44,6 +68,9 @@ class TokenIds(tuple[int, ...]):
 @dataclass(frozen=True, repr=False)
 class SamplingParams:
     """How the tokens of one request are chosen: vLLM's names and defaults, HF's order of processors.
+
+    Of ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty`` and ``max_tokens``, those that are not
+    set take the defaults of the model, if its ``generation_config.json`` has any; see `LLM`.
 
     Args:
       n: samples per prompt; sample i has the seed ``mix(seed, i)``.
@@ -88,20 +115,20 @@ class SamplingParams:
     """
 
     n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    temperature: float = UnsetFloat(1.0)
+    top_p: float = UnsetFloat(1.0)
+    top_k: int = UnsetInt(0)
+    min_p: float = UnsetFloat(0.0)
     typical_p: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = UnsetFloat(1.0)
     no_repeat_ngram_size: int = 0
     stop: str | Sequence[str] | None = ()
     stop_token_ids: Sequence[int] | None = ()
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
-    max_tokens: int | None = 16
+    max_tokens: int | None = UnsetInt(16)
     logit_bias: Mapping[int, float] | Mapping[str, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: str | Sequence[str] | None = ()
@@ -174,8 +201,37 @@ class SamplingParams:
         """``stop``, always as a tuple."""
         return tuple(self.stop or ())
 
+    def clone(self) -> SamplingParams:
+        """A copy, as vLLM's. Parameters cannot be changed, so a copy is needed by programs for both libraries alone."""
+        return copy.copy(self)
+
+    def filled(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """These parameters with defaults in the place of those that nobody has set.
+
+        Args:
+          defaults: by field, of `MODEL_DEFAULTS`.
+
+        Raises: ConfigError where they contradict what was set.
+        """
+        unset = {
+            name: value for name, value in defaults.items() if isinstance(getattr(self, name), (UnsetFloat, UnsetInt))
+        }
+        return dataclasses.replace(self, **unset) if unset else self
+
+    def explicit(self) -> SamplingParams:
+        """The same parameters as if all had been set: no default of a model goes before any."""
+        plain = {name: getattr(self, name) for name in MODEL_DEFAULTS.values()}
+        return self.filled(
+            {
+                name: (float if isinstance(value, UnsetFloat) else int)(value)
+                for name, value in plain.items()
+                if value is not None
+            }
+        )
+
     def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
+        if not isinstance(getattr(self, name), (UnsetFloat, UnsetInt)):
+            object.__setattr__(self, name, value)
 
     def _check_numbers(self) -> None:
         number = functools.partial(real, "SamplingParams")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from foredraft import zoo
 from foredraft.config.keywords import whole_number
-from foredraft.errors import ConfigError
+from foredraft.config.sampling import MODEL_DEFAULTS, SamplingParams
+from foredraft.errors import ConfigError, told
 from foredraft.model.lm import CausalLM
 from foredraft.native.threads import threads_note
 
@@ -212,9 +214,79 @@ def model_name(model: PreTrainedModel) -> str:
     return f"{type(model).__name__} ({path})" if path else type(model).__name__
 
 
-def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """EOS ids of the generation config: none, one or several."""
-    config = getattr(model, "generation_config", None)
+AUTO, NONE = "auto", "none"
+"""The generation config beside the model, and none."""
+
+
+def read_generation_config(given: str | os.PathLike[str] | GenerationConfig, model: PreTrainedModel) -> Any:
+    """The config that a model's defaults of sampling and EOS are from; None for none.
+
+    Args:
+      given: "auto" for that of the model, "none" ("vllm"), a folder or hub id with a ``generation_config.json``, or a
+        config.
+
+    Raises: ConfigError for a path where there is none.
+    """
+    if isinstance(given, GenerationConfig):
+        return given
+    if given == AUTO:
+        return getattr(model, "generation_config", None)
+    if given in (NONE, "vllm"):
+        return None
+    folder, name = os.path.expanduser(os.fspath(given)), "generation_config.json"
+    if os.path.isfile(folder):
+        folder, name = os.path.split(folder)
+    try:
+        return GenerationConfig.from_pretrained(folder, name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"generation_config is {str(given)!r}: {told(error)}; give auto, none, or a folder with a "
+            "generation_config.json"
+        ) from None
+
+
+def sampling_defaults(config: GenerationConfig | None, name: str) -> dict[str, Any]:
+    """Defaults of requests that a generation config sets, by field of `SamplingParams`.
+
+    Raises: ConfigError for a value that no request may have.
+    """
+    written = {} if config is None else config.to_diff_dict()
+    found = {field: written[key] for key, field in MODEL_DEFAULTS.items() if written.get(key) is not None}
+    try:
+        checked = SamplingParams(**found)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the generation config of {name} cannot be used: {error}. Mend it, or pass generation_config='none' "
+            "(--generation-config none)"
+        ) from None
+    return {field: getattr(checked, field) for field in found}
+
+
+def announce_defaults(defaults: Mapping[str, Any], name: str) -> None:
+    """Log the defaults of requests that are from a generation config; nothing where there are none."""
+    if defaults:
+        values = ", ".join(f"{field}={value:g}" for field, value in defaults.items())
+        logger.info(
+            "%s: requests that set nothing else use %s, from its generation config; generation_config='none' leaves "
+            "it out",
+            name,
+            values,
+        )
+
+
+def eos_token_ids(model: PreTrainedModel, config: Any = None, tokenizer: Any = None) -> tuple[int, ...]:
+    """EOS ids of the generation config, one of the tokenizer that is not among them last.
+
+    Args:
+      config: the generation config; by default that of the model.
+      tokenizer: whose EOS ends outputs, too, as in vLLM; None for the config alone.
+    """
+    ids = _eos_of_config(model, getattr(model, "generation_config", None) if config is None else config)
+    own = getattr(tokenizer, "eos_token_id", None)
+    return (*ids, own) if type(own) is int and own >= 0 and own not in ids else ids
+
+
+def _eos_of_config(model: PreTrainedModel, config: Any) -> tuple[int, ...]:
     eos = None if config is None else config.eos_token_id
     if eos is None:
         return ()

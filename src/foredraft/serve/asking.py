@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +140,9 @@ def read_asking(
         given.whole("prompt_logprobs", None, 0, settings.max_logprobs)
     if len(given.numbers("logprob_token_ids")) > settings.max_logprobs:
         raise ApiError(400, f"logprob_token_ids may have {settings.max_logprobs} entries", "logprob_token_ids")
-    read = read_params(sent, llm.tokenizer)
+    if sent.get("max_tokens", 0) is None and "max_tokens" in llm.sampling_defaults:  # a chat that names no number
+        del sent["max_tokens"]
+    read = read_params(sent, llm.tokenizer, llm.sampling_defaults)
     llm.prepare(read)
     interval = given.whole("stream_interval", 1, 1, 2**31 - 1)
     if interval > 1 and given.flag("return_drafts"):
@@ -233,13 +235,16 @@ def read_request_id(given: Fields) -> str:
     return wanted
 
 
-def read_params(sent: dict[str, Any], tokenizer: Any) -> SamplingParams:
+def read_params(sent: dict[str, Any], tokenizer: Any, defaults: Mapping[str, Any]) -> SamplingParams:
     """Parameters whose texts are token ids already, so that the thread of the engine has none to read.
+
+    Args:
+      defaults: of the model, for what the request does not set.
 
     Raises: ApiError, naming the field.
     """
     try:
-        return resolved(SamplingParams.from_dict(sent), tokenizer)
+        return resolved(SamplingParams.from_dict(sent).filled(defaults), tokenizer)
     except (ConfigError, OverflowError, TypeError) as error:
         message = str(error).replace("SamplingParams.", "")
         field = re.match(r"\w+", message)

@@ -201,19 +201,23 @@ def read_params(
     params: SamplingParams | Mapping[str, Any] | Iterable[SamplingParams | Mapping[str, Any]] | None,
     num_prompts: int,
     tokenizer: PreTrainedTokenizerBase | None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> list[SamplingParams]:
     """Parameters for every prompt, with ``bad_words`` and ``prediction`` as token ids.
+
+    Args:
+      defaults: of the model, in the place of what the parameters do not set.
 
     Raises: ConfigError when there are not as many as prompts, or when text is needed and there is no tokenizer.
     """
     if params is None or isinstance(params, (SamplingParams, Mapping)):
-        return [resolved(_read_one(params), tokenizer)] * num_prompts
+        return [resolved(_read_one(params).filled(defaults or {}), tokenizer)] * num_prompts
     if not has_items(params):
         raise ConfigError(f"sampling_params is {params!r}; give SamplingParams, a mapping of its fields, or a list")
     listed = list(params)
     if len(listed) != num_prompts:
         raise ConfigError(f"{len(listed)} sampling parameters for {num_prompts} prompts; give one, or one for each")
-    return [resolved(_read_one(item), tokenizer) for item in listed]
+    return [resolved(_read_one(item).filled(defaults or {}), tokenizer) for item in listed]
 
 
 def _read_one(params: Any) -> SamplingParams:

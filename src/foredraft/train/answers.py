@@ -43,7 +43,7 @@ def answered(
     for start in range(0, len(missing), rows):
         batch = missing[start : start + rows]
         prompts = [{"prompt_token_ids": list(prompt_ids(one, llm.tokenizer, is_raw=is_raw))} for _, one in batch]
-        outputs = llm.generate(prompts, [how.params(i) for i, _ in batch], use_tqdm=False)
+        outputs = llm.generate(prompts, [how.params(i).explicit() for i, _ in batch], use_tqdm=False)
         lines = []
         for (_, one), output in zip(batch, outputs, strict=True):
             (text,) = output.outputs
@@ -98,7 +98,7 @@ def asked_by_itself(llm: LLM, count: int, seed: int, max_new_tokens: int = 200) 
     rows = llm.engine_config.max_num_seqs
     for start in range(0, count, rows):
         params = [
-            SamplingParams(temperature=1.0, max_tokens=max_new_tokens, seed=seed + i, stop=["\n\n\n"])
+            SamplingParams(temperature=1.0, max_tokens=max_new_tokens, seed=seed + i, stop=["\n\n\n"]).explicit()
             for i in range(start, min(count, start + rows))
         ]
         outputs = llm.generate([{"prompt_token_ids": before}] * len(params), params, use_tqdm=False)

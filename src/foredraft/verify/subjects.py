@@ -100,7 +100,8 @@ class LLMSubject(Subject):
         """All prompts at once, in batches as large as the engine's."""
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         answers = []
-        for result in self.llm.generate(asked, list(params), use_tqdm=False):
+        explicit = [one.explicit() for one in params]  # a setting is what it says, whatever the defaults of the model
+        for result in self.llm.generate(asked, explicit, use_tqdm=False):
             counts = result.metrics.speculative_decoding
             samples = tuple(
                 Sample(
@@ -299,6 +300,7 @@ class ServerSubject(Subject):
         first = self._first_model()
         self._model = model or str(first.get("id"))
         self._is_llama_cpp = first.get("owned_by") == "llamacpp"
+        self._takes_extras = first.get("owned_by") in ("foredraft", "vllm")
         if first.get("owned_by") == "foredraft":
             self._is_of_foredraft(first)
         self._draws_several = True
@@ -329,6 +331,8 @@ class ServerSubject(Subject):
         }
         plain = SamplingParams(temperature=params.temperature)
         changed = {name: getattr(params, name) for name in self.takes if getattr(params, name) != getattr(plain, name)}
+        if self._takes_extras:  # which have defaults of the model
+            body |= {name: getattr(params, name) for name in ("top_k", "min_p", "repetition_penalty")}
         body |= LLAMA_CPP if self._is_llama_cpp else {}
         body |= {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
         if self._is_llama_cpp and "repetition_penalty" in body:

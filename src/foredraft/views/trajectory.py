@@ -70,6 +70,7 @@ def trajectory(
     if params.n != 1:
         raise ConfigError(f"n is {params.n}; a trajectory is that of one sample")
     llm = model if isinstance(model, LLM) else LLM(model, **model_options)
+    params = params.filled(llm.sampling_defaults)
     read = read_prompts(prompt, llm.tokenizer)
     if len(read) != 1:
         raise PromptError(f"trajectory takes one prompt, not {len(read)}; call it once for each")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from foredraft.serve.errors import ApiError
@@ -223,11 +223,13 @@ class DistantLLM:
     engine_config: EngineConfig
     model_info: ModelInfo
     promise: Promise
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, llm: LLM) -> DistantLLM:
         vocabulary = Vocabulary(llm.target.vocab_size)
-        return cls(llm.tokenizer, vocabulary, llm.speculative_config, llm.engine_config, llm.model_info, llm.promise)
+        config, engine, info = llm.speculative_config, llm.engine_config, llm.model_info
+        return cls(llm.tokenizer, vocabulary, config, engine, info, llm.promise, llm.sampling_defaults)
 
     def prepare(self, sampling_params: SamplingParams) -> None:
         """Grammars are compiled where they are used."""
