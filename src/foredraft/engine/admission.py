@@ -56,12 +56,16 @@ class Admission:
         request_id: str | None,
         history_ids: Seq[int] | None,
         output_ids: Seq[Seq[int]],
+        longest: int = 0,
     ) -> list[Sequence]:
         """The ``params.n`` rows of a request; see `Engine.add_request`."""
         prompt = as_ids(prompt_ids)
         if output_ids and len(output_ids) != params.n:
             raise ConfigError(f"output_ids has {len(output_ids)} lists for n={params.n} samples; give one for each")
-        check_prompt(prompt, self.target.vocab_size, self.max_model_len, num_new_tokens=params.max_tokens != 0)
+        offset = self.target.offset_of(max(len(prompt), longest))
+        limit = self.limit_of(offset)
+        reason = self.target.beyond_context if limit in (self.target.context_length, self.target.long_context) else ""
+        check_prompt(prompt, self.target.vocab_size, limit, num_new_tokens=params.max_tokens != 0, reason=reason)
         request_id = f"request-{next(self.ids)}" if request_id is None else request_id
         seed = fresh_seed() if params.seed is None else params.seed
         prediction = self._prediction(params, len(prompt))
@@ -69,10 +73,19 @@ class Admission:
         for index in range(params.n):
             law = self._law(params, prompt, history_ids, mix(seed, index))
             own = None if prediction is None else prediction.copy()
-            rows.append(self._row(prompt, law, request_id, index, own))
+            rows.append(self._row(prompt, law, request_id, index, own, offset))
         for row, output in zip(rows, output_ids, strict=False):
             self._continue(row, as_ids(output))
         return rows
+
+    def limit_of(self, offset: int) -> int:
+        """Tokens of a row, prompt and output together.
+
+        Args:
+          offset: of its positions.
+        """
+        context = self.target.long_context if offset else self.target.context_length
+        return self.max_model_len if context is None else min(self.max_model_len, context)
 
     def _continue(self, row: Sequence, output_ids: list[int]) -> None:
         """Let a row have said something already, which is replayed before it goes on.
@@ -125,14 +138,20 @@ class Admission:
         return law
 
     def _row(
-        self, prompt: list[int], law: SamplingLaw, request_id: str, index: int, prediction: Prediction | None
+        self,
+        prompt: list[int],
+        law: SamplingLaw,
+        request_id: str,
+        index: int,
+        prediction: Prediction | None,
+        offset: int,
     ) -> Sequence:
-        params, length = law.params, len(prompt)
+        params, length, limit = law.params, len(prompt), self.limit_of(offset)
         if params.max_tokens is not None:
             wanted = length + params.max_tokens
         else:
-            wanted = self.max_model_len if self.most_planned is None else max(self.most_planned, length + 1)
-        max_length = min(wanted, self.max_model_len)
+            wanted = limit if self.most_planned is None else max(self.most_planned, length + 1)
+        max_length = min(wanted, limit)
         return Sequence(
             id=next(self.ids),
             request_id=request_id,
@@ -145,4 +164,5 @@ class Admission:
             max_length=max_length,
             checker=StopChecker(params, self.eos_token_ids, length, max_length, self.tokenizer),
             prediction=prediction,
+            offset=offset,
         )

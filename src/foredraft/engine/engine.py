@@ -83,10 +83,14 @@ class Engine:
         self.config = config or EngineConfig()
         self.eos_token_ids = tuple(eos_token_ids)
         self.tokenizer = tokenizer
-        context = target.context_length or NO_LIMIT
-        if target.context_length is not None and context < (self.config.max_model_len or 0):
+        # one shape for all steps is as wide as the longest text: over the border of longrope only where asked for
+        is_narrow = self.config.exactness == "strict" and self.config.max_model_len is None
+        context = (target.context_length if is_narrow else target.max_context) or NO_LIMIT
+        if context < (self.config.max_model_len or 0):
+            more = target.beyond_context
             raise ConfigError(
                 f"max_model_len is {self.config.max_model_len}, but {target.name} has a context of {context}; lower it"
+                f"{more and f' ({more})'}"
             )
         self.max_model_len = min(self.config.max_model_len or context, context)
         grammars = grammars or Grammars(tokenizer, target.vocab_size, self.eos_token_ids)
@@ -135,18 +139,20 @@ class Engine:
         *,
         history_ids: Seq[int] | None = None,
         output_ids: Seq[Seq[int]] = (),
+        longest: int = 0,
     ) -> list[Sequence]:
         """Queue a prompt; returns its ``params.n`` rows, which share the prefill.
 
         Args:
           history_ids: the prompt as the row's processors are to see it; see `SamplingLaw`.
           output_ids: what each sample has said already: with the same seed it goes on to the text that was begun.
+          longest: tokens of the longest prompt of its batch, where that decides on the frequencies of longrope.
 
         Raises: PromptError for an empty prompt or ids outside the vocabulary; ContextLengthError when the prompt
         leaves no room for a token, or max_kv_bytes none for the request; ConfigError for the id of a request that is
         still unfinished.
         """
-        rows = self._admission.rows(prompt_ids, params, request_id, history_ids, output_ids)
+        rows = self._admission.rows(prompt_ids, params, request_id, history_ids, output_ids, longest)
         if self._scheduler.holds(rows[0].request_id):
             raise ConfigError(f"request {request_id!r} is still running; give every request an id of its own")
         if self.plan is not None:

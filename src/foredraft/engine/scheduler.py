@@ -137,7 +137,7 @@ class Scheduler:
         if admitted:  # room for whole prompts at once, so that nothing moves while they are read
             self._cache.reserve(admitted[-1].num_to_prefill, len(self._rows) + len(admitted))
         for row in admitted:
-            self._cache.add_rows()
+            self._cache.offsets[self._cache.add_rows()] = row.offset
             self.waiting.remove(row)
             row.is_plain = row.is_plain or not welcomes() or (row.cache_salt is not None and self._drafter.is_shared)
             self._rows.append(row)
@@ -176,7 +176,7 @@ class Scheduler:
             return 0
         prompt = row.token_ids[: row.num_to_prefill if grain == 1 else row.num_prompt_to_read]
         owner = self._owner if row.has_drafter else None
-        slot, salt = self.slot_of(row), row.cache_salt
+        slot, salt = self.slot_of(row), _salt_of(row)
         row.num_prefilled = self._prefixes.load(prompt, self._cache, slot, remembered, grain, owner, salt)
         row.num_cached_tokens = row.num_prefilled
         return row.num_prefilled
@@ -361,7 +361,7 @@ class Scheduler:
         num_columns = length if grain == 1 else min(length, row.num_prompt_to_read) // grain * grain
         remember, owner = partial(self._drafter.keep, row), self._owner if row.has_drafter else None
         tokens = row.token_ids[:length]
-        self._prefixes.keep(tokens, self._cache, slot, num_columns, remember, owner, row.cache_salt)
+        self._prefixes.keep(tokens, self._cache, slot, num_columns, remember, owner, _salt_of(row))
 
     def _remove(self, row: Sequence, *, erase: bool) -> None:
         """Take a row out of the cache; ``erase`` what it wrote where that may not be finite."""
@@ -380,3 +380,8 @@ class Scheduler:
     def _swap(self, slot: int, other: int) -> None:
         self._cache.swap(slot, other)
         self._rows[slot], self._rows[other] = self._rows[other], self._rows[slot]
+
+
+def _salt_of(row: Sequence) -> object:
+    """What rows have to have in common to take over what another one left: the salt, and where positions begin."""
+    return (row.cache_salt, row.offset) if row.offset else row.cache_salt

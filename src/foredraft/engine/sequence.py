@@ -51,6 +51,7 @@ class Sequence:
       is_plain: whether it goes without the drafter, which costs more than it brings (`Patience`).
       prediction: of its output, where the user gives one.
       prompt_logprobs: of the tokens of the prompt that follow those that were read, where they are wanted.
+      offset: how far its positions are ahead of its tokens: of a prompt over the border of longrope.
       cache_salt: of the request: what it leaves is taken over by requests of the same salt alone, and the other way
         round, so that nobody learns from the time of an answer what others have asked.
     """
@@ -81,6 +82,7 @@ class Sequence:
     prediction: Prediction | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     cache_salt: str | None = None
+    offset: int = 0
 
     @property
     def text(self) -> Detokenizer | None:
@@ -172,8 +174,13 @@ def as_ids(prompt: Iterable[Any]) -> list[int]:
         ) from None
 
 
-def check_prompt(prompt: Seq[int], vocab_size: int, max_length: int | None, num_new_tokens: int = 1) -> None:
+def check_prompt(
+    prompt: Seq[int], vocab_size: int, max_length: int | None, num_new_tokens: int = 1, *, reason: str = ""
+) -> None:
     """Refuse what cannot be read, or continued by so many tokens.
+
+    Args:
+      reason: of the length, and what is possible beyond it.
 
     Raises: PromptError for an empty prompt or ids outside the vocabulary; ContextLengthError when the prompt leaves
     no room for the new tokens within ``max_length``.
@@ -187,4 +194,5 @@ def check_prompt(prompt: Seq[int], vocab_size: int, max_length: int | None, num_
         room = ": no room for a new token" if num_new_tokens else ""
         raise ContextLengthError(
             f"the prompt has {len(prompt)} tokens and the context {max_length}{room}; shorten the prompt"
+            f"{reason and f' ({reason})'}"
         )

@@ -71,6 +71,7 @@ class Call:
         self._lock = lock
         self._wishes = wishes
         self._columns = columns
+        self._longest = max(len(row.token_ids) for row in wishes.rows)
         self._rows: list[EngineRow] = []
         self._params: list[SamplingParams] = []
         self._add_rows()
@@ -84,7 +85,9 @@ class Call:
             row = wishes.rows[first]
             count = len(list(takewhile(row.__eq__, wishes.rows[first:]))) if is_shared(params) else 1
             params = replace(params, seed=mix(wishes.seed or 0, first), n=count)
-            self._rows += self._engine.add_request(row.token_ids, params, history_ids=row.shown_ids)
+            self._rows += self._engine.add_request(
+                row.token_ids, params, history_ids=row.shown_ids, longest=self._longest
+            )
             self._params += [params] * params.n
 
     @property
@@ -131,10 +134,12 @@ class Call:
     def _cut(self, index: int) -> None:
         logger.warning(
             "row %d has filled the %d tokens of the model's context and ends there, though nothing has asked it to "
-            "end. Plain generate would go on, at positions that the model has not learnt; to do so here, raise "
-            "max_position_embeddings in the config of the model.",
+            "end. Plain generate would go on; here: %s.",
             index,
-            self._engine.max_model_len,
+            self._rows[index].max_length,
+            self._engine.target.beyond_context
+            or "raise max_position_embeddings in the config of the model, to let it "
+            "go on at positions that it has not learnt",
         )
         self._columns.cut(index)
         if self._columns.is_done:
@@ -157,7 +162,7 @@ class Call:
         text, padding = said[: len(said) - rest], said[len(said) - rest :]
         row, target = self._wishes.rows[index], self._engine.target
         with self._lock:
-            logits = tail(target, [*row.token_ids, *text], padding)
+            logits = tail(target, [*row.token_ids, *text], padding, self._rows[index].offset)
         law = SamplingLaw(
             self._params[index],
             vocab_size=target.vocab_size,
@@ -175,16 +180,18 @@ class Call:
 
 
 @torch.inference_mode()
-def tail(target: CausalLM, text: list[int], padding: list[int]) -> torch.Tensor:
+def tail(target: CausalLM, text: list[int], padding: list[int], offset: int = 0) -> torch.Tensor:
     """Logits after a text, and after each token of the padding but the last.
 
     Args:
       text: prompt and output of a row.
       padding: P tokens that follow.
+      offset: how far positions are ahead of tokens.
 
     Returns: float32 (P, V).
     """
     cache = target.new_cache(1, capacity=len(text) + len(padding))
+    cache.offsets[0] = offset
     chain = [*text, *padding[:-1]]
     parts = []
     for start in range(0, len(chain), TAIL_CHUNK):

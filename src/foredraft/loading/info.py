@@ -123,7 +123,7 @@ def describe(loaded: Loaded, lm: CausalLM) -> ModelInfo:
         kv_cache_dtype=str(lm.kv_dtype or lm.dtype).removeprefix("torch."),
         supports_trees=lm.supports_trees,
         vocab_size=lm.vocab_size,
-        context_length=lm.context_length,
+        context_length=lm.max_context,
         packed_copy=str(copy.file) if copy is not None and num_bytes else None,
         packed_copy_bytes=num_bytes,
     )

@@ -28,8 +28,17 @@ from foredraft.model.masks import SLIDING, Masks
 from foredraft.model.nodes import Logits, Nodes
 from foredraft.model.prober import Probe, Prober
 from foredraft.model.reduced import runs_own_attention, shadow, trial
+from foredraft.model.rope import fix_ropes
 from foredraft.model.state import ModelState
-from foredraft.model.support import check_autocast, check_supported, exact_context_length, fit_vocabulary, layer_types
+from foredraft.model.support import (
+    beyond_context,
+    check_autocast,
+    check_supported,
+    exact_context_length,
+    fit_vocabulary,
+    layer_types,
+    longrope_border,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,6 +75,8 @@ class CausalLM:
     Attributes:
       layer_types: kind of attention of every layer.
       window: width of the sliding windows, if there are any.
+      context_length: of texts from position 0 on.
+      long_context: of texts whose prompts are over the border of longrope; None where there is none.
       quantization, kv_dtype: how linear layers, and keys and values, are rounded, if they are.
 
     Raises:
@@ -108,6 +119,7 @@ class CausalLM:
         self.window: int | None = getattr(self.config, "sliding_window", None) if slides else None
         self._of: CausalLM | None = None  # whose variant this is
         self._shadow = shadow(model).eval()
+        self.long_context = self._fix_ropes()
         quantize_weights(self._shadow, quantization, release_originals=release_originals, earlier=earlier)
         self._recorder = Recorder(self._shadow, self.num_layers)
         self.rounds_inputs = ""
@@ -146,8 +158,34 @@ class CausalLM:
         run, forward = self.execution, partial(trial, self)
         self._lists_all = self._lists_all or run.compiled is not None
         if self._lists_all:
-            run.record(self.layers, self._layouts.masks.windows, forward, self.context_length)
+            run.record(self.layers, self._layouts.masks.windows, forward, self._num_positions)
         run.compile(self.name, self.layers if run.compiled is not None else (), forward)
+
+    def _fix_ropes(self) -> int | None:
+        """Fix frequencies that would change with the length of what runs; the context of prompts over their border."""
+        border, context = longrope_border(self.config), getattr(self.config, "max_position_embeddings", None)
+        has_long = fix_ropes(self._shadow, border)
+        return context if has_long and border is not None and border < (context or 0) else None
+
+    @property
+    def max_context(self) -> int | None:
+        """Context of any text; None without a limit."""
+        return self.long_context or self.context_length
+
+    @property
+    def _num_positions(self) -> int | None:
+        """Positions that the shadow knows: those of texts over the border of longrope come behind the others."""
+        return self.context_length and self.context_length + (self.long_context or 0)
+
+    def offset_of(self, prompt_length: int) -> int:
+        """How far positions of a text are ahead of its columns: behind all others for a prompt over the border."""
+        border = self.context_length
+        return border if self.long_context is not None and border is not None and prompt_length > border else 0
+
+    @property
+    def beyond_context(self) -> str:
+        """What is possible beyond the context, for messages; empty where nothing is to be said."""
+        return beyond_context(self.config, self.long_context)
 
     def _judge(self, probe: Probe | None) -> None:
         self.probe = probe

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from foredraft.errors import ConfigError, UnsupportedModelError, UnsupportedStateError
 from foredraft.model.execution.forwards import replace_forward, replacement
 from foredraft.model.masks import FULL, SLIDING
+from foredraft.model.rope import DYNAMIC, LONGROPE
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """What the forward of a model calls its key-value cache: since transformers 5.24, and before it or in remote code."""
@@ -159,15 +160,48 @@ def exact_context_length(config: Any) -> int | None:
     """Positions up to which a text's logits do not depend on what else runs; None where the config states no limit.
 
     Longrope changes all frequencies once any position of a forward passes the original context, so a draft across
-    that border, or a long row in the batch, would change tokens before it: such models end at the border.
+    that border would change tokens before it: texts that begin before the border end there.
     """
     length: int | None = getattr(config, "max_position_embeddings", None)
+    border = longrope_border(config)
+    return length if border is None else min(length or border, border)
+
+
+def longrope_border(config: Any) -> int | None:
+    """Original context of longrope, at which frequencies change; None for models of other types."""
     borders = [
-        rope["original_max_position_embeddings"]
+        int(rope["original_max_position_embeddings"])
         for rope in _ropes(config)
-        if rope.get("rope_type") == "longrope" and rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") == LONGROPE and rope.get("original_max_position_embeddings")
     ]
-    return min([length or borders[0], *borders]) if borders else length
+    return min(borders, default=None)
+
+
+def beyond_context(config: Any, long_context: int | None) -> str:
+    """What is possible beyond the context of a model, for messages.
+
+    Args:
+      long_context: context of prompts that are longer than the border of longrope; None where they do not run.
+    """
+    context = getattr(config, "max_position_embeddings", None)
+    if (border := longrope_border(config)) is not None and border <= (context or border):
+        if long_context is None:
+            return (
+                f"its rotary positions are longrope, whose frequencies change behind {border} tokens, and no others "
+                "were found in this model; transformers alone goes on there"
+            )
+        return (
+            f"its rotary positions are longrope: a text whose prompt has up to {border} tokens ends there, where all "
+            "frequencies change, and a longer prompt runs with the long factors throughout, up to "
+            f"{long_context} tokens"
+        )
+    if any(DYNAMIC in str(rope.get("rope_type")) for rope in _ropes(config)):
+        return (
+            f"its rotary positions are dynamic NTK, whose frequencies change with every token beyond {context}, so "
+            "that drafts would change the tokens before them; transformers alone goes on there, as does a fixed type "
+            "(linear, yarn) in rope_parameters"
+        )
+    return ""
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:

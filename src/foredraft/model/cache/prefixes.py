@@ -27,14 +27,14 @@ class Prefix:
     states: RowStates
     memory: object = None
     owner: object = None
-    salt: str | None = None
+    salt: object = None
 
     @property
     def num_bytes(self) -> int:
         """Of the copies, and of what the drafter knew."""
         return bytes_of(self.states) + memory_bytes(self.memory)
 
-    def covers(self, token_ids: tuple[int, ...], num_columns: int, salt: str | None = None) -> bool:
+    def covers(self, token_ids: tuple[int, ...], num_columns: int, salt: object = None) -> bool:
         """Whether another text of the same salt is its beginning, with as many columns or fewer."""
         is_beginning = num_columns <= self.num_columns and self.token_ids[: len(token_ids)] == token_ids
         return is_beginning and salt == self.salt
@@ -100,7 +100,7 @@ class PrefixStore:
         num_columns: int,
         remember: Callable[[], object] = lambda: None,
         owner: object = None,
-        salt: str | None = None,
+        salt: object = None,
     ) -> None:
         """Copy the first columns of a row, which hold the first tokens of this text.
 
@@ -146,7 +146,7 @@ class PrefixStore:
         recall: Callable[[object, int], int] = lambda memory, num_tokens: num_tokens,
         grain: int = 1,
         owner: object = None,
-        salt: str | None = None,
+        salt: object = None,
     ) -> int:
         """Fill an empty row with the longest known beginning of this text; the number of its tokens.
 

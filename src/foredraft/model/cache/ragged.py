@@ -36,6 +36,7 @@ class KVCache(Cache):  # type: ignore[misc]
       dtype: that keys and values are rounded to when they are written: also its own are so for a forward.
 
     Attributes:
+      offsets: of every row, see `row_offsets`.
       max_cells: rows times columns that are to be allocated at most, unless more are asked for at once. Near the limit
         the cache grows to just below it, and gives columns back for rows, or rows for columns. See `limit`.
       memory: another object after buffers were allocated.
@@ -48,6 +49,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self.device = torch.device(device)
         self.dtype = dtype
         self.lengths: list[int] = [0] * num_rows
+        self.offsets: list[int] = [0] * num_rows
         self.capacity = capacity
         self.num_slots = max(num_rows, 1)
         self.window = Window(0, 1, 0, None, 0)
@@ -104,7 +106,8 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def row_offsets(self, first_row: int, num_rows: int) -> list[int] | None:
         """How far the positions of the next tokens of some rows are ahead of their columns; None for nowhere."""
-        return None
+        offsets = self.offsets[first_row : first_row + num_rows]
+        return offsets + [0] * (num_rows - len(offsets)) if any(offsets) else None
 
     def reserve(self, capacity: int, num_slots: int = 0) -> None:
         """Grow to at least ``capacity`` columns and ``num_slots`` rows, in steps, one buffer after the other.
@@ -201,12 +204,13 @@ class KVCache(Cache):  # type: ignore[misc]
         """Append empty rows; returns the index of the first."""
         first = self.num_rows
         self.lengths.extend([0] * num_rows)
+        self.offsets.extend([0] * num_rows)
         self.reserve(0, self.num_rows)
         return first
 
     def clear(self) -> None:
         """Drop all rows."""
-        self.lengths = []
+        self.lengths, self.offsets = [], []
 
     @torch.inference_mode()
     def erase(self, row: int | None = None, first_column: int = 0) -> None:
@@ -258,7 +262,8 @@ class KVCache(Cache):  # type: ignore[misc]
             kept = buffer[row, :, :length].clone()
             buffer[row, :, :length] = buffer[other, :, :length]
             buffer[other, :, :length] = kept
-        self.lengths[row], self.lengths[other] = self.lengths[other], self.lengths[row]
+        for each in (self.lengths, self.offsets):
+            each[row], each[other] = each[other], each[row]
 
     def remove(self, row: int) -> None:
         """Drop a row; the last row takes its place."""
@@ -266,26 +271,27 @@ class KVCache(Cache):  # type: ignore[misc]
         if row != last:
             self._copy(last, row)
         self.lengths.pop()
+        self.offsets.pop()
 
     @torch.inference_mode()
     def reorder(self, rows: Sequence[int]) -> None:
         """Make the rows these ones, in this order; a row may appear several times or not at all."""
         index = torch.tensor(list(rows), dtype=torch.long, device=self.device)
-        lengths = [self.lengths[row] for row in rows]
-        self.lengths = self.lengths[: len(lengths)]
+        lengths, offsets = ([each[row] for row in rows] for each in (self.lengths, self.offsets))
+        self.lengths, self.offsets = self.lengths[: len(lengths)], self.offsets[: len(lengths)]
         if len(lengths) > self.num_rows:
             self.add_rows(len(lengths) - self.num_rows)
         longest = max(lengths, default=0)
         for buffer in self._buffers():
             buffer[: len(lengths), :, :longest] = buffer[index, :, :longest]
-        self.lengths = lengths
+        self.lengths, self.offsets = lengths, offsets
 
     @torch.inference_mode()
     def _copy(self, row: int, target: int) -> None:
         length = self.lengths[row]
         for buffer in self._buffers():
             buffer[target, :, :length] = buffer[row, :, :length]
-        self.lengths[target] = length
+        self.lengths[target], self.offsets[target] = length, self.offsets[row]
 
     def _buffers(self) -> Iterable[torch.Tensor]:
         for layer in self.layers:

@@ -10,7 +10,7 @@ import torch
 
 from foredraft.errors import ShapeError
 from foredraft.model.cache.ragged import KVCache
-from foredraft.model.cache.storage import Device, RaggedLayer, Rounded
+from foredraft.model.cache.storage import RaggedLayer
 
 Columns: TypeAlias = torch.Tensor | tuple[range, ...]
 """Columns of one layer that are kept: int64 (heads, kept), ascending for every head, or ranges for all heads."""
@@ -44,16 +44,6 @@ class ViewCache(KVCache):
     Source: constant-size caches of drafters as in MagicDec (Sadhukhan et al. 2024, arXiv:2408.11049).
     Deviation: keys keep their original positions under every selection.
     """
-
-    def __init__(
-        self, num_layers: int, *, num_rows: int = 0, capacity: int = 256, device: Device = "cpu", dtype: Rounded = None
-    ) -> None:
-        super().__init__(num_layers, num_rows=num_rows, capacity=capacity, device=device, dtype=dtype)
-        self.offsets: list[int] = [0] * num_rows
-
-    def row_offsets(self, first_row: int, num_rows: int) -> list[int]:
-        offsets = self.offsets[first_row : first_row + num_rows]
-        return offsets + [0] * (num_rows - len(offsets))
 
     def end(self, row: int) -> int:
         """The number of columns of the other cache that a row of the view stands for."""
@@ -134,25 +124,6 @@ class ViewCache(KVCache):
     def _begin(own: RaggedLayer, other: RaggedLayer) -> None:
         if not own.is_initialized:
             own.begin(other.keys[:1], other.values[:1])
-
-    # -- rows --------------------------------------------------------------------------------------------------
-
-    def add_rows(self, num_rows: int = 1) -> int:
-        self.offsets.extend([0] * num_rows)
-        return super().add_rows(num_rows)
-
-    def clear(self) -> None:
-        self.offsets = []
-        super().clear()
-
-    def swap(self, row: int, other: int) -> None:
-        super().swap(row, other)
-        self.offsets[row], self.offsets[other] = self.offsets[other], self.offsets[row]
-
-    def remove(self, row: int) -> None:
-        super().remove(row)
-        self.offsets[row] = self.offsets[-1]
-        self.offsets.pop()
 
 
 def _size(columns: Columns) -> int:
