@@ -6,12 +6,13 @@ Texts are those of the CPU, run by the same modules: the device refuses and lays
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gpu_check
 import pytest
 import test_train
 import torch
@@ -32,7 +33,10 @@ from foredraft.cli import app
 from foredraft.config.method import methods
 from foredraft.engine import costs
 from foredraft.errors import ConfigError
+from foredraft.law import precision
 from foredraft.loading import models
+from foredraft.model.cache import storage as cache_storage
+from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM
 from foredraft.testing import perturbed, toy_model
 from foredraft.zoo.manifest import root
@@ -235,6 +239,169 @@ def test_a_step_waits_for_the_device_once_for_its_tokens_and_once_per_level_of_a
     waits = [size for direction, size in simulated_device.transfers if direction == simulated_device.TO_HOST]
     assert num_steps <= len(waits) <= num_steps * (1 + depth)
     assert max(size for _, size in simulated_device.transfers) < 512
+
+
+def test_a_step_makes_one_copy_to_the_device_and_none_of_the_cache() -> None:
+    """Keys and values of all tokens were copied once per group of heads in every layer as soon as there was a mask;
+    tokens, lengths, depths and masks came in copies of their own.
+
+    Operators may grow by what another version of transformers adds to a layer, not by a copy per layer.
+    """
+    half = LLM("zoo:tiny", device=DEVICE, dtype="bfloat16")
+    num_operators, num_uploads = (45, 48, 49), (1, 1, 3)  # of a tree also the moves of a commit, and what is observed
+    for (name, config), operators, uploads in zip(gpu_check.STEP_ARMS, num_operators, num_uploads, strict=False):
+        drafting = half.with_speculative_config(config)
+        for mode in ("greedy", "T=1"):
+            steps = gpu_check.count_steps(drafting, replace(gpu_check.MODES[mode], max_tokens=10), TEXTS[3:4])
+            counted = [step for step in steps if (step.num_nodes > 1) == (name != "plain")]
+            assert counted
+            # keys of the noise come later
+            assert max(step.num_uploads for step in counted) <= uploads + (mode != "greedy")
+            assert max(step.copied_bytes / step.num_nodes for step in counted) < 10_000  # of nodes, not of columns
+            if mode == "greedy":
+                assert max(step.num_operators for step in counted) <= operators * half.target.num_layers
+
+
+@torch.inference_mode()
+def test_a_commit_moves_columns_of_all_layers_by_one_operation() -> None:
+    """Two operations for the keys of every layer, and two for its values, were 120 of them for 30 layers."""
+    caches = [KVCache(3, num_rows=2, capacity=8, device=device) for device in ("cpu", DEVICE)]
+    generator = torch.Generator().manual_seed(0)
+    for length, path in ((0, (0, 2, 3)), (3, (0, 1, 3)), (6, (0, 2)), (8, (0, 2, 4))):
+        states = [[torch.rand(2, 2, 5, 4, generator=generator) for _ in range(2)] for _ in range(3)]
+        for kv in caches:
+            kv.open(0, 2, 5)  # grows behind 8 columns
+            for layer, pair in zip(kv.layers, states, strict=True):
+                layer.update(*(each.to(kv.device) for each in pair))
+        caches[0].commit([path, path[:2]])
+        with gpu_check.Operators(torch.device(DEVICE)) as operators:
+            caches[1].commit([path, path[:2]])
+        moves = {name: count for name, count in operators.counts.items() if name != "stack"}
+        assert moves == {"index": 1, "index_put_": 1}
+        assert operators.num_uploads == 1
+        assert caches[1].lengths[0] == length + len(path)
+        for here, there in zip(*(kv._buffers() for kv in caches), strict=True):
+            for row, end in enumerate(caches[0].lengths):
+                assert torch.equal(here[row, :, :end], there.cpu()[row, :, :end])
+
+
+def test_buffers_that_no_slab_holds_together_move_as_well() -> None:
+    """Layers of two shapes, and slabs of one buffer."""
+    cache = KVCache(3, num_rows=1, capacity=4, device=DEVICE)
+    for index, layer in enumerate(cache.layers):
+        numbers = torch.arange(4.0)[None, None, :, None].expand(1, 1 + index % 2, 4, 2) + 10 * index
+        layer.begin(numbers.to(DEVICE), numbers.to(DEVICE) + 100)
+        layer.keys[:], layer.values[:] = numbers.to(DEVICE), numbers.to(DEVICE) + 100
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cache_storage, "SLAB_BYTES", 1)
+        cache.commit([(0, 2, 3)])
+    for index, layer in enumerate(cache.layers):
+        for shift, buffer in ((0, layer.keys), (100, layer.values)):
+            found = buffer[0, 0, :3, 0].tolist()
+            assert found == [shift + 10 * index + column for column in (0.0, 2.0, 3.0)]
+
+
+@pytest.fixture
+def _no_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A device without float64, as MPS is."""
+    monkeypatch.setattr(precision, "WITHOUT_DOUBLE", {DEVICE})
+    simulated_device.refused.add(torch.float64)
+    yield
+    simulated_device.refused.clear()
+
+
+@pytest.mark.usefixtures("_no_float64")
+@pytest.mark.parametrize(
+    "name", [None, "eagle3", "draft_model, tree", *[pytest.param(n, marks=full) for n in DECODING]]
+)
+def test_a_device_without_float64_draws_the_tokens_of_the_cpu(name: str | None) -> None:
+    """Noise was float64 on the device, so that sampled decoding and heads raised on MPS."""
+    fresh = LLM("zoo:tiny", device=DEVICE, dtype="float32", execution="eager", max_num_seqs=4)
+    config = None if name is None else DECODING[name]
+    texts = fresh.with_speculative_config(config).generate(TEXTS, in_turn(("greedy", "sampled")))
+    assert said(texts) == said(on_cpu("greedy", "sampled"))
+    assert name is None or num_accepted(texts) > 0
+
+
+@pytest.mark.usefixtures("_no_float64")
+@pytest.mark.parametrize("name", ["rejection", pytest.param("block", marks=full)])
+def test_a_device_without_float64_keeps_to_the_rules_of_rejection(name: str) -> None:
+    params = replace(SAMPLED, top_p=1.0)
+    here, there = (
+        LLM("zoo:tiny", RULES[name], device=device, dtype="float32", execution="eager").generate(TEXTS[:2], params)
+        for device in (DEVICE, "cpu")
+    )
+    assert said(here) == said(there)
+    assert num_accepted(here) > 0
+
+
+# -- the check of a GPU ----------------------------------------------------------------------------------------------
+
+SMALL = (
+    *("--device", DEVICE, "--quick", "--methods", "ngram", "--models", "random:toy", "--rows", "1", "2"),
+    *("--num-tokens", "12", "--lengths", "32", "--buckets", "1", "3", "--shapes", "toy"),
+)
+
+
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes long on a simulated device, in a few examples."""
+    monkeypatch.setattr(gpu_check, "BACKENDS", {"chosen by torch": None})
+    monkeypatch.setattr(gpu_check, "VERIFIED", ())
+    monkeypatch.setattr(gpu_check, "TEXTS", TEXTS[:2])
+    monkeypatch.setattr(gpu_check, "DTYPES", ("bfloat16",))
+    monkeypatch.setattr(gpu_check, "STEP_ARMS", gpu_check.STEP_ARMS[:2])
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.usefixtures("_small")
+def test_the_gpu_check_runs_and_its_controls_fail(tmp_path: Path) -> None:
+    arms = ["--arms", "plain", "ngram", "suffix+eagle3", "draft_model", "oracle", "transformers"]
+    status = gpu_check.main([*SMALL, *arms, "--budget", "3000", "--out", str(tmp_path)])
+    lines = lines_of(tmp_path)
+    assert status == 0, [line for line in lines if line["status"] == "fails"]
+    assert lines[0]["section"] == "conditions"
+    assert lines[0]["versions"]["torch"] == torch.__version__
+    by = {section: [line for line in lines if line["section"] == section] for section in gpu_check.SECTIONS}
+    controls = [line for line in by["check"] if line["arm"] == gpu_check.CONTROL.name]
+    assert {line["status"] for line in controls} == {"holds"}
+    assert all(line["gap"] > line["near_tie"] for line in controls)
+    assert {line["arm"] for line in by["check"]} == {"ngram", gpu_check.CONTROL.name}
+    neighbours = [line for line in by["bits"] if line["operation"].startswith("control") and line["bucket"] > 1]
+    assert neighbours
+    assert not any(line["same_beside_others"] for line in neighbours)
+    speeds = {(line["model"], line["rows"], line["arm"]) for line in by["speed"] if line["status"] == "told"}
+    measured = {arm for arm in arms[1:] if arm != "suffix+eagle3"}  # for which the model has no head
+    assert {("random:toy", rows, arm) for rows in (1, 2) for arm in measured} == speeds
+    oracle = next(line for line in by["speed"] if line["arm"] == "oracle")
+    assert oracle["tokens_per_step"] > 2
+    assert oracle["same_as_plain"] == oracle["rows"]
+    assert {line["context"] for line in by["growth"] if "kv_bytes" in line} == {32}
+    assert "| random:toy |" in (tmp_path / "table.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("_small")
+def test_the_gpu_check_tells_a_wrong_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arm that changes texts, as one that is added for a new kernel might."""
+    wrong = gpu_check.CheckArm("wrong", {"method": "ngram", "prompt_lookup_min": 1}, gpu_check.believing)
+    monkeypatch.setattr(gpu_check, "CHECK_ARMS", [*gpu_check.CHECK_ARMS, wrong])
+    assert gpu_check.main([*SMALL, "--sections", "check", "--budget", "3000", "--out", str(tmp_path)]) == 3
+    failing = {line["arm"] for line in lines_of(tmp_path) if line["status"] == "fails"}
+    assert failing == {"wrong"}
+
+
+def test_a_gpu_check_that_is_stopped_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(run: gpu_check.Check, clock: gpu_check.Clock) -> None:
+        run.add("bits", "told", found=1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(gpu_check.SECTIONS, "bits", (stopped, 1.0))
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert gpu_check.main([*SMALL, "--sections", "bits", "speed"]) == 130
+    assert [line["section"] for line in lines_of(tmp_path)] == ["conditions", "bits"]
 
 
 def test_texts_are_drafted_for_in_half_precision() -> None:

@@ -32,6 +32,9 @@ TO_HOST, TO_DEVICE = "to the host", "to the device"
 transfers: list[tuple[str, int]] = []
 """Direction of each, and how many numbers it took along."""
 
+refused: set[torch.dtype] = set()
+"""Dtypes that the device does not have, as MPS has no float64."""
+
 ONLY_SIZES = {"expand_as", "view_as", "reshape_as", "type_as"}
 """Operations that look at nothing else of another tensor."""
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
@@ -67,6 +70,8 @@ class Simulated(torch.Tensor):
 
     def __init__(self, raw: torch.Tensor) -> None:
         assert not isinstance(raw, Simulated)
+        if raw.dtype in refused:
+            raise TypeError(f"Cannot convert a sim tensor to {raw.dtype}, which the device does not have")
         self.raw = raw
 
     @classmethod

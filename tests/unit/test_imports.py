@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 LAYERS = (
     ("errors",),
-    ("beginnings", "ending", "extras", "lazy", "folders", "forking", "machine", "progress"),
+    ("beginnings", "ending", "extras", "lazy", "folders", "forking", "machine", "progress", "upload"),
     ("native",),
     ("config",),
     ("tree",),

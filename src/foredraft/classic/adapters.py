@@ -176,7 +176,7 @@ class PlainModule:
         shapes = [tuple(logits.shape) for logits in found]
         if vocab_size < 2 or shapes != [(1, length, vocab_size) for length in (3, 3, 2)]:
             raise self._refusal(f"for 3, 3 and 2 token ids it returns shapes {shapes}, not one row of logits per token")
-        first, second, beginning = (logits[0, :2].double() for logits in found)
+        first, second, beginning = (logits[0, :2].cpu().double() for logits in found)
         bound = _TOLERANCE * torch.finfo(found[0].dtype).eps * float(first.abs().max().clamp(min=1.0))
         apart = float(torch.maximum((first - second).abs(), (first - beginning).abs()).max())
         if not apart <= bound:

@@ -12,6 +12,7 @@ from foredraft.engine.sequence import Sequence
 from foredraft.law.sampling import argmax, choose, choose_at, probs
 from foredraft.model.nodes import Logits, NodeLogits
 from foredraft.tree import DraftTree
+from foredraft.upload import upload
 
 Choices = list[tuple[int, ...]]
 """The target's own token at every node of every row; -1 where there is no usable distribution."""
@@ -154,7 +155,7 @@ def _choose(
     elif logits.device.type == "cpu":
         picked = torch.stack([logits.values[place] for place in places])  # faster than an index
     else:
-        picked = logits.values[places]
+        picked = logits.values[upload([torch.tensor(places, device="cpu")], logits.device)[0]]
     positions = [len(rows[i].token_ids) + len(path) for (i, _), path in zip(nodes, paths, strict=True)]
     chosen: list[int] = choose(picked, [rows[i].law for i, _ in nodes], paths, positions).tolist()
     return chosen

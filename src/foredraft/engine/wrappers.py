@@ -25,6 +25,7 @@ from foredraft.engine.drafter import (
 )
 from foredraft.engine.prediction import PREDICTION
 from foredraft.errors import ConfigError, ProbabilityError, TreeError, described, is_fatal
+from foredraft.law.precision import double_device
 from foredraft.tree import DraftPlan, DraftTree
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class GuardedDrafter(WrappingDrafter):
                 f"0..{target.num_layers - 1}"
             )
         self._cache = cache
-        self._vocab_size, self._device = target.vocab_size, target.device
+        self._vocab_size, self._device = target.vocab_size, double_device(target.device)  # of laws
         super().bind(target, cache)
 
     def own_caches(self) -> list[OwnCache]:

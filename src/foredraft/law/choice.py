@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from foredraft.law import noise
+from foredraft.law.precision import for_double
 from foredraft.law.support import Support, Warper, candidates, threshold
 from foredraft.native import sample_kernels
+from foredraft.upload import upload
 
 FEW = 1024
 """Supports up to this size get their noise directly; larger ones are searched for the tokens that can win."""
@@ -181,6 +183,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest entries, the argmax first, equal ones by id: tokens and differences to the largest."""
+    scores = for_double(scores)
     if k == 1:
         best = argmax(scores)
         return best[:, None], torch.where(best < 0, -torch.inf, 0.0).double()[:, None]
@@ -201,6 +204,7 @@ def likeliest(scores: Tensor, k: int, power: float) -> tuple[Tensor, Tensor]:
 
     On the CPU every row is read into the processor's cache once for both.
     """
+    scores = for_double(scores)
     if scores.device.type != "cpu":
         tokens, gaps = largest(scores, k)
         wide = scores.float() * power
@@ -230,6 +234,7 @@ def perturbed_best(
       keys: M keys of the match stream.
       columns: int64 (V,), the tokens that columns stand for, whose noise they get; their own numbers by default.
     """
+    scores = for_double(scores)
     if scores.device.type != "cpu" or not warper.has_shortcut:
         return perturbed_best_dense(warper, scores, keys, k, columns)
     if not warper.truncates:
@@ -258,7 +263,8 @@ def perturbed_best_dense(
     healthy = logits.amax(dim=-1).isfinite()
     device = logits.device
     names = torch.arange(logits.shape[1], device=device) if columns is None else columns.to(device)
-    words = noise.bits(torch.tensor(noise.as_int64(keys), device=device)[:, None], names)
+    (of_rows,) = upload([torch.tensor(noise.as_int64(keys), device="cpu")], device)
+    words = noise.bits(of_rows[:, None], names)
     perturbed = warper.truncated(logits).double() + noise.gumbel_of_bits(words)
     perturbed = perturbed.where(healthy[:, None], -torch.inf)
     values, best = perturbed.topk(min(k, logits.shape[1]), dim=-1)

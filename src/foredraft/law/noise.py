@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foredraft.law.precision import for_double
+
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 MULTIPLIER_1 = 0xBF58476D1CE4E5B9
@@ -259,6 +261,7 @@ class KeyedNoise:
 
     def _race(self, key: int, probs: Tensor) -> Tensor:
         """log probs + Gumbel noise of the stream, float64 (V,)."""
+        probs = for_double(probs)
         if probs.device.type == "cpu":
             drawn = torch.from_numpy(token_gumbel(np.array(key, dtype=np.uint64), np.arange(probs.shape[-1])))
         else:

@@ -19,6 +19,7 @@ from torch import Tensor
 from foredraft.errors import NoTokenError, NumericsError, ShapeError
 from foredraft.law import noise
 from foredraft.law.choice import argmax, healthy_rows, largest, perturbed_best
+from foredraft.law.precision import for_double
 from foredraft.law.processors import Path, SamplingLaw, check_shapes, process, processed
 from foredraft.law.support import Warper
 from foredraft.native import sample_kernels
@@ -69,11 +70,12 @@ def probs(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) ->
 
     Arguments as for `log_probs`. A greedy row is a point mass on its argmax.
     """
-    result = log_probs(logits, laws, paths).double().exp_()
+    result = for_double(log_probs(logits, laws, paths)).double().exp_()
     result /= result.sum(dim=-1, keepdim=True)
     greedy = [row for row, law in enumerate(laws) if law.is_greedy]
     if greedy:
         best = choose(logits[greedy], [laws[row] for row in greedy], [paths[row] for row in greedy], [0] * len(greedy))
+        best = best.to(result.device)
         point = torch.zeros(len(greedy), result.shape[1], dtype=torch.float64, device=result.device)
         point.scatter_(1, best.clamp(min=0)[:, None], 1.0)
         point[best < 0] = torch.nan
@@ -137,17 +139,17 @@ def choose_siblings(
     Exactness: over seeds, k draws without replacement from the law.
     Randomness: as for `choose`.
     """
-    scores = processed(logits, laws, paths)
+    scores = for_double(processed(logits, laws, paths))
     groups = _grouped(laws, lambda law: law.kind)  # temperature and truncation, greedy ones apart
     if columns is not None:
-        if scores is not logits:
+        if any(law.is_processed for law in laws):
             raise ShapeError("processors name tokens, and these logits are of some tokens only; spread them first")
-        names = torch.cat([columns.to(logits.device), columns.new_full((1,), -1, device=logits.device)])
+        names = torch.cat([columns.to(scores.device), columns.new_full((1,), -1, device=scores.device)])
     if len(groups) == 1:
         found, values = _best(scores, laws, positions, k, columns)
         return (found if columns is None else names[found]), values  # the last name is that of no column, -1
-    tokens = torch.empty(len(laws), k, dtype=torch.int64, device=logits.device)
-    values = torch.empty(len(laws), k, dtype=torch.float64, device=logits.device)
+    tokens = torch.empty(len(laws), k, dtype=torch.int64, device=scores.device)
+    values = torch.empty(len(laws), k, dtype=torch.float64, device=scores.device)
     for rows in groups.values():
         group = _best(scores[rows], [laws[row] for row in rows], [positions[row] for row in rows], k, columns)
         tokens[rows], values[rows] = group

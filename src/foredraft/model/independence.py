@@ -159,14 +159,14 @@ def _rounds_inputs(layer: nn.Module, dtype: torch.dtype, device: torch.device) -
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(FEW[-1], _num_inputs(layer), generator=generator)  # type: ignore[arg-type]
     change = torch.randn(rows.shape, generator=generator) * rows.abs().amax(-1, keepdim=True) * SMALL
-    results = [layer((rows + factor * change).to(device, dtype)).double() for factor in (0.0, 1.0, LARGE)]
+    results = [layer((rows + factor * change).to(device, dtype)).cpu().double() for factor in (0.0, 1.0, LARGE)]
     small, large = results[1] - results[0], (results[2] - results[0]) / LARGE
     return _distance(small, large) > UNLIKE
 
 
 def _distance(got: torch.Tensor, want: torch.Tensor) -> float:
     """Largest root-mean-square difference of a row, relative to its root mean square."""
-    got, want = got.double(), want.double()
+    got, want = got.cpu().double(), want.cpu().double()  # not every device has float64
     size = want.square().mean(-1).sqrt().clamp_min(1e-12)
     return float(((got - want).square().mean(-1).sqrt() / size).max())
 

@@ -6,7 +6,7 @@ Rows of a list run attention in groups: neighbours of like length and draft, so 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,7 @@ from foredraft.model.masks import FULL, Mask, Masks
 from foredraft.model.nodes import FlatNodes, Nodes, RowGroup
 from foredraft.native.abi import MOST_NODES
 from foredraft.native.attention import DecodeAttention, PrefillAttention
+from foredraft.upload import upload
 
 if TYPE_CHECKING:
     from foredraft.model.cache.ragged import KVCache
@@ -33,11 +34,12 @@ class Layout:
     """The nodes of one forward.
 
     Args:
-      positions: (B, N).
+      tokens, positions: (B, N).
       mask: what the model is given as its mask; of a list of nodes it only stands for the masks of its groups.
       flat: the list, or None for a rectangle of rows.
     """
 
+    tokens: torch.Tensor
     positions: torch.Tensor
     mask: Mask
     flat: FlatNodes | None
@@ -78,24 +80,23 @@ class Layouts:
         num_rows, width = nodes.tokens.shape
         is_fixed = view_length is not None
         trunks = [length - nodes.num_fed for length in cache.row_lengths(first_row, num_rows)]
-        starts = torch.tensor(trunks, device=cache.device)[:, None]
-        positions = starts + nodes.depths.to(cache.device)  # (B, S + N)
+        offsets = cache.row_offsets(first_row, num_rows)
+        nodes, starts, positions, shown, counts = placed(nodes, trunks, offsets, cache.device)
         is_padded = num_rows > 1 and nodes.num_real < num_rows * width and not is_fixed
         flat = None
         if takes_lists and (is_padded or lists_all):
             flat = FlatNodes((width,) * num_rows if is_fixed else nodes.counts, width, cache.device)
-        columns = cache.open(first_row, num_rows, width, view_length, flat)
-        if flat is None:
-            mask = self.masks.of(nodes, starts, positions, columns, is_fixed)
+        columns = cache.open(first_row, num_rows, width, view_length, flat, starts + nodes.num_fed)
+        if flat is None and cache.device.type != "cpu" and nodes.are_chains and not nodes.is_one_token:
+            bands = {kind: self.masks.of_chains(kind, trunks, width, columns) for kind in self.masks.kinds}
+            mask: Mask = bands if len(bands) > 1 else next(iter(bands.values()))
+        elif flat is None:
+            mask = self.masks.of(nodes, starts, positions, columns, is_fixed, counts)
         else:
             place = nodes, flat.counts, starts, positions, trunks
             flat.groups = self._groups(*place, (width, columns) if is_fixed else None)
             mask = self.masks.stand_ins(flat)
-        shown = positions[:, nodes.num_fed :]
-        offsets = cache.row_offsets(first_row, num_rows)
-        if offsets is not None:  # masks count in columns, the model in positions
-            shown = shown + torch.tensor(offsets, device=cache.device)[:, None]
-        return Layout(shown, mask, flat)
+        return Layout(nodes.tokens, shown, mask, flat)
 
     def _groups(
         self,
@@ -125,12 +126,11 @@ class Layouts:
             flat = FlatNodes([counts[row] for row in rows], wide, starts.device)
             before = [heads[row] for row in rows]
             masks = self._masks_of(nodes, rows, wide, before, starts, positions, length)
-            are_chains = nodes.ancestors is None and nodes.num_fed == 0
-            head = before[0] if are_chains and len(rows) == 1 else None
+            head = before[0] if nodes.are_chains and len(rows) == 1 else None
             seen = [min(heads[row] + counts[row], length) for row in rows]
             decode = None if self._kernels is None else DecodeAttention(self._kernels, flat.counts, seen)
             prefill = None
-            if decode is not None and not decode.is_few and are_chains:
+            if decode is not None and not decode.is_few and nodes.are_chains:
                 prefill = PrefillAttention(decode.kernels, flat.counts, before, self.masks.windows)
             found.append(RowGroup(rows, range(first, first + size), flat, length, masks, head, decode, prefill))
             first += size
@@ -147,7 +147,7 @@ class Layouts:
         columns: int,
     ) -> dict[str, torch.Tensor | None]:
         kinds = self.masks.kinds
-        if nodes.ancestors is None and nodes.num_fed == 0:
+        if nodes.are_chains:
             sees_all = width == 1 and all(head + 1 == columns for head in heads)
             return {
                 kind: None if kind == FULL and sees_all else self.masks.of_chains(kind, heads, width, columns)
@@ -166,6 +166,28 @@ class Layouts:
         if isinstance(masks, dict):
             return dict(masks)
         return dict.fromkeys(kinds, masks)
+
+
+def placed(
+    nodes: Nodes, trunks: Sequence[int], offsets: Sequence[int] | None, device: torch.device
+) -> tuple[Nodes, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Nodes behind their rows, all of it on the device by one transfer.
+
+    Args:
+      trunks: columns of every row before the root of its draft.
+      offsets: how far the positions of every row are ahead of its columns; None for nowhere.
+    Returns: nodes with tokens and ancestors on the device; starts (B, 1), the trunks; positions (B, S + N) in columns;
+      positions (B, N) of the new nodes as the model counts them; counts (B,) of real nodes.
+    """
+    starts = torch.tensor(trunks, device="cpu")[:, None]
+    positions = starts + nodes.depths
+    given = [nodes.tokens, starts, positions, torch.tensor(nodes.counts, device="cpu")]
+    given += [] if nodes.ancestors is None else [nodes.ancestors]
+    given += [] if offsets is None else [positions[:, nodes.num_fed :] + torch.tensor(offsets, device="cpu")[:, None]]
+    tokens, starts, positions, counts, *others = upload(given, device)
+    ancestors = None if nodes.ancestors is None else others[0]
+    shown = positions[:, nodes.num_fed :] if offsets is None else others[-1]
+    return replace(nodes, tokens=tokens, ancestors=ancestors), starts, positions, shown, counts
 
 
 def _alike(lengths: Sequence[int], counts: Sequence[int]) -> Iterator[range]:

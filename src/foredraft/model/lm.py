@@ -147,9 +147,9 @@ class CausalLM:
         is_additive = is_eager or execution.uses_grouped_attention
         masks = Masks(self.layer_types, self.window, self.dtype, self.device, is_additive, is_eager)
         self._layouts = Layouts(masks, execution.kernels)
-        # the attention that is ours knows what to do with a list of nodes, if the model lets it, and its kernels and
-        # compiled layers take nothing else
-        self._takes_lists = execution.uses_grouped_attention
+        # the attention that is ours knows what to do with a list of nodes, if the model lets it; its kernels and
+        # compiled layers take nothing else; on an accelerator one call for all rows beats calls without padding
+        self._takes_lists = execution.uses_grouped_attention and self.device.type == "cpu"
         self._lists_all = execution.kernels is not None or execution.num_compiled > 0
 
     @torch.inference_mode()
@@ -386,7 +386,6 @@ class CausalLM:
             logits = run.program.forward(nodes, cache, first_row, kept, self._recorder, listed)
             if logits is not None:
                 return logits
-        tokens = nodes.tokens.to(self.device)
         if not run.takes(nodes.counts):
             run.make_ready()
         while True:
@@ -396,7 +395,7 @@ class CausalLM:
             self._recorder.flat = layout.flat
             try:
                 with self._recorder.seeing():
-                    return run.logits(tokens, layout.positions, layout.mask, cache, kept, layout.flat, listed)
+                    return run.logits(layout.tokens, layout.positions, layout.mask, cache, kept, layout.flat, listed)
             except NotPassedOnError:  # the model keeps from its attention which node is whose
                 self._takes_lists = False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
@@ -68,7 +69,15 @@ class Masks:
             mask.stands_for = flat, kind  # type: ignore[attr-defined]  # a mask that is computed of it has it no more
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def of(self, nodes: Nodes, starts: torch.Tensor, positions: torch.Tensor, columns: int, fixed_shape: bool) -> Mask:
+    def of(
+        self,
+        nodes: Nodes,
+        starts: torch.Tensor,
+        positions: torch.Tensor,
+        columns: int,
+        fixed_shape: bool,
+        counts: torch.Tensor | None = None,
+    ) -> Mask:
         """Masks (B, 1, N, T), one per layer type where the model has several; None where everything is visible.
 
         Args:
@@ -76,31 +85,36 @@ class Masks:
           positions: (B, S + N) of the fed and the new nodes.
           columns: T.
           fixed_shape: T is more than what the rows need.
+          counts: (B,), real nodes of every row, where they are on the device already.
         """
         slides = SLIDING in self.layer_types
         if nodes.is_one_token and not (slides or self.always or fixed_shape):
             return None
-        full = self.visible(nodes, starts, columns)
+        full = self.visible(nodes, starts, columns, counts)
         masks = {FULL: full}
         if slides:
             masks[SLIDING] = full & self.in_window(nodes, starts, positions, columns)
         used = {kind: self.formatted(masks[kind]) for kind in dict.fromkeys(self.layer_types)}
         return used if len(used) > 1 else next(iter(used.values()))
 
-    def visible(self, nodes: Nodes, starts: torch.Tensor, columns: int) -> torch.Tensor:
+    def visible(
+        self, nodes: Nodes, starts: torch.Tensor, columns: int, counts: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Bool (B, N, T): committed columns, ancestors and the node itself. Padding sees itself only."""
         num_rows, width = nodes.tokens.shape
         column = torch.arange(columns, device=self.device)
-        own = starts + nodes.num_fed + torch.arange(width, device=self.device)  # (B, N) column of every node
+        is_padded = min(nodes.counts) < width
+        if nodes.ancestors is None or is_padded:
+            own = starts + nodes.num_fed + torch.arange(width, device=self.device)  # (B, N) column of every node
         if nodes.ancestors is None:
             visible = column <= own[:, :, None]
         else:
             visible = (column < starts[:, :, None]).expand(num_rows, width, columns).clone()
             places = self._tree_columns(nodes, starts)[:, None, :].expand_as(nodes.ancestors)
             visible.scatter_(2, places, nodes.ancestors.to(self.device))
-        if min(nodes.counts) < width:
-            counts = torch.tensor(nodes.counts, device=self.device)[:, None, None]
-            is_real = torch.arange(width, device=self.device)[None, :, None] < counts
+        if is_padded:
+            counts = torch.tensor(nodes.counts, device=self.device) if counts is None else counts
+            is_real = torch.arange(width, device=self.device)[None, :, None] < counts[:, None, None]
             visible = torch.where(is_real, visible, column == own[:, :, None])
         return visible
 
@@ -119,10 +133,13 @@ class Masks:
     def formatted(self, visible: torch.Tensor) -> torch.Tensor:
         """A mask (B, 1, N, T) as attention takes it."""
         visible = visible[:, None]  # (B, 1, N, T)
-        if not self.is_additive:
-            return visible
-        mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
-        return mask.masked_fill_(~visible, torch.finfo(self.dtype).min)
+        return torch.where(visible, *self._extremes) if self.is_additive else visible
+
+    @cached_property
+    def _extremes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Entries of additive masks for what is seen, and for what is not."""
+        found = torch.tensor([0.0, torch.finfo(self.dtype).min], dtype=self.dtype, device=self.device)
+        return found[0], found[1]
 
 
 class _Template:

@@ -13,6 +13,7 @@ import torch
 
 from foredraft.native import abi
 from foredraft.tree import DraftTree
+from foredraft.upload import upload
 
 if TYPE_CHECKING:
     from foredraft.native.attention import DecodeAttention, PrefillAttention
@@ -107,6 +108,11 @@ class Nodes:
         return sum(self.counts)
 
     @property
+    def are_chains(self) -> bool:
+        """Whether every row is a chain right behind its committed columns."""
+        return self.ancestors is None and self.num_fed == 0
+
+    @property
     def is_one_token(self) -> bool:
         return self.tokens.shape == (1, 1)
 
@@ -135,8 +141,7 @@ class FlatNodes:
         places = np.flatnonzero(is_real)
         numbers = np.zeros(is_real.size, dtype=np.int64)
         numbers[places] = np.arange(len(places))
-        self._places = torch.from_numpy(places).to(device)
-        self._numbers = torch.from_numpy(numbers).to(device)
+        self._places, self._numbers = upload([torch.from_numpy(places), torch.from_numpy(numbers)], device)
 
     def __len__(self) -> int:
         """Number of nodes S."""
@@ -157,7 +162,7 @@ class FlatNodes:
         starts = [0, *accumulate(self.counts)]
         rows = [range(min(columns.start, count), min(columns.stop, count)) for count in self.counts]
         numbers = [start + column for start, row in zip(starts, rows, strict=False) for column in row]
-        index = torch.tensor(numbers, dtype=torch.long, device=self._device)
+        index = upload([torch.tensor(numbers, dtype=torch.long, device="cpu")], self._device)[0]
         return index, FlatNodes([len(row) for row in rows], len(columns), self._device)
 
 

@@ -130,7 +130,7 @@ class Prober:
 
     Args:
       lm: not packed yet.
-      is_packed: whether it is going to be, with attention that does not copy the keys of grouped heads.
+      is_packed: whether it is going to be. Attention then does not copy the keys of grouped heads, as on accelerators.
       seed: of the tokens.
     """
 
@@ -214,7 +214,7 @@ class Prober:
         self._refuse_looking_ahead(reference)
         noise = max(noise, *reference.rounding, *reference.shape, reference.epsilon / 2)
         self._refuse_coarse(reference)
-        if self._is_packed:
+        if self._is_packed or small.device.type != "cpu":
             group_attention(small)
         results = self._run(rehearsal, small)
         errors = {step.name: reference.errors(rehearsal.texts(step), results[step.name]) for step in rehearsal.steps}

@@ -311,7 +311,7 @@ def _rounded_inputs(layers: Sequence[nn.Module], first_row: int, epsilon: float)
 def sampled(logits: torch.Tensor) -> torch.Tensor:
     """Evenly spaced columns (..., V) of logits, at most `MAX_COLUMNS`, as float64 on the CPU."""
     stride = -(-logits.shape[-1] // MAX_COLUMNS)
-    return logits[..., ::stride].double().cpu()
+    return logits[..., ::stride].cpu().double()
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:

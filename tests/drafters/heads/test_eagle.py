@@ -241,8 +241,8 @@ def siblings_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafted nodes see all that were fed before them."""
 
     class Open(Masks):
-        def visible(self, nodes: Nodes, starts: torch.Tensor, columns: int) -> torch.Tensor:
-            return super().visible(replace(nodes, ancestors=None, num_fed=0), starts + nodes.num_fed, columns)
+        def visible(self, nodes: Nodes, starts: torch.Tensor, columns: int, counts: Any = None) -> torch.Tensor:
+            return super().visible(replace(nodes, ancestors=None, num_fed=0), starts + nodes.num_fed, columns, counts)
 
     monkeypatch.setattr(eagle_rows.masks, "Masks", Open)
 

@@ -18,6 +18,7 @@ from foredraft.classic.trace import begin_trace
 from foredraft.classic.utils import printing
 from foredraft.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor
 from foredraft.drafters.lengths import EgagLength, normalised_entropy
+from foredraft.law.precision import double_device, for_double
 from foredraft.loading.pairing import check_vocab_sizes
 from foredraft.model.default_device import makes_on_cpu
 from foredraft.model.lm import fit_vocabulary
@@ -154,14 +155,14 @@ class ModelProposer:
                 logits = self._reader.read([*text, *tokens])[0]
             law = self._law.probs(fit_vocabulary(logits, self._target.vocab_size))
             tokens.append(self._law.sample(law))
-            laws.append(law.to(self._target.device))
+            laws.append(law.to(double_device(self._target.device)))
         return Draft(tuple(tokens), tuple(laws), self._law.draws_from_probs, entropy)
 
     def _length(self, logits: Tensor) -> tuple[float | None, int]:
         """Normalised entropy, if it is asked for, and the length of the draft."""
         if self._egag is None:
             return None, self._gamma
-        entropy = normalised_entropy(torch.softmax(logits.double() / self._law.temperature, dim=-1))
+        entropy = normalised_entropy(torch.softmax(for_double(logits).double() / self._law.temperature, dim=-1))
         length, self._ema = self._egag.length(entropy, self._ema)
         return entropy, length
 

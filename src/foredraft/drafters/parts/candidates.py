@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
     import foredraft.model.lm as lm
     from foredraft.heads.vocabulary import DraftVocabulary
-    from foredraft.law import choice, sampling
+    from foredraft.law import choice, precision, sampling
     from foredraft.tree import DraftTree
 else:
     torch = Lazy("torch")
     lm = Lazy("foredraft.model.lm")
     choice = Lazy("foredraft.law.choice")
+    precision = Lazy("foredraft.law.precision")
     sampling = Lazy("foredraft.law.sampling")
 
 SHARPNESS = 1.5
@@ -94,7 +95,7 @@ class Candidates:
 
     def whole(self, logits: torch.Tensor, parents: Parents) -> torch.Tensor:
         """The processed law after each node over all of the target's tokens (M, V)."""
-        return sampling.log_probs(self._spread(logits), parents.laws, parents.paths)
+        return precision.for_double(sampling.log_probs(self._spread(logits), parents.laws, parents.paths))
 
     def best(self, logits: torch.Tensor, parents: Parents, k: int, *, as_chances: bool) -> list[Scored]:
         """Up to k children of every node; equal ones in the order of their ids, none where there is no law.
@@ -143,7 +144,7 @@ class Candidates:
         if all(law.is_argmax for law in parents.laws):  # the law is the softmax, which keeps the order of logits
             found, scores = choice.likeliest(logits, k, self.sharpness) if as_chances else choice.largest(logits, k)
         else:
-            laws = sampling.log_probs(logits, parents.laws, parents.paths)
+            laws = precision.for_double(sampling.log_probs(logits, parents.laws, parents.paths))
             found, scores = choice.largest(laws, k)
             if as_chances:
                 powers = [self.sharpness if law.is_greedy else 1.0 for law in parents.laws]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import foredraft.heads.layers as layers
     import foredraft.law.noise as noise
     import foredraft.model.execution.packing as packing
+    import foredraft.model.layouts as layouts
     import foredraft.model.masks as masks
     import foredraft.model.nodes as nodes_of
     import foredraft.native.library as kernels_of
@@ -32,6 +33,7 @@ else:
     int8 = Lazy("foredraft.heads.int8")
     kernels_of = Lazy("foredraft.native.library")
     layers = Lazy("foredraft.heads.layers")
+    layouts = Lazy("foredraft.model.layouts")
     masks = Lazy("foredraft.model.masks")
     nodes_of = Lazy("foredraft.model.nodes")
     noise = Lazy("foredraft.law.noise")
@@ -312,14 +314,14 @@ class EagleRows(CachedStates):
     def _outputs(self, nodes: nodes_of.Nodes, given: torch.Tensor, first_row: int, is_true: bool) -> torch.Tensor:
         num_rows, width = nodes.tokens.shape
         device = self._target.device
-        lengths = self.cache.row_lengths(first_row, num_rows)
-        starts = torch.tensor([length - nodes.num_fed for length in lengths], device=device)[:, None]
-        positions = starts + nodes.depths.to(device)  # (B, S + N)
+        trunks = [length - nodes.num_fed for length in self.cache.row_lengths(first_row, num_rows)]
+        nodes, starts, _, own, counts = layouts.placed(nodes, trunks, None, device)
         is_padded = num_rows > 1 and nodes.num_real < num_rows * width
         flat = nodes_of.FlatNodes(nodes.counts, width, device) if is_padded else None
-        columns = self.cache.open(first_row, num_rows, width, None, flat)
-        mask = None if nodes.is_one_token else self._masks.formatted(self._masks.visible(nodes, starts, columns))
-        tokens, own = nodes.tokens.to(device), positions[:, nodes.num_fed :]
+        columns = self.cache.open(first_row, num_rows, width, None, flat, starts + nodes.num_fed)
+        visible = None if nodes.is_one_token else self._masks.visible(nodes, starts, columns, counts)
+        mask = None if visible is None else self._masks.formatted(visible)
+        tokens = nodes.tokens
         # what is not finite would stay in the cache behind the columns that count, where 0 * NaN is NaN
         given = torch.nan_to_num(given)
         if flat is not None:

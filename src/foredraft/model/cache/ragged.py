@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from foredraft.errors import ShapeError
-from foredraft.model.cache.storage import Device, Moves, RaggedLayer, Rounded, Window, fitting, grown, held
+from foredraft.model.cache.storage import Device, Moves, RaggedLayer, Rounded, Slabs, Window, fitting, grown, held
 
 if TYPE_CHECKING:
     from foredraft.model.nodes import FlatNodes
@@ -58,6 +58,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self._needed_columns = self._needed_rows = 0  # at most since `shrink`
         self.memory = object()
         self._moves = Moves()
+        self._slabs = Slabs()
 
     @property
     def num_rows(self) -> int:
@@ -82,12 +83,14 @@ class KVCache(Cache):  # type: ignore[misc]
         width: int,
         view_length: int | None = None,
         flat: FlatNodes | None = None,
+        ends: torch.Tensor | None = None,
     ) -> int:
         """Make room for ``width`` new columns after the committed ones of the given rows.
 
         Args:
           view_length: number of columns the model gets to see; by default just enough.
           flat: the nodes come as a list.
+          ends: (B, 1), the committed lengths, where they are on the device already.
         Returns: the number of columns T that attention will run over.
         """
         lengths = self.row_lengths(first_row, num_rows)
@@ -95,7 +98,8 @@ class KVCache(Cache):  # type: ignore[misc]
         self.reserve(max(needed, view_length or 0), first_row + num_rows)
         columns = None
         if (flat is not None and not flat.is_full) or min(lengths) != max(lengths):
-            columns = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(width, device=self.device)
+            ends = torch.tensor(lengths, device=self.device)[:, None] if ends is None else ends
+            columns = ends + torch.arange(width, device=self.device)
         self.window = Window(first_row, num_rows, max(lengths), columns, view_length or needed, flat)
         return self.window.view_length
 
@@ -149,11 +153,11 @@ class KVCache(Cache):  # type: ignore[misc]
             layer.release()
         self.capacity, self.num_slots = self._least
         self._needed_columns = self._needed_rows = 0
-        self._moves = Moves()
+        self._moves, self._slabs = Moves(), Slabs()
         return True
 
     def _resize(self, capacity: int, num_slots: int) -> None:
-        self._moves = Moves()  # the others would keep the old buffers
+        self._moves, self._slabs = Moves(), Slabs()  # the others would keep the old buffers
         try:
             for layer in self.layers:
                 layer.resize(num_slots, capacity)
@@ -174,7 +178,9 @@ class KVCache(Cache):  # type: ignore[misc]
                     rows.append(row)
                     sources.append(length + node)
                     targets.append(length + i)
-        if rows:
+        if rows and self.device.type != "cpu":
+            self._slabs.run(self, self.layers, rows, sources, targets)
+        elif rows:
             self._moves.run(self.memory, list(self._buffers()), rows, sources, targets)
         for row, path in enumerate(paths, first_row):
             self.lengths[row] += len(path)

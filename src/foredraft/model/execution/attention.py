@@ -162,7 +162,7 @@ def _attend_group(
             part, keys, values = query[:, :, first:last], key[:, :, :columns], value[:, :, :columns]
         parts.append(_grouped(part, keys, values, group.folded(kind, group_size, block), options["scaling"]))
     output = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    return group.flat.listed(output if output.is_contiguous() else output.contiguous())
+    return group.flat.listed(output)
 
 
 def is_plain(options: dict[str, Any]) -> bool:
@@ -185,8 +185,27 @@ def _attend(
     has_shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
     if not is_plain(options) or not (sees_all or has_shared_mask) or num_heads % num_kv_heads:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
-    mask = None if attention_mask is None else folded(attention_mask, num_heads // num_kv_heads)
-    return _grouped(query, key, value, mask, options["scaling"]).contiguous(), None
+    if attention_mask is None and key.device.type != "cpu":
+        # without a mask an accelerator's kernels group heads themselves, and give the layout that is wanted
+        is_grouped = num_heads > num_kv_heads
+        output = F.scaled_dot_product_attention(query, key, value, scale=options["scaling"], enable_gqa=is_grouped)
+        return output.transpose(1, 2).contiguous(), None
+    mask = None if attention_mask is None else _folded_once(attention_mask, num_heads // num_kv_heads)
+    return _grouped(query, key, value, mask, options["scaling"]), None
+
+
+def _folded_once(mask: torch.Tensor, group_size: int) -> torch.Tensor:
+    """`folded`, kept beside the mask for the other layers of the forward; contiguous off the CPU.
+
+    CUDA's kernels read masks in vectors, and a part of a wider band may begin anywhere.
+    """
+    kept: dict[int, torch.Tensor] | None = getattr(mask, "folded_by", None)
+    if kept is None:
+        kept = mask.folded_by = {}  # type: ignore[attr-defined]
+    if group_size not in kept:
+        found = folded(mask, group_size)
+        kept[group_size] = found if found.device.type == "cpu" else found.contiguous()
+    return kept[group_size]
 
 
 def _grouped(
@@ -198,8 +217,9 @@ def _grouped(
         # heads 0..g-1 share key head 0: (B, H_kv * g, N, D) -> (B, H_kv, g * N, D)
         query = query.reshape(num_rows, key.shape[1], -1, size)
     output = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling)
-    # some kernels (CUDA's, in float32) give their result with the dimensions of rows and heads turned
-    return output.reshape(num_rows, num_heads, num_queries, output.shape[3]).transpose(1, 2)
+    # in one copy, whatever the layout: CUDA's kernels give their result with nodes and heads turned in memory
+    apart = output.view(num_rows, key.shape[1], -1, num_queries, output.shape[3])  # (B, H_kv, g, N, D_v)
+    return apart.permute(0, 3, 1, 2, 4).reshape(num_rows, num_queries, num_heads, output.shape[3]).contiguous()
 
 
 PLAIN_ARGUMENTS = ("dropout", "scaling", "is_causal")

@@ -410,6 +410,8 @@ def apply_execution(
     execution = Execution(shadow_model, chosen)
     execution._products += packed_products(shadow_model)
     if execution.kind == "eager":
+        # on a CPU it stays transformers' own way, by which the others are judged
+        execution.uses_grouped_attention = device.type != "cpu" and use_grouped_sdpa(shadow_model)
         return execution
     execution.kernels = library() if compute_dtype(shadow_model) in KINDS else None
     execution.uses_grouped_attention = use_grouped_sdpa(shadow_model)
