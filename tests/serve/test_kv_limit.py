@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from foredraft.cli import app
 from foredraft.llm import LLM
 from foredraft.serve import served as served_module
+from foredraft.serve.ray.config import ClusterConfig
 from foredraft.serve.served import Served, with_kv_limit
 from serving import MODEL, Running
 
@@ -26,6 +27,12 @@ def test_by_default_engines_share_a_part_of_the_free_memory(monkeypatch: pytest.
     assert with_kv_limit(given, 3)["max_kv_bytes"] == "13.3%"
     assert with_kv_limit({**given, "max_kv_bytes": "2GB"}, 3)["max_kv_bytes"] == "2GB"
     assert with_kv_limit({**given, "max_kv_bytes": "none"}, 3)["max_kv_bytes"] is None
+
+
+def test_replicas_count_as_engines_of_one_machine() -> None:
+    """As many as there may be at once, with every way of drafting."""
+    assert ClusterConfig.of({"model": MODEL, "num_replicas": 2, "drafting": ["plain=none"]}).num_engines == 4
+    assert ClusterConfig.of({"model": MODEL, "autoscaling": {"min_replicas": 1, "max_replicas": 3}}).num_engines == 3
 
 
 @pytest.mark.parametrize(
