@@ -36,7 +36,7 @@ def connected(server: Running) -> Iterator[socket.socket]:
 def posted(body: dict[str, Any], length: str | None = None) -> bytes:
     sent = json.dumps(body).encode()
     told = str(len(sent)) if length is None else length
-    return f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {told}\r\n\r\n".encode() + sent
+    return f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {told}\r\n\r\n".encode() + sent
 
 
 def answers(client: socket.socket) -> bytes:
@@ -78,7 +78,7 @@ def test_targets_may_be_whole_addresses(
     server = start(key="secret", api_keys=("secret",))
     for key, status in (("", without_key), ("Authorization: Bearer secret\r\n", with_key)):
         with connected(server) as client:
-            client.sendall(f"GET {target} HTTP/1.1\r\nHost: a\r\n{key}Connection: close\r\n\r\n".encode())
+            client.sendall(f"GET {target} HTTP/1.1\r\nHost: localhost\r\n{key}Connection: close\r\n\r\n".encode())
             assert answers(client).split(b" ")[1] == status
 
 
@@ -102,7 +102,7 @@ def test_a_reset_within_a_stream(running_server: Running) -> None:
 
 def test_pipelined_requests_are_answered_in_turn(running_server: Running) -> None:
     with connected(running_server) as client:
-        last = b"GET /version HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+        last = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         client.sendall(posted(SHORT) + posted({**SHORT, "temperature": -1}) + posted(SHORT) + last)
         found = answers(client)
     assert re.findall(rb"HTTP/1.1 (\d+) ", found) == [b"200", b"400", b"200", b"200"]
@@ -132,7 +132,7 @@ def test_what_clients_do_wrong_fills_no_log(
 ) -> None:
     """Each such request wrote a warning, and one that asks for HTTP/2 two, with advice that does not help."""
     with connected(running_server) as client:
-        client.sendall(sent + b"Host: a\r\nConnection: Upgrade, close\r\n\r\n")
+        client.sendall(sent + b"Host: localhost\r\nConnection: Upgrade, close\r\n\r\n")
         assert answers(client).startswith(b"HTTP/1.1 ")
     assert "".join(capfd.readouterr()) == ""
     assert caplog.text == ""
@@ -181,7 +181,7 @@ def test_a_body_that_says_it_is_too_large_is_not_waited_for(
 
 @pytest.mark.parametrize(
     ("before", "sent"),
-    [(b"", b""), (b"", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-"), (posted(SHORT), b"GET /health HT")],
+    [(b"", b""), (b"", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-"), (posted(SHORT), b"GET /health HT")],
 )
 def test_heads_that_do_not_come_end_their_connections(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch, before: bytes, sent: bytes

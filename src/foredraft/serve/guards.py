@@ -141,7 +141,7 @@ class Hosts:
 
 def _host_of(header: str) -> str:
     """The name or address of a header, without its port."""
-    text = header.strip().lower()
+    text = header.strip().lower().rpartition("@")[2]
     return text[1 : text.find("]")] if text.startswith("[") else text.partition(":")[0].rstrip(".")
 
 
