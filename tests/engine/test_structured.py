@@ -622,10 +622,10 @@ def test_white_space_between_parts_of_json_ends(pattern: str | None) -> None:
     wanted = StructuredOutputs(json={"const": [1, 2]}, whitespace_pattern=pattern)
     params = SamplingParams(temperature=0, max_tokens=400, logit_bias={space: 100.0}, structured_outputs=wanted)
     (output,) = llm("ngram").generate(["Answer:"], params, use_tqdm=False)
-    assert output.outputs[0].text.startswith("[" + " " * 64)
     if pattern is None:
-        assert json.loads(output.outputs[0].text) == [1, 2]
+        assert output.outputs[0].text == "[ 1 , 2 ]"
     else:
+        assert output.outputs[0].text.startswith("[" + " " * 64)
         assert output.outputs[0].finish_reason == "length"
 
 

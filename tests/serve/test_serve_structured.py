@@ -48,6 +48,28 @@ def test_a_schema_is_kept(running_server: Running, temperature: int, stream: boo
     assert temperature or expected.finish_reason == "stop"
 
 
+def test_keywords_that_no_mask_holds_are_named(running_server: Running) -> None:
+    """`set`, `SecretStr` and `Path` of pydantic were refused."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True, "maxItems": 2},
+            "key": {"type": "string", "format": "password", "maxLength": 3},
+            "at": {"type": "string", "format": "path", "maxLength": 3},
+        },
+        "required": ["tags", "key", "at"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    found = running_server.post(
+        "/v1/chat/completions", messages=MESSAGES, response_format=form, max_tokens=80, temperature=0
+    )
+    assert found.status_code == 200, found.text
+    for name in ("uniqueItems", "format 'password'", "format 'path'"):
+        assert name in found.headers["x-foredraft-warning"]
+    assert set(json.loads(found.json()["choices"][0]["message"]["content"])) == {"tags", "key", "at"}
+
+
 @pytest.mark.parametrize(
     ("wanted", "pattern"),
     [({"regex": "[ab]{3}"}, "[ab]{3}"), ({"choice": ["yes", "no"]}, "yes|no"), ({"json_object": True}, r"\s*\{.*")],

@@ -28,7 +28,8 @@ class StructuredOutputs:
       grammar: a context-free grammar, in Lark's form or as EBNF (GBNF).
       json_object: any JSON object.
       disable_any_whitespace: JSON without spaces and line ends between its parts.
-      whitespace_pattern: a regular expression of the space between parts of JSON; by default at most 64 characters.
+      whitespace_pattern: a regular expression of the space between parts of JSON; by default one space, or
+        a line end and at most 16 spaces or tabs.
 
     Raises: ConfigError for none or several of the first five, or what is too long.
     """

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from foredraft.config.sampling import SamplingParams
+from foredraft.config.structured import StructuredOutputs
 from foredraft.errors import ConfigError
 from foredraft.serve.errors import ApiError
 from foredraft.serve.fields import SAMPLING, Fields, StreamOptions, text_of, warning_of, wrong_field
 from foredraft.serve.settings import DETAILS, GRANULARITIES, ServerSettings
 from foredraft.serve.tokens import token_ids
 from foredraft.sessions.prompts import resolved
+from foredraft.structured.schemas import unheld_keywords
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM
@@ -144,6 +146,7 @@ def read_asking(
         del sent["max_tokens"]
     read = read_params(sent, llm.tokenizer, llm.sampling_defaults)
     llm.prepare(read)
+    broken = unheld_keywords(StructuredOutputs.of(sent["structured_outputs"])) if sent["structured_outputs"] else ()
     interval = given.whole("stream_interval", 1, 1, 2**31 - 1)
     if interval > 1 and given.flag("return_drafts"):
         raise ApiError(
@@ -168,7 +171,7 @@ def read_asking(
         cut=Cut.of(given),
         cache_salt=read_salt(given),
         request_id=read_request_id(given),
-        unknown=given.unknown,
+        unknown=(*given.unknown, *broken),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from foredraft.config.keywords import Foreign, check_unicode
@@ -94,6 +95,7 @@ def read_conversation(body: dict[str, Any], served: Served, settings: ServerSett
     try:
         form = tools.form if tools.forced or read_form(given) is None else None  # where all is said, no call can begin
         asking = read_asking(given, served, settings, form, logprobs=logprobs, max_tokens=longest)
+        asking = replace(asking, unknown=(*asking.unknown, *(() if form is None else tools.annotations)))
     except GrammarError as error:
         if form is None:
             raise

@@ -10,9 +10,11 @@ from typing import Any
 
 from foredraft.config.keywords import check_unicode
 from foredraft.config.structured import MAX_CHARACTERS
+from foredraft.errors import GrammarError
 from foredraft.serve.calls import BETWEEN, CLOSE, HEAD, OPEN, TAIL, CallReader
 from foredraft.serve.errors import ApiError
 from foredraft.serve.fields import Fields, shown, wrong_field
+from foredraft.structured.schemas import prepared
 
 MOST_OF_NAME = 256
 """Characters in the name of a tool that is to be called."""
@@ -55,6 +57,13 @@ class Tools:
         return CallReader(is_single=self.is_single, is_forced=bool(self.forced), is_named=self.is_named)
 
     @property
+    def annotations(self) -> tuple[str, ...]:
+        """Keywords of the schemas that arguments need not fulfil, since no mask holds them. Raises: GrammarError."""
+        held = [tool["function"] for tool in self.forced or self.strict]
+        held = held if self.forced else [function for function in held if function.get("strict") is True]
+        return tuple(dict.fromkeys(one for function in held for one in _prepared(function)[1]))
+
+    @property
     def form(self) -> dict[str, Any] | None:
         """What the output must match, as ``structured_outputs`` has it; None for anything."""
         tools = self.forced or self.strict
@@ -89,7 +98,15 @@ def _quoted(text: str) -> str:
 
 def _schema(function: dict[str, Any]) -> dict[str, Any]:
     """Of the arguments of a function, which are an object."""
-    return {**(function.get("parameters") or NOTHING), "type": "object", "x-guidance": SPACED}
+    return {**_prepared(function)[0], "x-guidance": SPACED}
+
+
+def _prepared(function: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The schema of the arguments of a function, and what of it no mask holds. Raises: GrammarError."""
+    try:
+        return prepared({**(function.get("parameters") or NOTHING), "type": "object"})
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(str(error)) from None
 
 
 def read_tools(given: Fields, parser: str | None, template: str, tokenizer: Any) -> Tools:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
 from collections import OrderedDict
@@ -15,18 +16,21 @@ from foredraft.errors import ConfigError, GrammarError
 from foredraft.extras import install_command
 from foredraft.structured.forcing import Vocabulary
 from foredraft.structured.matching import MAX_STATES, Compiled, Matching, first_line
+from foredraft.structured.schemas import prepared, unheld_keywords
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger("foredraft")
 
 MOST_KEPT, MOST_KEPT_CHARACTERS = 64, 1 << 20
 """Compiled grammars that are kept, those used last, and characters of all of them: some 40 bytes each, compiled."""
 MOST_MASKS = 1 << 13
 """Made by matchers of one compiled grammar, after which the next request compiles it anew: masks add states to what
 these share, some 20 MB by then where the grammar is bad, and 64 MB at `MAX_STATES`."""
-WHITE_SPACE = r"[ \t\n\r]{1,64}"
-"""Between the parts of JSON by default: without a limit small models write it until their budget ends."""
+WHITE_SPACE = r" |\n[ \t]{0,16}"
+"""Between the parts of JSON by default, as people write it. Small models write more until their budget ends."""
 STACK_BYTES = 1 << 29
 """Of the thread that compiles. llguidance goes one call deeper for every rule that names the next, some 2 kB each, of
 which `MAX_CHARACTERS` hold 15,000; a stack of 8 MB ended the process at 5,000. Only what is used takes memory."""
@@ -36,6 +40,7 @@ MAX_TOKENS = "max_tokens"
 """Word of grammars that count tokens. Forced text is found by the byte there is next, which they would miscount."""
 MAX_GBNF_CHARACTERS = 1 << 14
 """Of a grammar in llama.cpp's form. Turning it into Lark's takes a second for 700 rules, and 37 seconds for 5,000."""
+ONE_OF = "oneOf constraints are not supported"
 OF_SCHEMA = "failed to compile JSON schema: "
 _sizing = threading.Lock()  # the size of the next stack is the process's
 _ENDLESS = re.compile(r"-\d{19}(?![\d.eE])")
@@ -102,6 +107,8 @@ class Grammars:
             return found
 
     def _newly_compiled(self, wanted: StructuredOutputs) -> Compiled:
+        if told := unheld_keywords(wanted):
+            logger.warning("the JSON schema's %s cannot be held by a mask: outputs may break it", ", ".join(told))
         compiled = Compiled(lambda: _on_large_stack(lambda: self._new(wanted)))
         counts_tokens = wanted.grammar is not None and MAX_TOKENS in wanted.grammar
         compiled.vocabulary = None if counts_tokens else self._vocabulary
@@ -117,11 +124,14 @@ class Grammars:
         if self._vocabulary is None:
             self._vocabulary = Vocabulary(self._read_tokenizer(), self._eos)
         limits = llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=MAX_STATES)
-        try:
-            grammar = f"{written(wanted)}\n{UNFORCED}"
-        except ValueError as error:
-            raise refused(wanted, str(error)) from None
-        matcher = llguidance.LLMatcher(self._vocabulary.tokenizer, grammar, log_level=0, limits=limits)
+        for splits_one_of in (False, True):
+            try:
+                grammar = f"{written(wanted, splits_one_of=splits_one_of)}\n{UNFORCED}"
+            except ValueError as error:
+                raise refused(wanted, str(error)) from None
+            matcher = llguidance.LLMatcher(self._vocabulary.tokenizer, grammar, log_level=0, limits=limits)
+            if wanted.json is None or ONE_OF not in matcher.get_error():
+                break
         if not matcher.is_error():
             matcher.compute_bitmask()  # fails where no output matches
         if matcher.is_error():
@@ -182,8 +192,8 @@ def refused(wanted: StructuredOutputs, reason: str) -> GrammarError:
     return GrammarError(f"StructuredOutputs.{wanted.kind} is refused: {said}")
 
 
-def written(wanted: StructuredOutputs) -> str:
-    """The grammar in llguidance's variant of Lark."""
+def written(wanted: StructuredOutputs, *, splits_one_of: bool = False) -> str:
+    """The grammar in llguidance's variant of Lark. Raises: ValueError for a schema that is none."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import is_lark_syntax
 
@@ -205,8 +215,9 @@ def written(wanted: StructuredOutputs) -> str:
     check_integers(text)
     try:
         schema = json.loads(text)
-        if not isinstance(schema, dict):
-            raise ValueError("it is not an object")
+        if not isinstance(schema, dict | bool):
+            raise ValueError("it is neither an object nor a boolean")
+        schema, _ = prepared(schema, splits_one_of=splits_one_of)
         given = schema.get("x-guidance")
         schema["x-guidance"] = {**(given if isinstance(given, dict) else {}), **options}
         return f"start: %json {json.dumps(schema, allow_nan=False)}"
