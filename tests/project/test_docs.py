@@ -126,7 +126,7 @@ def test_lines_of_pages_for_users_are_short() -> None:
         f"{page.name}:{n}"
         for page, text in texts.items()
         for n, line in enumerate(text.split("\n"), 1)
-        if len(line) > 120
+        if len(line) > 120 and not line.startswith("|")  # a row of a table cannot be wrapped
     ]
     assert long == []
 
