@@ -34,10 +34,12 @@ from foredraft.model.support import (
     beyond_context,
     check_autocast,
     check_supported,
+    compute_all_nodes,
     exact_context_length,
     fit_vocabulary,
     layer_types,
     longrope_border,
+    shares_keys,
 )
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ class CausalLM:
       window: width of the sliding windows, if there are any.
       context_length: of texts from position 0 on.
       long_context: of texts whose prompts are over the border of longrope; None where there is none.
+      shares_keys: whether some layers attend to keys and values of an earlier one.
       quantization, kv_dtype: how linear layers, and keys and values, are rounded, if they are.
 
     Raises:
@@ -119,6 +122,8 @@ class CausalLM:
         self.window: int | None = getattr(self.config, "sliding_window", None) if slides else None
         self._of: CausalLM | None = None  # whose variant this is
         self._shadow = shadow(model).eval()
+        compute_all_nodes(self._shadow)
+        self.shares_keys = shares_keys(self.config)
         self.long_context = self._fix_ropes()
         quantize_weights(self._shadow, quantization, release_originals=release_originals, earlier=earlier)
         self._recorder = Recorder(self._shadow, self.num_layers)

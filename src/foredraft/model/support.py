@@ -18,6 +18,8 @@ from foredraft.model.execution.forwards import replace_forward, replacement
 from foredraft.model.masks import FULL, SLIDING
 from foredraft.model.rope import DYNAMIC, LONGROPE
 
+_SHARING = "DummyLayer"
+"""What transformers calls the cache of a layer that attends to keys and values of an earlier one."""
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """What the forward of a model calls its key-value cache: since transformers 5.24, and before it or in remote code."""
 
@@ -121,9 +123,12 @@ def check_supported(given: nn.Module) -> PreTrainedModel:
         )
     text_config = config.get_text_config(decoder=True)
     for index, layer in enumerate(DynamicCache(config=text_config).layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        kind = type(layer)
+        if kind.__name__ == _SHARING:
+            continue
+        if kind not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise UnsupportedStateError(
-                f"layer {index} of {name} keeps {type(layer).__name__} state, which cannot be rolled back exactly "
+                f"layer {index} of {name} keeps {kind.__name__} state, which cannot be rolled back exactly "
                 "after a rejected draft. Models with attention layers only are supported."
             )
     unknown = sorted(set(layer_types(text_config)) - {FULL, SLIDING})
@@ -137,6 +142,21 @@ def check_supported(given: nn.Module) -> PreTrainedModel:
             "given their positions. Use a model with rotary or learned absolute positions."
         )
     return model
+
+
+def shares_keys(config: Any) -> bool:
+    """Whether some layers attend to keys and values of an earlier one, as those of Gemma 3n and 4 may."""
+    return any(type(layer).__name__ == _SHARING for layer in DynamicCache(config=config).layers)
+
+
+def compute_all_nodes(shadow: nn.Module) -> None:
+    """Let layers that share keys run over all nodes: Gemma 4 gives them those alone whose logits are wanted.
+
+    Nodes of a list lie elsewhere than at the end of their row, and features are wanted of all.
+    """
+    for module in shadow.modules():
+        if "first_kv_shared_layer_idx" in vars(module):
+            module.first_kv_shared_layer_idx = -1  # type: ignore[assignment]
 
 
 def _hides_columns(buffer: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from foredraft.config.options import one_of, option, path, whole, whole_numbers
 from foredraft.drafters.parts.growth import GrowthOptions
 from foredraft.drafters.parts.layer_set import FEWEST_LAYERS, NUM_SCORED, LayerSet, SwiftSearch, run_once
 from foredraft.drafters.parts.self_draft import SelfDrafter
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, UnsupportedModelError
 from foredraft.lazy import Lazy
 
 if TYPE_CHECKING:
@@ -190,6 +190,11 @@ def build(options: LayerSkipOptions, context: DrafterContext) -> SelfDrafter:
     target = context.target
     for layer in target.layers:
         sublayers.Sublayers.of(layer)  # refuse layers that are built differently now, not later
+    if target.shares_keys:
+        raise UnsupportedModelError(
+            f"method 'layer_skip' leaves out layers, and layers of {target.name} attend to keys and values of earlier "
+            "ones (num_kv_shared_layers), which would not be there; choose another method, such as suffix"
+        )
     layer_set, brought = options.given_set(target.num_layers), context.asset("layer_set")
     if layer_set is None and brought is not None and options.layer_search is None:
         layer_set = LayerSet.load(brought)
