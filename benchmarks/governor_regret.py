@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foredraft.bench.models import load_pair
 from foredraft.bench.provenance import provenance
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.lookup.ngram import NGramDrafter
@@ -39,6 +38,7 @@ from foredraft.engine.drafter import Drafter
 from foredraft.engine.governor import Governor
 from foredraft.engine.outputs import RowOutput
 from foredraft.engine.stats import Steps
+from foredraft.loading.models import load_model
 from foredraft.model.lm import CausalLM
 from foredraft.tree import DraftTree
 from foredraft.tune.counting import num_nodes
@@ -198,12 +198,12 @@ def main() -> None:
     parser.add_argument("--curve", type=json.loads, help="milliseconds by nodes, in the place of this machine's")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    pair = load_pair(options.model, None, options.dtype)
-    target = CausalLM(pair.target)
+    loaded = load_model(options.model, dtype=options.dtype)
+    target = CausalLM(loaded.model)
     curve = options.curve and {int(nodes): taken / 1e3 for nodes, taken in options.curve.items()}
     seconds = curve or cost_curve(target).seconds
     print("ms by nodes:", {nodes: round(1e3 * taken, 1) for nodes, taken in seconds.items()})
-    texts = read(options.texts, pair.tokenizer, options)
+    texts = read(options.texts, loaded.tokenizer, options)
     results = []
     print("\n| workload | drafter | best setting | speed | governed | regret | default setting |\n|" + "---|" * 7)
     for workload in workloads_of(options.kinds, options.rows) if options.kinds else WORKLOADS:

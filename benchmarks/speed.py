@@ -40,13 +40,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pairs import load_pair, scaled
 from transformers.utils import logging
 
 from foredraft import LLM, SamplingParams
 from foredraft.bench.arms import EngineArm, OwnArms
 from foredraft.bench.candidates import PLAIN, PLAIN_CANDIDATE, MethodCandidate, read_candidates
 from foredraft.bench.equality import check
-from foredraft.bench.models import inflated, load_pair, scaled
 from foredraft.bench.provenance import provenance
 from foredraft.bench.trial import Arm, Run, Sampling, Trial, bootstrap, compare, in_groups, interleave
 from foredraft.bench.workload import BenchPrompt, load_prompts, read_questions, select
@@ -62,6 +62,7 @@ from foredraft.errors import ForedraftError
 from foredraft.loading.models import load_model
 from foredraft.tree import DraftTree
 from foredraft.tune.choosing import Choice
+from foredraft.tune.scale import inflated
 from foredraft.tune.tuning import Tuning
 
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
@@ -546,7 +547,7 @@ def main() -> None:
     parser.add_argument("--draft-model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--execution", default="auto")
-    parser.add_argument("--scale", default="none", help="of a toy, as in foredraft bench")
+    parser.add_argument("--scale", default="none", help="inflates the target: none, 100m or HIDDENxFFN")
     parser.add_argument("--prompts-file", type=Path, help="as in foredraft bench")
     parser.add_argument("--kinds", nargs="+", default=KINDS[:-1])
     parser.add_argument("--methods", nargs="+")

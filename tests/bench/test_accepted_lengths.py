@@ -8,12 +8,13 @@ import random
 from collections import Counter
 
 import pytest
+from parts import AcceptedLengths, accepted_lengths, expected_length, table
 from rich.console import Console
 
 from drafting import made
-from foredraft.bench.accepted import AcceptedLengths, Position, accepted_lengths, expected_length, shown
+from foredraft.bench.accepted import Position
 from foredraft.bench.arms import EngineArm
-from foredraft.bench.report import show
+from foredraft.bench.report import plain_data, show
 from foredraft.bench.trial import Sampling
 from foredraft.model.lm import CausalLM
 from foredraft.testing import PROMPTS, toy_model
@@ -90,10 +91,10 @@ def test_steps_of_an_arm_are_counted_but_the_last_of_a_text() -> None:
     assert max(drafted for drafted, _, _ in found.steps) <= 4
 
 
-def test_the_tables_show_both_and_take_no_steps_at_all() -> None:
+def test_the_table_takes_no_steps_at_all() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
-    show(console, shown([lengths_of((9, 9, 3), (9, 0, 1), (2, 1, 2)), lengths_of()]))
+    rows = [plain_data(one) for one in (lengths_of((9, 9, 3), (9, 0, 1), (2, 1, 2)), lengths_of())]
+    show(console, [table("accepted", rows)])
     text = console.export_text()
-    assert "0.500" in text  # of the steps, nine accepted: 7 and more
-    assert text.count("seen") == 2
-    assert text.count("formula") >= 3
+    assert "5.833" in text  # tokens per step: (3 * 10 + 1 + 2 * 2) / 6
+    assert "0.000" in text

@@ -1,4 +1,4 @@
-"""The benchmark: counting, ratios, the gate, replayed costs, and one quick run of everything."""
+"""The benchmark: prompts, arms, counting, ratios, where outputs differ, and what is kept."""
 
 from __future__ import annotations
 
@@ -12,36 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from pairs import Pair, load_pair
 from rich.console import Console
-from typer.testing import CliRunner
+from workers.transformers_worker import TransformersArm
 
 from drafting import made
 from foredraft import zoo
 from foredraft.beginnings import first_difference
-from foredraft.bench import equality, forwards, models, report, workload
-from foredraft.bench.arms import EngineArm, TransformersArm
-from foredraft.bench.drafting import DraftCost
-from foredraft.bench.models import Pair
-from foredraft.bench.parts import Settings, Suite, UnequalOutputsError
-from foredraft.bench.tables import (
-    BatchRow,
-    EfficiencyTable,
-    ProfileCell,
-    Row,
-    SpeedTable,
-    batch_table,
-    drafting_table,
-    profile_table,
-)
+from foredraft.bench import equality, report, workload
+from foredraft.bench.arms import EngineArm
+from foredraft.bench.methods import MethodsSettings
 from foredraft.bench.trial import Arm, Comparison, Run, Sampling, Trial, bootstrap, compare, interleave
-from foredraft.cli import bench as cli
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.engine import EngineConfig
 from foredraft.errors import ConfigError, PromptError
 from foredraft.model.lm import CausalLM
-from gguf_files import write_llama
 
 PROMPT = tuple(range(40, 60))
 GREEDY = Sampling(ignore_eos=True)
@@ -49,7 +35,7 @@ GREEDY = Sampling(ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:
-    return models.load_pair("zoo:tiny", None, "float32")
+    return load_pair("zoo:tiny", None, "float32")
 
 
 @pytest.fixture(scope="module")
@@ -361,118 +347,7 @@ def test_the_gap_knows_what_was_drawn(pair: Pair, target: CausalLM) -> None:
         assert min(gaps) > 0
 
 
-def test_no_speed_is_shown_when_outputs_differ(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lookup arm is made to lie about one token."""
-    settings = Settings(num_prompts=1, max_new_tokens=8)
-    suite = Suite(pair, "none", settings)
-    honest = EngineArm.run
-
-    def lying(self: EngineArm, *args: object) -> Run:
-        run = honest(self, *args)
-        return run if self.name != "ngram" else replace(run, token_ids=(*run.token_ids[:-1], 0))
-
-    monkeypatch.setattr(EngineArm, "run", lying)
-    monkeypatch.setattr(
-        Suite, "lookup_candidates", lambda self: [self.transformers_arm("2", prompt_lookup_num_tokens=2)]
-    )
-    with pytest.raises(UnequalOutputsError, match=r"ngram leaves .* at token 7"):
-        suite.passages(suite.greedy)
-
-
-def test_a_model_without_a_drafter_is_measured_as_it_is(pair: Pair) -> None:
-    """By the method that the command line would take, at its own vocabulary."""
-    lone = replace(pair, drafter=None, zoo_name=None)
-    settings = Settings(num_prompts=1, max_new_tokens=8, batch_size=2, vocab_sizes=(1000, 50_000))
-    suite = Suite(lone, "none", settings)
-    assert suite.default_method == "auto"
-    assert [arm.name for arm in suite.draft_arms()] == ["auto"]
-    assert [row.arm for row in suite.batch(suite.greedy)] == ["plain", "auto"]
-    assert suite._vocab_sizes() == [pair.target.config.vocab_size]
-    assert Suite(pair, "none", settings).default_method == "draft_model"
-    inflated = Suite(pair, "512x1408", settings)
-    assert inflated._vocab_sizes() == [pair.target.config.vocab_size, 50_000]
-
-
-def test_only_a_toy_is_inflated() -> None:
-    assert cli._default_scale("zoo:tiny", quick=False) == "100m"
-    assert cli._default_scale("zoo:tiny", quick=True) == "none"
-    assert cli._default_scale("zoo:smollm2", quick=False) == "none"
-    assert cli._default_scale("somewhere/else", quick=False) == "none"
-
-
-# -- costs -------------------------------------------------------------------------------------------------------
-
-
-def test_replayed_forwards_are_those_of_the_run(target: CausalLM, drafter: CausalLM) -> None:
-    """One target forward per step; tokens add up; the lengths of the cache grow by what was committed."""
-    arm = draft_arm(target, drafter)
-    noted, run = forwards.record(arm, PROMPT, 16, GREEDY)
-    ours = [forward for forward in noted.forwards if forward.is_target]
-    assert len(ours) == noted.num_steps == arm_steps(run) - 1, "the first step emits first"
-    assert run.token_ids == plain_arm(target).run(PROMPT, 16, GREEDY).token_ids
-    lengths = [forward.lengths[0] for forward in ours]
-    assert lengths[0] == len(PROMPT) + run.num_first - 1
-    assert lengths == sorted(set(lengths))
-    assert "forward" not in vars(target), "the models are as they were"
-
-
-def arm_steps(run: Run) -> int:
-    return run.stats.num_steps
-
-
-@torch.inference_mode()
-def test_a_replay_gives_the_logits_shapes_of_the_run_and_moves_no_cache(target: CausalLM, drafter: CausalLM) -> None:
-    arm = draft_arm(target, drafter)
-    noted, _ = forwards.record(arm, PROMPT, 16, GREEDY)
-    replay = forwards.Replay([noted])
-    seconds = replay.seconds(noted)
-    assert len(seconds) == len(noted.forwards)
-    assert min(seconds) > 0
-    assert arm.run(PROMPT, 16, GREEDY).token_ids == plain_arm(target).run(PROMPT, 16, GREEDY).token_ids
-
-
-@torch.inference_mode()
-def test_efficiency_is_speed_up_over_what_is_allowed(target: CausalLM, drafter: CausalLM) -> None:
-    (found,) = forwards.efficiencies(plain_arm(target), [draft_arm(target, drafter)], [PROMPT], 24, GREEDY)
-    allowed = found.tokens_per_step * found.plain_seconds / (found.target_seconds + found.drafter_seconds)
-    assert found.allowed == pytest.approx(allowed)
-    assert found.efficiency == pytest.approx(found.speedup / allowed)
-    assert found.nodes_per_step <= 4
-    assert found.drafter_seconds > 0, "also where it drafts in one call that is no forward"
-    assert found.efficiency == pytest.approx(found.forward_share / found.plain_forward_share)
-    assert forwards.column_medians([(1.0, 9.0), (2.0, 3.0), (5.0, 4.0)]) == [2.0, 4.0]
-
-
-def test_the_profile_adds_up_to_the_step(target: CausalLM, drafter: CausalLM) -> None:
-    """Verbs and models together are the step, but for the bookkeeping between the verbs."""
-    found = forwards.profile(draft_arm(target, drafter), [PROMPT], 24, GREEDY)
-    parts = found.target_seconds + found.drafter_seconds + sum(found.verb_seconds.values())
-    assert parts <= found.step_seconds
-    assert parts > 0.5 * found.step_seconds
-    assert min(found.verb_seconds.values()) >= 0
-    assert 0 < found.outside_share < 1
-    assert "run" not in vars(target.execution)
-
-
-def test_a_dearer_drafter_is_wider(pair: Pair, target: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert models.relative_cost(target, CausalLM(pair.drafter)) > 0.0
-    monkeypatch.setattr(models, "_WIDTHS", (1, 8))
-    monkeypatch.setattr(models, "relative_cost", lambda _, drafter: drafter.shadow.config.hidden_size)
-    cheap, low = models.drafter_of_cost(pair, target, 1e-9)
-    dear, high = models.drafter_of_cost(pair, target, 1e9)
-    assert cheap is pair.drafter
-    assert dear.config.hidden_size == 8 * pair.drafter.config.hidden_size
-    assert low < high
-
-
-@pytest.mark.parametrize("scale", ["big", "1024", "ax2"])
-def test_an_unknown_scale_is_refused(scale: str) -> None:
-    with pytest.raises(ConfigError, match="HIDDENxFFN"):
-        models.sizes(scale)
-    assert models.sizes("512x1408") == (512, 1408)
-
-
-# -- everything --------------------------------------------------------------------------------------------------
+# -- results -----------------------------------------------------------------------------------------------------
 
 
 def test_plain_data_is_json() -> None:
@@ -485,184 +360,19 @@ def test_plain_data_is_json() -> None:
 
 def test_results_are_kept_as_json_or_as_lines_of_it(tmp_path: Path) -> None:
     """Whatever was kept last; a file that cannot be written loses nothing."""
-    table, said = SpeedTable("all", "greedy", 64, 1, 64.0, 2, 0.0, ()), list[str]()
+    found, said = Comparison("a", "b", 1.5, 1.0, 2.0, 1.0, 2.0, 2), list[str]()
     for name in ("found.jsonl", "found.json", "found.json/below"):
         made = report.Report(Console(file=io.StringIO()), tmp_path / name, said.append)
-        made.begin({"num_threads": 3}, Settings(), models="a", dtype="float32", execution="eager")
-        made.add("speed", table)
-        made.add("speed", table)
-        made.keep(batch=[BatchRow("plain", 2, 3.0, 1.5)], reason="none")
-        assert made.results["batch"][0]["gain"] == 2.0
+        made.begin(MethodsSettings(), models="a", dtype="float32", execution="eager")
+        made.keep(methods=found)
+        made.keep(by_kind=[found, found], reason="none")
+        assert made.results["methods"]["ratio"] == 1.5
     lines = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
-    assert [line["result"] for line in lines] == ["conditions", "speed", "speed", "batch", "reason"]
-    assert lines[0]["provenance"]["num_threads"] == 3
+    assert [line["result"] for line in lines] == ["conditions", "methods", "by_kind", "by_kind", "reason"]
+    assert lines[0]["provenance"]["num_threads"] >= 1
     assert lines[0]["settings"]["prompts_file"] == "own"
     whole = json.loads((tmp_path / "found.json").read_text())
     assert whole.keys() == made.results.keys()
-    assert whole["speed"] == made.results["speed"]
-    assert len(said) == 3
+    assert whole["methods"] == made.results["methods"]
+    assert len(said) == 2
     assert "cannot be written" in said[0]
-
-
-def app():
-    import typer
-
-    made = typer.Typer()
-    made.command()(cli.run)
-    return made
-
-
-def test_unknown_parts_and_numbers_are_refused() -> None:
-    for arguments in (
-        ["--parts", "speeed"],
-        ["--contexts", "a,b"],
-        ["--scale", "huge"],
-        ["--prompts-file", "/nowhere"],
-    ):
-        result = CliRunner().invoke(app(), ["--model", "zoo:tiny", "--quick", *arguments])
-        assert result.exit_code == 2, result.output
-
-
-@pytest.mark.slow
-def test_a_quick_run_measures_everything(tmp_path) -> None:
-    """In float32, where no near-tie hangs on which shapes were the fastest just now."""
-    file = tmp_path / "deep" / "results.json"
-    options = ["--model", "zoo:tiny", "--dtype", "float32", "--quick", "--profile", "--json", "--output", str(file)]
-    options += ["--assisted-lengths", "2", "--lookup-lengths", "3"]
-    result = CliRunner().invoke(app(), options)
-    assert result.exit_code == 0, result.output
-    results = json.loads(file.read_text())
-    assert json.loads(result.stdout) == results
-    parts = {"speed", "efficiency", "batch", "profile", "drafting"}
-    assert {"provenance", "models", "dtype", "settings", *parts} <= set(results)
-    assert results["provenance"]["num_threads"] >= 1
-    for table in results["speed"]:
-        speeds = {row["arm"]: row["tokens_per_second"] for row in table["rows"]}
-        assert speeds["plain"] > 0
-        assert all(speed is None or speed > 0 for speed in speeds.values())  # None: all tokens came at once
-        greedy = table["sampling"] == "greedy"
-        own = [row for row in table["rows"] if row["tokens_per_step"] is not None and row["equality"]]
-        assert len(own) >= (3 if greedy else 2)
-        unequal = [row for row in own if row["equality"]["num_identical"] != row["equality"]["num_prompts"]]
-        assert not unequal
-
-
-def test_an_interrupted_run_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def speed(self: Suite, context: int, sampling: Any) -> SpeedTable:
-        if context == 65:
-            raise KeyboardInterrupt
-        return SpeedTable("all", "greedy", context, 1, 64.0, 2, 0.0, ())
-
-    monkeypatch.setattr(Suite, "speed", speed)
-    file = tmp_path / "results.json"
-    options = [
-        "--model",
-        "zoo:tiny",
-        "--scale",
-        "none",
-        "--parts",
-        "speed",
-        "--contexts",
-        "64,65,66",
-        "--output",
-        str(file),
-        "--json",
-    ]
-    result = CliRunner().invoke(app(), options)
-    assert result.exit_code == 130
-    results = json.loads(file.read_text())
-    assert json.loads(result.stdout) == results
-    assert [table["context"] for table in results["speed"]] == [64]
-
-
-NAN = float("nan")
-
-
-def shown(width: int, *parts: Any) -> str:
-    console = Console(width=width, record=True, file=io.StringIO())
-    report.show(console, parts)
-    return console.export_text()
-
-
-def speed_table(num_prompts: int = 4) -> SpeedTable:
-    """A speed table by hand, with the longest names that `bench` has and one arm without anything to time."""
-    bases = ("transformers (dynamic cache)", "assisted (heuristic 15)", "plain")
-
-    def row(arm: str, ratio: float) -> Row:
-        timed = num_prompts if ratio == ratio else 0
-        ratios = [Comparison(arm, base, ratio, ratio - 0.1, ratio + 0.1, 1.3, 1.7, timed) for base in bases]
-        return Row(arm, 10.0 * ratio, tuple(one for one in ratios if one.base != arm), 2.5, 0.6, 0.2, None)
-
-    rows = [row(arm, 1.5) for arm in (*bases, "draft_model tree", "suffix+draft_model")]
-    return SpeedTable("prompts of all kinds", "greedy", 256, num_prompts, 256.0, 2, 0.5, (*rows, row("ngram", NAN)))
-
-
-def test_tables_print_every_row() -> None:
-    """On one line each in a console wide enough; in 80 columns the interval stands below its ratio, and names fold."""
-    wide = shown(160, *speed_table().shown())
-    assert "1.50 (1.40-1.60)" in wide
-    assert "60%" in wide
-    assert "quiet machine" in wide
-    narrow = shown(80, *speed_table().shown())
-    assert "1.40-1.60" in narrow
-    for head in ("tok/s", "x plain", "tau", "same"):
-        assert head in narrow, "heads are whole"
-
-
-@pytest.mark.parametrize("width", [80, 160])
-def test_tables_fit_and_cut_nothing_off(width: int) -> None:
-    efficiency = forwards.Efficiency("draft_model tree", 2.0, 3.22, 11.0, 0.1375, 0.1593, 0.0123, 0.97, 0.99)
-    grown = "98.6 M (hidden 1024, ffn 4096, 6 layers; inflated in width from hidden 256)"
-    cell = forwards.StepTimes("draft_model", 10, 0.151, 0.12, 0.01, dict.fromkeys(forwards.VERBS, 0.011))
-    texts = [
-        shown(width, *speed_table().shown()),
-        shown(width, *EfficiencyTable(grown, 0.163, 1500, (efficiency,)).shown()),
-        shown(width, batch_table([BatchRow("draft_model", 8, 154.2, 33.1)])),
-        shown(width, profile_table([ProfileCell(150_000, 1500, "T=1 top-p=0.9", cell)])),
-        shown(width, drafting_table([DraftCost("suffix+token_recycling", 128_000, 10**8, *[1120.3] * 5)])),
-    ]
-    for text in texts:
-        assert "\N{HORIZONTAL ELLIPSIS}" not in text
-        assert max(len(line.rstrip()) for line in text.splitlines()) <= width
-    assert "97% / 99%" in texts[1]
-    assert "100,000,000" in texts[4]
-
-
-def test_what_could_not_be_timed_is_a_dash_with_its_reason() -> None:
-    """And one prompt has no interval; nothing prints nan."""
-    text = shown(80, *speed_table(num_prompts=1).shown())
-    assert "nan" not in text
-    assert "1.40" not in text
-    assert "of which one has no interval" in " ".join(text.split())
-    assert "raise --max-new-tokens" in " ".join(text.split())
-    assert "raise --max-new-tokens" in shown(200, *EfficiencyTable("none", 0.0, 40, ()).shown())
-
-
-def test_transformers_runs_the_weights_that_this_library_runs(tmp_path: Path) -> None:
-    """Rounded ones as a copy of the model; those of a file dequantised. A wider model is rounded after it has grown."""
-    settings = Settings(num_prompts=1, max_new_tokens=6, lookup_lengths=(3,))
-    rounded = Suite(models.load_pair("zoo:tiny", None, "float32", quantization="int8"), "none", settings)
-    assert rounded.target.quantization == "int8"
-    assert rounded.reference is not rounded.pair.target
-    assert {row.arm.split()[0] for row in rounded.passages(rounded.greedy).rows} >= {"plain", "ngram", "transformers"}
-    grown = Suite(rounded.pair, "512x1408", settings)
-    assert grown.target.quantization == "int8"
-
-    path = write_llama(tmp_path / "m.gguf", GGMLQuantizationType.Q8_0, speaks=True).path
-    stored = models.load_pair(str(path), None, "float32", weights="stored")
-    assert (stored.adapted("auto").quantization, stored.reference()) == ("stored", stored.target)
-    with pytest.raises(ConfigError, match="leave one of the two out"):
-        models.scaled(stored, "512x1408")
-
-
-@pytest.mark.parametrize("option", ["--quantization=int8", "--weights=stored", "--kv-cache-dtype=int8"])
-def test_a_race_is_of_weights_that_all_engines_have(option: str) -> None:
-    result = CliRunner().invoke(app(), ["--model", "zoo:tiny", "--peers", "transformers", "--quick", option])
-    assert result.exit_code == 2
-    assert f"{option.partition('=')[0]} is not for --peers" in result.output
-
-
-def test_parts_beside_generate_keep_keys_and_values_as_they_are() -> None:
-    result = CliRunner().invoke(app(), ["--model", "zoo:tiny", "--parts", "speed", "--quick", "--kv-cache-dtype=int8"])
-    assert result.exit_code == 2
-    assert "--kv-cache-dtype int8 is for --methods" in result.output

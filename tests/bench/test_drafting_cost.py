@@ -1,4 +1,4 @@
-"""Drafters that need no forward: what a step costs them does not grow with the text, and `bench` says what it is."""
+"""Drafters that need no forward: the cost of a step does not grow with the text; `benchmarks/parts.py` measures it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from parts import CONFIGS, PhraseText, draft_cost, draft_costs, opened
 
-from foredraft.bench.drafting import CONFIGS, PhraseText, draft_cost, draft_costs, opened
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters import drafter_factory
 from foredraft.drafters.context import DrafterContext
@@ -45,7 +45,7 @@ class Watched(list):
 @pytest.fixture(scope="module")
 def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DrafterContext, str]]:
     folder = tmp_path_factory.mktemp("store")
-    with opened(folder, PhraseText(VOCAB_SIZE), 5000, None) as store:
+    with opened(folder, PhraseText(VOCAB_SIZE), 5000) as store:
         target = CausalLM(toy_model(vocab_size=VOCAB_SIZE))
         yield DrafterContext(target, kept={("datastore", str(folder)): store}), str(folder)
 
@@ -130,7 +130,7 @@ def test_every_arm_is_measured_at_every_context_and_size(context: tuple[DrafterC
 def test_the_row_copies_and_the_datastore_knows_it(tmp_path: Path) -> None:
     """Else every lookup would be cheap because it finds nothing."""
     text = PhraseText(VOCAB_SIZE)
-    with opened(tmp_path, text, 20_000, None) as store:
+    with opened(tmp_path, text, 20_000) as store:
         assert DatastoreManifest.read(tmp_path).num_tokens == 20_000
         match = Datastore.query(store, text.tokens(1000)[-8:])
         assert match.length >= 3

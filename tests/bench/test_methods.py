@@ -1,4 +1,4 @@
-"""`bench --methods`: what a comparison says, when it is silent, and that its advice can be used."""
+"""`foredraft bench`: what a comparison says, when it is silent, and that its advice can be used."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_notes_of_the_zoo_are_shown_beside_the_methods_they_are_about() -> None:
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def methods(request: pytest.FixtureRequest) -> Methods:
-    return Methods("zoo:tiny", request.param, "none", SETTINGS)
+    return Methods("zoo:tiny", request.param, SETTINGS)
 
 
 def test_methods_are_compared_with_plain_decoding(methods: Methods) -> None:
@@ -216,7 +216,7 @@ def test_methods_are_compared_with_plain_decoding(methods: Methods) -> None:
 
 
 def test_methods_are_compared_on_rounded_weights_and_caches() -> None:
-    found = Methods("zoo:tiny", "float32", "none", SETTINGS, quantization="int8", kv_cache_dtype="int8")
+    found = Methods("zoo:tiny", "float32", SETTINGS, quantization="int8", kv_cache_dtype="int8")
     assert (found.target.quantization, found.target.kv_dtype) == ("int8", torch.int8)
     (row,) = found.run(read_candidates("ngram", None, None), lambda outcome: None).rows
     assert row.equality.num_identical == 2
@@ -317,6 +317,19 @@ def test_a_difference_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no speed is shown" in " ".join(found.stdout.split())
 
 
-@pytest.mark.parametrize("arguments", [["--methods", "ngrm"], ["--methods", "ngram", "--kinds", "poetry"]])
+@pytest.mark.parametrize(
+    "option", ["--parts", "--peers", "--make-peers", "--scale", "--contexts", "--batch-sizes", "--profile"]
+)
+def test_options_of_the_scripts_are_unknown(option: str) -> None:
+    """They are of ``benchmarks/parts.py`` and ``benchmarks/race.py``."""
+    found = invoke(*QUICK, option)
+    assert found.exit_code == 2
+    assert "No such option" in found.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--methods", "ngrm"], ["--methods", "ngram", "--kinds", "poetry"], ["--prompts-file", "/nowhere"]],
+)
 def test_mistakes_end_with_2(arguments: list[str]) -> None:
     assert invoke(*QUICK, *arguments).exit_code == 2

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from foredraft.bench.accepted import wilson
 from foredraft.cli import app
 from foredraft.report import read, report
+from foredraft.report.sections import acceptance
 
 SHOTS = Path(__file__).parents[2] / ".cache" / "report"
 ROW = {"method": "ngram", "tokens_per_step": 1.5, "memory_bytes": 2_000_000}
@@ -33,7 +34,6 @@ METHODS = {
     "refused": [{"method": "medusa", "reason": "<no heads>"}],
     "different": [],
 }
-EFFICIENCY = {"arm": "tree", "speedup": 1.2, "allowed": 1.5, "target_seconds": 0.002, "drafter_seconds": 0.001}
 VERDICT = {
     "status": "lossless",
     "sentence": "it is lossless",
@@ -70,10 +70,7 @@ def test_every_kind_of_result_has_its_section() -> None:
         [
             ("methods", METHODS),
             ("verdict", VERDICT),
-            ("accepted", {"arm": "ngram", "sampling": "greedy", "steps": [[4, 4, 3], [4, 1, 1]]}),
             ("info", {"model": {"name": "tiny"}, "step_cost": {"1": 1.0, "4": 1.6}, "peak_memory_bytes": 5e8}),
-            ("efficiency", {"drafter": "small", "rows": [EFFICIENCY]}),
-            ("race", {"title": "<b>"}),
         ],
         "a & b",
     )
@@ -81,11 +78,17 @@ def test_every_kind_of_result_has_its_section() -> None:
     assert "Speed by plain decoding&#x27;s, chat: ngram 1.20 (1.10-1.30)" in found
     assert "Speed by plain decoding&#x27;s, maths: ngram 1.70, one prompt" in found
     assert "&lt;no heads&gt;" in found
-    assert "position 1 4 of 4; position 2 3 of 4; position 3 3 of 3; position 4 3 of 3" in found
-    assert "tree 1.20; tree, allowed 1.50" in found
     assert "500 MB of memory at most" in found
     assert "{{" not in found
     assert re.findall(r"https?://|//cdn|@import|<link|src=", found) == []
+
+
+def test_acceptance_is_shown_by_length_and_position() -> None:
+    lengths, positions = acceptance([[4, 4, 3], [4, 1, 1]])
+    assert [bar.said for bar in lengths.found] == ["1 (25%)", "3 (75%)"]
+    assert [(bar.label, bar.said) for bar in positions.found] == [
+        ("position 1", "4 of 4"), ("position 2", "3 of 4"), ("position 3", "3 of 3"), ("position 4", "3 of 3")
+    ]  # fmt: skip
 
 
 def test_a_choice_of_tune_is_told_from_a_curve_of_info(tmp_path: Path) -> None:

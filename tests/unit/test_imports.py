@@ -137,8 +137,6 @@ def test_an_import_upwards_would_show() -> None:
         "def f():\n    from foredraft.cli import app\n    from foredraft.engine import stats\n"
     )
     assert set(_imported(ast.parse(code).body)) == {"foredraft.model.lm", "foredraft.cli", "foredraft.engine.stats"}
-    relative = ast.parse("from .protocol import Answer\nfrom ..client import Worker\nfrom .. import race\n")
-    names = {"workers.protocol", "client", "race"}
-    assert set(_imported(relative.body, "foredraft.bench.peers.workers")) == {
-        f"foredraft.bench.peers.{one}" for one in names
-    }
+    relative = ast.parse("from .candidates import Parents\nfrom ..lm import draft_model\nfrom .. import heads\n")
+    names = {"parts.candidates", "lm.draft_model", "heads"}
+    assert set(_imported(relative.body, "foredraft.drafters.parts")) == {f"foredraft.drafters.{one}" for one in names}

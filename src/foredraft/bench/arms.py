@@ -1,4 +1,4 @@
-"""Arms of this process: this library's engine, alone or in batches, and transformers' own `generate`."""
+"""Arms of this library's engine, of one row or in batches; and the settings of transformers' `generate` beside it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from itertools import chain, pairwise
 from time import perf_counter
 from typing import Any
 
-import torch
 from transformers import GenerationConfig
 from transformers.utils import logging
 
@@ -30,7 +29,7 @@ from foredraft.model.lm import CausalLM
 
 
 @dataclass
-class _Emissions:
+class Emissions:
     """The times at which tokens came, and how many."""
 
     started: float = field(default_factory=perf_counter)
@@ -82,7 +81,7 @@ class EngineArm(Arm):
         prompts = rows_of(prompt_ids)
         if prompts[0] is not prompt_ids:
             return self._run_group(prompts, max_new_tokens, sampling)
-        emissions = _Emissions()
+        emissions = Emissions()
         (row,) = self.engine.add_request(prompt_ids, sampling.params(max_new_tokens))
         while not row.is_finished:
             for output in self._step():
@@ -171,22 +170,6 @@ class OwnArms:
         return EngineArm(name, self.target, drafter, self._eos, engine, is_governed=config.is_governed)
 
 
-class _Clock:
-    """A streamer in the sense of transformers, which is handed the prompt first and then every emission."""
-
-    def __init__(self, emissions: _Emissions) -> None:
-        self._emissions = emissions
-        self._saw_prompt = False
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._saw_prompt:
-            self._emissions.add(value.numel())
-        self._saw_prompt = True
-
-    def end(self) -> None:
-        """Nothing is held back."""
-
-
 NO_TOKEN = 2**31 - 1
 """An id that no vocabulary has; transformers warns of negative ones."""
 
@@ -225,67 +208,3 @@ def without_advice() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(verbosity)
-
-
-class TransformersArm(Arm):
-    """`generate` of transformers on the same weights.
-
-    Args:
-      options: for the generation config, such as ``prompt_lookup_num_tokens`` or ``cache_implementation``.
-      assistant: makes it assisted generation.
-      assistant_options: set on the assistant's generation config before every run, since generation writes there;
-        the old values are put back.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        model: Any,
-        eos_token_ids: Iterable[int] = (),
-        options: Mapping[str, Any] | None = None,
-        assistant: Any = None,
-        assistant_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.name = name
-        self._model = model
-        self._eos = list(eos_token_ids)
-        self.options = dict(options or {})
-        self._assistant = assistant
-        self.assistant_options = dict(assistant_options or {})
-
-    def run(self, prompt_ids: Seq[Any], max_new_tokens: int, sampling: Sampling) -> Run:
-        """Of a group, rows of one batch, padded on the left to the longest prompt."""
-        prompts = rows_of(prompt_ids)
-        width = max(map(len, prompts))
-        padding = [width - len(ids) for ids in prompts]
-        config = generation_config(sampling.params(max_new_tokens), self._eos, self.options)
-        torch.manual_seed(sampling.seed)
-        with torch.inference_mode(), self._prepared() as extra:
-            emissions = _Emissions()
-            ids = [[0] * wide + list(ids) for wide, ids in zip(padding, prompts, strict=True)]
-            is_text = [[0] * wide + [1] * (width - wide) for wide in padding]
-            output = self._model.generate(
-                input_ids=torch.tensor(ids, device=self._model.device),
-                attention_mask=torch.tensor(is_text, device=self._model.device),
-                generation_config=config,
-                streamer=_Clock(emissions),
-                **extra,
-            )
-        rows = tuple(tuple(row) for row in output[:, width:].tolist())
-        run = emissions.as_run(tuple(chain.from_iterable(rows)))
-        return run if len(rows) == 1 else replace(run, rows=rows)
-
-    @contextmanager
-    def _prepared(self) -> Iterator[dict[str, Any]]:
-        """The assistant set up, and transformers' advice about settings kept quiet; both undone afterwards."""
-        if self._assistant is None:
-            extra, saved = {}, None
-        else:
-            extra, saved = {"assistant_model": self._assistant}, self._assistant.generation_config
-            self._assistant.generation_config = GenerationConfig(**{**saved.to_dict(), **self.assistant_options})
-        try:
-            with without_advice():
-                yield extra
-        finally:
-            if saved is not None:
-                self._assistant.generation_config = saved

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from foredraft.bench.arms import EngineArm, OwnArms
 from foredraft.bench.candidates import PLAIN, PLAIN_CANDIDATE, MethodCandidate
 from foredraft.bench.equality import Equality, check, gap_of
-from foredraft.bench.models import describe, load_scaled
 from foredraft.bench.outcome import MethodRow, MethodsOutcome, RefusedMethod
 from foredraft.bench.trial import Sampling, Trial, compare, interleave, prompt_ratios
 from foredraft.bench.workload import BenchPrompt, prompts_of_kinds, read_questions, repeated_share
@@ -25,7 +25,9 @@ from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.stats import StepProfile
 from foredraft.errors import ConfigError, ForedraftError
+from foredraft.loading.models import load_model
 from foredraft.progress import Watch
+from foredraft.testing.inflation import inflated_from
 
 _WARM_UP_TOKENS = 8
 _CHECKED_TOKENS = 32
@@ -34,7 +36,7 @@ _CHECKED_TOKENS = 32
 
 @dataclass(frozen=True)
 class MethodsSettings:
-    """Settings of a comparison. Defaults are those of ``foredraft bench --methods``.
+    """Settings of a comparison. Defaults are those of ``foredraft bench``.
 
     Args:
       num_prompts: in all, of the kinds in turn.
@@ -99,7 +101,6 @@ class Methods:
 
     Args:
       model: as for `LLM`.
-      scale: width to inflate the target to; see `foredraft.bench.models.sizes`.
       say: told what is running.
 
     Raises: CheckpointError, UnsupportedModelError, ConfigError.
@@ -109,7 +110,6 @@ class Methods:
         self,
         model: str,
         dtype: str,
-        scale: str,
         settings: MethodsSettings,
         say: Watch = lambda *_: None,
         *,
@@ -119,7 +119,7 @@ class Methods:
     ) -> None:
         self.settings = settings
         self._say = say
-        _, loaded = load_scaled(model, scale, dtype=dtype, quantization=quantization, weights=weights)
+        loaded = load_model(model, dtype=dtype, quantization=quantization, weights=weights)
         self.label = describe(loaded.model)
         self._arms = OwnArms(loaded, model, dtype, settings.execution, settings.exactness, kv_cache_dtype)
         self.target = self._arms.target
@@ -284,3 +284,13 @@ def resident_bytes() -> int | None:
     except (OSError, ValueError):
         return None
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def describe(model: Any) -> str:
+    """Parameters and shape, and what an inflated model was before."""
+    config = model.config
+    layers = f"{config.num_hidden_layers} layer{'' if config.num_hidden_layers == 1 else 's'}"
+    shape = f"hidden {config.hidden_size}, ffn {config.intermediate_size}, {layers}"
+    old = inflated_from(model)
+    grown = f"; inflated in width from hidden {old['hidden_size']}" if old else ""
+    return f"{model.num_parameters() / 1e6:.1f} M ({shape}{grown})"

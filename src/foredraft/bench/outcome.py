@@ -11,7 +11,6 @@ from typing import Any
 
 from foredraft.bench.equality import Equality
 from foredraft.bench.report import NOTHING, WHY_NOTHING, Column, Line, Table, figure, load_lines, percent
-from foredraft.bench.tables import same_of
 from foredraft.bench.trial import Comparison, bootstrap
 from foredraft.engine.budget import counted
 
@@ -174,6 +173,11 @@ class KindRow:
     kind: str
     num_prompts: int
     ratios: tuple[tuple[str, float], ...]
+
+
+def same_of(found: Equality | None) -> str:
+    """ "3/4": identical prompts, of all."""
+    return "" if found is None else f"{found.num_identical}/{found.num_prompts}"
 
 
 def _best(row: KindRow) -> str:

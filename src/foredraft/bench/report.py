@@ -13,7 +13,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -27,8 +26,6 @@ NOTHING = "-"
 """Shown where there was nothing to time."""
 
 WHY_NOTHING = f"{NOTHING}: all tokens came with the first emission, so nothing was left to time; raise --max-new-tokens"
-
-_UNLIMITED = 10_000
 
 
 @dataclass(frozen=True)
@@ -53,37 +50,26 @@ class Table:
 
     Args:
       is_wide: leave space beside every column.
-      narrow: the columns where these do not fit.
     """
 
     title: str
     columns: Seq[Column]
     rows: Iterable[Any]
     is_wide: bool = False
-    narrow: Seq[Column] = ()
 
-    def drawn(self, console: Console) -> RichTable:
-        """As the console has room."""
-        rows = list(self.rows)
-        made = self._drawn(self.columns, rows, is_wide=self.is_wide)
-        unlimited = console.options.update(max_width=_UNLIMITED)
-        if self.narrow and Measurement.get(console, unlimited, made).maximum > console.width:
-            return self._drawn(self.narrow, rows, is_wide=False)
-        return made
-
-    @staticmethod
-    def _drawn(columns: Seq[Column], rows: list[Any], *, is_wide: bool) -> RichTable:
+    def drawn(self) -> RichTable:
+        """The table as rich draws it."""
         made = RichTable(
             box=box.SIMPLE_HEAD,
-            padding=(0, 1) if is_wide else 0,
+            padding=(0, 1) if self.is_wide else 0,
             show_edge=False,
-            show_header=any(column.head for column in columns),
+            show_header=any(column.head for column in self.columns),
         )
-        for column in columns:
+        for column in self.columns:
             justify: Any = "left" if column.is_text else "right"
             made.add_column(Text(column.head), justify=justify, no_wrap=not column.is_text, overflow="fold")
-        for row in rows:
-            made.add_row(*(Text(column.cell(row)) for column in columns))
+        for row in self.rows:
+            made.add_row(*(Text(column.cell(row)) for column in self.columns))
         return made
 
 
@@ -101,7 +87,7 @@ def show(console: Console, parts: Iterable[Table | Line]) -> None:
     for part in parts:
         if isinstance(part, Table):
             console.print(f"\n{part.title}", markup=False)
-            console.print(part.drawn(console))
+            console.print(part.drawn())
         else:
             console.print(part.text, style=part.style, markup=False, highlight=False, soft_wrap=part.is_whole)
 
@@ -124,36 +110,26 @@ class Report:
     results: dict[str, Any] = field(default_factory=dict)
     _conditions: tuple[str, ...] = ()
 
-    def begin(self, facts: Mapping[str, Any], settings: Any, **more: Any) -> None:
-        """The conditions under which everything is measured: ``models``, ``dtype`` and ``execution``, and what else.
+    def begin(self, settings: Any, **more: Any) -> None:
+        """Note the conditions under which everything is measured: ``models``, ``dtype``, ``execution`` and others.
 
         Args:
-          facts: beside provenance, or instead of parts of it.
           settings: a dataclass with ``prompts_file``.
         """
         data = {**plain_data(settings), "prompts_file": str(settings.prompts_file or "own")}
-        self.results |= {"provenance": {**provenance(), **facts}, **more, "settings": data}
+        self.results |= {"provenance": provenance(), **more, "settings": data}
         self._conditions = tuple(self.results)
 
-    def show_conditions(self, execution: str | None = None) -> None:
-        """In a few lines.
-
-        Args:
-          execution: in words, where the kept ones do not do.
-        """
+    def show_conditions(self) -> None:
+        """Show them in a few lines."""
         facts, found = self.results["provenance"], self.results
         versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items() if number)
         for line in (
-            f"models   {found['models']}, {found['dtype']}, {execution or found['execution']}",
+            f"models   {found['models']}, {found['dtype']}, {found['execution']}",
             f"machine  {facts['cpu']}, {facts['num_threads']} of {facts['num_cpus']} threads used",
             f"code     {versions}, commit {facts['commit'] or 'unknown'}",
         ):
             self.console.print(line, markup=False, highlight=False)
-
-    def add(self, name: str, found: Any, shown: Iterable[Table | Line] = ()) -> None:
-        """One more result among those of a name, and how it is shown."""
-        show(self.console, shown)
-        self.keep(**{name: [*self.results.get(name, ()), plain_data(found)]})
 
     def keep(self, **found: Any) -> None:
         """Results under their names, in place of those of before."""

@@ -80,11 +80,11 @@ class SearchJob:
 
         Raises: ConfigError, CheckpointError, PromptError, UnsupportedModelError.
         """
-        from foredraft.bench.models import load_scaled
         from foredraft.errors import ConfigError
         from foredraft.loading.models import adapter_of
         from foredraft.tune.layer_sets import Space, require_optuna
         from foredraft.tune.objective import Task
+        from foredraft.tune.scale import load_scaled
 
         model = choose_model(options.model)
         options = replace(options, model=model)

@@ -16,7 +16,7 @@ from typing import Any
 from foredraft.errors import ConfigError
 from foredraft.folders import parsed_json
 from foredraft.report.charts import Section
-from foredraft.report.sections import SECTIONS, plain_table, trace
+from foredraft.report.sections import SECTIONS, trace
 from foredraft.views.token_view import page
 
 logger = logging.getLogger("foredraft")
@@ -26,13 +26,10 @@ REMEDY = "give a file of bench --output, generate --trace, or verify, info or tu
 MARKS = {"steps": "trace", "findings": "verdict", "costs": "profile", "step_cost": "info"}
 """Keys that tell the kind of a record, by the first of them: a choice of tune has both of the last ones."""
 
-PARTS = frozenset({"methods", "speed", "accepted", "batch", "profile", "efficiency", "drafting", "race"})
-"""Of a benchmark's results."""
-
 
 def read(file: Path) -> list[tuple[str, Mapping[str, Any]]]:
-    """The records of a file in their order, each with its kind: one of `MARKS`, a part
-    of a benchmark, or "conditions". NaN and infinities are read as null.
+    """The records of a file in their order, each with its kind: one of `MARKS`, "methods" or
+    "conditions" of bench. NaN and infinities are read as null.
 
     A last line that was cut off, by a kill or a full disk, is left out with a warning.
 
@@ -81,21 +78,14 @@ def _finite(number: str) -> float | None:
 def _kinds(record: dict[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     if kind := next((kind for key, kind in MARKS.items() if key in record), None):
         return [(kind, record)]
-    name = record.get("result")
-    if isinstance(name, str) and (name in PARTS or name == "conditions"):
-        return [(_kind_of(name), record)]
+    if record.get("result") in ("methods", "conditions"):
+        return [(str(record["result"]), record)]
     found: list[tuple[str, Mapping[str, Any]]] = []
     if "provenance" in record:
         found.append(("conditions", record))
-    for part in PARTS & record.keys():
-        several = record[part] if isinstance(record[part], list) else [record[part]]
-        found += [(_kind_of(part), one) for one in several if isinstance(one, dict)]
+    if isinstance(record.get("methods"), dict):
+        found.append(("methods", record["methods"]))
     return found
-
-
-def _kind_of(part: str) -> str:
-    """A profile of bench is where a step goes; that of tune profile is another kind."""
-    return "profile_cell" if part == "profile" else part
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -113,7 +103,7 @@ def sections(records: Seq[tuple[str, Mapping[str, Any]]]) -> list[Section]:
     for kind, record in records:
         if kind != "trace":
             with _complaints(kind):
-                found.append(SECTIONS.get(kind, plain_table)(record))
+                found.append(SECTIONS[kind](record))
     traced = [record for kind, record in records if kind == "trace"]
     if traced:
         with _complaints("trace"):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from foredraft.bench.accepted import AcceptedLengths
+from foredraft.bench.accepted import by_position
 from foredraft.bench.trial import bootstrap
 from foredraft.report.charts import Bar, Bars, FigureTable, Lines, Paragraph, Part, Section, section
 
@@ -58,71 +58,6 @@ def methods(record: Record) -> Section:
     for one in record["different"]:
         parts.append(Paragraph(f"{one['arm']} differs from plain decoding where equality is promised."))
     return section("Methods", *parts)
-
-
-def speed(record: Record) -> Section:
-    """A table of arms: tokens per second, and how many times faster than each base."""
-    rows = record["rows"]
-    parts: list[Part] = [
-        Bars(
-            "Tokens per second",
-            [Bar(row["arm"], row["tokens_per_second"]) for row in rows if row["tokens_per_second"] is not None],
-        )
-    ]
-    for base in dict.fromkeys(each["base"] for row in rows for each in row["comparisons"]):
-        found = [
-            _speed(row["arm"], each)
-            for row in rows
-            for each in row["comparisons"]
-            if each["base"] == base and each["num_prompts"]
-        ]
-        parts.append(Bars(f"Speed by that of {base}", found, 1.0))
-    rates = [Bar(row["arm"], row["acceptance_rate"]) for row in rows if row["acceptance_rate"] is not None]
-    parts.append(Bars("Share of drafted tokens that were accepted", rates))
-    return section(f"{record['title']}: {record['sampling']}", *parts)
-
-
-def efficiency(record: Record) -> Section:
-    """The speeds that were reached beside those that the forwards allow, and what the forwards of a step take."""
-    speeds, seconds = [], []
-    for row in record["rows"]:
-        allowed = [Bar(f"{row['arm']}, allowed", row["allowed"])] if row["allowed"] else []
-        speeds += [Bar(row["arm"], row["speedup"]), *allowed]
-        for name, key in (("verifying", "target_seconds"), ("drafting", "drafter_seconds")):
-            seconds.append(Bar(f"{row['arm']}, {name}", row[key] * 1e3, said=f"{row[key] * 1e3:.2f} ms"))
-    return section(
-        f"Efficiency, {record['drafter']}",
-        Bars("Speed by plain decoding's, and what the forwards allow", speeds, 1.0),
-        Bars("Forwards of a step", seconds),
-    )
-
-
-def accepted(record: Record) -> Section:
-    """Accepted lengths of an arm, and acceptance by position."""
-    return section(f"Accepted: {record['arm']}, {record['sampling']}", *acceptance(record["steps"]))
-
-
-def batch(record: Record) -> Section:
-    """Ragged rows together and one by one."""
-    found = [Bar("together", record["together_per_second"]), Bar("one by one", record["alone_per_second"])]
-    return section(f"{record['batch_size']} rows at once: {record['arm']}", Bars("Tokens per second", found))
-
-
-def profile_cell(record: Record) -> Section:
-    """Where the time of a step went."""
-    profile = record["profile"]
-    seconds = {"target": profile["target_seconds"], "drafter": profile["drafter_seconds"], **profile["verb_seconds"]}
-    found = [Bar(name, taken * 1e3, said=f"{taken * 1e3:.2f} ms") for name, taken in seconds.items()]
-    title = f"Time of a step: {profile['arm']}, {record['sampling']}, context {record['context']}"
-    return section(title, Bars("Inside of the models, and outside of them by verb", found))
-
-
-def plain_table(record: Record) -> Section:
-    """Whatever else a benchmark measured."""
-    rows = [
-        (name, value) for name, value in record.items() if isinstance(value, (str, int, float)) and name != "result"
-    ]
-    return section("Measured", FigureTable(("name", "value"), rows))
 
 
 def verdict(record: Record) -> Section:
@@ -208,16 +143,15 @@ def acceptance(steps: Seq[Seq[int]]) -> Iterable[Part]:
     """Accepted lengths, and for each position the chance of a token that came to be tested, with its interval.
 
     Args:
-      steps: as of `AcceptedLengths`.
+      steps: tokens drafted, accepted ones, and the number of such steps.
     """
     if not steps:
         return
-    found = AcceptedLengths("", "", 0, tuple((drafted, kept, count) for drafted, kept, count in steps))
     lengths: Counter[int] = Counter()
-    for _, kept, count in found.steps:
+    for _, kept, count in steps:
         lengths[kept] += count
-    by_length = sorted(lengths.items())
-    told = [Bar(str(kept), count, said=f"{count} ({count / found.num_steps:.0%})") for kept, count in by_length]
+    total = lengths.total()
+    told = [Bar(str(kept), count, said=f"{count} ({count / total:.0%})") for kept, count in sorted(lengths.items())]
     yield Bars("Accepted lengths: steps by how many drafted tokens they kept", told)
     rates = [
         Bar(
@@ -226,7 +160,7 @@ def acceptance(steps: Seq[Seq[int]]) -> Iterable[Part]:
             *one.interval,
             f"{round(one.rate * one.num_tested)} of {one.num_tested}",
         )
-        for one in found.positions
+        for one in by_position((drafted, kept, count) for drafted, kept, count in steps)
     ]
     yield Bars("Acceptance by position, of the tokens that came to be tested", rates)
 
@@ -250,13 +184,8 @@ def _median(label: str, ratios: Seq[float]) -> Bar:
 SECTIONS: Mapping[str, Callable[[Record], Section]] = {
     "conditions": conditions,
     "methods": methods,
-    "speed": speed,
-    "efficiency": efficiency,
-    "accepted": accepted,
-    "batch": batch,
-    "profile_cell": profile_cell,
     "verdict": verdict,
     "info": info,
     "profile": profile,
 }
-"""By kind of record; what has none is shown as a table."""
+"""By kind of record."""

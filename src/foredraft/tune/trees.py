@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from foredraft.bench.forwards import replaced
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.heads.medusa_hydra import MultiHeadDrafter
@@ -134,8 +133,11 @@ def watched_hits(
         notes.extend((row, len(row.token_ids), tree) for row, tree in zip(rows, trees, strict=True))
         return trees
 
-    with replaced(drafter, "propose", noted):
+    drafter.propose = noted
+    try:
         decoded_rows(target, drafter, prompts, params, interrupted=interrupted)
+    finally:
+        del drafter.propose
     found = [ranks for row, start, tree in notes if (ranks := _ranks_in(tree, row.token_ids[start:]))]
     if not found:
         raise ConfigError("nothing was drafted in these texts; raise max-new-tokens, or give other prompts")

@@ -17,17 +17,23 @@ import torch
 
 from foredraft.bench.arms import OwnArms
 from foredraft.bench.equality import gap_of
-from foredraft.bench.models import inflated, sizes
-from foredraft.bench.peers.export import cast
 from foredraft.bench.trial import Arm, Sampling
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.loading.models import load_model
+from foredraft.tune.scale import inflated, sizes
 
 from .protocol import DRAFT, LOOKUP, PLAIN, Decode, DecodedRows, Entry, common_options, one_way, serve
 
 NOT_COUNTING = ("quantized_self",)
 """Methods that draft in fewer bits: beside engines that hold all of them, they are shown and not counted. So are those
 whose requests learn from each other (``shared``), since a race asks everything more than once."""
+
+
+def cast(model: Any, dtype: torch.dtype) -> None:
+    """The parameters in another dtype, in place; buffers, such as the frequencies of rotations, keep theirs."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
 
 
 class Own:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+import race as racing
 import torch
+from pairs import load_pair
+from race import Exported, export, prompts_of
+from workers.foredraft_worker import cast
+from workers.protocol import eos_token_ids, has_draft
+from workers.to_gguf import convert, mixed_type
 
 from foredraft import zoo
-from foredraft.bench.models import load_pair
-from foredraft.bench.peers import export as exporting
-from foredraft.bench.peers.export import Exported, cast, export, prompts_of
-from foredraft.bench.peers.workers.protocol import eos_token_ids, has_draft
 from foredraft.bench.workload import AGAIN
 from foredraft.errors import ConfigError
 from foredraft.loading.models import load_model
@@ -30,9 +33,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # -- checkpoints -------------------------------------------------------------------------------------------------
 
 
-def test_a_pair_is_written_once_with_the_weights_of_the_model(cache: Path) -> None:
+def test_a_pair_is_written_once_with_the_weights_of_the_model(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    found = export("zoo:tiny", None, "none", said.append)
+    monkeypatch.setattr(racing, "say", said.append)
+    found = export("zoo:tiny", None, "none")
     assert found.folder.parent == cache
     assert found.has_draft
     assert has_draft(found.folder)
@@ -42,9 +46,9 @@ def test_a_pair_is_written_once_with_the_weights_of_the_model(cache: Path) -> No
         original = load_model("zoo:tiny", part=part, dtype="float32").model.state_dict()
         assert written.keys() == original.keys()
         assert all(torch.equal(written[name], original[name]) for name in original)
-    assert export("zoo:tiny", None, "none", said.append) == found
+    assert export("zoo:tiny", None, "none") == found
     assert len(said) == 1
-    assert exporting._name("zoo:tiny", None, "100m") != found.folder.name
+    assert racing._name("zoo:tiny", None, "100m") != found.folder.name
 
 
 def test_what_breaks_off_leaves_nothing_behind(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +56,7 @@ def test_what_breaks_off_leaves_nothing_behind(cache: Path, monkeypatch: pytest.
         out.mkdir(parents=True)
         raise OSError("no space left")
 
-    monkeypatch.setattr(exporting, "_write", full)
+    monkeypatch.setattr(racing, "_write", full)
     with pytest.raises(OSError, match="no space left"):
         export("zoo:tiny", None, "none")
     assert list(cache.iterdir()) == []
@@ -60,11 +64,11 @@ def test_what_breaks_off_leaves_nothing_behind(cache: Path, monkeypatch: pytest.
 
 def test_another_process_may_have_written_it_meanwhile(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def overtaken(model: str, draft_model: str | None, scale: str, out: Path) -> None:
-        for folder in (out, cache / exporting._name(model, draft_model, scale)):
+        for folder in (out, cache / racing._name(model, draft_model, scale)):
             folder.mkdir(parents=True)
             (folder / "facts.json").write_text(json.dumps({"models": "theirs", "dtype": "float32"}))
 
-    monkeypatch.setattr(exporting, "_write", overtaken)
+    monkeypatch.setattr(racing, "_write", overtaken)
     found = export("zoo:tiny", None, "none")
     assert found == Exported(found.folder, "theirs", "float32")
     assert [path.name for path in cache.iterdir()] == [found.folder.name]
@@ -72,10 +76,10 @@ def test_another_process_may_have_written_it_meanwhile(cache: Path, monkeypatch:
 
 def test_a_folder_with_other_files_is_another_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_text("one")
-    before = exporting._name(str(tmp_path), None, "none")
-    assert exporting._name(str(tmp_path), None, "none") == before
+    before = racing._name(str(tmp_path), None, "none")
+    assert racing._name(str(tmp_path), None, "none") == before
     (tmp_path / "model.safetensors").write_text("another")
-    assert exporting._name(str(tmp_path), None, "none") != before
+    assert racing._name(str(tmp_path), None, "none") != before
 
 
 def test_casting_keeps_the_frequencies_of_rotations() -> None:
@@ -93,8 +97,6 @@ def test_casting_keeps_the_frequencies_of_rotations() -> None:
 @pytest.mark.parametrize(("kind", "error"), [("f32", 1e-4), ("q8_0", 0.5)])
 def test_a_converted_checkpoint_computes_what_it_did(tmp_path: Path, kind: str, error: float) -> None:
     """Read back by this library's own reader. A wrong order of rotated channels moves logits by several units."""
-    from foredraft.bench.peers.workers.to_gguf import convert
-
     load_model("zoo:tiny", dtype="float32").model.save_pretrained(tmp_path / "target")
     shutil.copy(TARGET / "tokenizer.json", tmp_path / "target")
     out = tmp_path / "model.gguf"
@@ -108,8 +110,6 @@ def test_a_converted_checkpoint_computes_what_it_did(tmp_path: Path, kind: str, 
 
 def test_matrices_are_mixed_as_llama_cpp_mixes_them() -> None:
     """Q4_K_M of 30 layers with 576 inputs, 1536 in the middle, as of SmolLM2: what no K type fits is rounded less."""
-    from foredraft.bench.peers.workers.to_gguf import mixed_type
-
     kinds = {
         (part, layer): mixed_type(f"blk.{layer}.{part}.weight", 1536 if part == "ffn_down" else 576, 30, True).name
         for part in ("attn_q", "attn_v", "ffn_up", "ffn_down")
@@ -136,8 +136,6 @@ def test_matrices_are_mixed_as_llama_cpp_mixes_them() -> None:
 def test_what_cannot_be_converted_is_refused(
     tmp_path: Path, file: str, change: dict[str, object], message: str
 ) -> None:
-    from foredraft.bench.peers.workers.to_gguf import convert
-
     folder = tmp_path / "target"
     shutil.copytree(TARGET, folder)
     (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | change))
@@ -164,18 +162,20 @@ def test_prompts_come_of_the_kinds_in_turn_and_may_be_asked_again() -> None:
         asked.append(ids)
         return (7, 7, 7)
 
-    every = prompts_of(TARGET, None, None, 8, answer)
+    def wanted(**more: object) -> argparse.Namespace:
+        given = {"prompts_file": None, "kinds": None, "context": None, "max_new_tokens": 8, **more}
+        return argparse.Namespace(**given)
+
+    every = prompts_of(TARGET, wanted(), answer)
     kinds = [next(every).category for _ in range(9)]
     assert len(set(kinds)) == 9
     assert not asked  # an answer is computed when its prompt is reached
-    again = next(prompts_of(TARGET, (AGAIN,), None, 8, answer))
+    again = next(prompts_of(TARGET, wanted(kinds=[AGAIN]), answer))
     assert again.token_ids[: len(asked[0]) + 3] == (*asked[0], 7, 7, 7)
     assert again.token_ids[-len(asked[0]) :] == asked[0]
-    assert {one.category for one in prompts_of(TARGET, ("copy", "maths"), None, 8, answer)} == {"copy", "maths"}
+    assert {one.category for one in prompts_of(TARGET, wanted(kinds=["copy", "maths"]), answer)} == {"copy", "maths"}
+    assert {len(one.token_ids) for one in prompts_of(TARGET, wanted(context=700), answer)} == {700}
     room = json.loads((TARGET / "config.json").read_text())["max_position_embeddings"]
-    assert list(prompts_of(TARGET, None, None, room, answer)) == []
-
-
-def test_an_unknown_kind_is_refused() -> None:
+    assert list(prompts_of(TARGET, wanted(max_new_tokens=room), answer)) == []
     with pytest.raises(ConfigError, match="no prompt is of the kind 'poetry'; choose among"):
-        next(prompts_of(TARGET, ("poetry",), None, 8, tuple))
+        next(prompts_of(TARGET, wanted(kinds=["poetry"]), answer))

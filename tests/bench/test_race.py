@@ -4,6 +4,7 @@ The made-up engines are processes that speak the protocol; they report the secon
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
 import json
@@ -15,18 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import race as racing
+from race import HERE, PEERS, ArmRow, Exported, Launch, Race, RaceOutcome, RaceRound, Worker, WorkerError, make
 from rich.console import Console
-from test_methods import invoke
+from workers.foredraft_worker import Own
 
 from foredraft.bench import report
-from foredraft.bench.candidates import MethodCandidate
-from foredraft.bench.peers import client, environments
-from foredraft.bench.peers.client import HERE, Launch, Worker, WorkerError
-from foredraft.bench.peers.environments import PEERS, check_installed, make, read_peers
-from foredraft.bench.peers.export import Exported
-from foredraft.bench.peers.outcome import Heat, PeerRow, RaceOutcome
-from foredraft.bench.peers.race import Race, RaceSettings
-from foredraft.bench.peers.workers.foredraft_worker import Own
 from foredraft.bench.workload import BenchPrompt
 from foredraft.errors import ConfigError
 from foredraft.folders import cache_folder
@@ -96,6 +91,11 @@ def entry(name: str, kind: str = PLAIN, slow: float = 0.01, tuned: float | None 
     return {"name": name, "kind": kind, "ways": {"only": [slow, slow if tuned is None else tuned]}, **more}
 
 
+def options(**settings: Any) -> argparse.Namespace:
+    """Options of the script, at their defaults otherwise."""
+    return argparse.Namespace(**{**vars(racing.parser().parse_args([])), **settings})
+
+
 class Track:
     """Where made-up engines race."""
 
@@ -114,8 +114,7 @@ class Track:
 
     def race(self, launches: list[Launch], dtype: str = "bfloat16", **settings: Any) -> Race:
         chosen = {"num_prompts": 2, "num_tuning_prompts": 1, "max_new_tokens": 6, "threads": 1, **settings}
-        exported = Exported(self.folder, "a model", dtype)
-        return Race(exported, dtype, launches, {}, RaceSettings(**chosen), lambda what, done, total: None)
+        return Race(Exported(self.folder, "a model", dtype), dtype, launches, {}, options(**chosen))
 
     def run(self, launches: list[Launch], dtype: str = "bfloat16", **settings: Any) -> RaceOutcome:
         with self.race(launches, dtype, **settings) as race:
@@ -127,7 +126,7 @@ class Track:
 
 @pytest.fixture
 def track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Track:
-    monkeypatch.setattr(client, "_SETTLING_SECONDS", 0.0)  # nothing computes here
+    monkeypatch.setattr(racing, "_SETTLING_SECONDS", 0.0)  # nothing computes here
     return Track(tmp_path)
 
 
@@ -137,8 +136,8 @@ def prompts() -> Iterator[BenchPrompt]:
         yield BenchPrompt(name, "kind", ids)
 
 
-def rows(outcome: RaceOutcome) -> dict[str, PeerRow]:
-    return {row.arm: row for row in outcome.heats[0].rows}
+def rows(outcome: RaceOutcome) -> dict[str, ArmRow]:
+    return {row.arm: row for row in outcome.rounds[0].rows}
 
 
 def shown(outcome: RaceOutcome, width: int = 100) -> str:
@@ -156,8 +155,8 @@ OWN = [entry("plain", slow=0.02), entry("ngram", LOOKUP, slow=0.008, tuned=0.01)
 def test_ratios_are_those_of_the_times_and_texts_come_first(track: Track) -> None:
     peer = [entry("plain", slow=0.01), entry("lookup", LOOKUP, slow=0.004, departs_at=3)]
     outcome = track.run([track.launch("foredraft", OWN), track.launch("other", peer)])
-    (heat,) = outcome.heats
-    assert {one.what: (one.arm, one.base, round(one.comparison.ratio, 6)) for one in heat.verdicts} == {
+    (each,) = outcome.rounds
+    assert {one.what: (one.arm, one.base, round(one.comparison.ratio, 6)) for one in each.verdicts} == {
         "plain": ("foredraft plain", "other plain", 0.5),
         "best without a second model": ("foredraft ngram", "other lookup", 0.5),
     }
@@ -178,8 +177,8 @@ def test_what_is_known_after_each_prompt_can_be_shown(track: Track) -> None:
     known: list[RaceOutcome] = []
     with track.race([track.launch("foredraft", OWN), track.launch("other", [entry("plain")])]) as race:
         race.run(prompts(), known.append)
-    assert [len(outcome.heats[0].prompts) for outcome in known] == [1, 2, 2]
-    assert [outcome.heats[0].is_complete for outcome in known] == [False, False, True]
+    assert [len(outcome.rounds[0].prompts) for outcome in known] == [1, 2, 2]
+    assert [outcome.rounds[0].is_complete for outcome in known] == [False, False, True]
     text = shown(known[0])
     assert "interrupted after 1" in text
     assert text.index("same tokens") < text.index("tok/s")  # texts first, also of a part
@@ -204,13 +203,13 @@ def test_settings_and_best_arms_are_chosen_on_prompts_that_do_not_count(track: T
     assert tried["way early"] == pytest.approx({"on_first": 1000, "on_all": 1000})
     assert tried["way late"] == pytest.approx({"on_first": 500, "on_all": 500})
     assert "no such kernel" in tried["way broken"]
-    assert [one.base for one in outcome.heats[0].verdicts] == ["other plain", "other lookup"]
+    assert [one.base for one in outcome.rounds[0].verdicts] == ["other plain", "other lookup"]
 
 
 def test_quantised_arms_are_shown_apart(track: Track) -> None:
     peer = [entry("plain"), entry("plain int4", slow=0.001, counts=False)]
     outcome = track.run([track.launch("foredraft", OWN[:1]), track.launch("other", peer)])
-    plain = {one.base: one.counts for one in outcome.heats[0].verdicts if one.what == "plain"}
+    plain = {one.base: one.counts for one in outcome.rounds[0].verdicts if one.what == "plain"}
     assert plain == {"other plain": True, "other plain int4": False}
     text = shown(outcome)
     assert "other plain int4 *" in text
@@ -221,7 +220,7 @@ def test_own_quantised_arms_are_compared_with_those_of_others(track: Track) -> N
     own = [OWN[0], entry("plain int8", slow=0.002, counts=False)]
     peer = [entry("plain"), entry("plain q8_0", slow=0.004, counts=False)]
     outcome = track.run([track.launch("foredraft", own), track.launch("other", peer)])
-    plain = {(one.arm, one.base): one.counts for one in outcome.heats[0].verdicts if one.what == "plain"}
+    plain = {(one.arm, one.base): one.counts for one in outcome.rounds[0].verdicts if one.what == "plain"}
     assert plain == {
         ("foredraft plain", "other plain"): True,
         ("foredraft plain", "other plain q8_0"): False,
@@ -234,7 +233,7 @@ def test_what_was_not_timed_is_a_dash_with_its_reason(track: Track) -> None:
     outcome = track.run([track.launch("foredraft", own), track.launch("other", [entry("plain")])])
     text = shown(outcome, 200)
     assert "all tokens came with the first emission" in text
-    assert [one.arm for one in outcome.heats[0].verdicts] == ["foredraft plain"] * 2
+    assert [one.arm for one in outcome.rounds[0].verdicts] == ["foredraft plain"] * 2
 
 
 @pytest.mark.parametrize("width", [80, 140])
@@ -268,7 +267,7 @@ def test_own_runs_that_differ_from_each_other_are_wrong_in_any_dtype(track: Trac
     outcome = track.run([track.launch("foredraft", OWN), track.launch("other", [entry("plain")])])
     assert outcome.wrong == ()
     with track.race([track.launch("foredraft", OWN), track.launch("other", [entry("plain")])]) as race:
-        same = outcome.heats[0].rows[0].equality
+        same = outcome.rounds[0].rows[0].equality
         arm = type("Arm", (), {"worker": race._workers[0]})()
         assert not race._is_wrong(arm, same)
         assert race._is_wrong(arm, replace(same, is_repeatable=False))
@@ -329,10 +328,10 @@ def test_batches_run_in_groups_beside_single_rows(track: Track) -> None:
     peer = [entry("plain", slow=0.01), entry("plain, 2 rows", slow=0.004, num_rows=2, departs_at=3)]
     launches = [track.launch("foredraft", own), track.launch("other", peer)]
     outcome = track.run(launches, batch_sizes=(2,), num_prompts=3)
-    heat: Heat = outcome.heats[0]
+    each: RaceRound = outcome.rounds[0]
     assert outcome.skipped == ()  # rows of batches go on past the end of their text
-    assert heat.prompts == ("group 0", "group 1")
-    ratios = {(one.what, one.base): round(one.comparison.ratio, 6) for one in heat.verdicts}
+    assert each.prompts == ("group 0", "group 1")
+    ratios = {(one.what, one.base): round(one.comparison.ratio, 6) for one in each.verdicts}
     assert ratios == {
         ("plain", "other plain"): 0.5,
         ("plain, 2 rows", "other plain, 2 rows"): 0.8,
@@ -383,17 +382,18 @@ def test_own_methods_are_sorted_by_what_they_need_and_whether_they_count() -> No
 
 
 def test_names_are_read_and_others_refused() -> None:
-    assert [peer.name for peer in read_peers("llamacpp, openvino,llamacpp", "--peers")] == ["llamacpp", "openvino"]
-    assert read_peers("all", "--peers") == list(PEERS.values())
-    for text in ("", "vllm"):
-        with pytest.raises(ConfigError, match="choose among openvino, llamacpp, transformers, all"):
-            read_peers(text, "--peers")
+    assert [peer.name for peer in racing.peers_of(["llamacpp", "openvino", "llamacpp"])] == ["llamacpp", "openvino"]
+    assert racing.peers_of(["all"]) == list(PEERS.values())
+    for arguments in (["--peers", "vllm"], ["--make-peers", "vllm"], ["--peers"]):
+        with pytest.raises(SystemExit):
+            racing.parser().parse_args(arguments)
 
 
 def test_an_environment_is_made_once_and_completed_where_it_broke_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status, calls, said = tmp_path / "status", tmp_path / "calls", []
+    status, calls, said = tmp_path / "status", tmp_path / "calls", list[str]()
+    monkeypatch.setattr(racing, "say", said.append)
 
     def create(place: Path, with_pip: bool) -> None:
         python = place / "bin" / "python"
@@ -401,36 +401,35 @@ def test_an_environment_is_made_once_and_completed_where_it_broke_off(
         python.write_text(f'#!/bin/sh\necho "$@" >> {calls}\necho "no such wheel"\nexit $(cat {status})\n')
         python.chmod(0o755)
 
-    monkeypatch.setattr(environments.venv, "create", create)
+    monkeypatch.setattr(racing.venv, "create", create)
     peer = PEERS["openvino"]
     status.write_text("1")
     with pytest.raises(ConfigError, match=r"pip install ended with 1: \.\.\.no such wheel"):
-        make(peer, tmp_path, said.append)
-    assert not environments.is_installed(peer, tmp_path)
+        make(peer, tmp_path)
+    assert not racing.is_made(peer, tmp_path)
     status.write_text("0")
-    make(peer, tmp_path, said.append)
-    assert environments.is_installed(peer, tmp_path)
+    make(peer, tmp_path)
+    assert racing.is_made(peer, tmp_path)
     assert "uninstall --yes torchvision" in calls.read_text()
     done = calls.read_text()
-    make(peer, tmp_path, said.append)
+    make(peer, tmp_path)
     assert calls.read_text() == done
     assert said[-1].endswith("is there")
     (tmp_path / "openvino" / "built").write_text("openvino-genai==1.0\n")
-    make(peer, tmp_path, said.append)
+    make(peer, tmp_path)
     assert calls.read_text() != done
 
 
-def test_what_is_missing_is_named_with_the_command_that_installs_it(tmp_path: Path) -> None:
-    arming = environments.Arming([MethodCandidate("ngram", {"method": "ngram"})], "auto", "default", False, (2,), (3,))
-    exported = Exported(tmp_path, "a model", "bfloat16")
-    found, missing = environments.launches(exported, "m", "none", "bfloat16", arming, PEERS.values(), tmp_path)
+def test_what_is_missing_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = options(methods="ngram", peers_folder=tmp_path)
+    found, missing = racing.launches(Exported(tmp_path, "a model", "bfloat16"), "bfloat16", given, PEERS.values())
     assert [launch.name for launch in found] == ["foredraft", "transformers"]
-    assert missing["openvino"] == (
-        f"it is not installed; foredraft bench --make-peers openvino --peers-folder {tmp_path} does that"
-    )
-    check_installed(PEERS.values(), tmp_path)
-    with pytest.raises(ConfigError, match="foredraft bench --make-peers llamacpp"):
-        check_installed([PEERS["llamacpp"]], tmp_path)
+    command = f"python benchmarks/race.py --make-peers openvino --peers-folder {tmp_path}"
+    assert missing["openvino"] == f"it is not installed; {command} does that"
+    assert racing.main(["--peers", "openvino", "--peers-folder", str(tmp_path)]) == 2
+    assert command in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -443,9 +442,10 @@ def test_all_engines_hold_the_same_precision(
     for name in ("openvino", "llamacpp"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "built").touch()
-    arming = environments.Arming([], "packed", "strict", True, (2,), (3,), (8, 32))
-    exported = Exported(tmp_path, "a model", dtype)
-    found, missing = environments.launches(exported, "m", "100m", dtype, arming, PEERS.values(), tmp_path)
+    given = options(
+        peers_folder=tmp_path, scale="100m", execution="packed", exactness="strict", quantised=True, batch_sizes=[8, 32]
+    )
+    found, missing = racing.launches(Exported(tmp_path, "a model", dtype), dtype, given, PEERS.values())
     own, openvino, llamacpp, transformers = (launch.arguments for launch in found)
     assert missing == {}
     assert {f"--dtype={dtype}", "--scale=100m", "--execution=packed", "--exactness=strict"} <= set(own)
@@ -471,24 +471,12 @@ def test_workers_of_other_engines_import_nothing_of_this_package() -> None:
                 assert not any(alias.name.startswith("foredraft") for alias in node.names), path.name
 
 
-# -- the verb ----------------------------------------------------------------------------------------------------
-
-
-def test_mistakes_end_with_2_before_anything_is_loaded(tmp_path: Path) -> None:
-    folder = ("--peers-folder", str(tmp_path))
-    for arguments, said in (
-        (("--peers", "vllm", *folder), "choose among openvino"),
-        (("--peers", "openvino", *folder), "foredraft bench --make-peers openvino"),
-        (("--make-peers", "vllm", *folder), "choose among openvino"),
-    ):
-        found = invoke("--model", "zoo:tiny", *arguments)
-        assert found.exit_code == 2
-        assert said in " ".join(found.stderr.split())
+# -- the script ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_the_verb_races_beside_an_engine_in_an_environment_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_script_races_beside_an_engine_in_an_environment_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """This library and transformers are real here; the third engine is made up and says something else."""
     shutil.copytree(cache_folder("native"), tmp_path / "cache" / "native")  # they are not compiled again
@@ -504,23 +492,22 @@ def test_the_verb_races_beside_an_engine_in_an_environment_of_its_own(
     python.chmod(0o755)
     (tmp_path / "envs" / "openvino" / "built").touch()
     output = tmp_path / "race.json"
-    given = ("--model", "zoo:tiny", "--scale", "none", "--dtype", "float32", "--quick", "--threads", "1")
-    narrow = ("--assisted-lengths", "2", "--lookup-lengths", "3", "--methods", "ngram,draft_model")
-    peers = ("--peers", "all", "--peers-folder", str(tmp_path / "envs"), "--output", str(output))
-    found = invoke(*given, *narrow, *peers)
-    assert found.exit_code == 0, found.output
+    given = ["--model", "zoo:tiny", "--dtype", "float32", "--threads", "1", "--max-new-tokens", "16"]
+    given += ["--num-prompts", "2", "--num-tuning-prompts", "1", "--methods", "ngram,draft_model"]
+    narrow = ["--assisted-lengths", "2", "--lookup-lengths", "3"]
+    assert racing.main([*given, *narrow, "--peers-folder", str(tmp_path / "envs"), "--out", str(output)]) == 0
     race = json.loads(output.read_text())["race"]
     assert list(race["engines"]) == ["foredraft", "openvino", "transformers"]
     assert list(race["missing"]) == ["llamacpp"]
-    (heat,) = race["heats"]
-    same = {row["arm"]: row["sameness"]["num_same_rows"] for row in heat["rows"]}
+    (each,) = race["rounds"]
+    same = {row["arm"]: row["sameness"]["num_same_rows"] for row in each["rows"]}
     assert same.pop("OpenVINO plain") == 0
     assert set(same.values()) == {2}
-    assert {one["what"] for one in heat["verdicts"]} == {
+    assert {one["what"] for one in each["verdicts"]} == {
         "plain", "best without a second model", "best with a second model"
     }  # fmt: skip
     assert (tmp_path / "cache" / "peers" / "models").exists()
-    assert "llamacpp takes no part" in found.stderr
+    assert "llamacpp takes no part" in capsys.readouterr().err
 
 
 def test_a_worker_reports_where_its_log_is(track: Track) -> None:

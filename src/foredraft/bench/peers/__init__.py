@@ -1,1 +1,0 @@
-"""Other engines beside this one: the same weights and token ids, each in a process and an environment of its own."""

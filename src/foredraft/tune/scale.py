@@ -1,0 +1,57 @@
+"""Models inflated in width, so that a search is timed at the cost of a larger model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from foredraft.errors import ConfigError
+from foredraft.loading.info import Loaded
+from foredraft.loading.models import load_model
+from foredraft.model.execution.rounding import check_quantization, check_weights
+from foredraft.testing.inflation import inflate
+
+SCALES = {"none": None, "100m": (1024, 4096)}
+"""Hidden and intermediate sizes of the target, by name; "100m" makes 98.6 M parameters of zoo:tiny."""
+
+
+def sizes(scale: str) -> tuple[int, int] | None:
+    """Hidden and intermediate size of a scale: a name of `SCALES`, or HIDDENxFFN.
+
+    Raises: ConfigError.
+    """
+    if scale in SCALES:
+        return SCALES[scale]
+    hidden, by, ffn = scale.partition("x")
+    if not (by and hidden.isdigit() and ffn.isdigit()):
+        raise ConfigError(f"scale is {scale!r}; give {', '.join(SCALES)} or HIDDENxFFN, such as 1024x4096")
+    return int(hidden), int(ffn)
+
+
+def load_scaled(
+    model: str, scale: str, *, dtype: str, quantization: str | None, weights: str | None
+) -> tuple[Loaded, Loaded]:
+    """Load a target as it is, and inflated in width where that is asked for. Its adapter rounds the inflated one.
+
+    Raises: CheckpointError, ConfigError.
+    """
+    if sizes(scale) is None:
+        loaded = load_model(model, dtype=dtype, quantization=quantization, weights=weights)
+        return loaded, loaded
+    check_quantization(quantization)
+    check_weights(weights, quantization)
+    if weights is not None:
+        raise ConfigError(
+            f"weights='stored' multiplies by the numbers in the file, and scale={scale!r} makes a wider model, which "
+            "no file holds; leave one of the two out"
+        )
+    loaded = replace(load_model(model, dtype=dtype), quantization=quantization)
+    return loaded, inflated(loaded, scale)
+
+
+def inflated(loaded: Loaded, scale: str) -> Loaded:
+    """The model, inflated in width where that is asked for; see `sizes`."""
+    wanted = sizes(scale)
+    if wanted is None:
+        return loaded
+    grown = inflate(loaded.model, hidden_size=wanted[0], intermediate_size=wanted[1])
+    return Loaded.of(grown, f"{loaded.name}, inflated", True, loaded.tokenizer, quantization=loaded.quantization)
