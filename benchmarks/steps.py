@@ -40,8 +40,7 @@ from foredraft.bench.provenance import provenance
 from foredraft.config.engine import EngineConfig
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.engine import Engine
-from foredraft.loading.models import load_model
-from foredraft.loading.packed_copy import adapter_of
+from foredraft.loading.models import adapter_of, load_model
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.execution import compiled_layers
 from foredraft.model.execution.compiled_layers import CompiledLayers
