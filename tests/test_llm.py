@@ -6,6 +6,7 @@ import collections
 import gc
 import inspect
 import itertools
+import math
 import operator
 import re
 import threading
@@ -21,7 +22,7 @@ import foredraft
 from foredraft import LLM, SamplingParams, StructuredOutputs, zoo
 from foredraft.config.foreign import LLM_ALIASES, LLM_ARGUMENTS
 from foredraft.engine.stats import SequenceStats
-from foredraft.errors import ConfigError, ContextLengthError, EngineBusyError, NumericsError, PromptError
+from foredraft.errors import ConfigError, ContextLengthError, EngineBusyError, NoTokenError, NumericsError, PromptError
 from foredraft.loading.info import dtype_note
 from foredraft.sessions.outputs import speculative_metrics
 from foredraft.sessions.prompts import spellings
@@ -554,6 +555,38 @@ def test_when_every_row_fails_the_error_is_raised(llm: LLM) -> None:
     with pytest.raises(NumericsError, match="logits_processors"):
         llm.generate([STORY, QUESTION], bad)
     assert llm.generate(STORY, GREEDY)[0].finished
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"logit_bias": dict.fromkeys(range(4096), -math.inf)},
+        {"allowed_token_ids": range(4, 2000), "bad_words_ids": [[token] for token in range(4, 2000)]},
+    ],
+    ids=["bias", "words"],
+)
+def test_an_error_about_many_tokens_is_short(plain: LLM, limits: dict[str, Any]) -> None:
+    """It had 48 kB, with every parameter in full."""
+    with pytest.raises(NoTokenError) as error:
+        plain.generate("Once", SamplingParams(temperature=0, max_tokens=3, **limits))
+    assert len(str(error.value)) < 400
+    assert all(f"{name}=" in str(error.value) for name in limits)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"top_k": list(range(9999))},
+        {"stop": [list(range(9999))]},
+        {"stop_token_ids": "x" * 9999},
+        {"temperature": "9" * 9999},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_an_error_shows_the_beginning_of_a_long_value(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as error:
+        SamplingParams(**given)
+    assert len(str(error.value)) < 400
 
 
 def test_two_threads_get_right_results(llm: LLM) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from foredraft import forking
+from foredraft import forking, zoo
 from foredraft.config.acceptance import MATCH
 from foredraft.config.engine import Promise
 from foredraft.config.foreign import LLM_ALIASES, LLM_ARGUMENTS
@@ -299,7 +299,9 @@ class LLM:
         Raises: ConfigError where its weights are not in 8 or 4 bits, or the folder holds something or cannot be
           written; nothing is left in it then.
         """
-        save_compressed(self.target.shadow, folder, self.tokenizer)
+        name = self._pairing.zoo_name
+        is_instruct = None if name is None else zoo.manifest(name).is_instruct
+        save_compressed(self.target.shadow, folder, self.tokenizer, is_instruct)
 
     # -- generation --------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from foredraft.config.keywords import has_items, whole_number
+from foredraft.config.keywords import has_items, shown, whole_number
 from foredraft.errors import TreeError
 
 if TYPE_CHECKING:
@@ -308,19 +308,18 @@ class DraftTree:
 
 _FIELDS = tuple(one.name for one in fields(DraftTree))
 _INTS, _FLOATS = frozenset([int]), frozenset([float])
-_MOST_SHOWN = 60  # characters of a value in an error
 
 
 def _whole_numbers(name: str, values: Any) -> tuple[int, ...]:
     """Whole numbers of any type, of torch and numpy too, as a tuple of int."""
     if not has_items(values):
-        raise TreeError(f"{name} are {_shown(values)}; give whole numbers, one for each node")
+        raise TreeError(f"{name} are {shown(values)}; give whole numbers, one for each node")
     items = list(values)
     try:
         return tuple(map(whole_number, items))
     except TypeError:
         wrong = next(item for item in items if not _is_whole(item))
-        raise TreeError(f"{name} hold {_shown(wrong)}; every one must be a whole number") from None
+        raise TreeError(f"{name} hold {shown(wrong)}; every one must be a whole number") from None
 
 
 def _is_whole(value: Any) -> bool:
@@ -337,14 +336,14 @@ def _chances(scores: Any) -> tuple[float, ...]:
         if least >= 0.0 and most <= _MOST_SCORE and sum(scores) >= 0.0:  # a sum with NaN is NaN
             return scores
     if not has_items(scores):
-        raise TreeError(f"scores are {_shown(scores)}; give a chance in 0..1 for each node")
+        raise TreeError(f"scores are {shown(scores)}; give a chance in 0..1 for each node")
     given = tuple(scores)
     try:
         chances = tuple(map(float, given))
     except (TypeError, ValueError):
         chances = ()
     if len(chances) != len(given) or not all(0.0 <= chance <= _MOST_SCORE for chance in chances):
-        raise TreeError(f"scores are {_shown(given)}; every one must be a chance in 0..1")
+        raise TreeError(f"scores are {shown(given)}; every one must be a chance in 0..1")
     return chances
 
 
@@ -354,15 +353,10 @@ _MOST_SCORE = 1.0 + 1e-3
 
 def _names(source: Any, sources: Any) -> tuple[str, ...] | None:
     if not isinstance(source, str):
-        raise TreeError(f"source is {_shown(source)}; give the name of the drafter")
+        raise TreeError(f"source is {shown(source)}; give the name of the drafter")
     if sources is None:
         return None
     names = tuple(sources) if has_items(sources) else None
     if names is None or not all(isinstance(name, str) for name in names):
-        raise TreeError(f"sources are {_shown(sources)}; give the name of a drafter for each node")
+        raise TreeError(f"sources are {shown(sources)}; give the name of a drafter for each node")
     return names
-
-
-def _shown(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= _MOST_SHOWN else f"{shown[: _MOST_SHOWN - 3]}..."

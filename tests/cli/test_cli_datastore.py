@@ -45,6 +45,9 @@ def test_a_query_looks_up_what_rest_would(tmp_path: Path) -> None:
     run("build", tmp_path / "a.txt", "--tokenizer", tokenizer, "--out", tmp_path / "out")
     answer = run("query", tmp_path / "out", "never seen bird", "--json")
     assert (answer["match"], answer["match_tokens"]) == (" bird", RestOptions.retrieval_match_min)
+    (one,) = answer["continuations"]
+    assert (one["share"], one["score"]) == (1.0, 0.5)  # the only one there is; rest counts something unknown beside it
+    assert "1.000  ' sat on" in run("query", tmp_path / "out", "never seen bird")
 
 
 def test_the_manifest_names_the_tokenizer(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from foredraft import speculate
 from foredraft.config.sampling import SamplingParams
+from foredraft.errors import ShapeError
 from foredraft.hf.processors import AsShown, RowPlace, sampling_fields
 from foredraft.hf.rows import InputRow, read_rows
 from foredraft.law.sampling import SamplingLaw, scores
@@ -197,3 +199,46 @@ def test_processors_may_write_in_place_and_keep_ordinary_tensors() -> None:
     assert given.tolist() == [[0.0] * 4]
     assert result[0, 0] == 1.0
     assert not kept[0].is_inference()
+
+
+@pytest.mark.parametrize("words", [[[5], []], [[]], [[], [5], [], [9, 3]]], ids=str)
+def test_empty_bad_words_ban_nothing(words: list[list[int]]) -> None:
+    """As in transformers; they were refused as "()", which nobody had written."""
+    model, ids = toy_model(VOCAB), torch.tensor([[5, 6, 7, 8]])
+    asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
+    plain = model.generate(**asked, bad_words_ids=words)
+    assert torch.equal(model.generate(**asked, bad_words_ids=words, custom_generate=speculate("ngram")), plain)
+
+
+def narrow(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return scores[:, :32]
+
+
+def silent(input_ids: torch.Tensor, scores: torch.Tensor) -> None:
+    """Changes nothing, and forgets to return it."""
+
+
+class NarrowTopK(TopKLogitsWarper):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores[0]
+
+
+@pytest.mark.parametrize(
+    ("processor", "message"),
+    [
+        (narrow, r"logits processor <function narrow at .*> returned \(1, 32\), not scores \(1, 64\)"),
+        (silent, r"logits processor <function silent at .*> returned NoneType"),
+        (NarrowTopK(4), r"logits processor <.*NarrowTopK object at .*> returned \(64,\)"),
+    ],
+)
+def test_a_processor_that_returns_something_else_is_named(processor: Any, message: str) -> None:
+    """The message named a class of this library."""
+    model, ids = toy_model(VOCAB), torch.tensor([[5, 6, 7, 8]])
+    with pytest.raises(ShapeError, match=message):
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=4,
+            logits_processor=[processor],
+            custom_generate=speculate("ngram"),
+        )

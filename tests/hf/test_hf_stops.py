@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from foredraft import speculate, zoo
+from foredraft.errors import ConfigError
 from foredraft.testing import perturbed, toy_model
 
 BUDGET = 24
@@ -255,3 +256,23 @@ def test_stop_strings_inside_blocks_on_real_text_beside_transformers() -> None:
     assert [row["plain"] for row in rows] == list(range(1, 15))
     assert right["prompt lookup"] < 14
     assert right["assistant"] < 14
+
+
+@pytest.mark.parametrize(
+    ("strings", "message"),
+    [
+        (["\ud83d"], r"speculate\.stop_strings is not valid Unicode: character 0 is '\\ud83d'"),
+        (5, "speculate.stop_strings is 5; it must be a list"),
+        ([], r"speculate.stop_strings is \[\]; give one string, or several"),
+        (["a", ""], "speculate.stop_strings holds ''"),
+        (["a", 5], "speculate.stop_strings holds 5"),
+    ],
+    ids=repr,
+)
+def test_stop_strings_that_are_none_are_refused_by_name(strings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        speculate("ngram", tokenizer=tokenizer(), stop_strings=strings)
+
+
+def test_stop_strings_may_come_from_an_iterator() -> None:
+    assert speculate("ngram", tokenizer=tokenizer(), stop_strings=iter(["a", "b"])) is not None

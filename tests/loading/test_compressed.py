@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from architectures import ARCHITECTURES
 from foredraft import LLM, SamplingParams
 from foredraft.cli import app
+from foredraft.cli.prompts import is_instruct
 from foredraft.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foredraft.loading.compressed import METHOD, packed, parts_of, unpacked
 from foredraft.loading.layouts import codes_of
@@ -108,6 +109,18 @@ def test_the_command_line_writes_them(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["quantize", "zoo:tiny", str(tmp_path / "q")])
     assert result.exit_code == 2
     assert "holds something; name a new folder" in " ".join(result.stderr.split())
+
+
+@needs_kernels
+def test_a_base_model_stays_one(tmp_path: Path) -> None:
+    """zoo:tiny continues text and has a chat template: a copy of it, and a copy of that, took text for a message."""
+    LLM("zoo:tiny", quantization="int8").save_quantized(tmp_path / "q")
+    copy = LLM(str(tmp_path / "q"))
+    assert not is_instruct(copy.tokenizer, str(tmp_path / "q"))
+    copy.save_quantized(tmp_path / "again")
+    again = LLM(str(tmp_path / "again"))
+    assert not is_instruct(again.tokenizer, str(tmp_path / "again"))
+    assert again.tokenizer.chat_template == LLM("zoo:tiny").tokenizer.chat_template  # which `chat` uses
 
 
 # -- those of others -------------------------------------------------------------------------------------------------

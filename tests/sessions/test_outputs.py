@@ -56,6 +56,43 @@ def test_a_frozen_list_stays_one_where_it_is_cut_copied_or_stored() -> None:
     tokens = alias = [3]
     tokens += frozen
     assert alias == [3, 4, 5, 6]
+    for joined, same in (
+        ([3] + frozen, [3, 4, 5, 6]),  # noqa: RUF005
+        ((3,) + frozen, (3, 4, 5, 6)),  # noqa: RUF005
+        (sum([frozen, frozen], []), [4, 5, 6, 4, 5, 6]),  # noqa: RUF017
+        (sum([frozen], []), [4, 5, 6]),  # noqa: RUF017
+    ):
+        assert joined == same
+        assert type(joined) is type(same)
+    longer = frozen
+    longer += [7]
+    assert (longer, frozen) == ([4, 5, 6, 7], [4, 5, 6])
+    assert isinstance(frozen, list)
+    with pytest.raises(TypeError):
+        7 + frozen
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda frozen: frozen.append(1),
+        lambda frozen: frozen.extend([1]),
+        lambda frozen: frozen.insert(0, 1),
+        lambda frozen: frozen.pop(),
+        lambda frozen: frozen.remove(4),
+        lambda frozen: frozen.clear(),
+        lambda frozen: frozen.sort(),
+        lambda frozen: frozen.reverse(),
+        lambda frozen: frozen.__setitem__(0, 1),
+        lambda frozen: frozen.__delitem__(0),
+        lambda frozen: frozen.__imul__(2),
+    ],
+)
+def test_a_frozen_list_cannot_be_changed(change: Any) -> None:
+    frozen = FrozenList([4, 5, 6])
+    with pytest.raises(TypeError, match="results cannot be changed"):
+        change(frozen)
+    assert frozen == [4, 5, 6]
 
 
 def test_results_compare_like_vllms(output: RequestOutput) -> None:

@@ -84,7 +84,7 @@ class Lane:
         return self.output is not None
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
+    def token_ids(self) -> Sequence[int]:
         return () if self.output is None else self.output.outputs[0].token_ids
 
     @property

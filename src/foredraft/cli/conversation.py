@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,7 +41,7 @@ class ChatTurn:
         return self.output.outputs[0].text
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
+    def token_ids(self) -> Sequence[int]:
         return self.output.outputs[0].token_ids
 
     @property

@@ -168,7 +168,13 @@ def _answer(match: Match | None, ids: list[int], tokenizer: Any, num_nodes: int,
         "match_tokens": match.length,
         "num_hits": match.num_hits,
         "continuations": [
-            {"text": tokenizer.decode(path), "token_ids": list(path), "score": score} for path, score in leaves
+            {
+                "text": tokenizer.decode(path),
+                "token_ids": list(path),
+                "share": match.trie.share(score),
+                "score": score,
+            }
+            for path, score in leaves
         ],
     }
 
@@ -180,7 +186,7 @@ def _show_answer(answer: dict[str, Any]) -> None:
         return
     console.print(f"{answer['match_tokens']} tokens match, {answer['num_hits']} times: {answer['match']!r}")
     for one in answer["continuations"]:
-        console.print(f"  {one['score']:.3f}  {one['text']!r}")
+        console.print(f"  {one['share']:.3f}  {one['text']!r}")
 
 
 def _facts(folder: Path, manifest: DatastoreManifest) -> dict[str, Any]:

@@ -127,12 +127,15 @@ def _message(tokenizer: PreTrainedTokenizerBase | None, text: str, place: int) -
 def is_instruct(tokenizer: PreTrainedTokenizerBase | None, model: str) -> bool:
     """Whether plain text is a message to this model: the zoo's manifest says so, elsewhere its chat template does.
 
+    A quantised copy of a model of the zoo carries what the manifest says.
+
     A model that is one by its name and has no template is given the text as it is, and the user is told.
 
     Raises: ConfigError for a model of the zoo that is to have a template and has none.
     """
     from foredraft import zoo
     from foredraft.loading.models import is_zoo
+    from foredraft.loading.stored import IS_INSTRUCT
 
     has_template = tokenizer is not None and bool(tokenizer.chat_template)
     if is_zoo(model):
@@ -143,6 +146,9 @@ def is_instruct(tokenizer: PreTrainedTokenizerBase | None, model: str) -> bool:
                 "prompt in the format that it was trained on"
             )
         return is_meant
+    noted = None if tokenizer is None else tokenizer.init_kwargs.get(IS_INSTRUCT)
+    if isinstance(noted, bool):
+        return noted and has_template
     if not has_template and tokenizer is not None and looks_like_instruct(model):
         typer.echo(
             f"foredraft: by its name {model} is an instruct model, but its tokenizer has no chat template: the prompt "

@@ -176,6 +176,16 @@ def whole_number(value: Any) -> int:
     return operator.index(value)
 
 
+_MOST_SHOWN = 200
+"""Characters of a value in an error."""
+
+
+def shown(value: Any, most: int = _MOST_SHOWN) -> str:
+    """The repr of a value for an error, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def has_items(value: Any) -> bool:
     """Whether this is a list, an iterator, an array or the like; text, bytes and mappings are not. Takes no item."""
     if isinstance(value, (str, bytes, bytearray, Mapping)):
@@ -195,7 +205,7 @@ def listed(owner: str, name: str, value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     if not has_items(value):
-        raise ConfigError(f"{owner}.{name} is {value!r}; it must be a list")
+        raise ConfigError(f"{owner}.{name} is {shown(value)}; it must be a list")
     return tuple(value)
 
 
@@ -204,7 +214,7 @@ def integer(owner: str, name: str, value: Any, low: int, high: int | None = None
     try:
         number = whole_number(value)
     except TypeError:
-        raise ConfigError(f"{owner}.{name} is {value!r}; it must be a whole number{_and(remedy)}") from None
+        raise ConfigError(f"{owner}.{name} is {shown(value)}; it must be a whole number{_and(remedy)}") from None
     if number < low or (high is not None and number > high):
         limit = f"{low} or more" if high is None else f"between {low} and {high}"
         raise ConfigError(f"{owner}.{name} is {number}; it must be {limit}{_and(remedy)}")
@@ -227,7 +237,7 @@ def real(
             raise TypeError
         number = float(value)
     except (TypeError, ValueError):
-        raise ConfigError(f"{owner}.{name} is {value!r}; it must be a number{_and(remedy)}") from None
+        raise ConfigError(f"{owner}.{name} is {shown(value)}; it must be a number{_and(remedy)}") from None
     if not math.isfinite(number) or number > high or number < low or (above and number == low):
         edge = "greater than" if above else "at least"
         limit = f"{edge} {low:g}" + ("" if math.isinf(high) else f" and at most {high:g}")
@@ -244,7 +254,11 @@ def strings(owner: str, name: str, value: str | Iterable[Any] | None) -> tuple[s
     given = (value,) if isinstance(value, str) else listed(owner, name, value)
     for string in given:
         if not isinstance(string, str) or not string:
-            raise ConfigError(f"{owner}.{name} holds {string!r}; every entry must be a non-empty string")
+            raise ConfigError(f"{owner}.{name} holds {shown(string)}; every entry must be a non-empty string")
+        try:
+            check_unicode(string, f"{owner}.{name}")
+        except PromptError as error:
+            raise ConfigError(str(error)) from None
     return given
 
 

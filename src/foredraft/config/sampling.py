@@ -60,6 +60,12 @@ MODEL_DEFAULTS = {
 """Keys of ``generation_config.json`` that are defaults of requests, as in vLLM, with the fields that they set."""
 
 
+_LIMITS = (
+    *("bad_words_ids", "no_repeat_ngram_size", "logit_bias", "allowed_token_ids", "min_tokens", "logits_processors"),
+    "structured_outputs",
+)
+
+
 class TokenIds(tuple[int, ...]):
     """Token ids that have been checked, one by one: parameters that are made of others check them no more."""
 
@@ -204,6 +210,11 @@ class SamplingParams:
     def clone(self) -> SamplingParams:
         """A copy, as vLLM's. Parameters cannot be changed, so a copy is needed by programs for both libraries alone."""
         return copy.copy(self)
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The fields by which tokens may become impossible, those that are set."""
+        return {name: value for name in _LIMITS if (value := getattr(self, name)) not in (None, (), 0)}
 
     def filled(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """These parameters with defaults in the place of those that nobody has set.

@@ -189,7 +189,10 @@ def check_prompt(
         raise PromptError("the prompt holds no tokens; give at least one (the BOS token, for instance)")
     worst = max(prompt, key=lambda token: (not 0 <= token < vocab_size, abs(token)))
     if not 0 <= worst < vocab_size:
-        raise PromptError(f"token id {worst} lies outside the vocabulary, 0..{vocab_size - 1}")
+        raise PromptError(
+            f"token id {worst} lies outside the vocabulary, 0..{vocab_size - 1}: the model gives no logits for it; "
+            "check that the tokenizer is the model's"
+        )
     if max_length is not None and len(prompt) + num_new_tokens > max_length:
         room = ": no room for a new token" if num_new_tokens else ""
         raise ContextLengthError(

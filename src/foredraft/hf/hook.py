@@ -20,6 +20,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from foredraft import forking
 from foredraft.config.engine import EngineConfig
+from foredraft.config.keywords import strings
 from foredraft.config.sampling import SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters.none import EmptyDrafter
@@ -294,7 +295,7 @@ def _stop_criterion(
         return None
     if tokenizer is None:
         raise ConfigError(f"stop_strings={stop_strings!r} need the tokenizer of the model; give tokenizer too")
-    strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
-    if not strings or not all(isinstance(string, str) and string for string in strings):
-        raise ConfigError(f"stop_strings are {stop_strings!r}; give one non-empty string, or several")
-    return StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
+    found = strings("speculate", "stop_strings", stop_strings)
+    if not found:
+        raise ConfigError(f"speculate.stop_strings is {stop_strings!r}; give one string, or several")
+    return StopStringCriteria(stop_strings=list(found), tokenizer=tokenizer)

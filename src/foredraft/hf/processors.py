@@ -18,6 +18,7 @@ from transformers.generation import logits_process as hf
 
 from foredraft.config.sampling import MIN_TEMPERATURE, SamplingParams
 from foredraft.hf.rows import InputRow
+from foredraft.law.processors import checked_scores
 
 Fields = dict[str, Any]
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -102,8 +103,12 @@ def _ngrams(processor: Any, place: RowPlace) -> Fields | None:
 
 
 def _bad_words(processor: Any, place: RowPlace) -> Fields | None:
-    words = [tuple(int(token) for token in ids) for ids in processor.sequence_bias]
-    if not words or any(len(ids) == 1 and ids[0] in place.eos_token_ids for ids in words):
+    words = [
+        tuple(int(token) for token in ids) for ids in processor.sequence_bias if len(ids)
+    ]  # empty ones ban nothing
+    if not words:
+        return {}
+    if any(len(ids) == 1 and ids[0] in place.eos_token_ids for ids in words):
         return None
     return {"bad_words_ids": words}
 
@@ -232,15 +237,16 @@ class AsShown:
             input_ids, scores = input_ids.to(self._place.device, copy=True), scores.to(self._place.device, copy=True)
             for processor, tells_rows_apart in self._processors:
                 run = partial(self._at_place, processor) if tells_rows_apart else processor
-                scores = run(input_ids, scores)
+                scores = checked_scores(processor, run(input_ids, scores), scores.shape)
             return scores.to(home)
 
     def _at_place(self, processor: Processor, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         index, num_rows = self._place.index, self._place.num_rows
-        answers = [
-            processor(ids.repeat(num_rows, 1), row.repeat(num_rows, 1))[index]
-            for ids, row in zip(input_ids, scores, strict=True)
-        ]
+        answers = []
+        for ids, row in zip(input_ids, scores, strict=True):
+            copies = row.repeat(num_rows, 1)
+            answer = processor(ids.repeat(num_rows, 1), copies)
+            answers.append(checked_scores(processor, answer, copies.shape)[index])
         return torch.stack(answers)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foredraft.config.keywords import shown
 from foredraft.config.sampling import SamplingParams, check_named_tokens
 from foredraft.errors import ConfigError, ShapeError, as_exception, is_fatal
 from foredraft.law import noise
@@ -177,10 +178,7 @@ class SamplingLaw:
         self.fault = None
         try:
             for processor in self.params.logits_processors or ():
-                scores = processor(prefixes, scores)
-                if not isinstance(scores, Tensor) or scores.shape != shape:
-                    found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-                    raise ShapeError(f"logits processor {processor!r} returned {found}, not scores {tuple(shape)}")
+                scores = checked_scores(processor, processor(prefixes, scores), shape)
         except BaseException as fault:
             if is_fatal(fault) or not self.contains_faults:
                 raise
@@ -301,3 +299,14 @@ def _by_prefix_length(
         if laws[row].params.logits_processors:
             groups.setdefault((id(laws[row]), len(paths[row])), []).append(row)
     return [(laws[group[0]], group) for group in groups.values()]
+
+
+def checked_scores(processor: object, scores: Any, shape: tuple[int, ...]) -> Tensor:
+    """The scores that a processor of a user has returned.
+
+    Raises: ShapeError for anything but a tensor of this shape, naming the processor.
+    """
+    if isinstance(scores, Tensor) and tuple(scores.shape) == tuple(shape):
+        return scores
+    found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+    raise ShapeError(f"logits processor {shown(processor)} returned {found}, not scores {tuple(shape)}")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foredraft.config.keywords import shown
 from foredraft.errors import NoTokenError, NumericsError, ShapeError
 from foredraft.law import noise
 from foredraft.law.choice import argmax, healthy_rows, largest, perturbed_best
@@ -166,10 +167,10 @@ def failure(logits: Tensor, law: SamplingLaw) -> Exception:
         return NumericsError("the model returned infinite logits; try a wider dtype, or check the weights")
     if law.fault is not None:
         return law.fault
+    limits = ", ".join(f"{name}={shown(value, 80)}" for name, value in law.params.limits.items())
     return NoTokenError(
-        "a logits processor returned NaN, or the sampling parameters leave no token possible; relax bad_words, "
-        "no_repeat_ngram_size, logit_bias, allowed_token_ids, min_tokens, logits_processors or structured_outputs "
-        f"({law.params})"
+        "a logits processor returned NaN, or the sampling parameters leave no token possible; relax "
+        f"{limits or 'the sampling parameters'}"
     )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -132,12 +134,16 @@ def _listed(kinds: Iterator[Kind]) -> str:
 
 @torch.inference_mode()
 def save_compressed(
-    model: PreTrainedModel, folder: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase | None
+    model: PreTrainedModel,
+    folder: str | os.PathLike[str],
+    tokenizer: PreTrainedTokenizerBase | None,
+    is_instruct: bool | None = None,
 ) -> None:
     """Write a model whose layers multiply by codes as a checkpoint in the layout of compressed-tensors.
 
     Args:
       folder: that is made, or is empty.
+      is_instruct: whether plain text is a message to the model; None where its chat template says so.
 
     Raises: ConfigError for a folder that holds something or cannot be written, and for weights that have no place in
       the layout. Whatever breaks off, nothing is left that would load.
@@ -171,11 +177,23 @@ def save_compressed(
                 model.generation_config.save_pretrained(part)
             if tokenizer is not None:
                 tokenizer.save_pretrained(part)
+                if is_instruct is not None:
+                    _note(Path(part) / "tokenizer_config.json", {IS_INSTRUCT: is_instruct})
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"{path} cannot be written ({' '.join(str(error).split())[:200]}), and nothing was left there; make room, "
             "or name another folder"
         ) from error
+
+
+IS_INSTRUCT = "foredraft_is_instruct"
+"""Key of a tokenizer's config: whether plain text is a message to the model, where its template does not say so."""
+
+
+def _note(file: Path, entries: Mapping[str, Any]) -> None:
+    """Add entries to a JSON file."""
+    written = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**written, **entries}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _codes_by_name(model: nn.Module) -> Iterator[tuple[str, Codes]]:

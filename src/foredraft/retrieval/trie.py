@@ -58,6 +58,11 @@ class ContinuationTrie:
         self._has_ends = b"\xff" * width in rows.tobytes()  # or two ids look like it together
         self._is_swapped = width == 2 and sys.byteorder == "little"
         self._total = (len(rows) if weights is None else float(weights.sum())) + escape
+        self._escape = escape
+
+    def share(self, score: float) -> float:
+        """The share of the occurrences that a score stands for; the escape is left out, so all of them are 1."""
+        return score * self._total / (self._total - self._escape)
 
     def tree(self, pending: int, shape: Shape, name: str = "") -> DraftTree:
         """The heaviest nodes within the limits of ``shape``; equal weights by recency, parents first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar, overload
 
 from foredraft.engine.prediction import PREDICTION
 from foredraft.engine.stats import SequenceStats, StepTrace
@@ -24,24 +24,29 @@ _SHOWN_CHARACTERS = 100  # of a text, and
 _SHOWN_SAMPLES = 3  # of the samples of a request, in the repr of a result
 
 
-class FrozenList(tuple[T, ...]):
-    """A tuple that equals the list of the same items, too, as vLLM's results are lists.
+class FrozenList(list[T]):
+    """A list that cannot be changed, as vLLM's results are lists; it equals the tuple of its items, and can be hashed.
 
-    Its slices and sums do as well. What begins as a list stays one: write ``[*mine, *frozen]``.
+    Its slices and sums are such lists as well. A sum that begins with another list is a plain list, and one that begins
+    with a tuple a tuple.
     """
 
     __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
-        return super().__eq__(tuple(other) if isinstance(other, list) else other)
+        return super().__eq__(list(other) if isinstance(other, tuple) else other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = tuple.__hash__
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self))
 
     def __add__(self, other: Any) -> Any:
         return FrozenList((*self, *other)) if isinstance(other, (list, tuple)) else NotImplemented
+
+    def __radd__(self, other: Any) -> Any:  # of a list, ``list`` does it, in place for +=
+        return (*other, *self) if isinstance(other, tuple) else NotImplemented
 
     @overload
     def __getitem__(self, place: SupportsIndex, /) -> T: ...
@@ -49,6 +54,22 @@ class FrozenList(tuple[T, ...]):
     def __getitem__(self, place: slice, /) -> FrozenList[T]: ...
     def __getitem__(self, place: SupportsIndex | slice, /) -> T | FrozenList[T]:
         return FrozenList(super().__getitem__(place)) if isinstance(place, slice) else super().__getitem__(place)
+
+    def __copy__(self) -> FrozenList[T]:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return FrozenList, (tuple(self),)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("results cannot be changed; make a list of your own of them: list(token_ids)")
+
+    append = extend = insert = pop = remove = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __imul__ = _refuse
+
+    def __iadd__(self, other: Any) -> Any:
+        """A new one in the place of this name, as for tuples."""
+        return self + other
 
 
 @dataclass(frozen=True)

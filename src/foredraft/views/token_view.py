@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,7 @@ class Drafts:
         return found[:MAX_BRANCHES]
 
 
-def _path(tree: DraftTree, tokens: tuple[int, ...]) -> list[int]:
+def _path(tree: DraftTree, tokens: Iterable[int]) -> list[int]:
     """Nodes of the accepted tokens, the root first."""
     path = [0]
     for token in tokens:

@@ -155,7 +155,7 @@ class Trajectory:
       tokenizer: for views and text; None where none is known.
     """
 
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: FrozenList[int]
     blocks: tuple[Block, ...]
     finish_reason: str | None
     seed: int
