@@ -46,7 +46,7 @@ def propose(
     trees = governing.trimmed(rows, [budget.cut(draft) for budget, draft in zip(budgets, drafts, strict=True)])
     found = []
     for row, limit, budget, draft, tree in zip(rows, limits, budgets, drafts, trees, strict=True):
-        verified = with_forced(row, tree, limit.budget, forwards.rule)
+        verified = with_forced(row, tree, limit.budget, forwards.rule, len(rows))
         if len(tree) > 1 or verified is tree:
             row.stats.cuts.count(limit, budget, draft, tree, has_failed=bool(row.stats.drafter_error))
         found.append(verified)

@@ -298,8 +298,8 @@ GRAMMAR = "grammar"
 GUESSED = "grammar_guess"
 """Name of what proposed tokens that came of the same choice of the grammar before, and what those force."""
 
-MOST_FORCED = 16
-"""Tokens that a grammar forces, of one step. More hardly make a row faster, and the rows beside it wait for them."""
+MOST_FORCED, LEAST_FORCED = 16, 4
+"""Forced tokens of a row that runs alone, and of one among many. More hardly help it, and the others wait for them."""
 
 EXPECTED = 0.9
 """Chance of a predicted token after right ones, where the drafter says those of its own."""
@@ -374,7 +374,7 @@ class JoiningDrafter(WrappingDrafter):
             self._proposed.pop(row.id, None)
 
 
-def with_forced(row: Sequence, tree: DraftTree, budget: Budget, rule: AcceptanceRule) -> DraftTree:
+def with_forced(row: Sequence, tree: DraftTree, budget: Budget, rule: AcceptanceRule, num_rows: int = 1) -> DraftTree:
     """A draft with the tokens that the grammar of its row forces: they are right, whatever is measured of drafts.
 
     Beyond them come a few that the grammar's choices led to before, where a row has seen that these are mostly right.
@@ -382,13 +382,15 @@ def with_forced(row: Sequence, tree: DraftTree, budget: Budget, rule: Acceptance
     Args:
       tree: legal already, so that it goes along with what is forced as far as it reaches.
       budget: that the row has, before a governor's decision.
+      num_rows: rows of the step.
     """
     matching = row.law.matching
     if matching is None or not budget.depth:
         return tree
-    forced = matching.forced(min(budget.depth, MOST_FORCED))
+    most = max(MOST_FORCED // num_rows, LEAST_FORCED)
+    forced = matching.forced(min(budget.depth, most))
     may_guess = rule.keeps_tokens and (len(tree) == 1 or not budget.chains_only)
-    guessed = matching.guessed(budget.depth, forced) if may_guess else ()
+    guessed = matching.guessed(min(budget.depth, MOST_FORCED), forced) if may_guess else ()
     if not forced and not guessed:
         return tree
     chain = DraftTree.chain(tree.tokens[0], (*forced, *guessed), source=GRAMMAR)
