@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,14 @@ import speed
 
 from foredraft.bench.trial import Arm, Run, Sampling, interleave
 from foredraft.bench.workload import BenchPrompt
+
+SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_finds_what_it_imports(script: str) -> None:
+    """`steps.py` imported a function from where it no longer was."""
+    importlib.import_module(script)
 
 
 def test_the_house_is_counted_by_files_lines_classes_and_words(tmp_path: Path) -> None:
