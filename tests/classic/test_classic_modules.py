@@ -17,10 +17,11 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from foredraft.classic import last_trace
 from foredraft.classic.adapters import PlainModule, adapter_of, opened, ready
-from foredraft.classic.ngram_assisted import NGramStorage, ngram_assisted_speculative_generate
+from foredraft.classic.ngram_assisted import INgramStorage, NGramStorage, ngram_assisted_speculative_generate
 from foredraft.classic.sampling import autoregressive_generate, beam_search_generate, speculative_generate
 from foredraft.classic.utils.logits_processor import GreedyProcessor, MultinomialProcessor
-from foredraft.errors import ContextLengthError, ShapeError, UnsupportedModelError
+from foredraft.errors import ConfigError, ContextLengthError, ShapeError, UnsupportedModelError
+from foredraft.testing import toy_model
 
 FORMS = {"tensor": lambda logits: logits, "object": lambda logits: SimpleNamespace(logits=logits)}
 
@@ -260,3 +261,26 @@ def test_what_is_called_otherwise_is_decoded_as_by_hand(model: Any) -> None:
     outputs = all_four(model, model, [3, 1, 4, 1, 5])
     assert [output[:7] for output in outputs] == [expected] * 4
     assert {len(output) for output in outputs} == {length}
+
+
+def test_a_storage_of_the_three_methods_of_the_description_generates() -> None:
+    """It could not be made: `has_gram` and `reset`, which generation never calls, were abstract too."""
+
+    class Repeats(INgramStorage):
+        def next_token(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return input_ids[:, -1:], torch.ones_like(input_ids[:, -1:], dtype=torch.bool)
+
+        def update(self, input_ids: torch.Tensor, next_tokens: torch.Tensor) -> None:
+            pass
+
+        def initialize(self, input_ids: torch.Tensor) -> None:
+            pass
+
+    model, storage = toy_model(64), Repeats(3, 64)
+    plain = autoregressive_generate([5, 6, 7], model, max_gen_len=6, eos_tokens_id=[])
+    found, _ = ngram_assisted_speculative_generate([5, 6, 7], storage, model, max_gen_len=6, eos_tokens_id=[])
+    assert found == plain
+    with pytest.raises(ConfigError, match="Repeats has no has_gram"):
+        storage.has_gram(torch.tensor([5, 6, 7]))
+    with pytest.raises(ConfigError, match="Repeats has no reset"):
+        storage.reset()

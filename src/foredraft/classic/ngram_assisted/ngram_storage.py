@@ -57,9 +57,12 @@ class INgramStorage(ABC):
         Randomness: torch's global generator, for unknown contexts only.
         """
 
-    @abstractmethod
     def has_gram(self, ngram: Tensor) -> bool:
-        """Whether an n-gram, (n,) with its predicted token last, is stored."""
+        """Whether an n-gram, (n,) with its predicted token last, is stored.
+
+        Generation never calls it, so a storage of your own may leave it out.
+        """
+        raise ConfigError(f"{type(self).__name__} has no has_gram; define it to ask for n-grams")
 
     @abstractmethod
     def update(self, input_ids: Tensor, next_tokens: Tensor) -> None:
@@ -86,9 +89,9 @@ class INgramStorage(ABC):
     def initialize(self, input_ids: Tensor) -> None:
         """Count every n-gram of a text (batch, T). Adds to what is stored; `reset` clears."""
 
-    @abstractmethod
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget everything. Generation never calls it, so a storage of your own may leave it out."""
+        raise ConfigError(f"{type(self).__name__} has no reset; define it, or make a new storage")
 
 
 class _CountingStorage(INgramStorage):
