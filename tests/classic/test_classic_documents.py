@@ -40,6 +40,7 @@ from foredraft.classic.utils.logits_processor import (
     TopKNucleusProcessor,
     TopKProcessor,
 )
+from foredraft.errors import ShapeError
 from foredraft.model.support import cache_argument
 
 WORDS = ["The", "capital", "of", "France", "is", "Paris", "Germany", "Berlin", "London"]
@@ -471,3 +472,33 @@ def test_the_display_for_loops_of_ones_own(capsys: pytest.CaptureFixture[str]) -
         'Generated: "w7 w3"',
         "=======================================",
     ]
+
+
+def test_the_display_for_loops_of_ones_own_shows_the_test_of_every_draft(capsys: pytest.CaptureFixture[str]) -> None:
+    """The listed loop with its tensors q, p and r; once only a traced call could show them."""
+    drafts = torch.tensor([[5, 6, 0, 1, 2, 0]])
+    after = torch.tensor([[5, 6, 0, 3, 0, 0]])
+    q = torch.tensor([[[0.8, 0.2, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]]])
+    p = torch.tensor([[[0.4, 0.6, 0.0, 0.0], [0.5, 0.3, 0.0, 0.2], [0.1, 0.1, 0.4, 0.4]]])
+    arguments = (None, drafts, after, 1, 2, 2, 3)
+    step = printing.speculative_step(*arguments, q=q, p=p, r=torch.tensor([0.25, 0.75, 0.5]))
+    first, second, third = step.drafts
+    assert (first.draft_prob, first.target_prob, first.ratio, first.uniform, first.accepted) == pytest.approx(
+        (0.8, 0.4, 0.5, 0.25, True)
+    )
+    assert (second.draft_prob, second.target_prob, second.ratio, second.uniform, second.accepted) == pytest.approx(
+        (0.5, 0.3, 0.6, 0.75, False)
+    )
+    assert (third.draft_prob, third.target_prob, third.uniform, third.accepted) == (1.0, None, None, None)
+    assert capsys.readouterr().out.splitlines()[4:10] == [
+        "  [3]: 0 (q=0.80) ✓",
+        "  [4]: 1 (q=0.50) ✗ (rejected: r=0.75 > p/q=0.60)",
+        "  [5]: 2 (q=1.00) - (not reached)",
+        "",
+        "Final Sample:",
+        "  [4]: 3 (adjusted distribution)",
+    ]
+    with pytest.raises(ShapeError, match=r"q has shape \(1, 2, 4\) for 3 drafts"):
+        printing.speculative_step(*arguments, q=q[:, :2], p=p)
+    with pytest.raises(ShapeError, match="r has 1 numbers for 3 drafts"):
+        printing.speculative_step(*arguments, r=torch.tensor([0.5]))

@@ -297,6 +297,13 @@ class TestSpeculativeConfig:
             ({"drafter": "m", "use_egag": True, "gamma_max": 6}, "num_speculative_tokens", 6),
             ({"drafter": "m", "use_egag": True, "gamma_min": 2, "egag_ema_beta": 0.5}, "min_draft_tokens", 2),
             ({"drafter": "m", "use_egag": False, "first_target": True}, "length_policy", "governed"),
+            ({"drafter": "m", "use_egag": True, "gamma": 5, "gamma_max": 8}, "num_speculative_tokens", 8),
+            ({"drafter": "m", "use_egag": True, "gamma": 5, "gamma_max": None}, "num_speculative_tokens", 5),
+            (
+                {"drafter": "m", "gamma": 5, "use_egag": False, "gamma_min": 1, "gamma_max": 9, "egag_ema_beta": 0.0},
+                "num_speculative_tokens",
+                5,
+            ),
             ({"method": "ngram", "num_output_tokens": 9}, "num_speculative_tokens", 9),
             ({"method": "rest", "max_num_draft": 40}, "max_draft_nodes", 40),
         ],

@@ -12,7 +12,7 @@ from foredraft.config.foreign import METHODS_ELSEWHERE, SPECULATIVE_KEYS, method
 from foredraft.config.keywords import canonical, native, nearest, respelled, spelling
 from foredraft.config.method import Method, compositions, method_aliases, methods, recognized
 from foredraft.config.options import Key, Options
-from foredraft.config.written import ALIASES, IMPLIED, read_text, switched
+from foredraft.config.written import ALIASES, IMPLIED, read_text, spelled_out, switched
 from foredraft.errors import ConfigError
 
 NAME = "SpeculativeConfig"
@@ -157,7 +157,8 @@ def _set(options: Options) -> dict[str, Any]:
 
 def _canonical(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The given keys under their own names, with what aliases imply."""
-    given = switched(NAME, native(NAME, respelled(NAME, keys, spelling), SPECULATIVE_KEYS))
+    given = spelled_out(native(NAME, respelled(NAME, keys, spelling), SPECULATIVE_KEYS))
+    given = switched(NAME, given)
     values = canonical(NAME, given, {"method", *all_keys()}, ALIASES)
     for alias in given.keys() & IMPLIED.keys():
         values = {**IMPLIED[alias], **values}

@@ -141,6 +141,21 @@ SWITCHES: dict[str, dict[bool, str | None]] = {
 """Aliases that are on or off, for keys with words: what they stand for; None for nothing that need be said."""
 
 
+def spelled_out(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The given keys, those of `speculative_generate` without the ones that its ``use_egag`` makes meaningless.
+
+    With EGAG, ``gamma_max`` is the longest draft and takes the place of ``gamma``; without it, ``gamma`` is the length
+    of every draft, and the other three do nothing.
+    """
+    use_egag, gamma_max = given.get("use_egag"), given.get("gamma_max")
+    unused: set[str] = set()
+    if use_egag is False:
+        unused = {"gamma_min", "gamma_max", "egag_ema_beta"}
+    elif use_egag is True:
+        unused = {"gamma_max"} if gamma_max is None else {"gamma"}
+    return {key: value for key, value in given.items() if key not in unused}
+
+
 def switched(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The given keys, switches as the words that they stand for.
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from foredraft.classic.trace import DraftedToken, Step
+from foredraft.errors import ShapeError
 
 __all__ = ["beam_search_step", "describe", "printer", "show", "speculative_step"]
 
@@ -58,7 +59,12 @@ def speculative_step(
     prompt_len: int,
     current_position: int,
     corrected_gamma: int,
-) -> None:
+    *,
+    q: Tensor | None = None,
+    p: Tensor | None = None,
+    r: Tensor | None = None,
+    skip_sample_adjustment: bool = False,
+) -> Step:
     """Print a step of a loop of your own, from its tensors.
 
     Args:
@@ -67,15 +73,45 @@ def speculative_step(
       input_ids: (1, T) with the accepted drafts there, and the final sample after them.
       n: number of accepted drafts.
       prompt_len, current_position, corrected_gamma: where the output and the drafts start, and how many there are.
+      q, p: probabilities of the drafter and the target (1, drafts or more, V) at the drafts; None leaves them out.
+      r: random numbers of the tests, (drafts,) or more; None says that tokens were compared.
+      skip_sample_adjustment: the final sample after a rejection is the target's own.
+
+    Returns: the step, with what `last_trace` shows of a call: `DraftedToken.ratio` is p/q.
+    Raises: ShapeError for tensors of fewer places than drafts.
     """
     tokens = generated[0, current_position : current_position + corrected_gamma].tolist()
+    draft_probs, target_probs = _at(tokens, "q", q), _at(tokens, "p", p)
+    if r is not None and r.numel() < len(tokens):
+        raise ShapeError(f"r has {r.numel()} numbers for {len(tokens)} drafts; give one for every draft")
+    uniforms = [None] * len(tokens) if r is None else r.flatten().tolist()
     drafts = tuple(
-        DraftedToken(current_position + i, token, None, None, None, None if i > n else i < n)
+        DraftedToken(
+            position=current_position + i,
+            token=token,
+            draft_prob=draft_probs[i],
+            target_prob=target_probs[i] if i <= n else None,
+            uniform=uniforms[i] if i <= n else None,
+            accepted=None if i > n else i < n,
+        )
         for i, token in enumerate(tokens)
     )
     final = int(input_ids[0, current_position + n])
-    step = Step(current_position, corrected_gamma, None, drafts, n, final, False, 0.0, 0.0, 0.0)
+    is_adjusted = r is not None and n < len(tokens) and not skip_sample_adjustment
+    step = Step(current_position, corrected_gamma, None, drafts, n, final, is_adjusted, 0.0, 0.0, 0.0)
     show(step, input_ids[0, prompt_len : current_position + n + 1].tolist(), tokenizer)
+    return step
+
+
+def _at(tokens: Sequence[int], name: str, probs: Tensor | None) -> Sequence[float | None]:
+    """The probability of every token in a tensor (1, drafts or more, V)."""
+    if probs is None:
+        return [None] * len(tokens)
+    if probs.ndim != 3 or probs.shape[1] < len(tokens):
+        raise ShapeError(
+            f"{name} has shape {tuple(probs.shape)} for {len(tokens)} drafts; give (1, drafts, V), a row per draft"
+        )
+    return [float(probs[0, i, token]) for i, token in enumerate(tokens)]
 
 
 def beam_search_step(
