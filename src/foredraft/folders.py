@@ -134,6 +134,26 @@ def parsed_json(text: str | bytes | bytearray, **options: Any) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def read_own_json(path: Path, form: str, name: str, remedy: str) -> dict[str, Any]:
+    """Content of a JSON file of foredraft.
+
+    Args:
+      form: its format line.
+      name, remedy: see `not_ours`.
+
+    Raises: ConfigError for a file that cannot be read, is not JSON, or is of another format.
+    """
+    try:
+        content = parsed_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{name} {path} cannot be read: {error.strerror}; make it with {remedy}") from None
+    except ValueError as error:
+        raise ConfigError(f"{name} {path} is not valid JSON: {error}; make it with {remedy}") from None
+    if not isinstance(content, dict) or content.get("format") != form:
+        raise ConfigError(not_ours(path, name, remedy))
+    return content
+
+
 def keep_json(file: Path, content: object) -> None:
     """`keep_text` of JSON; the file's folder is made where there is none."""
     file.parent.mkdir(parents=True, exist_ok=True)

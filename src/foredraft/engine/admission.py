@@ -82,7 +82,7 @@ class Admission:
         """Tokens of a row, prompt and output together.
 
         Args:
-          offset: of its positions.
+          offset: distance of its positions from its columns.
         """
         context = self.target.long_context if offset else self.target.context_length
         return self.max_model_len if context is None else min(self.max_model_len, context)

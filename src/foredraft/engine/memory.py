@@ -38,7 +38,7 @@ class MemoryUse:
       allocated_bytes: of the target and of its drafter, views of constant size included.
       planned_bytes: that may be taken; None without a plan.
       planned_share: of the plan that the rows count as, see `MemoryPlan.fits`; None without a plan.
-      prefix_bytes: of what rows that have ended left for later prompts, the drafter's part included. They come on top,
+      prefix_bytes: memory of kept prefixes, the drafter's part included. They come on top,
         up to a quarter of the plan.
     """
 
@@ -65,8 +65,8 @@ class MemoryPlan:
     Args:
       num_bytes: of keys and values of the target, drafts included, and of drafters' caches that grow with the text.
       target: whose cache it is.
-      own_caches: of the drafter. Those of constant size, views of `sparse_kv`, are told and come on top.
-      share: of the free memory that ``num_bytes`` are, for the message; empty for a number that was given.
+      own_caches: caches of the drafter. Those of constant size, views of `sparse_kv`, are told and come on top.
+      share: text that says which share of free memory ``num_bytes`` is; empty for a number that was given.
 
     Exactness: what was said is replayed as chains, by the kernels that said it: under a native promise no bit changes.
     Raises: ConfigError for a plan that does not hold one row of any length, or where every step has one shape.

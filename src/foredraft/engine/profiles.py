@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from foredraft.config.keywords import integer, real
 from foredraft.engine.cost_model import FEW, MEMORY, CostCurve, read_seconds
 from foredraft.errors import ConfigError
-from foredraft.folders import not_ours, parsed_json
+from foredraft.folders import read_own_json
 
 if TYPE_CHECKING:
     from foredraft.engine.governor import Governor
@@ -89,14 +89,7 @@ class Profile:
         Raises: ConfigError for a file that cannot be read or holds something else.
         """
         path = Path(file).expanduser()
-        try:
-            data = parsed_json(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"profile {path} cannot be read: {error.strerror}; make it with foredraft tune") from None
-        except ValueError as error:
-            raise ConfigError(f"profile {path} is not valid JSON: {error}; make it with foredraft tune") from None
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ConfigError(not_ours(path, "profile", "foredraft tune"))
+        data = read_own_json(path, FORMAT, "profile", "foredraft tune")
         try:
             return cls(
                 str(data["method"]),

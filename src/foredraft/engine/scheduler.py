@@ -383,5 +383,5 @@ class Scheduler:
 
 
 def _salt_of(row: Sequence) -> object:
-    """What rows have to have in common to take over what another one left: the salt, and where positions begin."""
+    """Key of rows that may reuse each other's prefixes: the salt, and where positions begin."""
     return (row.cache_salt, row.offset) if row.offset else row.cache_salt

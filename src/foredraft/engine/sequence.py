@@ -180,7 +180,7 @@ def check_prompt(
     """Refuse what cannot be read, or continued by so many tokens.
 
     Args:
-      reason: of the length, and what is possible beyond it.
+      reason: origin of the limit, and what is possible beyond it.
 
     Raises: PromptError for an empty prompt or ids outside the vocabulary; ContextLengthError when the prompt leaves
     no room for the new tokens within ``max_length``.

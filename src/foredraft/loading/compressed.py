@@ -28,7 +28,7 @@ ZEROS, GROUPS = "weight_zero_point", "weight_g_idx"
 PARTS = ("weight_packed", "weight_shape", "weight_scale", ZEROS, GROUPS, "weight")
 """Of the codes of a layer."""
 VERSION = "0.12.1"
-"""Of compressed-tensors, as which checkpoints are written."""
+"""Version of compressed-tensors that written checkpoints name."""
 _WORD = 32
 _UNTOLD = [{"weights": {"num_bits": bits}} for bits in (4, 8)]
 """Schemes of layers that come without any."""

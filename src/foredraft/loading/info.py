@@ -279,7 +279,7 @@ def eos_token_ids(model: PreTrainedModel, config: Any = None, tokenizer: Any = N
 
     Args:
       config: the generation config; by default that of the model.
-      tokenizer: whose EOS ends outputs, too, as in vLLM; None for the config alone.
+      tokenizer: its EOS ends outputs, too, as in vLLM; None for the config alone.
     """
     ids = _eos_of_config(model, getattr(model, "generation_config", None) if config is None else config)
     own = getattr(tokenizer, "eos_token_id", None)

@@ -77,8 +77,8 @@ class CausalLM:
     Attributes:
       layer_types: kind of attention of every layer.
       window: width of the sliding windows, if there are any.
-      context_length: of texts from position 0 on.
-      long_context: of texts whose prompts are over the border of longrope; None where there is none.
+      context_length: most tokens of a text from position 0 on.
+      long_context: most tokens of a text whose prompt is over the border of longrope; None without one.
       shares_keys: whether some layers attend to keys and values of an earlier one.
       quantization, kv_dtype: how linear layers, and keys and values, are rounded, if they are.
 
@@ -183,13 +183,13 @@ class CausalLM:
         return self.context_length and self.context_length + (self.long_context or 0)
 
     def offset_of(self, prompt_length: int) -> int:
-        """How far positions of a text are ahead of its columns: behind all others for a prompt over the border."""
+        """Distance of the positions of a text from its columns; a prompt over the border counts behind all others."""
         border = self.context_length
         return border if self.long_context is not None and border is not None and prompt_length > border else 0
 
     @property
     def beyond_context(self) -> str:
-        """What is possible beyond the context, for messages; empty where nothing is to be said."""
+        """Advice for texts beyond the context, for messages; may be empty."""
         return beyond_context(self.config, self.long_context)
 
     def _judge(self, probe: Probe | None) -> None:

@@ -19,7 +19,7 @@ from foredraft.model.masks import FULL, SLIDING
 from foredraft.model.rope import DYNAMIC, LONGROPE
 
 _SHARING = "DummyLayer"
-"""What transformers calls the cache of a layer that attends to keys and values of an earlier one."""
+"""Attribute of transformers for the cache of a layer that attends to keys and values of an earlier one."""
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """What the forward of a model calls its key-value cache: since transformers 5.24, and before it or in remote code."""
 
@@ -198,7 +198,7 @@ def longrope_border(config: Any) -> int | None:
 
 
 def beyond_context(config: Any, long_context: int | None) -> str:
-    """What is possible beyond the context of a model, for messages.
+    """Advice for texts beyond the context of a model, for messages.
 
     Args:
       long_context: context of prompts that are longer than the border of longrope; None where they do not run.

@@ -242,7 +242,7 @@ def read_params(sent: dict[str, Any], tokenizer: Any, defaults: Mapping[str, Any
     """Parameters whose texts are token ids already, so that the thread of the engine has none to read.
 
     Args:
-      defaults: of the model, for what the request does not set.
+      defaults: parameters of the model, for those that the request does not set.
 
     Raises: ApiError, naming the field.
     """

@@ -147,7 +147,7 @@ def conversation(given: Fields, options: dict[str, Any], tools: list[Any], serve
     """The conversation as the template writes it.
 
     Args:
-      options: of the template.
+      options: variables of the template.
 
     Raises: ApiError, PromptError.
     """

@@ -206,7 +206,7 @@ def read_params(
     """Parameters for every prompt, with ``bad_words`` and ``prediction`` as token ids.
 
     Args:
-      defaults: of the model, in the place of what the parameters do not set.
+      defaults: parameters of the model, in place of those that are not set.
 
     Raises: ConfigError when there are not as many as prompts, or when text is needed and there is no tokenizer.
     """

@@ -79,7 +79,7 @@ class TemplateRenderer:
         """The text of a template.
 
         Args:
-          variables: of plain types; None to read the template only.
+          variables: values of plain types; None to read the template only.
 
         Raises: TemplateFailure; ValueError for variables that are nested too deeply.
         """

@@ -148,7 +148,7 @@ class Place:
     ``bias_cache``).
 
     Args:
-      vocabulary: of the model; None where no text is forced in tokens.
+      vocabulary: tokens of the model; None where no text is forced in tokens.
       matcher: here.
       last: the token before; None where there is none.
       run: forced text from here, as far as it is known.

@@ -25,7 +25,7 @@ class Compiled:
 
     Args:
       make: compiles it: a matcher to which no token was given yet.
-      vocabulary: of the model; None where the grammar forces no tokens.
+      vocabulary: tokens of the model; None where the grammar forces no tokens.
     """
 
     def __init__(self, make: Callable[[], LLMatcher], vocabulary: Vocabulary | None = None) -> None:
@@ -33,7 +33,7 @@ class Compiled:
         self._make, self._matcher, self.vocabulary = make, make(), vocabulary
 
     def place(self) -> Place:
-        """Where an output begins."""
+        """Place at which an output begins."""
         return Place(self.vocabulary, self._matcher.deep_copy())
 
     def anew(self) -> Compiled:
@@ -55,7 +55,7 @@ NEWEST = 0.2
 FULL = "too many states"
 """What llguidance says where an automaton has reached its limit."""
 MAX_STATES = 100_000
-"""Of one automaton, some 64 MB."""
+"""States of one automaton, some 64 MB."""
 
 
 class Matching:

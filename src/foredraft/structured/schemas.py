@@ -245,7 +245,7 @@ class Rewriter:
                     schema[own] = unevaluated
 
     def _evaluated(self, schema: dict[str, Any], own: str, named: tuple[str, ...]) -> Any:
-        """What the schema and those that always apply beside it name, everything else left open; `ALL` for all of it.
+        """Names in the schema and in those that always apply beside it, everything else left open; `ALL` for all.
 
         None where that depends on the text.
         """
@@ -338,7 +338,7 @@ def negated(schema: Schema) -> Schema | None:
 
 
 def _negated_keyword(key: str, value: Any, schema: Mapping[str, Any]) -> Schema | None:
-    """What does not fulfil one keyword."""
+    """Schema of the values that break one keyword."""
     bounds = {
         "minimum": ("number", "exclusiveMaximum", 0),
         "maximum": ("number", "exclusiveMinimum", 0),

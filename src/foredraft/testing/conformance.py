@@ -46,7 +46,7 @@ class Shown:
     """The evidence of `check_drafter`. As text, a sentence for people.
 
     Attributes:
-      name: of the drafter.
+      name: name of the drafter.
       num_runs, num_rows: decoded with the drafter, and compared with plain decoding.
       num_governed_rows: rows among these whose drafts a governor deepened and cut.
       num_chains, num_trees: drafts that were proposed, empty ones left out.
@@ -200,7 +200,7 @@ def decode(
     Args:
       requests: prompt and parameters each; request i is called ``str(i)``, its sample j ``"i.j"`` in the trace.
       abort: a request to be aborted as soon as it has any output.
-      governor: of the engine; None drafts as much as is allowed.
+      governor: governor of the engine; None drafts as much as is allowed.
     Raises: AssertionError when a step makes more than one target forward, or leaves a cache that does not hold
       exactly the tokens before the pending one.
     """

@@ -265,7 +265,7 @@ def test_wrong_layer_sets_and_groups_are_refused(config: dict[str, Any], message
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is not JSON"),
+        ("{", "is not valid JSON"),
         ("{}", "not a foredraft layer set file"),
         ('{"format": "foredraft-layer-set"}', "skipped_attention"),
         ('{"format": "foredraft-layer-set", "skipped_attention": [1.7], "skipped_mlp": []}', "has 1.7, not a whole"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foredraft.errors import ConfigError
-from foredraft.folders import keep_json, not_ours, parsed_json
+from foredraft.folders import keep_json, read_own_json
 from foredraft.lazy import Lazy
 
 if TYPE_CHECKING:
@@ -62,14 +62,7 @@ class LayerSet:
         Raises: ConfigError for a file that is missing or something else.
         """
         path = Path(path).expanduser()
-        try:
-            content = parsed_json(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"layer set {path} cannot be read: {error.strerror}; check the path") from None
-        except ValueError as error:
-            raise ConfigError(f"layer set {path} is not JSON: {error}; make one by foredraft tune layer-skip") from None
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ConfigError(not_ours(path, "layer set", "foredraft tune layer-skip"))
+        content = read_own_json(path, FORMAT, "layer set", "foredraft tune layer-skip")
         try:
             return cls(
                 _layers(content, "skipped_attention"),

@@ -36,7 +36,7 @@ class KVCache(Cache):  # type: ignore[misc]
       dtype: that keys and values are rounded to when they are written: also its own are so for a forward.
 
     Attributes:
-      offsets: of every row, see `row_offsets`.
+      offsets: one per row, see `row_offsets`.
       max_cells: rows times columns that are to be allocated at most, unless more are asked for at once. Near the limit
         the cache grows to just below it, and gives columns back for rows, or rows for columns. See `limit`.
       memory: another object after buffers were allocated.
