@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import foredraft
 from eagle_heads import HIDDEN, LAYER, VOCAB_SIZE, model, random_head, streams_of, texts, trained
-from foredraft import LLM, SamplingParams
+from foredraft import LLM, SamplingParams, zoo
 from foredraft.bench.candidates import read_candidates
 from foredraft.classic.sampling import speculative_generate
 from foredraft.cli import app
@@ -23,6 +23,7 @@ from foredraft.config.method import methods
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters.heads.eagle import PUBLISHED
 from foredraft.errors import CheckpointError, ConfigError, UnsupportedModelError
+from foredraft.heads import expectation
 from foredraft.heads.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from foredraft.heads.eagle import EagleHead, default_streams
 from foredraft.heads.eagle_layouts import TargetFacts, check_fits, read_eagle, write_eagle
@@ -553,8 +554,11 @@ def test_the_hook_takes_heads_and_the_classic_functions_say_that_they_do_not(tmp
         speculative_generate([1, 2, 3], random_head(3), model())
 
 
-def test_a_head_that_disappoints_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Good in training, dead in use: what was stored is held against the first 200 drafted tokens."""
+def test_a_head_that_disappoints_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Good in training, dead in use: what was stored is held against the first drafts after different tokens."""
+    monkeypatch.setattr(expectation, "NUM_TOKENS", 16)  # of 64
     found = {}
     for name, head, stored in (
         ("good", trained(1), 0.9),
@@ -579,6 +583,29 @@ def test_a_head_that_disappoints_is_named_once(tmp_path: Path, caplog: pytest.Lo
             read_eagle(
                 Checkpoint("a head", {**write_eagle(again)[0], "first_token_acceptance": wrong}, tensors), facts()
             )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_a_right_head_is_not_named_on_text_unlike_its_training(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A greedy text that repeats one rejection was once taken for a head of another target."""
+    monkeypatch.setattr(expectation, "NUM_TOKENS", 64)
+    right = Path(zoo.__file__).parent / "tiny" / name
+    tensors = dict(read_checkpoint(right).tensors)
+    for key, tensor in tensors.items():
+        if tensor.ndim == 2 and tensor.is_floating_point():  # the basis of another hidden space
+            tensors[key] = tensor[:, torch.randperm(tensor.shape[1], generator=torch.Generator().manual_seed(1))]
+    write_checkpoint(tmp_path, read_checkpoint(right).config, tensors)
+    prompts = ["\u00c4\u00d6\u00dc \u4f60\u597d", "SELECT * FROM", "1 2 3 4 5 6 7", "zxqv zxqv jjk"]
+    for folder, is_named in ((right, False), (tmp_path, True)):
+        caplog.clear()
+        llm = LLM("zoo:tiny", {"method": name, "model": str(folder), "length_policy": "fixed"})
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(temperature=temperature, max_tokens=64, ignore_eos=True, seed=1)
+            llm.generate(prompts, params)
+        assert any("may be of another target" in message for message in caplog.messages) is is_named
 
 
 def test_the_command_line_takes_heads(tmp_path: Path) -> None:
