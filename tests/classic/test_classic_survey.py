@@ -9,6 +9,8 @@ import pytest
 import torch
 from classic_models import PROMPT, target
 from torch import Tensor
+from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
+from transformers.generation import candidate_generator
 
 from foredraft import zoo
 from foredraft.classic.adapters import adapter_of
@@ -223,9 +225,41 @@ def test_candidates_of_prompt_lookup_by_hand(options: dict[str, Any], text: list
     candidates, logits = PromptLookupCandidateGenerator(**options).get_candidates(torch.tensor([text]))
     assert candidates.tolist() == [[*text, *chosen]]
     assert logits is None
+    if "match" not in options:  # the same as the class of transformers
+        theirs = candidate_generator.PromptLookupCandidateGenerator(**{"max_length": 1 << 30, **options})
+        assert theirs.get_candidates(torch.tensor([text]))[0].tolist() == candidates.tolist()
 
 
-@pytest.mark.parametrize("options", [{"num_output_tokens": 0}, {"max_matching_ngram_size": 0}, {"match": "first"}])
+def test_prompt_lookup_is_a_generator_of_transformers_with_its_arguments() -> None:
+    """Its arguments by place; ends, forbidden tokens and the last token of a text as transformers does."""
+    text = torch.tensor([[1, 2, 3, 9, 1, 2, 4, 9, 1, 2]])
+    forbid = LogitsProcessorList([SuppressTokensLogitsProcessor([3])])
+    for arguments in (
+        (torch.tensor([9]), 5, 2, 100),
+        (torch.tensor([3]), 5, 2, 100),
+        (None, 5, 2, 100, forbid, 16),
+        (torch.tensor([9]), 5, 2, 100, forbid, 16),
+        (None, 5, 2, 11),
+    ):
+        theirs = candidate_generator.PromptLookupCandidateGenerator(*arguments)
+        ours = PromptLookupCandidateGenerator(*arguments)
+        assert isinstance(ours, candidate_generator.CandidateGenerator)
+        wanted, _ = theirs.get_candidates(text, is_first_iteration=True)
+        assert ours.get_candidates(text, is_first_iteration=True)[0].tolist() == wanted.tolist()
+        ours.update_candidate_strategy(text, torch.zeros(1, 10, 16), 3)
+    single = PromptLookupCandidateGenerator(9, 5)
+    assert single.get_candidates(text)[0].tolist() == [[*text[0].tolist(), 3]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_output_tokens": 0},
+        {"max_matching_ngram_size": 0},
+        {"match": "first"},
+        {"logits_processor": LogitsProcessorList()},
+    ],
+)
 def test_prompt_lookup_refuses_what_means_nothing(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         PromptLookupCandidateGenerator(**options)

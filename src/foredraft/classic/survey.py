@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from transformers.generation import CandidateGenerator
 
 from foredraft.classic.adapters import adapter_of
 from foredraft.classic.request import check_least
@@ -176,25 +178,33 @@ def _read(tree: DraftTree, cache: KVCache, model: Module, *, wants_hidden: bool)
     return output.logits, output.logits.new_empty(0) if output.last_hidden is None else output.last_hidden
 
 
-class PromptLookupCandidateGenerator:
+class PromptLookupCandidateGenerator(CandidateGenerator):  # type: ignore[misc]
     """What followed the last tokens of a text where they stood before: the longest n-gram, at its earliest place.
 
-    Source: prompt lookup decoding (Saxena 2023), as in transformers.
+    Source: prompt lookup decoding (Saxena 2023), with the arguments of the class of transformers.
 
     Args:
+      eos_token_id: id or ids before which a candidate ends.
       num_output_tokens: most tokens of a candidate.
       max_matching_ngram_size: tokens of the longest n-gram; shorter ones are tried down to one.
-      max_length: places of a text from which on nothing is copied.
+      max_length: places of a text from which on nothing is copied, and tokens of a text after which only one is to
+        come. transformers has 20 here, which is little.
+      logits_processor: a candidate ends before a token whose score it makes -inf; the next place is tried where
+        nothing is left. It is called with equal scores.
+      vocab_size: V, which ``logits_processor`` needs.
       match: "earliest", or "latest", which is right more often where a text repeats itself with changes.
 
-    Raises: ConfigError for a number below 1, or another word.
+    Raises: ConfigError for a number below 1, another word, or a processor without ``vocab_size``.
     """
 
     def __init__(
         self,
+        eos_token_id: Tensor | int | Sequence[int] | None = None,
         num_output_tokens: int = 10,
         max_matching_ngram_size: int = 2,
         max_length: int = 1 << 30,
+        logits_processor: Callable[[Tensor, Tensor], Tensor] | None = None,
+        vocab_size: int | None = None,
         *,
         match: str = "earliest",
     ) -> None:
@@ -204,17 +214,21 @@ class PromptLookupCandidateGenerator:
             ("max_length", max_length),
         ):
             check_least(name, value, 1)
+        if logits_processor is not None and vocab_size is None:
+            raise ConfigError("logits_processor needs vocab_size; give the number of logits that the model returns")
+        self.eos_token_id, self.logits_processor, self.vocab_size = eos_token_id, logits_processor, vocab_size
         self.num_output_tokens, self.max_length = num_output_tokens, max_length
         self.max_matching_ngram_size, self.match = max_matching_ngram_size, match
+        self._ends = set() if eos_token_id is None else set(torch.as_tensor(eos_token_id).reshape(-1).tolist())
         self._new_index()
 
     def _new_index(self) -> SuffixIndex:
         return SuffixIndex(range(1, self.max_matching_ngram_size + 1), match=self.match)
 
-    def get_candidates(self, input_ids: Tensor) -> tuple[Tensor, None]:
+    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
         """A text (1, T) with the candidate behind it, (1, T + k); the text itself where nothing matches.
 
-        The second value stands for logits, of which there are none.
+        The second value stands for logits, of which there are none. Other arguments are not used.
         Raises: ShapeError for more than one text.
         """
         if input_ids.ndim != 2 or len(input_ids) != 1:
@@ -222,10 +236,24 @@ class PromptLookupCandidateGenerator:
         tokens = input_ids[0].tolist()
         index = self._new_index()
         index.extend(tokens)
-        limit = min(len(tokens), self.max_length)
-        start = next((end for end in index.occurrences(tokens) if end < limit), limit)
-        chosen = tokens[start : min(start + self.num_output_tokens, limit)]
-        return torch.cat([input_ids, input_ids.new_tensor([chosen])], dim=1) if chosen else input_ids, None
+        limit = 0 if len(tokens) + 1 == self.max_length else min(len(tokens), self.max_length)
+        for start in index.occurrences(tokens):
+            chosen = self._allowed(input_ids, tokens[start : min(start + self.num_output_tokens, limit)])
+            if chosen:
+                end = next((place for place, token in enumerate(chosen) if token in self._ends), len(chosen))
+                return torch.cat([input_ids, input_ids.new_tensor([chosen[:end]])], dim=1), None
+        return input_ids, None
+
+    def _allowed(self, input_ids: Tensor, chosen: list[int]) -> list[int]:
+        """The tokens before the first one that the processor forbids."""
+        if self.logits_processor is None:
+            return chosen
+        for place, token in enumerate(chosen):
+            text = torch.cat([input_ids, input_ids.new_tensor([chosen[:place]])], dim=1)
+            score = self.logits_processor(text, torch.ones(1, self.vocab_size or 0, device=input_ids.device))[0, token]
+            if score <= torch.finfo(score.dtype).min:
+                return chosen[:place]
+        return chosen
 
 
 PAD = -2

@@ -59,8 +59,8 @@ class Expectation:
         share = sum(self.is_accepted.values()) / len(self.is_accepted)
         if len(self.is_accepted) == NUM_TOKENS and share < FAR_BELOW * self.stored:
             logger.warning(
-                "%s: the target took the first token of %.0f %% of the drafts after %d different tokens, and of %.0f %% "
-                "when the head was validated. It may be of another target, of other layers or angles "
+                "%s: the target took the first token of %.0f %% of the drafts after %d different tokens, and of "
+                "%.0f %% when the head was validated. It may be of another target, of other layers or angles "
                 "(draft_rope_theta), or made for another chat template.",
                 self.name,
                 100 * share,

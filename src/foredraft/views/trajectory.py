@@ -129,6 +129,15 @@ class Block:
         return len(self.iterates)
 
     @property
+    def states(self) -> tuple[tuple[int, ...], ...]:
+        """The guess, its iterates, and the fixed point once more where no two last ones are equal: y(j + 1) = y(j).
+
+        That repetition needs no forward: the last iterate was chosen after tokens that it does not change.
+        """
+        states = (self.initial, *self.iterates)
+        return states if states[-2:] == (self.fixed_point,) * 2 else (*states, self.fixed_point)
+
+    @property
     def settled(self) -> tuple[int, ...]:
         """For every position, the iteration since when it has been right without a break; 0 for a right guess."""
         states = [self.initial, *self.iterates]
@@ -318,6 +327,8 @@ th { text-align: right; font-weight: normal; color: #666 }
 def text(trajectory: Trajectory, width: int | None = None) -> str:
     """A table per block: a line per iteration, = for certain tokens, + for those that are right early.
 
+    The last line repeats the one before it, which is convergence; see `Block.states`.
+
     Args:
       width: wider tables are cut into parts of fewer positions, one below the other.
     """
@@ -393,9 +404,9 @@ def _html_rows(trajectory: Trajectory, block: Block) -> Iterator[str]:
 
 
 def _rows(trajectory: Trajectory, block: Block) -> Iterator[list[tuple[str, str]]]:
-    """Words and their states, of the initial guess and of every iterate."""
-    reaches = (len(block), *(block.verified or [len(block)] * block.num_iterations))
-    for iterate, reach in zip((block.initial, *block.iterates), reaches, strict=True):
+    """Words and their states, of the initial guess and of every iterate, the last one repeated."""
+    reaches = (len(block), *(block.verified or [len(block)] * block.num_iterations), len(block))
+    for iterate, reach in zip(block.states, reaches, strict=False):  # the last only where it is derived
         right = [token == wanted for token, wanted in zip(iterate, block.fixed_point, strict=True)]
         num_certain = right.index(False) if False in right else len(right)
         yield [

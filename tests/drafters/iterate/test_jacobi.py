@@ -133,6 +133,7 @@ def test_the_trajectory_is_the_jacobi_iteration_and_ends_in_its_fixed_point(llm:
     for one in found.blocks:
         assert one.start == len(text)
         assert one.num_iterations <= len(one)
+        assert one.states[-1] == one.states[-2] == one.fixed_point
         states = [one.initial, *one.iterates, one.fixed_point]
         for before, after in pairwise(states):
             assert after == next_tokens([*text, *before], len(one), mode)
@@ -154,6 +155,9 @@ def test_a_text_that_ends_inside_a_block_cuts_it(llm: LLM) -> None:
 def test_settled_and_right_early() -> None:
     block = Block(5, (1, 2, 0, 0), ((1, 9, 3, 0), (1, 2, 3, 9), (1, 2, 3, 4)))
     assert block.fixed_point == (1, 2, 3, 4)
+    assert block.states == (block.initial, *block.iterates, (1, 2, 3, 4))
+    assert Block(5, (1, 2), ((1, 3), (1, 3))).states == ((1, 2), (1, 3), (1, 3))
+    assert Block(5, (1, 2), ((1, 2),)).states == ((1, 2), (1, 2))
     assert block.settled == (0, 2, 1, 3)
     assert block.right_early == (True, False, True, True)
     both = Trajectory((7,), (block, Block(9, (6,), ((8,),))), "length", 0)
@@ -219,25 +223,28 @@ def test_a_trajectory_of_wide_blocks_runs_where_nothing_keeps_bits(
 def test_views_show_every_iterate() -> None:
     block = Block(1, (1, 2, 0), ((1, 9, 3), (1, 2, 3)))
     found = Trajectory((7,), (block,), "length", 0)
-    assert found.text().splitlines()[-4:] == [
+    assert found.text().splitlines()[-5:] == [
         "block 0, positions 1 to 3: 2 iterations for 3 tokens",
         "   0 =1 =2  0",
         "   1 =1  9 +3",
         "   2 =1 =2 =3",
+        "   3 =1 =2 =3",
     ]
-    assert found.text(10).splitlines()[-8:] == [
+    assert found.text(10).splitlines()[-10:] == [
         "     positions 1 to 2",
         "   0 =1 =2",
         "   1 =1  9",
         "   2 =1 =2",
+        "   3 =1 =2",
         "     positions 3 to 3",
         "   0  0",
         "   1 +3",
         "   2 =3",
+        "   3 =3",
     ]
     assert found.text(13) == found.text()
     page = found.html()
-    assert page.count("<tr>") == 3
+    assert page.count("<tr>") == 4
     assert '<td class="wrong">9</td><td class="early">3</td>' in page
 
 
