@@ -266,8 +266,8 @@ def test_every_list_of_sampling_parameters_may_be_iterated_over_once(form: str) 
     ("prompt", "error", "message"),
     [
         ("", PromptError, "prompt 0 is empty"),
-        (iter([STORY, iter([])]), PromptError, "prompt 1 is empty"),
-        ([STORY, iter([5, 1.5])], PromptError, "prompt 1 holds 1.5"),
+        pytest.param(iter([STORY, iter([])]), PromptError, "prompt 1 is empty", id="iterators"),
+        pytest.param([STORY, iter([5, 1.5])], PromptError, "prompt 1 holds 1.5", id="an iterator of ids"),
         ({"prompt": STORY, "output_ids": 5}, PromptError, "prompt 0 has the output_ids 5"),
         ({"prompt": STORY, "output_ids": [[5], 6]}, PromptError, "prompt 0 is int"),
         ({1: STORY, "x": 2}, PromptError, "prompt 0 has the keys"),
