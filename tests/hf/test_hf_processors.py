@@ -206,7 +206,10 @@ def test_empty_bad_words_ban_nothing(words: list[list[int]]) -> None:
     """As in transformers; they were refused as "()", which nobody had written."""
     model, ids = toy_model(VOCAB), torch.tensor([[5, 6, 7, 8]])
     asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
-    plain = model.generate(**asked, bad_words_ids=words)
+    try:
+        plain = model.generate(**asked, bad_words_ids=words)
+    except IndexError:
+        pytest.skip("this transformers has no empty entries")
     assert torch.equal(model.generate(**asked, bad_words_ids=words, custom_generate=speculate("ngram")), plain)
 
 

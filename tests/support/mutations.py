@@ -130,8 +130,8 @@ def _patch_visible(patch: pytest.MonkeyPatch, change: Callable[[torch.Tensor, to
     """Change the mask (B, N, T); the second argument holds every node's own column (B, N)."""
     visible = Masks.visible
 
-    def wrong(self: Masks, nodes: Nodes, starts: torch.Tensor, columns: int) -> torch.Tensor:
-        return change(visible(self, nodes, starts, columns), starts + torch.arange(nodes.width))
+    def wrong(self: Masks, nodes: Nodes, starts: torch.Tensor, columns: int, *counts: Any) -> torch.Tensor:
+        return change(visible(self, nodes, starts, columns, *counts), starts + torch.arange(nodes.width))
 
     patch.setattr(Masks, "visible", wrong)
 

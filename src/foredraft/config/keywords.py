@@ -9,7 +9,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from typing import Any, ParamSpec, TypeVar
 
 from foredraft.errors import ConfigError, PromptError
@@ -49,18 +49,24 @@ def nearest(given: str, known: Iterable[str], most: int = 1, cutoff: float = NEA
 
 
 def did_you_mean(given: str, known: Iterable[str], page: str = "", *, shown: Callable[[str], str] = repr) -> str:
-    """The nearest name as a question; where none is near, all that are known, or of many the nearest.
+    """The nearest name as a question, or both of two that are as near; where none is near, all that are known, or of
+    many the nearest.
 
     Args:
       page: a place that lists them all.
     """
     names = list(known)
-    if near := nearest(given, names):
-        return f"did you mean {shown(near[0])}?"
+    if near := nearest(given, names, 2):
+        alike = [name for name in near if _likeness(name, given) == _likeness(near[0], given)]
+        return f"did you mean {' or '.join(map(shown, alike))}?"
     if len(names) <= MOST_LISTED:
         return f"known are {', '.join(names)}."
     listed = ", ".join(nearest(given, names, NUM_NEAREST, 0.0))
     return f"the nearest of {len(names)} known ones are {listed}{f'; {page} lists all' if page else ''}."
+
+
+def _likeness(name: str, given: str) -> float:
+    return SequenceMatcher(None, name.lower(), given.lower()).ratio()
 
 
 def unknown_key(owner: str, key: str, known: Iterable[str]) -> ConfigError:

@@ -253,7 +253,7 @@ def _doubled(self: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
     return 2 * nn.functional.embedding(ids, self.weight)
 
 
-@pytest.mark.parametrize("name", ["activation", "norm", "scaling", "bias", "subclass", "sizes"])
+@pytest.mark.parametrize("name", ["activation", "norm", "scaling", "bias", "subclass", "sizes", "dynamic"])
 def test_what_is_unusual_is_drafted_with(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = changed(name)
     assert lm.execution.program is not None, lm.execution.why_no_program
@@ -262,7 +262,7 @@ def test_what_is_unusual_is_drafted_with(name: str, monkeypatch: pytest.MonkeyPa
     assert drafts_of(DraftModelDrafter(changed(name), target_vocab_size=V, policy=Fixed(3))) == found
 
 
-@pytest.mark.parametrize("name", ["hook", "forward", "dynamic", "double", "eager"])
+@pytest.mark.parametrize("name", ["hook", "forward", "double", "eager"])
 def test_other_models_run_as_modules(name: str) -> None:
     lm = changed(name)
     assert lm.execution.program is None
