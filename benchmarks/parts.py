@@ -849,7 +849,7 @@ def main(arguments: Seq[str] | None = None) -> None:
             "accepted": parts.accepted,
         }[options.part]
         rows = list(measure())
-    print(f"{parts.pair.label}, {parts.pair.target.dtype}, {torch.get_num_threads()} threads")
+    print(f"{parts.pair.label}\n{parts.pair.target.dtype}, {torch.get_num_threads()} threads")
     show(Console(highlight=False), [table(options.part, rows)])
     if options.out is not None:
         keep_json(options.out, {"provenance": provenance(), "models": parts.pair.label, options.part: rows})
