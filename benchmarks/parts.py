@@ -785,6 +785,9 @@ class Parts:
                 yield plain_data(accepted_lengths(arm, prompts, self.options.max_new_tokens, sampling))
 
 
+WIDTH = 110
+"""Columns of a printed table: ten figures side by side, whatever the terminal has."""
+
 SHOWN = {
     "efficiency": {
         "arm": "{}", "context": "{}", "draft_width": "{}", "draft_cost": "{:.3f}", "tokens_per_step": "{:.2f}",
@@ -850,7 +853,7 @@ def main(arguments: Seq[str] | None = None) -> None:
         }[options.part]
         rows = list(measure())
     print(f"{parts.pair.label}\n{parts.pair.target.dtype}, {torch.get_num_threads()} threads")
-    show(Console(highlight=False), [table(options.part, rows)])
+    show(Console(highlight=False, width=WIDTH), [table(options.part, rows)])
     if options.out is not None:
         keep_json(options.out, {"provenance": provenance(), "models": parts.pair.label, options.part: rows})
 

@@ -115,5 +115,5 @@ def test_every_part_prints_a_table_and_keeps_it(part: str, tmp_path: Path, capsy
     rows = json.loads(out.read_text())[part]
     assert len(rows) == ROWS[part]
     text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 80
+    assert max(map(len, text.splitlines())) <= parts.WIDTH
     assert all(name.split("_")[0] in text for name in parts.SHOWN[part])
