@@ -339,7 +339,7 @@ def test_copies_of_all_settings_are_listed(tmp_path: Path, cache: Path, monkeypa
     (cache / "y.packed").write_bytes(b"something else")
     told = {Path(each.file).name: each.why_unused for each in packed_copy.kept_files()}
     assert told.pop(".x.packed.1-2.part") == "it was not finished, unless a process writes it now"
-    assert told.pop("y.packed").startswith("it is damaged (it does not begin as such files do")
+    assert told.pop("y.packed").startswith("it is damaged (it is not a foredraft file of packed weights")
     assert sorted(why.rpartition("/")[2] for why in told.values())[:2] == ["", ""]
     assert sum(why.startswith(f"{other}/") and why.endswith("has changed or is gone") for why in told.values()) == 1
     monkeypatch.setattr("foredraft.__version__", "0.2")
