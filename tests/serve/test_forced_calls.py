@@ -247,7 +247,7 @@ def test_without_llguidance_a_forced_call_is_refused(server: Running, monkeypatc
     sent = {"messages": MESSAGES, "tools": tools, "tool_choice": "required"}
     found = server.post("/v1/chat/completions", **sent)
     assert found.status_code == 400
-    assert "foredraft[structured]" in found.json()["error"]["message"]
+    assert "python -m pip install 'llguidance" in found.json()["error"]["message"]
 
 
 def allowing(mode: str, *names: str) -> Any:
