@@ -1,4 +1,4 @@
-"""Where foredraft keeps what it makes once and uses again: converted models, compiled kernels."""
+"""Folders for files that are made once and used again: converted models, compiled kernels."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class LLM:
         that does not set ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty`` or ``max_tokens``
         has those. "none" leaves them out; a folder has a file of its own. EOS ids of the config count with "auto" and
         "none".
-      profile_file: that ``foredraft tune`` wrote; the governor begins with its costs. What it chose is "@FILE".
+      profile_file: output of ``foredraft tune``; the governor begins with its costs. What it chose is "@FILE".
       max_num_seqs, max_model_len, max_kv_bytes, prefill_chunk_size, exactness, strict_width: see `EngineConfig`.
 
     Raises:

@@ -268,7 +268,7 @@ class Datastore:
     Source: REST (He et al. 2023, arXiv:2311.08252).
 
     Args:
-      folder: that ``foredraft datastore build`` wrote.
+      folder: output of ``foredraft datastore build``.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:

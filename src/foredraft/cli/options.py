@@ -246,7 +246,7 @@ class DraftingOptions:
         """One config for drafting for ``model``; see `default_keys` for the default.
 
         Args:
-          profile_file: that ``foredraft tune`` may have written: its choice goes before the default.
+          profile_file: output of ``foredraft tune``, if any: its choice goes before the default.
 
         Raises: ConfigError; BadParameter for a config beside other options.
         """

@@ -1,4 +1,4 @@
-"""What ``foredraft generate`` writes: text as it comes, or JSON; other verbs write theirs in the same form."""
+"""Output of ``foredraft generate``: text as it comes, or JSON; other verbs write theirs in the same form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine and a method were measured to do, from a file that ``foredraft tune`` wrote."""
+"""Measured costs and acceptance of a machine and a method, from a file that ``foredraft tune`` wrote."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Profile:
 
     Args:
       method: whose drafts were measured.
-      facts: of the target and the machine, see `foredraft.engine.costs`.
+      facts: facts of the target and the machine, see `foredraft.engine.costs`.
       curves: of verification.
       drafting: seconds of drafting by levels, one row.
       acceptance: chance that a draft which was right so far is right at depth 1, 2, ...

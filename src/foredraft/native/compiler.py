@@ -35,7 +35,7 @@ SOURCES, HEADERS = (tuple(sorted(FOLDER.glob(kind))) for kind in ("*.cpp", "*.h"
 
 
 def options_of(instruction: str) -> list[str]:
-    """What a compiler is told for a key of `OPTIONS`, which sources see as ``FOREDRAFT_`` and its name."""
+    """Compiler flags for a key of `OPTIONS`, which sources see as ``FOREDRAFT_`` and its name."""
     return [*COMMON, *OPTIONS[instruction], f"-DFOREDRAFT_{instruction}"]
 
 
