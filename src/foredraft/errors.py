@@ -112,14 +112,23 @@ class EngineBusyError(ForedraftError, RuntimeError):
 def is_fatal(error: BaseException) -> bool:
     """Whether an error concerns every row, so that it is never contained: memory has run out, or the program is to end.
 
-    On CPUs torch reports a lack of memory by a plain RuntimeError, in which its allocator names itself.
+    Whatever is no Exception asks for an end, as KeyboardInterrupt and SystemExit do. Two do not: panics of libraries in
+    Rust, and asyncio's CancelledError, which comes from a loop of the callee's own, for no loop cancels a synchronous
+    call. On CPUs torch reports a lack of memory by a plain RuntimeError, in which its allocator names itself.
     """
     torch = sys.modules.get("torch")  # whose errors nobody raises who has not loaded it
-    if isinstance(error, (MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit)):
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(is_fatal, error.exceptions))
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
         return True
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return not (isinstance(error, Exception) or is_panic(error) or _is_cancelled(error))
+
+
+def _is_cancelled(error: BaseException) -> bool:
+    asyncio = sys.modules.get("asyncio")
+    return asyncio is not None and isinstance(error, asyncio.CancelledError)
 
 
 def is_panic(error: BaseException) -> bool:

@@ -154,8 +154,9 @@ def tokens(outputs: list[Any]) -> list[Any]:
 
 def places(llm: LLM) -> list[tuple[Any, str, int]]:
     """Where a step may be cut off: owner, name, and at which call."""
-    drafter = type(llm.drafting.new_drafter())
-    verbs = [(drafter, name, 2) for name in (("propose", "observe") if drafter.observes else ("propose",))]
+    made = llm.drafting.new_drafter()
+    drafter = type(made)
+    verbs = [(drafter, name, 2) for name in (("propose", "observe") if made.observes else ("propose",))]
     forwards = [(CausalLM, "forward", number) for number in (1, 2, 4)]  # of the target or of a draft model
     return [*verbs, (drafter, "start", 1), (drafter, "forget", 1), *forwards]
 
@@ -218,7 +219,8 @@ def test_a_close_that_is_cut_off_tells_those_whose_rows_it_ends(config: str, mon
     first, second, third = (llm.stream(prompt, PARAMS) for prompt in PROMPTS[:3])
     next(first)
     next(second)
-    drafter = type(llm.drafting.new_drafter())
+    made = llm.drafting.new_drafter()
+    drafter = type(made)
     with monkeypatch.context() as patch:
         patch.setattr(drafter, "forget", breaking(drafter.forget, 1, after=False))
         with pytest.raises(Interrupt):

@@ -32,6 +32,12 @@ VICTIM = "victim"
 class PanicException(BaseException):
     """As extension modules in Rust raise: no Exception."""
 
+    __module__ = "pyo3_runtime"
+
+
+class Interrupt(BaseException):
+    """As whoever stops a call may raise: no Exception either."""
+
 
 class Silent(Exception):
     def __str__(self) -> str:
@@ -103,7 +109,7 @@ def test_an_exception_of_any_kind_stays_in_the_rows_of_its_call(fault: str) -> N
             assert rows[1].stats.drafter_error.startswith(type(FAULTS[fault]()).__name__), verb
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, Interrupt])
 def test_what_ends_the_program_is_passed_on(error: type[BaseException]) -> None:
     def broken(*_: Any) -> Any:
         raise error

@@ -70,14 +70,14 @@ def test_a_signal_drains_and_a_second_one_does_not_wait(number: signal.Signals) 
 @pytest.mark.slow
 def test_connections_beyond_the_limit_of_files_and_requests_of_a_terminal_that_is_gone_come_to_their_end() -> None:
     """The event loop wrote a traceback for each of 2,000 tries, every second: 50 MB in 20 seconds. SIGHUP broke off."""
-    with command("--method", "none") as (process, address), ExitStack() as opened:
+    with command("--method", "none") as (process, address), ExitStack() as opened_last, ExitStack() as opened:
         num_open = len(os.listdir(f"/proc/{process.pid}/fd"))
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (num_open + 4, num_open + 4))
         parts = urlsplit(address)
         for _ in range(12):
             opened.enter_context(socket.create_connection((parts.hostname, parts.port)))
-        waiting = socket.create_connection((parts.hostname, parts.port), timeout=60)
-        waiting.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        waiting = opened_last.enter_context(socket.create_connection((parts.hostname, parts.port), timeout=60))
+        waiting.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         assert process.stderr is not None
         assert "no further connection can be accepted (Too many open files)" in process.stderr.readline()
         opened.close()
