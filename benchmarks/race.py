@@ -40,7 +40,7 @@ from workers.protocol import DRAFT, LOOKUP, PLAIN
 
 from foredraft import zoo
 from foredraft.bench.candidates import read_candidates
-from foredraft.bench.equality import Equality, check
+from foredraft.bench.equality import MAX_FLOAT32_GAP, Equality, check
 from foredraft.bench.outcome import same_of
 from foredraft.bench.provenance import provenance
 from foredraft.bench.report import WHY_NOTHING, Column, Line, Table, figure, load_lines, plain_data, show
@@ -935,7 +935,7 @@ class Race:
             return False
         if engine == OWN and arm.facts["numerics"] != self._workers[0].arms[0].facts["numerics"]:
             return False  # it has other weights
-        return not (found.is_repeatable and found.passes(torch.float32))
+        return not (found.is_repeatable and found.passes(MAX_FLOAT32_GAP))
 
     def outcome(self, unfinished: RaceRound | None = None) -> RaceOutcome:
         """What is known so far."""

@@ -152,19 +152,17 @@ class OwnArms:
         new_drafter: Callable[[], Drafter] | None = None,
         *,
         num_rows: int = 1,
-        exactness: str | None = None,
     ) -> EngineArm:
         """An arm of one row, or of batches.
 
         Args:
           new_drafter: of `drafters_of`, where that has been called before.
-          exactness: another one than that of all arms.
         """
         engine = EngineConfig(
             max_num_seqs=num_rows,
             acceptance=config.rejection_sample_method,
             typical=config.typical_limits,
-            exactness=exactness or self._exactness,
+            exactness=self._exactness,
         )
         drafter = (new_drafter or self.drafters_of(config))()
         return EngineArm(name, self.target, drafter, self._eos, engine, is_governed=config.is_governed)

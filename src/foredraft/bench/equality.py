@@ -6,8 +6,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-import torch
-
 from foredraft.beginnings import first_difference
 from foredraft.bench.trial import Sampling, Trial, rows_of
 from foredraft.model.lm import CausalLM
@@ -60,9 +58,9 @@ class Equality:
     def largest_gap(self) -> float:
         return max((divergence.gap for divergence in self.divergences), default=0.0)
 
-    def passes(self, dtype: torch.dtype) -> bool:
-        """Full precision: identical, near-ties excepted. Half precision is reported, not judged."""
-        return dtype in (torch.bfloat16, torch.float16) or self.largest_gap < MAX_FLOAT32_GAP
+    def passes(self, near_tie: float) -> bool:
+        """Whether every difference lies at a gap below ``near_tie``; 0 allows none."""
+        return not self.divergences or self.largest_gap < near_tie
 
 
 def check(trial: Trial, gap: Gap, reference: str, arms: Seq[str]) -> list[Equality]:

@@ -12,26 +12,23 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from foredraft.bench.arms import EngineArm, OwnArms
 from foredraft.bench.candidates import PLAIN, PLAIN_CANDIDATE, MethodCandidate
 from foredraft.bench.equality import Equality, check, gap_of
 from foredraft.bench.outcome import MethodRow, MethodsOutcome, RefusedMethod
 from foredraft.bench.trial import Sampling, Trial, compare, interleave, prompt_ratios
 from foredraft.bench.workload import BenchPrompt, prompts_of_kinds, read_questions, repeated_share
-from foredraft.config.engine import EngineConfig
+from foredraft.config.engine import EngineConfig, Promise
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.stats import StepProfile
 from foredraft.errors import ConfigError, ForedraftError
 from foredraft.loading.models import load_model
 from foredraft.progress import Watch
+from foredraft.testing.divergence import NEAR_TIES
 from foredraft.testing.inflation import inflated_from
 
 _WARM_UP_TOKENS = 8
-_CHECKED_TOKENS = 32
-"""Of a prompt's output that are compared in the strict mode before anything is timed."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class MethodsSettings:
       num_prompts: in all, of the kinds in turn.
       kinds: of prompts; None for all that the prompts have but passages to copy.
       repeats: rounds of forwards and backwards through all methods, per prompt.
-      exactness: of the runs that are timed.
+      exactness: default or relaxed.
       ignore_eos: go on past the end of the answer.
     """
 
@@ -62,21 +59,15 @@ class Contender:
 
     Args:
       memory_bytes: by which the process grew, as far as the system says.
-      equality: with plain decoding in strict mode; None where the timed runs are the ones to be compared.
     """
 
     candidate: MethodCandidate
     new_drafter: Callable[[], Drafter]
     arm: EngineArm
     memory_bytes: int | None
-    equality: Equality | None = None
 
-    def row(self, trial: Trial, judged: Equality | None, timed: Equality | None) -> MethodRow:
-        """What a trial tells of it.
-
-        Args:
-          judged, timed: equality with plain decoding, where it is promised and in the runs that were timed.
-        """
+    def row(self, trial: Trial, equality: Equality | None) -> MethodRow:
+        """Its results in a trial, with the comparison of its tokens with those of plain decoding."""
         name, profile = self.candidate.name, self.arm.engine.profile
         stats, speed = trial.stats(name), trial.tokens_per_second(name)
         return MethodRow(
@@ -90,8 +81,7 @@ class Contender:
             nodes_per_step=1 + stats.num_draft_tokens / max(1, stats.num_steps),
             draft_seconds=(profile.propose_seconds + profile.observe_seconds) / max(1, profile.num_steps),
             memory_bytes=self.memory_bytes,
-            equality=judged,
-            timed_equality=timed,
+            equality=equality,
             lossless=self.candidate.config.rule.is_lossless,
         )
 
@@ -157,8 +147,6 @@ class Methods:
         if not contenders:
             reasons = "; ".join(f"{one.method}: {one.reason}" for one in refused)
             raise ConfigError(f"none of the methods applies to this model: {reasons}")
-        self._check_strictly(contenders)
-        equal = [one for one in contenders if one.equality is None or self._passes(one.equality)]
         settings = self.settings
 
         def outcome(trial: Trial) -> MethodsOutcome:
@@ -169,7 +157,7 @@ class Methods:
             on_prompt(outcome(trial))
 
         self._say("timing", 0, len(self.prompts))
-        arms = [plain.arm, *(one.arm for one in equal)]
+        arms = [plain.arm, *(one.arm for one in contenders)]
         trial = interleave(arms, self.prompts, settings.sampling, settings.max_new_tokens, settings.repeats, note)
         return outcome(trial)
 
@@ -189,49 +177,21 @@ class Methods:
         return contenders, refused
 
     @property
-    def _is_full_precision(self) -> bool:
-        return self.target.dtype in (torch.float32, torch.float64)
+    def promise(self) -> Promise:
+        """The guarantee for every method's tokens, compared with those of plain decoding."""
+        return self.target.promise(self.settings.exactness)
 
     @property
-    def promised_exactness(self) -> str:
-        """The mode in which every dtype's tokens are promised to equal those of plain decoding."""
-        return self.settings.exactness if self._is_full_precision else "strict"
-
-    def _passes(self, found: Equality) -> bool:
-        """Full precision: identical, near-ties excepted. Strict: identical."""
-        return found.passes(self.target.dtype) if self._is_full_precision else not found.divergences
-
-    def _check_strictly(self, contenders: Seq[Contender]) -> None:
-        """Half precision: the tokens of every method against those of plain decoding, in strict mode.
-
-        In full precision the runs that are timed are the ones to be compared.
-        """
-        judged = [one for one in contenders if self._is_judged(one)]
-        if self._is_full_precision or not judged:
-            return
-        length, sampling = min(_CHECKED_TOKENS, self.settings.max_new_tokens), self.settings.sampling
-        arms = [self._arm(PLAIN_CANDIDATE, exactness="strict")]
-        arms += [self._arm(one.candidate, one.new_drafter, "strict") for one in judged]
-        trial = Trial(self.prompts, sampling, length, {arm.name: [] for arm in arms})
-        for place, prompt in enumerate(self.prompts):
-            self._say("checking that tokens are equal", place, len(self.prompts))
-            for arm in arms:
-                trial.runs[arm.name].append([arm.run(prompt.token_ids, length, sampling)])
-        found = self._checked(trial, [one.candidate.name for one in judged])
-        for contender, equal in zip(judged, found, strict=True):
-            contender.equality = equal
-
-    def _checked(self, trial: Trial, methods: Seq[str]) -> list[Equality]:
-        return check(trial, gap_of(self.target, trial.sampling), PLAIN, methods)
+    def _near_tie(self) -> float:
+        """Gap in logits up to which rounding explains other tokens; 0 where the same bits are promised."""
+        return 0.0 if self.promise.keeps_bits else NEAR_TIES[self.target.dtype]
 
     def _is_judged(self, contender: Contender) -> bool:
         """Rules that draw by themselves follow the law of plain decoding, and not its tokens."""
         return contender.candidate.config.rule.keeps_tokens or self.settings.sampling.is_greedy
 
-    def _arm(
-        self, candidate: MethodCandidate, new_drafter: Callable[[], Drafter] | None = None, exactness: str | None = None
-    ) -> EngineArm:
-        return self._arms.arm(candidate.name, candidate.config, new_drafter, exactness=exactness)
+    def _arm(self, candidate: MethodCandidate, new_drafter: Callable[[], Drafter] | None = None) -> EngineArm:
+        return self._arms.arm(candidate.name, candidate.config, new_drafter)
 
     def _started(self, candidate: MethodCandidate, make: Callable[[], Drafter], before: int | None = None) -> Contender:
         """A candidate whose arm has run once.
@@ -252,25 +212,21 @@ class Methods:
     def _outcome(
         self, trial: Trial, plain: Contender, contenders: Seq[Contender], refused: Seq[RefusedMethod]
     ) -> MethodsOutcome:
-        judged = [one.candidate.name for one in contenders if one.candidate.name in trial.runs and self._is_judged(one)]
-        timed = {found.arm: found for found in self._checked(trial, judged)}
-        rows, different = [], []
-        for contender in contenders:
-            name = contender.candidate.name
-            found = timed.get(name) if self._is_full_precision else contender.equality
-            if found is not None and not self._passes(found):
-                different.append(found)
-            else:
-                rows.append(contender.row(trial, found, timed.get(name)))
+        judged = [one.candidate.name for one in contenders if self._is_judged(one)]
+        gap = gap_of(self.target, trial.sampling)
+        found = {one.arm: one for one in check(trial, gap, PLAIN, judged)}
+        different = [one for one in found.values() if not one.passes(self._near_tie)]
+        names = {one.arm for one in different}
+        rows = [one.row(trial, found.get(one.candidate.name)) for one in contenders if one.candidate.name not in names]
         return MethodsOutcome(
             sampling=self.settings.sampling.label,
             kinds=tuple(prompt.category for prompt in trial.prompts),
             num_prompts_planned=len(self.prompts),
             runs_per_prompt=2 * self.settings.repeats,
             other_cpu_share=trial.other_cpu_share,
-            promised=self.promised_exactness,
+            promise=self.promise.describe(),
             repeated_share=repeated_share(trial.outputs(PLAIN)),
-            plain=plain.row(trial, None, None),
+            plain=plain.row(trial, None),
             rows=tuple(rows),
             different=tuple(different),
             refused=tuple(refused),

@@ -46,8 +46,7 @@ class MethodRow:
       draft_seconds: proposing and observing, per step.
       memory_bytes: by which the process grew when the method was loaded and ran for the first time, its own
         key-value cache of the target included; None where the system does not say.
-      equality: with plain decoding, in the mode in which it is promised.
-      timed_equality: the same in the runs that were timed.
+      equality: of its tokens with those of plain decoding; None where only the distribution is the same.
       lossless: the acceptance rule keeps the law of the target.
     """
 
@@ -62,7 +61,6 @@ class MethodRow:
     draft_seconds: float
     memory_bytes: int | None
     equality: Equality | None
-    timed_equality: Equality | None
     lossless: bool = True
 
     @property
@@ -76,8 +74,8 @@ class MethodsOutcome:
 
     Args:
       kinds: of the prompts, in their order.
-      promised: "default" or "strict": the mode in which equality was judged.
-      different: methods whose tokens are not those of plain decoding in that mode.
+      promise: the guarantee by which equality was judged, for people.
+      different: methods whose tokens are not those of plain decoding, by more than that guarantee allows.
       repeated_share: of plain decoding's tokens, those inside repeated 8-grams.
       num_prompts_planned: what an interrupted run did not reach.
     """
@@ -87,7 +85,7 @@ class MethodsOutcome:
     num_prompts_planned: int
     runs_per_prompt: int
     other_cpu_share: float
-    promised: str
+    promise: str
     repeated_share: float
     plain: MethodRow
     rows: tuple[MethodRow, ...]
@@ -140,22 +138,13 @@ class MethodsOutcome:
         return "; ".join(parts)
 
     def _equality(self) -> Iterator[Line]:
-        """The promise of exactness, whether it was kept, and where the timed runs departed from plain decoding."""
+        """The guarantee, and how many texts part from plain decoding's, by which gap."""
         judged = [row.equality for row in self.rows if row.equality is not None]
         if judged:
-            mode = "in strict mode, before anything was timed" if self.promised == "strict" else "in the timed runs"
-            same, total = sum(one.num_identical for one in judged), sum(one.num_prompts for one in judged)
-            near = max(one.largest_gap for one in judged)
-            others = f", the others at near-ties of at most {near:.1g}" if same < total else ""
-            yield Line(f"tokens equal plain decoding's {mode}: {same} of {total}{others}")
-        loose = [row.timed_equality for row in self.rows if row.timed_equality and row.timed_equality.divergences]
-        if loose and self.promised == "strict":
-            gap = max(one.largest_gap for one in loose)
-            yield Line(
-                "the timed runs round differently at some steps: their texts leave plain decoding's where two tokens "
-                f"{f'are at most {gap:.2g} apart in logits' if gap else 'tie'} (column same); --exactness strict rules "
-                "that out"
-            )
+            total, parted = sum(one.num_prompts for one in judged), sum(len(one.divergences) for one in judged)
+            gap = max(one.largest_gap for one in judged)
+            others = f"; {parted} part from them, at gaps of at most {gap:.2g} in logits" if parted else ""
+            yield Line(f"{self.promise}. Texts with plain decoding's tokens: {total - parted} of {total}{others}")
         for one in self.different:
             first = one.divergences[0]
             yield Line(
@@ -193,7 +182,7 @@ _COLUMNS = (
     Column("nodes", lambda row: figure(row.nodes_per_step, 1)),
     Column("draft\nms", lambda row: figure(row.draft_seconds * 1e3)),
     Column("MB", lambda row: "" if row.memory_bytes is None else f"{row.memory_bytes / 1e6:.0f}"),
-    Column("same", lambda row: same_of(row.timed_equality)),
+    Column("same", lambda row: same_of(row.equality)),
 )
 _KIND_COLUMNS = (
     Column("kind", lambda row: row.kind, is_text=True),
