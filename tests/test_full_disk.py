@@ -17,14 +17,13 @@ from foredraft import LLM
 from foredraft.bench.report import Report
 from foredraft.drafters.parts.rank_tree import RankTree
 from foredraft.errors import CheckpointError, ConfigError
-from foredraft.folders import append_lines, filling, is_no_room, keep_json, keep_text
+from foredraft.folders import append_lines, filling, is_no_room, keep_json, keep_text, write_text
 from foredraft.heads.checkpoint import write_checkpoint
 from foredraft.loading.stored import save_compressed
 from foredraft.native.library import library
+from foredraft.pictures import keep_picture, require_matplotlib
 from foredraft.train.plan import Answering, Plan
 from foredraft.train.run import Training
-from foredraft.views.traceplot import keep_picture, require_matplotlib
-from foredraft.views.trajectory import write_text
 from small_disk import room_for
 
 PROMPTS = "\n".join(

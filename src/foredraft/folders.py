@@ -176,6 +176,17 @@ def keep_text(file: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
 
 
+def write_text(file: str | os.PathLike[str], text: str) -> None:
+    """`keep_text` of a file that a user named.
+
+    Raises: ConfigError where the file cannot be written.
+    """
+    try:
+        keep_text(Path(file).expanduser(), text)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}; check the directory") from None
+
+
 def part_of(file: Path) -> Path:
     """Where a file is written by this thread before it takes its place."""
     return file.with_name(f".{file.name}.{os.getpid()}-{get_ident()}.part")

@@ -12,7 +12,7 @@ from parts import AcceptedLengths, accepted_lengths, expected_length, table
 from rich.console import Console
 
 from drafting import made
-from foredraft.bench.accepted import Position
+from foredraft.bench.accepted import Position, wilson
 from foredraft.bench.arms import EngineArm
 from foredraft.bench.report import plain_data, show
 from foredraft.bench.trial import Sampling
@@ -98,3 +98,10 @@ def test_the_table_takes_no_steps_at_all() -> None:
     text = console.export_text()
     assert "5.833" in text  # tokens per step: (3 * 10 + 1 + 2 * 2) / 6
     assert "0.000" in text
+
+
+def test_an_interval_holds_the_share_and_stays_a_share() -> None:
+    assert wilson(0, 5)[0] == 0.0
+    assert wilson(5, 5)[1] == 1.0
+    low, high = wilson(50, 100)
+    assert (low, high) == (pytest.approx(0.404, abs=1e-3), pytest.approx(0.596, abs=1e-3))

@@ -45,7 +45,6 @@ def _nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
         (["generate", "a\udc80", *TINY], "prompt 0 is not valid Unicode"),
         (["generate", "--prompts-file", "FILE", *TINY], "FILE, line 1 holds True; token ids are whole numbers"),
         (["generate", "a", "--prompts-file", "/no/file", *TINY], "'/no/file' cannot be read: No such file"),
-        (["generate", "a", "--trace-plot", "/no/file.png", *TINY], "/no/file.png cannot be written"),
         (["generate", "a", "--execution", "fast", *TINY], "execution='fast' is unknown"),
         (["generate", "a", "--exactness", "bits", *TINY], "exactness is 'bits'"),
         (["generate", "a", "--max-kv-bytes", "many", *TINY], "max_kv_bytes is 'many'"),

@@ -14,6 +14,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 LAYERS = (
     ("errors",),
     ("beginnings", "ending", "extras", "lazy", "folders", "forking", "machine", "progress", "upload"),
+    ("pictures",),
     ("native",),
     ("config",),
     ("tree",),
@@ -30,7 +31,7 @@ LAYERS = (
     ("llm", "hf", "classic"),
     ("testing", "views"),
     ("bench",),
-    ("tune", "train", "serve", "verify", "report"),
+    ("tune", "train", "serve", "verify"),
     ("cli",),
     ("__main__",),
 )

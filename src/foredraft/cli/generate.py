@@ -33,13 +33,10 @@ from foredraft.ending import finishing
 from foredraft.errors import ConfigError
 from foredraft.folders import check_place, only_writer
 from foredraft.serve.ray import check_ray
-from foredraft.views.traceplot import check_picture, plot_traces
 
 if TYPE_CHECKING:
     from foredraft.cli.tracing import TraceFile
     from foredraft.config.sampling import SamplingParams
-    from foredraft.engine.stats import StepTrace
-    from foredraft.sessions.outputs import RequestOutput
     from foredraft.sessions.runner import Stream
 
 
@@ -70,9 +67,6 @@ def generate(
             help="Write what every step planned, drafted, kept and rejected, for foredraft report.",
         ),
     ] = None,
-    trace_plot: Annotated[
-        str | None, typer.Option(metavar="FILE.png", help="Draw what every step planned, drafted and accepted.")
-    ] = None,
     as_json: AsJson = False,
     out: Annotated[
         str | None,
@@ -92,13 +86,11 @@ def generate(
         params = sampling.params(max_tokens=max_new_tokens, structured_outputs=structure.wanted())
         check_template(chat, raw)
         read = read_prompts(prompts or (), prompts_file, raw=raw)
-        if trace_plot is not None:
-            check_picture(trace_plot)
         trace_place = None if trace is None else check_place(trace)
         name = model.chosen()
         options = {**vars(loading), **vars(rows), "gguf_file": model.gguf_file}
         if out is not None:
-            unused = {"--json": as_json, "--trace": trace is not None, "--trace-plot": trace_plot is not None}
+            unused = {"--json": as_json, "--trace": trace is not None}
             if given := [option for option, is_given in unused.items() if is_given]:
                 raise typer.BadParameter(f"{', '.join(given)}: not with --out, whose lines are results as JSON alone")
             job = Job(name, drafting.config(name, loading.profile_file), options, params, read, chat, raw)
@@ -132,8 +124,6 @@ def generate(
         writer.finish(stream)
         if traced is not None:
             traced.write(stream)
-        if trace_plot is not None:
-            plot_traces(titled_traces(stream.outputs()), trace_plot)
 
 
 def _end_early(stream: Stream, writer: JsonWriter | TextWriter | None, traced: TraceFile | None) -> None:
@@ -149,18 +139,6 @@ def _end_early(stream: Stream, writer: JsonWriter | TextWriter | None, traced: T
     finally:
         if traced is not None:
             traced.write(stream)
-
-
-def titled_traces(outputs: Sequence[RequestOutput]) -> list[tuple[str, list[StepTrace]]]:
-    """The steps of every sample of every prompt, under a title."""
-    return [
-        (
-            f"prompt {place}" + (f", sample {sample.index}" if len(output.outputs) > 1 else ""),
-            [step for step in output.metrics.trace if step.sample == sample.index],
-        )
-        for place, output in enumerate(outputs)
-        for sample in output.outputs
-    ]
 
 
 BATCH = 32

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from foredraft.cli.info import peak_memory
 from foredraft.cli.writers import as_record
+from foredraft.folders import write_text
 from foredraft.views.token_view import Drafts
-from foredraft.views.trajectory import write_text
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM

@@ -44,8 +44,8 @@ def trajectory(
             if file is not None:
                 check_place(file)
         name = model.chosen()
+        from foredraft.folders import write_text
         from foredraft.views.trajectory import trajectory as trace
-        from foredraft.views.trajectory import write_text
 
         llm = load_llm(name, "none", gguf_file=model.gguf_file, **vars(loading))
         (asked,) = ask(llm.tokenizer, name, read, chat=chat, raw=raw)

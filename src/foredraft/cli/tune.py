@@ -76,7 +76,7 @@ def tune(
     with exit_codes():
         check_place(out)
         if plot is not None:
-            from foredraft.views.traceplot import check_picture
+            from foredraft.pictures import check_picture
 
             check_picture(plot)
         with stages() as watch:
@@ -112,7 +112,7 @@ def layer_skip(
         check_place(out)
         options.check_prompts()
         if plot is not None:
-            from foredraft.views.traceplot import check_picture
+            from foredraft.pictures import check_picture
 
             check_picture(plot)
         job = SearchJob.of(options)

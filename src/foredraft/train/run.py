@@ -23,13 +23,13 @@ from foredraft.heads.expectation import KEY as EXPECTED
 from foredraft.llm import LLM
 from foredraft.loading.info import eos_token_ids
 from foredraft.model.capture import check_width
+from foredraft.pictures import require_matplotlib
 from foredraft.train.answers import Gathering
 from foredraft.train.examples import example_of, is_evaluation, is_held_out, prompt_ids
 from foredraft.train.features import FeatureCache, FeatureSource, TargetFeatures
 from foredraft.train.plan import Plan
 from foredraft.train.start import frequent_tokens, new_recipe, parts_of
 from foredraft.train.trainer import Schedule, Trainer
-from foredraft.views.traceplot import require_matplotlib
 
 Say = Callable[[str], None]
 

@@ -6,7 +6,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from foredraft.views.traceplot import check_picture, keep_picture, require_matplotlib
+from foredraft.pictures import check_picture, keep_picture, require_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

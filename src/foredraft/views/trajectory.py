@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
@@ -21,10 +20,9 @@ from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.iterate.jacobi import INITIAL_GUESS, Guesses
 from foredraft.engine.budget import CAUSES, counted
 from foredraft.engine.drafter import Budget, Drafter, Requirements, StepResult
-from foredraft.engine.outputs import RowOutput
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError, PromptError
-from foredraft.folders import keep_text
+from foredraft.folders import write_text
 from foredraft.llm import LLM, ModelLike
 from foredraft.sessions.outputs import FrozenList
 from foredraft.sessions.prompts import PromptLike, read_prompts
@@ -33,6 +31,27 @@ from foredraft.tree import DraftTree
 if TYPE_CHECKING:
     from foredraft.model.cache.ragged import KVCache
     from foredraft.model.lm import CausalLM
+
+
+_NUMBER_WIDTH = 4
+"""Columns of the number of an iteration."""
+
+_LEGEND = {
+    "certain": ("=", "right, and nothing wrong before it"),
+    "early": ("+", "right already, after something wrong"),
+    "wrong": (" ", "not right yet"),
+    "cut": ("-", "cut off: not verified in this iteration"),
+}
+"""Mark and meaning of the states of a token, by CSS class."""
+
+_STYLE = """
+body { font: 14px/1.4 system-ui, sans-serif; margin: 2em; color: #222; background: #fff }
+table { border-collapse: collapse; margin: 0 0 1.5em }
+td, th { padding: 2px 6px; font: 12px/1.5 ui-monospace, monospace; white-space: pre; border: 1px solid #fff }
+th { text-align: right; font-weight: normal; color: #666 }
+.certain { background: #cfe8cf } .early { background: #cfe0f5 } .wrong { background: #f0f0f0; color: #777 }
+.cut { color: #aaa }
+"""
 
 
 def trajectory(
@@ -78,7 +97,8 @@ def trajectory(
     with llm.engine(recorder) as engine:
         row = engine.add_request(read[0].token_ids, params)[0]
         for outputs in engine.run():
-            _raise_failure(outputs)
+            if error := next((output.error for output in outputs if output.error is not None), None):
+                raise error
     recorder.close(row)
     return Trajectory(
         FrozenList(row.token_ids[: row.num_prompt_tokens]),
@@ -87,12 +107,6 @@ def trajectory(
         row.seed,
         llm.tokenizer,
     )
-
-
-def _raise_failure(outputs: Seq[RowOutput]) -> None:
-    error = next((output.error for output in outputs if output.error is not None), None)
-    if error is not None:
-        raise error
 
 
 @dataclass(frozen=True)
@@ -197,12 +211,75 @@ class Trajectory:
         return sum(sum(block.right_early) for block in self.blocks)
 
     def text(self, width: int | None = None) -> str:
-        """All iterates as tables of text, cut into parts where they are wider than ``width`` columns."""
-        return text(self, width)
+        """A table per block with a line per iteration; = marks certain tokens, + those that are right early.
+
+        The last line repeats the one before it, which is convergence (`Block.states`).
+
+        Args:
+          width: number of columns; wider tables are cut into parts, one below the other.
+        """
+        lines = [self._summary, *(f"  {mark!r} {words}" for mark, words in self._legend.values())]
+        for number, block in enumerate(self.blocks):
+            table = [[_LEGEND[state][0] + word for word, state in row] for row in self._cells(block)]
+            widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+            lines += ["", _title(number, block)]
+            for start, end in _parts(widths, width):
+                if end - start < len(widths):
+                    lines.append(f"     positions {block.start + start} to {block.start + end - 1}")
+                for iteration, row in enumerate(table):
+                    cells = map(str.ljust, row[start:end], widths[start:end])
+                    lines.append(f"{iteration:>4} {' '.join(cells)}".rstrip())
+        return "\n".join(lines) + "\n"
 
     def html(self) -> str:
-        """All iterates as one page that needs nothing else."""
-        return html(self)
+        """The tables of `text` as one page that loads nothing."""
+        legend = " ".join(
+            f'<span class="{state}">&nbsp;{escape(words)}&nbsp;</span>' for state, (_, words) in self._legend.items()
+        )
+        tables = []
+        for number, block in enumerate(self.blocks):
+            rows = []
+            for iteration, row in enumerate(self._cells(block)):
+                cells = "".join(f'<td class="{state}">{escape(word)}</td>' for word, state in row)
+                rows.append(f"<tr><th>{iteration}</th>{cells}</tr>")
+            tables.append(f"<h3>{escape(_title(number, block))}</h3><table>{''.join(rows)}</table>")
+        return (
+            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Jacobi trajectory</title>'
+            f"<style>{_STYLE}</style></head><body><h2>Jacobi trajectory</h2><p>{escape(self._summary)}</p>"
+            f"<p>{legend}</p>{''.join(tables)}</body></html>\n"
+        )
+
+    @property
+    def _summary(self) -> str:
+        return (
+            f"{len(self.token_ids)} tokens in {self.num_iterations} iterations "
+            f"({self.tokens_per_iteration:.2f} each), {self.num_right_early} positions right early"
+        )
+
+    @property
+    def _legend(self) -> dict[str, tuple[str, str]]:
+        """Marks and words of the states that the tables show."""
+        has_cuts = any(block.cuts for block in self.blocks)
+        return {state: told for state, told in _LEGEND.items() if has_cuts or state != "cut"}
+
+    def _cells(self, block: Block) -> Iterator[list[tuple[str, str]]]:
+        """Words and their states, of the initial guess and of every iterate, the last one repeated."""
+        reaches = (len(block), *(block.verified or [len(block)] * block.num_iterations), len(block))
+        for iterate, reach in zip(block.states, reaches, strict=False):  # the last only where it is derived
+            right = [token == wanted for token, wanted in zip(iterate, block.fixed_point, strict=True)]
+            num_certain = right.index(False) if False in right else len(right)
+            states = [
+                "cut" if place >= reach else "early" if is_right else "wrong" for place, is_right in enumerate(right)
+            ]
+            states[:num_certain] = ["certain"] * num_certain
+            yield [(self._word(token), state) for token, state in zip(iterate, states, strict=True)]
+
+    def _word(self, token: int) -> str:
+        """A token as it looks in its text, control characters escaped; its id where there is no tokenizer."""
+        if self.tokenizer is None:
+            return str(token)
+        decoded = str(self.tokenizer.decode([token], skip_special_tokens=False))
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in decoded) or "''"
 
     def records(self) -> Iterator[dict[str, Any]]:
         """One mapping per block, with all that stands before it: an example for consistency training."""
@@ -229,14 +306,6 @@ class Trajectory:
         Raises: ConfigError where that is not possible.
         """
         write_text(path, "".join(json.dumps(record) + "\n" for record in self.records()))
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Raises: ConfigError where the file cannot be written."""
-    try:
-        keep_text(Path(path).expanduser(), text)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; check the directory") from None
 
 
 class BlockRecorder(Drafter):
@@ -304,90 +373,18 @@ def _newest(block: Block) -> tuple[int, ...]:
     return block.iterates[-1] if block.iterates else block.initial
 
 
-_CERTAIN, _EARLY, _WRONG, _CUT = "certain", "early", "wrong", "cut"
-_NUMBER = 4  # columns of the iteration
-_MARK = {_CERTAIN: "=", _EARLY: "+", _WRONG: " ", _CUT: "-"}
-_LEGEND = {
-    _CERTAIN: "right, and nothing wrong before it",
-    _EARLY: "right already, after something wrong",
-    _WRONG: "not right yet",
-    _CUT: "cut off: not verified in this iteration",
-}
-
-_STYLE = """
-body { font: 14px/1.4 system-ui, sans-serif; margin: 2em; color: #222; background: #fff }
-table { border-collapse: collapse; margin: 0 0 1.5em }
-td, th { padding: 2px 6px; font: 12px/1.5 ui-monospace, monospace; white-space: pre; border: 1px solid #fff }
-th { text-align: right; font-weight: normal; color: #666 }
-.certain { background: #cfe8cf } .early { background: #cfe0f5 } .wrong { background: #f0f0f0; color: #777 }
-.cut { color: #aaa }
-"""
-
-
-def text(trajectory: Trajectory, width: int | None = None) -> str:
-    """A table per block: a line per iteration, = for certain tokens, + for those that are right early.
-
-    The last line repeats the one before it, which is convergence; see `Block.states`.
-
-    Args:
-      width: wider tables are cut into parts of fewer positions, one below the other.
-    """
-    lines = [summary(trajectory), *(f"  {_MARK[state]!r} {words}" for state, words in _legend(trajectory).items())]
-    for number, block in enumerate(trajectory.blocks):
-        words = [[_MARK[state] + word for word, state in row] for row in _rows(trajectory, block)]
-        widths = [max(map(len, column)) for column in zip(*words, strict=True)]
-        lines += ["", title(number, block)]
-        for start, end in _parts(widths, width):
-            if end - start < len(widths):
-                lines.append(f"     positions {block.start + start} to {block.start + end - 1}")
-            for iteration, row in enumerate(words):
-                cells = " ".join(word.ljust(size) for word, size in zip(row[start:end], widths[start:end], strict=True))
-                lines.append(f"{iteration:>4} {cells}".rstrip())
-    return "\n".join(lines) + "\n"
-
-
 def _parts(widths: list[int], limit: int | None) -> Iterator[tuple[int, int]]:
     """Ranges of columns that fit: [5, 5, 5] in 17 columns, 4 of them for the iteration: (0, 2), (2, 3)."""
-    start, used = 0, _NUMBER
+    start, used = 0, _NUMBER_WIDTH
     for place, size in enumerate(widths):
         if limit is not None and place > start and used + 1 + size > limit:
             yield start, place
-            start, used = place, _NUMBER
+            start, used = place, _NUMBER_WIDTH
         used += 1 + size
     yield start, len(widths)
 
 
-def html(trajectory: Trajectory) -> str:
-    """The same as a page; no other file is needed to look at it."""
-    legend = " ".join(
-        f'<span class="{state}">&nbsp;{escape(words)}&nbsp;</span>' for state, words in _legend(trajectory).items()
-    )
-    tables = "".join(
-        f"<h3>{escape(title(number, block))}</h3><table>{''.join(_html_rows(trajectory, block))}</table>"
-        for number, block in enumerate(trajectory.blocks)
-    )
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Jacobi trajectory</title>'
-        f"<style>{_STYLE}</style></head><body><h2>Jacobi trajectory</h2><p>{escape(summary(trajectory))}</p>"
-        f"<p>{legend}</p>{tables}</body></html>\n"
-    )
-
-
-def _legend(trajectory: Trajectory) -> dict[str, str]:
-    """The states that its tables show."""
-    has_cuts = any(block.cuts for block in trajectory.blocks)
-    return {state: words for state, words in _LEGEND.items() if has_cuts or state != _CUT}
-
-
-def summary(trajectory: Trajectory) -> str:
-    """One line on the whole."""
-    return (
-        f"{len(trajectory.token_ids)} tokens in {trajectory.num_iterations} iterations "
-        f"({trajectory.tokens_per_iteration:.2f} each), {trajectory.num_right_early} positions right early"
-    )
-
-
-def title(number: int, block: Block) -> str:
+def _title(number: int, block: Block) -> str:
     """One line on a block, and on what was cut off it."""
     last = block.start + len(block) - 1
     said = (
@@ -395,37 +392,3 @@ def title(number: int, block: Block) -> str:
     )
     cut = [f"{counted(count, 'guess')} cut off by {CAUSES[cause]}" for cause, count in sorted(block.cuts.items())]
     return "; ".join([said, *cut])
-
-
-def _html_rows(trajectory: Trajectory, block: Block) -> Iterator[str]:
-    for iteration, row in enumerate(_rows(trajectory, block)):
-        cells = "".join(f'<td class="{state}">{escape(word)}</td>' for word, state in row)
-        yield f"<tr><th>{iteration}</th>{cells}</tr>"
-
-
-def _rows(trajectory: Trajectory, block: Block) -> Iterator[list[tuple[str, str]]]:
-    """Words and their states, of the initial guess and of every iterate, the last one repeated."""
-    reaches = (len(block), *(block.verified or [len(block)] * block.num_iterations), len(block))
-    for iterate, reach in zip(block.states, reaches, strict=False):  # the last only where it is derived
-        right = [token == wanted for token, wanted in zip(iterate, block.fixed_point, strict=True)]
-        num_certain = right.index(False) if False in right else len(right)
-        yield [
-            (word(trajectory, token), _state(place, num_certain, right[place], reach))
-            for place, token in enumerate(iterate)
-        ]
-
-
-def _state(place: int, num_certain: int, is_right: bool, reach: int) -> str:
-    if place < num_certain:
-        return _CERTAIN
-    if place >= reach:
-        return _CUT
-    return _EARLY if is_right else _WRONG
-
-
-def word(trajectory: Trajectory, token: int) -> str:
-    """A token as it looks in its text, control characters escaped; its id where there is no tokenizer."""
-    if trajectory.tokenizer is None:
-        return str(token)
-    decoded = str(trajectory.tokenizer.decode([token], skip_special_tokens=False))
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in decoded) or "''"

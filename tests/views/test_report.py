@@ -1,38 +1,27 @@
-"""foredraft report: what it shows of every kind of result, the token view in a browser, and files that are none."""
+"""foredraft report: the headline of every kind of result, the token view in a browser, and files that are none."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from foredraft.bench.accepted import wilson
 from foredraft.cli import app
-from foredraft.report import read, report
-from foredraft.report.sections import acceptance
+from foredraft.views.report import read, report
 
 SHOTS = Path(__file__).parents[2] / ".cache" / "report"
-ROW = {"method": "ngram", "tokens_per_step": 1.5, "memory_bytes": 2_000_000}
 SPEED = {"arm": "ngram", "base": "plain", "ratio": 1.4, "low": 1.2, "high": 1.7, "num_prompts": 4}
-PLAIN = {
-    "method": "plain",
-    "tokens_per_step": 1.0,
-    "memory_bytes": 1_000_000,
-    "comparison": None,
-    "prompt_ratios": [1] * 4,
-}
 METHODS = {
-    "kinds": ["chat", "maths", "chat", "chat"],
-    "plain": PLAIN,
-    "rows": [{**ROW, "comparison": SPEED, "prompt_ratios": [1.1, 1.7, 1.3, None]}],
-    "refused": [{"method": "medusa", "reason": "<no heads>"}],
-    "different": [],
+    "rows": [
+        {"method": "<suffix>", "comparison": {**SPEED, "ratio": 1.5, "num_prompts": 1}},
+        {"method": "ngram", "comparison": SPEED},
+        {"method": "different", "comparison": None},
+    ]
 }
 VERDICT = {
     "status": "lossless",
@@ -53,7 +42,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_trace_holds_every_token_of_every_text(traced: Path) -> None:
-    records = [record for _, record in read(traced)]
+    records = read(traced)
     assert [(record["prompt_index"], record["sample"]) for record in records] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for record in records:
         assert "".join(text for step in record["steps"] for text in step["texts"]) == record["text"]
@@ -65,46 +54,22 @@ def test_a_trace_holds_every_token_of_every_text(traced: Path) -> None:
             position += len(step["token_ids"])
 
 
-def test_every_kind_of_result_has_its_section() -> None:
-    found = report(
-        [
-            ("methods", METHODS),
-            ("verdict", VERDICT),
-            ("info", {"model": {"name": "tiny"}, "step_cost": {"1": 1.0, "4": 1.6}, "peak_memory_bytes": 5e8}),
-        ],
-        "a & b",
-    )
+def test_every_kind_of_result_has_its_headline(traced: Path) -> None:
+    conditions = {"models": "tiny", "dtype": "float32", "provenance": {"cpu": "a CPU", "num_threads": 2}}
+    reason = {"result": "reason", "reason": "ngram runs at 1.40 of plain decoding's speed"}
+    lines: list[Any] = [{"result": "conditions", **conditions}, {"result": "methods", **METHODS}, reason, VERDICT]
+    found = report([*lines, *read(traced)], "a & b")
     assert "<title>a &amp; b</title>" in found
-    assert "Speed by plain decoding&#x27;s, chat: ngram 1.20 (1.10-1.30)" in found
-    assert "Speed by plain decoding&#x27;s, maths: ngram 1.70, one prompt" in found
-    assert "&lt;no heads&gt;" in found
-    assert "500 MB of memory at most" in found
+    assert "tiny, float32, on a CPU, 2 threads" in found
+    assert '<p class="headline">ngram runs at 1.40 of plain decoding&#x27;s speed</p>' in found
+    assert "intervals: &lt;suffix&gt; 1.50, one prompt; ngram 1.40 (1.20-1.70)" in found
+    assert '<p class="headline">it is lossless</p>' in found
+    num_steps = sum(len(record["steps"]) for record in read(traced))
+    assert re.search(rf"\d+ tokens in {num_steps} steps, \d+ of \d+ drafted tokens accepted; proposed by: ", found)
     assert "{{" not in found
     assert re.findall(r"https?://|//cdn|@import|<link|src=", found) == []
-
-
-def test_acceptance_is_shown_by_length_and_position() -> None:
-    lengths, positions = acceptance([[4, 4, 3], [4, 1, 1]])
-    assert [bar.said for bar in lengths.found] == ["1 (25%)", "3 (75%)"]
-    assert [(bar.label, bar.said) for bar in positions.found] == [
-        ("position 1", "4 of 4"), ("position 2", "3 of 4"), ("position 3", "3 of 3"), ("position 4", "3 of 3")
-    ]  # fmt: skip
-
-
-def test_a_choice_of_tune_is_told_from_a_curve_of_info(tmp_path: Path) -> None:
-    """Its profile holds the cost of a step as well, by which it was taken for what info measures, and refused."""
-    arm = {"name": "suffix, governed", "speedup": 1.25, "low": 1.1, "high": 1.4}
-    record = {
-        "method": "suffix", "model": "m", "sentence": "it gains 25 %", "compared": [arm], "step_cost": {"1": 1.0},
-        "costs": [{"num_rows": 1, "context": 256, "seconds": {"1": 0.01, "4": 0.02}}], "acceptance": [0.8],
-        "settings": [{"num_rows": 1, "context": 256, "num_speculative_tokens": 8, **arm}],
-    }  # fmt: skip
-    file = tmp_path / "tuned.json"
-    file.write_text(json.dumps(record))
-    assert [kind for kind, _ in read(file)] == ["profile"]
-    found = report(read(file), "a")
-    assert "it gains 25 %" in found
-    assert "suffix, governed 1.25 (1.10-1.40)" in found
+    whole = {**conditions, "methods": METHODS, "by_kind": [], "reason": reason["reason"], "notes": []}
+    assert report([whole], "a & b").replace(" hidden", "").count("<svg") == 1
 
 
 def test_a_file_with_a_byte_order_mark_is_read(traced: Path, tmp_path: Path) -> None:
@@ -112,43 +77,6 @@ def test_a_file_with_a_byte_order_mark_is_read(traced: Path, tmp_path: Path) -> 
     marked = tmp_path / "marked.jsonl"
     marked.write_text(traced.read_text(encoding="utf-8"), encoding="utf-8-sig")
     assert read(marked) == read(traced)
-
-
-@pytest.mark.parametrize(("name", "begins"), [("all.svg", b"<?xml"), ("all.png", b"\x89PNG"), ("all.pdf", b"%PDF")])
-def test_charts_are_written_as_a_picture(tmp_path: Path, name: str, begins: bytes) -> None:
-    pytest.importorskip("matplotlib")
-    file, out = tmp_path / "all.jsonl", tmp_path / name
-    curve = {"model": {"name": "tiny"}, "step_cost": {"1": 1.0, "4": 1.6}}
-    lines = [{"result": "methods", **METHODS}, VERDICT, curve]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = CliRunner().invoke(app, ["report", str(file), "--out", str(out), "--title", "three"])
-    assert result.exit_code == 0, result.stderr
-    # speed over all and of two kinds, tokens per step, memory; the curve. The verdict is sentences and a table
-    assert f"6 charts written to {out}" in result.stderr
-    assert out.read_bytes().startswith(begins)
-
-
-def test_a_picture_without_charts_or_matplotlib_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    file, out = tmp_path / "verdict.json", tmp_path / "verdict.svg"
-    file.write_text(json.dumps(VERDICT))
-    result = CliRunner().invoke(app, ["report", str(file), "--out", str(out)])
-    assert result.exit_code == 2
-    assert "there is no chart in these results" in result.stderr
-    result = CliRunner().invoke(app, ["report", str(file), "--out", str(tmp_path / "verdict.xyz")])
-    assert "has no known format" in result.stderr
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    result = CliRunner().invoke(app, ["report", str(file), "--out", str(out)])
-    assert result.exit_code == 2
-    assert "python -m pip install 'matplotlib" in result.stderr
-    assert not out.exists()
-
-
-def test_an_interval_holds_the_share_and_stays_a_share() -> None:
-    assert wilson(0, 5)[0] == 0.0
-    assert wilson(5, 5)[1] == 1.0
-    low, high = wilson(50, 100)
-    assert (low, high) == (pytest.approx(0.404, abs=1e-3), pytest.approx(0.596, abs=1e-3))
 
 
 @pytest.mark.slow
@@ -167,7 +95,7 @@ def test_the_page_goes_step_by_step(browser: Any, traced: Path, tmp_path: Path, 
     page.on("console", lambda line: faults.append(line.text) if line.type in ("error", "warning") else None)
     page.on("request", lambda request: faults.append(request.url) if not request.url.startswith("file:") else None)
     page.goto(out.as_uri())
-    record = read(traced)[0][1]
+    record = read(traced)[0]
     turn, told = page.locator(".replay").first, page.locator(".replay + .told").first
     tokens = "all => all.map(one => one.firstChild?.nodeValue ?? '').join('')"
     assert turn.locator("> .token").evaluate_all(tokens) == record["text"]
@@ -198,10 +126,9 @@ def test_the_page_goes_step_by_step(browser: Any, traced: Path, tmp_path: Path, 
     page.close()
 
 
-PROFILE = """{"method": "ngram", "compared": [{"name": %s, "speedup": %s, "low": 1, "high": 1}], "acceptance": [],
-"settings": [], "costs": [{"num_rows": 1, "context": 9, "seconds": {"1": %s}}]}"""
-TRACE = """{"prompt": %s, "timings": {"tokens_per_second": 1.0}, "metrics": {}, "steps": [{"sources": ["target"],
-"texts": %s, "rejected": [], "num_drafted": 0, "num_accepted": 0}]}"""
+SPEEDS = """{"rows": [{"method": %s, "comparison": {"ratio": %s, "low": 1, "high": 1, "num_prompts": 2}}]}"""
+TRACE = """{"prompt": %s, "steps": [{"sources": ["target"], "texts": %s, "rejected": [], "num_drafted": 0,
+"num_accepted": 0}]}"""
 
 
 @pytest.mark.parametrize(
@@ -212,21 +139,20 @@ TRACE = """{"prompt": %s, "timings": {"tokens_per_second": 1.0}, "metrics": {}, 
         ("[]", "holds no result"),
         ('{"a": 1}\n', "holds no result"),
         ('{"result": "conditions", "provenance": {}}\n', "holds no result"),
-        ('{"findings": [{}]}', "kind verdict lacks what it should hold (KeyError"),
-        ('{"steps": 3}', "kind trace lacks"),
+        ('{"steps": 3}', "a result lacks what it should contain (KeyError"),
+        ('{"rows": [{}]}', "a result lacks"),
         ("[" * 100_000, "is nested too deeply"),
         ('{"steps":' * 100_000, "is nested too deeply"),
         ('{"result": [1]}', "holds no result"),
         ('{"a": 1}\n{"b": \n{"c": 1}\n', "is not JSON or JSONL: line 2: Expecting value"),
-        ('{"findings": [], "status": "", "sentence": 3}', "3 is not a sentence"),
-        (PROFILE % ("7", "1", "1"), "7 is not the name of a bar"),
-        (PROFILE % ('"a"', "NaN", "1"), "kind profile lacks what it should hold"),
-        (PROFILE % ('"a"', "1e999", "1"), "kind profile lacks what it should hold"),
-        (PROFILE % ('"a"', "1" + "0" * 400, "1"), "too large"),
-        (PROFILE % ('"a"', "1", "1e308"), "inf is not a number that can be drawn"),
-        (PROFILE % ('"a"', "1", '"x"'), "kind profile lacks"),
+        ('{"sentence": 3}', "3 is not text"),
+        (SPEEDS % ("7", "1"), "7 is not text"),
+        (SPEEDS % ('"a"', "NaN"), "a result lacks"),
+        (SPEEDS % ('"a"', "1e999"), "a result lacks"),
+        (SPEEDS % ('"a"', "1" + "0" * 400), "too large"),
+        (SPEEDS % ('"a"', '"x"'), "a result lacks"),
         (TRACE % ('"a"', "[7]"), "7 is not text"),
-        (TRACE % ("null", "[]"), "kind trace lacks"),
+        (TRACE % ("null", "[]"), "a result lacks"),
     ],
 )
 def test_files_that_are_no_results_are_refused(tmp_path: Path, content: str | None, said: str) -> None:
@@ -255,18 +181,17 @@ def test_what_ends_a_line_elsewhere_may_stand_in_a_text(traced: Path, tmp_path: 
     """U+2028 is no line end of JSONL, and writers other than this library do not escape it."""
     record = json.loads(traced.read_text().splitlines()[0]) | {"prompt": "one\u2028two"}
     (tmp_path / "r.jsonl").write_text(2 * (json.dumps(record, ensure_ascii=False) + "\n"), encoding="utf-8")
-    assert [found["prompt"] for _, found in read(tmp_path / "r.jsonl")] == ["one\u2028two"] * 2
+    assert [found["prompt"] for found in read(tmp_path / "r.jsonl")] == ["one\u2028two"] * 2
 
 
 def test_text_that_is_none_and_marks_of_the_page_stay_what_they_are(tmp_path: Path) -> None:
     """Half a surrogate pair in a result or a name was a traceback, and ``{{texts}}`` of a result was filled in."""
-    finding = {"feature": "\ud800 {{texts}} <script>", "check": "law", "status": "holds", "found": ""}
     file = tmp_path / os.fsdecode(b"\xff.json")
-    file.write_text(json.dumps({"findings": [finding], "status": "lossless", "sentence": "a"}))
+    file.write_text(json.dumps({"status": "lossless", "sentence": "\ud800 {{texts}} <script>"}))
     result = CliRunner().invoke(app, ["report", str(file)])
     assert result.exit_code == 0, result.output
     found = file.with_suffix(".html").read_text(encoding="utf-8")
-    assert "<td>? {{texts}} &lt;script&gt;</td>" in found
+    assert ">? {{texts}} &lt;script&gt;</p>" in found
     assert "<h1>foredraft: ?.json</h1>" in found
 
 

@@ -1,0 +1,184 @@
+"""One page of a file of results: a headline for each, speeds of a comparison as bars, and texts token by token."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from foredraft.engine.budget import counted
+from foredraft.errors import ConfigError
+from foredraft.folders import parsed_json
+from foredraft.views.token_view import page
+
+logger = logging.getLogger("foredraft")
+
+Record = Mapping[str, Any]
+
+REMEDY = "give a file of bench --output, generate --trace, or verify or tune with --json"
+
+WIDTH, LABEL, RIGHT, ROW = 720, 190, 160, 26
+"""Widths of the chart, of its labels and of its figures, and the height of one bar, in units that the page scales."""
+
+
+def read(file: Path) -> list[Record]:
+    """The results in a file, in their order. NaN and infinities are read as null.
+
+    A last line that was cut off, by a kill or a full disk, is left out with a warning.
+
+    Raises: ConfigError for a file that cannot be read or has no result.
+    """
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}; {REMEDY}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file} is not text; {REMEDY}") from None
+    try:
+        found = [_parsed(text)]
+    except ValueError:
+        found = list(_lines(file, text))
+    records: list[Record] = [record for record in found if isinstance(record, dict)]
+    if not any({"steps", "sentence", "reason", "rows"} & record.keys() for record in records):
+        raise ConfigError(f"{file} holds no result that a report is made of; {REMEDY}")
+    return records
+
+
+def _lines(file: Path, text: str) -> Iterator[Any]:
+    """The value on each line. Only a line feed ends a line: strings may contain other line separators."""
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    for number, line in lines:
+        try:
+            yield _parsed(line)
+        except ValueError as error:
+            if number == lines[-1][0] > lines[0][0] and not text.endswith("\n"):
+                logger.warning("line %d of %s is cut off, and left out", number, file)
+                return
+            raise ConfigError(f"{file} is not JSON or JSONL: line {number}: {error}; {REMEDY}") from None
+
+
+def _parsed(text: str) -> Any:
+    """Raises: ValueError."""
+    return parsed_json(text, parse_constant=lambda _: None, parse_float=_finite)
+
+
+def _finite(number: str) -> float | None:
+    """JSON may contain numbers that no float can represent, such as 1e999."""
+    value = float(number)
+    return value if math.isfinite(value) else None
+
+
+def report(records: Seq[Record], title: str) -> str:
+    """The page: HTML that loads nothing.
+
+    Args:
+      records: as `read` returns them.
+
+    Raises: ConfigError for a record that lacks what its kind contains.
+    """
+    try:
+        traces = [_trace(record) for record in records if "steps" in record]
+        shown = [part for record in records if "steps" not in record for part in _parts(record)]
+        if traces:
+            shown.append(_headline(_trace_sentence(traces)))
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(f"a result lacks what it should contain ({error!r}); {REMEDY}") from None
+    texts = json.dumps(traces, allow_nan=False).replace("<", "\\u003c")
+    filling = {"title": escape(title), "results": "".join(shown), "texts": texts}
+    filled = re.sub(r"\{\{(\w+)\}\}", lambda found: filling[found[1]], page("foredraft.views", "report.html"))
+    return filled.encode("utf-8", "replace").decode()  # names of files may hold bytes that are not text
+
+
+def _parts(record: Record) -> Iterator[str]:
+    """Conditions, headline and speeds of a record, as far as it contains them."""
+    if "provenance" in record and "models" in record:
+        facts = record["provenance"]
+        machine = f"{facts.get('gpu') or facts.get('cpu')}, {counted(facts['num_threads'], 'thread')}"
+        told = f"{record['models']}, {record['dtype']}, on {machine}"
+        yield f'<p class="told">{escape(told)}</p>'
+    if "sentence" in record or "reason" in record:
+        yield _headline(_str(record.get("sentence", record.get("reason"))))
+    compared = record.get("methods", record)
+    if "rows" in compared:
+        yield _bars([row for row in compared["rows"] if row["comparison"] and row["comparison"]["num_prompts"]])
+
+
+def _headline(sentence: str) -> str:
+    return f'<p class="headline">{escape(sentence)}</p>'
+
+
+def _bars(rows: Seq[Record]) -> str:
+    """Speeds relative to plain decoding with their intervals, the fastest first; a dashed line marks plain decoding."""
+    rows = sorted(rows, key=lambda row: -row["comparison"]["ratio"])
+    most = max([1.0, *(end for row in rows for end in (row["comparison"]["ratio"], row["comparison"]["high"]))])
+
+    def at(value: float) -> float:
+        return LABEL + (WIDTH - LABEL - RIGHT) * max(0.0, value) / float(most)
+
+    height = ROW * len(rows) + 8
+    marks, told = [], []
+    for place, row in enumerate(rows):
+        found, top, middle = row["comparison"], 4 + place * ROW, 4 + (place + 0.5) * ROW
+        left, right = at(found["low"]), at(found["high"])
+        interval = f" ({found['low']:.2f}-{found['high']:.2f})" if found["num_prompts"] > 1 else ", one prompt"
+        figure = f"{found['ratio']:.2f}{interval}"
+        told.append(f"{_str(row['method'])} {figure}")
+        marks += [
+            f'<text x="{LABEL - 8}" y="{middle + 4}" class="label">{escape(row["method"])}</text>',
+            f'<rect x="{LABEL}" y="{top + 4}" width="{at(found["ratio"]) - LABEL:.1f}" height="{ROW - 8}"/>',
+            f'<path d="M{left:.1f} {middle}H{right:.1f}M{left:.1f} {middle - 5}v10M{right:.1f} {middle - 5}v10"/>',
+            f'<text x="{WIDTH - RIGHT + 8}" y="{middle + 4}">{figure}</text>',
+        ]
+    marks.append(f'<path class="plain" d="M{at(1.0):.1f} 0V{height}"/>')
+    title = "Speed relative to plain decoding, with 95 % intervals"
+    spoken = escape(f"{title}: {'; '.join(told)}", quote=True)
+    drawn = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{spoken}">{"".join(marks)}</svg>'
+    return f"<figure><figcaption>{title}</figcaption>{drawn}</figure>" if rows else ""
+
+
+def _trace(record: Record) -> dict[str, Any]:
+    """The part of a trace that the token view shows.
+
+    Raises: KeyError, TypeError for a trace that the view's script could not show.
+    """
+    prompt = record["prompt"]
+    return {
+        "prompt": prompt if isinstance(prompt, str) else f"{len(prompt)} token ids",
+        "steps": [
+            {
+                "texts": list(map(_str, step["texts"])),
+                "sources": list(map(_str, step["sources"])),
+                "rejected": [{key: _str(branch[key]) for key in ("source", "text")} for branch in step["rejected"]],
+                "num_drafted": int(step["num_drafted"]),
+                "num_accepted": int(step["num_accepted"]),
+            }
+            for step in record["steps"]
+        ],
+    }
+
+
+def _trace_sentence(traces: Seq[Record]) -> str:
+    """Tokens and steps of all texts, and how many tokens each drafter proposed."""
+    steps = [step for trace in traces for step in trace["steps"]]
+    sources = Counter(source for step in steps for source in step["sources"])
+    who = ", ".join(
+        f"{'the model itself' if name == 'target' else name} {count}" for name, count in sources.most_common()
+    )
+    drafted, accepted = (sum(step[key] for step in steps) for key in ("num_drafted", "num_accepted"))
+    return (
+        f"{counted(sources.total(), 'token')} in {counted(len(steps), 'step')}, {accepted} of {drafted} drafted tokens "
+        f"accepted; proposed by: {who}"
+    )
+
+
+def _str(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is not text")
+    return value
