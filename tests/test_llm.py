@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import gc
-import inspect
 import itertools
 import math
 import operator
@@ -20,7 +19,6 @@ from transformers import LogitsProcessor
 
 import foredraft
 from foredraft import LLM, SamplingParams, StructuredOutputs, zoo
-from foredraft.config.foreign import LLM_ALIASES, LLM_ARGUMENTS
 from foredraft.engine.stats import SequenceStats
 from foredraft.errors import ConfigError, ContextLengthError, EngineBusyError, NoTokenError, NumericsError, PromptError
 from foredraft.loading.info import dtype_note
@@ -664,14 +662,6 @@ def test_arguments_that_change_nothing_are_taken() -> None:
     model = toy_model()
     LLM(model, tensor_parallel_size=1, quantization=None, enforce_eager=False, swap_space=0)
     LLM(model, torch_dtype=model.dtype)
-
-
-def test_names_of_arguments_elsewhere_are_not_names_here() -> None:
-    names = inspect.signature(LLM).parameters
-    assert "speculative_config" in names
-    assert not {*LLM_ARGUMENTS, *LLM_ALIASES} & set(names)
-    assert set(LLM_ALIASES.values()) <= set(names)
-    assert not set(LLM_ALIASES) & set(LLM_ARGUMENTS)
 
 
 def test_model_info_tells_what_runs(llm: LLM) -> None:

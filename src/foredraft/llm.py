@@ -17,8 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from foredraft import forking, zoo
 from foredraft.config.acceptance import MATCH
 from foredraft.config.engine import Promise
-from foredraft.config.foreign import LLM_ALIASES, LLM_ARGUMENTS
-from foredraft.config.keywords import known_arguments
+from foredraft.config.keywords import takes_aliases
 from foredraft.config.sampling import SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.config.structured import StructuredOutputs
@@ -109,7 +108,7 @@ class LLM:
     Randomness: keyed by the seed of the request; without any seed every request draws one and reports it.
     """
 
-    @known_arguments("LLM", LLM_ALIASES, LLM_ARGUMENTS)
+    @takes_aliases("LLM")
     @makes_on_cpu
     @collector_paused()
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 import math
 import pickle
@@ -13,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from foredraft.config.foreign import METHODS_ELSEWHERE, SAMPLING_PARAMETERS, SPECULATIVE_KEYS
+from foredraft import LLM
+from foredraft.config.foreign import ALIASES, METHODS_NOT_HERE, NOT_HERE, Alias, aliases
 from foredraft.config.method import method_aliases, methods
-from foredraft.config.sampling import SAMPLING_ALIASES, SamplingParams
+from foredraft.config.sampling import SamplingParams
 from foredraft.config.speculative import SpeculativeConfig, all_keys
-from foredraft.config.written import ALIASES
 from foredraft.errors import ConfigError
 
 
@@ -163,10 +164,22 @@ class TestSamplingParams:
         assert SamplingParams(max_gen_len=40) == SamplingParams(max_tokens=40)
 
     def test_names_elsewhere_are_not_names_here(self) -> None:
-        for cls, foreign in ((SamplingParams, SAMPLING_PARAMETERS), (SpeculativeConfig, SPECULATIVE_KEYS)):
-            assert not {f.name for f in dataclasses.fields(cls)} & set(foreign)
-        assert not set(SAMPLING_ALIASES) & set(SAMPLING_PARAMETERS)
-        assert not set(ALIASES) & set(SPECULATIVE_KEYS)
+        names = {"SamplingParams": {f.name for f in dataclasses.fields(SamplingParams)}}
+        names["SpeculativeConfig"] = {"method", *all_keys()}
+        names["LLM"] = set(inspect.signature(LLM).parameters)
+        assert ALIASES.keys() == NOT_HERE.keys() == names.keys()
+        for owner, own in names.items():
+            assert not own & NOT_HERE[owner].keys()
+            assert not own & aliases(owner).keys()
+            assert not aliases(owner).keys() & NOT_HERE[owner].keys()
+            assert {alias.key for alias in aliases(owner).values()} <= own
+            assert {key for alias in aliases(owner).values() for key in alias.implies} <= own
+
+    def test_systems_that_share_an_alias_mean_the_same_key(self) -> None:
+        for owner, systems in ALIASES.items():
+            for names in systems.values():
+                for name, key in names.items():
+                    assert aliases(owner)[name] == (key if isinstance(key, Alias) else Alias(key))
 
     def test_forms_are_made_regular(self) -> None:
         params = SamplingParams(
@@ -196,16 +209,14 @@ class TestSpeculativeConfig:
         config = SpeculativeConfig(method=method, **parts)
         for key in methods()[method].keys.values():
             assert key.help
-            assert str(key.kind)
+            assert key.kind.text
             value = getattr(config, key.name)
-            assert value is None or key.kind(key.name, value) == value
+            assert value is None or key.kind.read(key.name, value) == value
             if key.default is not None and key.name != "num_speculative_tokens":
                 assert value == key.default
         assert methods()[method].summary
 
-    def test_aliases_name_what_exists_and_nothing_twice(self) -> None:
-        assert set(ALIASES.values()) <= {"method", *all_keys()}
-        assert not set(ALIASES) & set(all_keys())
+    def test_aliases_of_methods_are_not_names(self) -> None:
         assert not set(method_aliases()) & set(methods())
 
     def test_replace_keeps_the_rest(self) -> None:
@@ -226,7 +237,7 @@ class TestSpeculativeConfig:
         config = SpeculativeConfig(method="ngram", prompt_lookup_max=3)
         assert (config.prompt_lookup_max, config.draft_threshold) == (3, None)
         assert SpeculativeConfig(method="none").num_speculative_tokens == 0
-        for name in ("check", "keys", "of", "defaults_beside", "num_branches", "prompt_lookup_maximum"):
+        for name in ("check", "keys", "read", "given", "num_branches", "prompt_lookup_maximum"):
             with pytest.raises(AttributeError, match=rf"{name}.*method 'ngram' are .*prompt_lookup_max"):
                 getattr(config, name)
         assert pickle.loads(pickle.dumps(config)) == copy.copy(config) == config
@@ -342,7 +353,7 @@ class TestSpeculativeConfig:
                 SpeculativeConfig.parse(name)
 
     def test_what_is_not_here_yet_is_not_here(self) -> None:
-        assert not {*methods(), *method_aliases()} & set(METHODS_ELSEWHERE)
+        assert not {*methods(), *method_aliases()} & set(METHODS_NOT_HERE)
 
     @pytest.mark.parametrize(
         ("text", "message"),
@@ -379,7 +390,7 @@ class TestSpeculativeConfig:
     def test_two_spellings_with_different_values(self) -> None:
         with pytest.raises(ConfigError, match="two names of one key"):
             SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": 3, "draft_max": 4})
-        with pytest.raises(ConfigError, match="twice"):
+        with pytest.raises(ConfigError, match="draft-max=3 and draft_max=4, two names of one key"):
             SpeculativeConfig.parse({"method": "ngram", "draft-max": 3, "draft_max": 4})
         assert SpeculativeConfig.parse({"method": "ngram", "draft-max": 3, "draft_n": 3}).num_speculative_tokens == 3
 

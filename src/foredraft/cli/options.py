@@ -12,11 +12,12 @@ import typer
 
 from foredraft.cli.running import choose_model, read_text
 from foredraft.config.engine import EngineConfig
+from foredraft.config.foreign import aliases
 from foredraft.config.method import methods
 from foredraft.config.sampling import SamplingParams, UnsetFloat, UnsetInt
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.config.structured import StructuredOutputs
-from foredraft.config.written import ALIASES, by_comma, tuned
+from foredraft.config.written import by_comma, tuned
 from foredraft.errors import ConfigError
 from foredraft.loading.defaults import RULE, default_keys
 
@@ -289,9 +290,9 @@ def respell(arguments: Sequence[str]) -> list[str]:
     """Options of other tools under their names here: ``--assistant-model=X`` -> ``--draft-model=X``."""
     names = {"model": "--draft-model", "num_speculative_tokens": "--num-speculative-tokens"}
     table = {
-        "--" + alias.replace("_", "-"): names[key]
-        for alias, key in ALIASES.items()
-        if key in names and alias not in ("draft", "draft_model")
+        "--" + name.replace("_", "-"): names[alias.key]
+        for name, alias in aliases("SpeculativeConfig").items()
+        if alias.key in names and name not in ("draft", "draft_model")
     }
     table |= {"-md": "--draft-model", "--draft": "--num-speculative-tokens", "--max-tokens": "--max-new-tokens"}
     spelled: list[str] = []

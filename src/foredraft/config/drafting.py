@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from foredraft.config.acceptance import MATCH, RULES, AcceptanceRule
 from foredraft.config.options import Options, anything, one_of, option, whole
@@ -27,25 +27,16 @@ GOVERNED = "governed"
 FIXED = "fixed"
 
 
-class governed_or_fixed:
-    """The policies of methods whose drafts have no length to choose; others are refused where the method is known."""
-
-    def __call__(self, name: str, value: Any) -> str:
-        return {"constant": FIXED}.get(str(value).lower(), str(value).lower())
-
-    def __str__(self) -> str:
-        return f"{GOVERNED}, {FIXED}"
-
-
 def policy_choice(names: tuple[str, ...], aliases: Mapping[str, str]) -> Any:
     """The field ``length_policy`` of methods whose lengths these policies can decide."""
     help = "who decides how much is drafted: governed, by measured cost (under match), or a policy that is then kept to"
     return option(one_of(names, aliases), GOVERNED, help)
 
 
-def draft_length(default: int) -> Any:
+def draft_length(default: int, least: int = 0) -> Any:
     """The field ``num_speculative_tokens``."""
-    return option(whole(0), default, "longest draft, the bonus not counted; 0 decodes plainly")
+    plain = "" if least else "; 0 decodes plainly"
+    return option(whole(least), default, f"longest draft, the bonus not counted{plain}")
 
 
 def node_limit(default: int | None = None, help: str = "most nodes of a draft, root included") -> Any:
@@ -78,17 +69,7 @@ def depth_within(length: int, max_nodes: int | None, num_branches: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions(Options):
-    """Keys of every method that drafts.
-
-    Attributes:
-      drafts_trees: whether its drafts are trees whatever its keys say.
-      has_lengths: whether its drafts have a length that a policy can choose.
-      least_length: below which there is nothing to draft with.
-    """
-
-    drafts_trees: ClassVar[bool] = False
-    has_lengths: ClassVar[bool] = False
-    least_length: ClassVar[int] = 0
+    """Keys of every method that drafts."""
 
     num_speculative_tokens: int = draft_length(0)
     rejection_sample_method: str = acceptance(
@@ -96,7 +77,7 @@ class DraftOptions(Options):
         "how drafts are accepted: match (equal tokens for any draft), standard (rejection) or block",
     )
     length_policy: str = option(
-        governed_or_fixed(),
+        one_of((GOVERNED, FIXED), {"constant": FIXED}),
         GOVERNED,
         "who decides how much is drafted: governed, by measured cost (under match), or fixed",
     )
@@ -118,16 +99,6 @@ class DraftOptions(Options):
 
     def check(self) -> None:
         super().check()
-        if self.num_speculative_tokens < self.least_length:
-            raise ConfigError(
-                f"num_speculative_tokens is {self.num_speculative_tokens}; want {self.least_length} or more for method "
-                f"{self.method!r}"
-            )
-        if not self.has_lengths and self.length_policy not in (GOVERNED, FIXED):
-            raise ConfigError(
-                f"length_policy {self.length_policy!r} has no meaning for method {self.method!r}, whose drafts have no "
-                f"length to choose; choose one of {GOVERNED}, {FIXED}"
-            )
         if self.drafts_trees and not self.rule.takes_trees:
             raise ConfigError(
                 f"rejection_sample_method={self.rule.name!r} takes chains, and method {self.method!r} drafts trees; "
@@ -153,13 +124,7 @@ class BranchOptions(DraftOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(Options):
-    """Keys of methods that draft with a model of their own.
-
-    Attributes:
-      model_is_optional: whether the method drafts with the target itself where no model is named.
-    """
-
-    model_is_optional: ClassVar[bool] = False
+    """Keys of methods that draft with a model or heads of their own."""
 
     model: Any = option(
         anything("path, hub id, zoo:NAME or a loaded model"),

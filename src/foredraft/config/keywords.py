@@ -1,37 +1,20 @@
-"""Keywords of a configuration: aliases, the nearest name for an unknown one, names of other tools, values in range."""
+"""Keywords of a configuration: the own name of each, the nearest for an unknown one, values in range."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any, ParamSpec, TypeVar
 
+from foredraft.config.foreign import NOT_HERE, Alias, aliases, is_same
 from foredraft.errors import ConfigError, PromptError
 
 T = TypeVar("T")
 P = ParamSpec("P")
-
-
-@dataclass(frozen=True)
-class Foreign:
-    """An argument of another tool that has no counterpart here.
-
-    Args:
-      reason: why, and what to use instead.
-      harmless: values that ask for what happens anyway; they are accepted and have no effect.
-    """
-
-    reason: str
-    harmless: tuple[Any, ...] = (None,)
-
-    def is_harmless(self, value: Any) -> bool:
-        return any(_same(value, harmless) for harmless in self.harmless)
 
 
 NEAR = 0.6
@@ -74,88 +57,57 @@ def unknown_key(owner: str, key: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(f"{owner} takes no {key!r}; {did_you_mean(key, sorted(known), PAGES.get(owner, ''))}")
 
 
-def native(owner: str, given: Mapping[str, Any], foreign: Mapping[str, Foreign]) -> dict[str, Any]:
-    """The given keys without those of other tools that ask for what happens anyway.
-
-    Raises: ConfigError for those that ask for more, with the reason.
-    """
-    for key in given.keys() & foreign.keys():
-        if not foreign[key].is_harmless(given[key]):
-            raise ConfigError(f"{owner} cannot take {key}={_brief(given[key])}: {foreign[key].reason}")
-    return {key: value for key, value in given.items() if key not in foreign}
-
-
 def _brief(value: Any) -> str:
     """The repr of a plain value, the class of any other."""
     return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
-def canonical(
-    owner: str, given: Mapping[str, Any], fields: Iterable[str], aliases: Mapping[str, str]
+def own_keys(
+    owner: str, given: Mapping[str, Any], known: Iterable[str], spelled: Callable[[str], str] = str
 ) -> dict[str, Any]:
-    """The given keys under their own names.
+    """The given keys under their own names, with what aliases imply.
 
-    Raises: ConfigError for an unknown key, and for two spellings of one key with different values.
+    Keys of other systems that ask for what happens anyway are left out.
+
+    Args:
+      owner: a name in the tables of `foredraft.config.foreign`, for aliases and for keys that are not here.
+      known: its own names.
+      spelled: returns the usual spelling of a name.
+
+    Raises: ConfigError for an unknown key, for one that is not here, with the reason, for a switch that is neither true
+      nor false, and for two spellings of one key with different values.
     """
-    names = frozenset(fields)
-    spelled: dict[str, str] = {}
+    names, other_names, not_here = frozenset(known), aliases(owner), NOT_HERE.get(owner, {})
     values: dict[str, Any] = {}
-    for key, value in given.items():
-        name = key if key in names else aliases.get(key)
-        if name is None:
-            raise unknown_key(owner, key, names | aliases.keys())
-        if name in values and not _same(values[name], value):
+    given_as: dict[str, str] = {}
+    implied: dict[str, Any] = {}
+    for written, value in given.items():
+        key = spelled(written)
+        if key in not_here:
+            if not not_here[key].is_harmless(value):
+                raise ConfigError(f"{owner} cannot take {key}={_brief(value)}: {not_here[key].reason}")
+            continue
+        if key not in names and key not in other_names:
+            raise unknown_key(owner, key, names | other_names.keys())
+        alias = Alias(key) if key in names else other_names[key]
+        if alias.words:
+            if not isinstance(value, bool):
+                raise ConfigError(f"{owner}.{key} is {value!r}; it must be true or false")
+            value = alias.words[value]
+            if value is None:
+                continue
+        name = alias.key
+        if name in values and not is_same(values[name], value):
             raise ConfigError(
-                f"{owner} got {spelled[name]}={values[name]!r} and {key}={value!r}, two names of one key; give one"
+                f"{owner} got {given_as[name]}={values[name]!r} and {written}={value!r}, two names of one key; give one"
             )
-        spelled[name], values[name] = key, value
-    return values
+        given_as[name], values[name] = written, value
+        implied |= alias.implies
+    return {**implied, **values}
 
 
-def respelled(owner: str, given: Mapping[str, Any], normal: Callable[[str], str]) -> dict[str, Any]:
-    """The given keys, dashes and the like normalised."""
-    values: dict[str, Any] = {}
-    for key, value in given.items():
-        name = normal(key)
-        if name in values and not _same(values[name], value):
-            raise ConfigError(f"{owner} got {name} twice, as {values[name]!r} and as {value!r}; give it once")
-        values[name] = value
-    return values
-
-
-def _same(a: Any, b: Any) -> bool:
-    plain, nested = (bool, int, float, str), (list, dict)
-    return a is b or (any(type(a) in kinds and type(b) in kinds for kinds in (plain, nested)) and bool(a == b))
-
-
-def strict_keywords(aliases: Mapping[str, str], foreign: Mapping[str, Foreign]) -> Callable[[type[T]], type[T]]:
-    """Class decorator: a dataclass whose constructor takes aliases and names the nearest known key.
-
-    ``foreign`` holds keys of other tools that cannot apply.
-    """
-
-    def decorate(cls: type[T]) -> type[T]:
-        generated = cls.__init__
-        names = [f.name for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
-
-        @functools.wraps(generated)
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            values = canonical(cls.__name__, native(cls.__name__, kwargs, foreign), names, aliases)
-            twice = set(names[: len(args)]) & values.keys()
-            if twice:
-                raise ConfigError(f"{cls.__name__} got {sorted(twice)} both by position and by name; give each once")
-            generated(self, *args, **values)
-
-        cls.__init__ = init  # type: ignore[method-assign]
-        return cls
-
-    return decorate
-
-
-def known_arguments(
-    owner: str, aliases: Mapping[str, str], foreign: Mapping[str, Foreign]
-) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorator of a method: it takes aliases, explains arguments of other tools, and names the nearest known one.
+def takes_aliases(owner: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator of a method or a constructor: its keywords are those of `own_keys`.
 
     Its signature stays as it is, for readers and type checkers.
     """
@@ -165,7 +117,11 @@ def known_arguments(
 
         @functools.wraps(method)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            return method(*args, **canonical(owner, native(owner, kwargs, foreign), names, aliases))
+            values = own_keys(owner, kwargs, names)
+            twice = set(names[: len(args) - 1]) & values.keys()
+            if twice:
+                raise ConfigError(f"{owner} got {sorted(twice)} both by position and by name; give each once")
+            return method(*args, **values)
 
         return call
 

@@ -29,14 +29,8 @@ if TYPE_CHECKING:
 GROUP = "foredraft.drafters"
 """The entry point group by which other packages add methods, and the package that holds those of this one."""
 
-ATTRIBUTES = ("METHOD", "METHODS")
-"""The names under which a module exposes its method, or several that are one family."""
-
-WITHOUT_METHODS = ("lengths", "parts")
-"""Packages inside of `GROUP` that hold what drafters are made of."""
-
 ORDER = ("none", "lm", "lookup", "iterate", "selfdraft", "heads", "compose")
-"""The order in which methods are listed: by the package that holds them. Those of other packages come last."""
+"""Packages and modules of `GROUP` in the order in which methods are listed. Those of other packages come last."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +39,16 @@ class Method:
 
     Args:
       options: its name and its keys, with kinds, defaults and help; the only place where they are defined.
-      build: makes a drafter without state, from options and what the target brings along.
+      build: makes a drafter without state, from options and from what belongs to the target.
         Raises: ConfigError if something that the options ask for is missing.
-      summary: what it does, in a few words that follow "drafts".
+      summary: its source of drafts, in a few words that follow "drafts".
       aliases: names of other tools and older ones.
       sign: of a method that combines others: how they are joined in a name, as in "a+b".
-      recognizes: whether what lies in a folder is a drafter of this method, so that naming the folder is enough.
+      recognizes: whether a folder holds a drafter of this method, so that naming the folder is enough.
       sample: keys with which to try whether a model can draft this way, where the defaults are not enough.
+      head: the kind of heads that ``model`` names ("eagle2" drafts with those of "eagle"); empty where ``model`` is a
+        causal language model, and where there is no such key.
+      model_is_optional: whether it drafts with the target itself where the config names no model.
     """
 
     options: type[Options]
@@ -61,6 +58,8 @@ class Method:
     sign: str = ""
     sample: Mapping[str, Any] = field(default_factory=dict)
     recognizes: Callable[[Contents], bool] | None = None
+    head: str = ""
+    model_is_optional: bool = False
 
     @property
     def name(self) -> str:
@@ -75,44 +74,22 @@ class Method:
     @property
     def drafts_trees(self) -> bool:
         """Whether its drafts are trees whatever its keys say."""
-        return getattr(self.options, "drafts_trees", False)
+        return self.options.drafts_trees
 
     @property
     def takes_model(self) -> bool:
         """Whether it drafts with a causal language model that the config may name."""
-        return "model" in self.keys and not self.drafts_with_heads
-
-    @property
-    def model_is_optional(self) -> bool:
-        """Whether it drafts with the target itself where the config names no model."""
-        return getattr(self.options, "model_is_optional", False)
+        return "model" in self.keys and not self.head
 
     @property
     def drafts_with_heads(self) -> bool:
-        """Whether what the config names as a model is a head over the target's features."""
-        return getattr(self.options, "model_is_head", False)
-
-    @property
-    def head(self) -> str:
-        """The kind of head that it drafts with, by the name of a method: "eagle2" drafts with heads of "eagle"."""
-        return getattr(self.options, "head", self.name)
+        """Whether ``model`` names heads over the target's features."""
+        return bool(self.head)
 
     @property
     def combines(self) -> bool:
         """Whether it is made of other methods."""
         return "drafters" in self.keys
-
-
-def recognized(model: object) -> Method | None:
-    """The method whose drafter lies in this folder; None where it is none that any method knows."""
-    contents = Contents.of(model)
-    return None if contents is None else recognized_in(contents)
-
-
-def recognized_in(contents: Contents) -> Method | None:
-    """The method whose drafter this is; None where it is none that any method knows."""
-    known = (method for method in methods().values() if method.recognizes is not None)
-    return next((method for method in known if method.recognizes and method.recognizes(contents)), None)
 
 
 @cache
@@ -153,23 +130,14 @@ def method_aliases() -> dict[str, str]:
     return {alias: method.name for method in methods().values() for alias in method.aliases}
 
 
-def compositions() -> dict[str, str]:
-    """The signs by which methods are combined in a name, the loosest first: "ngram>suffix+draft_model"."""
-    return {method.sign: method.name for method in methods().values() if method.sign}
-
-
 def _own() -> Iterator[Method]:
-    for name in sorted(_modules(GROUP), key=lambda name: (ORDER.index(name.split(".")[2]), name)):
-        one, several = (getattr(import_module(name), attribute, None) for attribute in ATTRIBUTES)
-        yield from several or ([] if one is None else [one])
-
-
-def _modules(package: str) -> Iterator[str]:
-    for module in pkgutil.iter_modules(import_module(package).__path__):
-        if module.ispkg and module.name not in WITHOUT_METHODS:
-            yield from _modules(f"{package}.{module.name}")
-        elif module.name in ORDER or package != GROUP:
-            yield f"{package}.{module.name}"
+    for name in ORDER:
+        room = import_module(f"{GROUP}.{name}")
+        files = sorted(module.name for module in pkgutil.iter_modules(getattr(room, "__path__", ())))
+        for module in [room, *(import_module(f"{room.__name__}.{file}") for file in files)]:
+            if (method := getattr(module, "METHOD", None)) is not None:
+                yield method
+            yield from getattr(module, "METHODS", ())
 
 
 @dataclass(frozen=True)
@@ -204,21 +172,14 @@ class KeyEntry:
 def key_entries(chosen: str | None = None) -> list[KeyEntry]:
     """Every key, those of most methods first; of one method, where one is chosen, its own first."""
     num_owners = Counter(name for method in methods().values() for name in method.keys)
-    of: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for method in _methods(chosen):
+    defaults: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for method in methods().values() if chosen is None else [methods()[chosen]]:
         for key in method.keys.values():
-            of.setdefault((key.name, str(key.kind), key.help), {})[method.name] = _default(method, key)
-    entries = [KeyEntry(name, values, defaults, help) for (name, values, help), defaults in of.items()]
+            is_of_parts = method.combines and key.name == "num_speculative_tokens"  # the length of the longest part
+            found = defaults.setdefault((key.name, key.kind.text, key.help), {})
+            found[method.name] = None if is_of_parts else key.default
+    entries = [KeyEntry(name, values, of, help) for (name, values, help), of in defaults.items()]
     return sorted(entries, key=lambda entry: num_owners[entry.name] * (-1 if chosen is None else 1))
-
-
-def _methods(chosen: str | None) -> list[Method]:
-    return list(methods().values()) if chosen is None else [methods()[chosen]]
-
-
-def _default(method: Method, key: Key) -> Any:
-    """A method that combines others has the length of its parts."""
-    return None if method.combines and key.name == "num_speculative_tokens" else key.default
 
 
 def _shown(value: Any) -> str:
@@ -260,6 +221,18 @@ class Contents:
         for file in sorted(folder.iterdir()):
             names |= _names_in(file)
         return cls(config, frozenset(names))
+
+
+def recognized(model: object) -> Method | None:
+    """The method whose drafter lies in this folder; None where it is none that any method knows."""
+    contents = Contents.of(model)
+    return None if contents is None else recognized_in(contents)
+
+
+def recognized_in(contents: Contents) -> Method | None:
+    """The method whose drafter this is; None where it is none that any method knows."""
+    known = (method for method in methods().values() if method.recognizes is not None)
+    return next((method for method in known if method.recognizes and method.recognizes(contents)), None)
 
 
 def _folder(name: str) -> Path | None:

@@ -1,141 +1,107 @@
-"""Options that describe and check themselves: a frozen dataclass, each of whose fields is an `option`."""
+"""Options of a method: a frozen dataclass, each of whose fields is an `option` with a default, a kind and help."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 from foredraft.config.keywords import has_items, integer, real, spelling
 from foredraft.errors import ConfigError
 from foredraft.folders import check_place
 
 OWNER = "SpeculativeConfig"
-"""Whose keys these are, in messages."""
-
-
-class Kind(Protocol):
-    """The values that an option accepts."""
-
-    def __call__(self, name: str, value: Any) -> Any:
-        """The value in its normal form. Raises: ConfigError, naming the option."""
-
-    def __str__(self) -> str:
-        """For people: ``whole number, 1 or more``."""
+"""Owner of these keys, in messages."""
 
 
 @dataclass(frozen=True)
-class whole:
+class Kind:
+    """The values that a key takes.
+
+    Args:
+      text: description for people: ``whole number, 1 or more``.
+      read: returns the normal form of a value, given the name of its key.
+        Raises: ConfigError, naming the key.
+      check: refuses values that are of no use on this machine, given the name of the key and a value in normal form.
+        Raises: ConfigError.
+    """
+
+    text: str
+    read: Callable[[str, Any], Any]
+    check: Callable[[str, Any], object] | None = None
+
+
+def whole(low: int, high: int | None = None) -> Kind:
     """A whole number within the limits."""
-
-    low: int
-    high: int | None = None
-
-    def __call__(self, name: str, value: Any) -> int:
-        return integer(OWNER, name, value, self.low, self.high)
-
-    def __str__(self) -> str:
-        return f"whole number, {self.low} or more" if self.high is None else f"whole number, {self.low} to {self.high}"
+    text = f"whole number, {low} or more" if high is None else f"whole number, {low} to {high}"
+    return Kind(text, lambda name, value: integer(OWNER, name, value, low, high))
 
 
-@dataclass(frozen=True)
-class number:
+def number(low: float, high: float = math.inf, *, above: bool = False) -> Kind:
     """A finite number within the limits; ``above`` excludes the lower one."""
-
-    low: float
-    high: float = math.inf
-    above: bool = dataclasses.field(default=False, kw_only=True)
-
-    def __call__(self, name: str, value: Any) -> float:
-        return real(OWNER, name, value, self.low, self.high, above=self.above)
-
-    def __str__(self) -> str:
-        low = f"more than {self.low:g}" if self.above else f"{self.low:g} or more"
-        return f"number, {low}" if math.isinf(self.high) else f"number, {self.low:g} to {self.high:g}"
+    least = f"more than {low:g}" if above else f"{low:g} or more"
+    text = f"number, {least}" if math.isinf(high) else f"number, {low:g} to {high:g}"
+    return Kind(text, lambda name, value: real(OWNER, name, value, low, high, above=above))
 
 
-@dataclass(frozen=True)
-class flag:
+def flag() -> Kind:
     """True or False."""
 
-    def __call__(self, name: str, value: Any) -> bool:
+    def read(name: str, value: Any) -> bool:
         if not isinstance(value, bool):
             raise ConfigError(f"{name} is {value!r}; it must be true or false")
         return value
 
-    def __str__(self) -> str:
-        return "true or false"
+    return Kind("true or false", read)
 
 
-@dataclass(frozen=True)
-class path:
-    """A path: of a file that is written, or with ``is_read`` of what has to be there."""
+def path(is_read: bool = False) -> Kind:
+    """A path: of a file that is written, or with ``is_read`` of one that has to exist."""
 
-    is_read: bool = False
-
-    def __call__(self, name: str, value: Any) -> str:
+    def read(name: str, value: Any) -> str:
         if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
             raise ConfigError(f"{name} is {value!r}; it must be a path")
         return str(os.fspath(value))
 
-    def __str__(self) -> str:
-        return "path"
-
-    def check(self, name: str, value: str) -> None:
-        """Raises: ConfigError for a path at which nothing can be read, or written."""
-        if not self.is_read:
+    def check(name: str, value: str) -> None:
+        if not is_read:
             check_place(value)
         elif not os.path.exists(os.path.expanduser(value)):
             raise ConfigError(f"{name} is {value!r}, where nothing is; check the path")
 
+    return Kind("path", read, check)
 
-@dataclass(frozen=True)
-class whole_numbers:
+
+def whole_numbers() -> Kind:
     """A list of different whole numbers, as an ascending tuple."""
 
-    low: int = 0
-
-    def __call__(self, name: str, value: Any) -> tuple[int, ...]:
+    def read(name: str, value: Any) -> tuple[int, ...]:
         if not has_items(value):
             raise ConfigError(f"{name} is {value!r}; it must be a list of whole numbers")
-        return tuple(sorted({integer(OWNER, name, item, self.low) for item in value}))
+        return tuple(sorted({integer(OWNER, name, item, 0) for item in value}))
 
-    def __str__(self) -> str:
-        return "list of whole numbers"
+    return Kind("list of whole numbers", read)
 
 
-@dataclass(frozen=True)
-class one_of:
-    """A name, or an alias of one: ``aliases`` holds what else may be given, and the name that it stands for."""
+def one_of(names: tuple[str, ...], aliases: Mapping[str, str] | None = None) -> Kind:
+    """A name, or an alias of one: ``aliases`` holds other words, and the name that each stands for."""
+    known = {**(aliases or {}), **{name: name for name in names}}
 
-    names: tuple[str, ...]
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    def __call__(self, name: str, value: Any) -> str:
-        given = spelling(value).lower() if isinstance(value, str) else None
-        chosen = given if given in self.names else self.aliases.get(given or "")
+    def read(name: str, value: Any) -> str:
+        chosen = known.get(spelling(value).lower()) if isinstance(value, str) else None
         if chosen is None:
-            raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(self.names)}")
+            raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(names)}")
         return chosen
 
-    def __str__(self) -> str:
-        return ", ".join(self.names)
+    return Kind(", ".join(names), read)
 
 
-@dataclass(frozen=True)
-class anything:
-    """Any value that the code behind the option understands; ``title`` says what that is."""
-
-    title: str
-
-    def __call__(self, name: str, value: Any) -> Any:
-        return value
-
-    def __str__(self) -> str:
-        return self.title
+def anything(text: str) -> Kind:
+    """Any value; the code behind the key reads it."""
+    return Kind(text, lambda name, value: value)
 
 
 def option(kind: Kind, default: Any = None, help: str = "") -> Any:
@@ -164,17 +130,17 @@ class Options:
 
     Attributes:
       method: the name of that way.
+      drafts_trees: whether its drafts are trees whatever its keys say.
 
     Raises: ConfigError for a value that its kind does not take, and for values that do not go together.
     """
 
     method: ClassVar[str]
+    drafts_trees: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        for name, key in self.keys().items():
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, key.kind(name, value))
+        for name, value in self.given().items():
+            object.__setattr__(self, name, self.keys()[name].kind.read(name, value))
         self.check()
 
     def check(self) -> None:
@@ -182,9 +148,13 @@ class Options:
 
     def check_paths(self) -> None:
         """Raises: ConfigError for a path at which nothing can be read, or written, on this machine."""
-        for name, key in self.keys().items():
-            if isinstance(key.kind, path) and getattr(self, name) is not None:
-                key.kind.check(name, getattr(self, name))
+        for name, value in self.given().items():
+            if (check := self.keys()[name].kind.check) is not None:
+                check(name, value)
+
+    def given(self) -> dict[str, Any]:
+        """Every option that has a value: a mapping from which `read` makes the same options."""
+        return {name: value for name in self.keys() if (value := getattr(self, name)) is not None}
 
     @classmethod
     def keys(cls) -> dict[str, Key]:
@@ -195,11 +165,6 @@ class Options:
         }
 
     @classmethod
-    def defaults_beside(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Defaults that follow from what is given, where they differ from those of the fields."""
-        return {}
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
-        """Options from the keys that were given."""
-        return cls(**{**cls.defaults_beside(given), **given})
+    def read(cls, given: Mapping[str, Any]) -> Self:
+        """Options from the keys that were given; a method whose defaults depend on these overrides it."""
+        return cls(**given)

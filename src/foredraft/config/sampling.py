@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foredraft.config.foreign import SAMPLING_PARAMETERS
-from foredraft.config.keywords import has_items, integer, listed, real, strict_keywords, strings
+from foredraft.config.keywords import has_items, integer, listed, real, strings, takes_aliases
 from foredraft.config.structured import StructuredOutputs
 from foredraft.errors import ConfigError
 
@@ -21,18 +20,6 @@ MIN_TEMPERATURE = 1e-5
 MAX_DIGITS = 20
 """Of a token id that is text; Python makes no number of more than 4,300."""
 
-SAMPLING_ALIASES = {
-    "max_new_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "max_gen_len": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "stop_strings": "stop",
-    "stop_sequences": "stop",
-    "num_return_sequences": "n",
-    "bad_words_token_ids": "bad_words_ids",
-    "logits_processor": "logits_processors",
-}
-"""Names of transformers, of the OpenAI API and of `foredraft.classic` for fields of `SamplingParams`."""
 MAX_NAMED = 10
 """Token ids that an error names."""
 
@@ -70,7 +57,6 @@ class TokenIds(tuple[int, ...]):
     """Token ids that have been checked, one by one: parameters that are made of others check them no more."""
 
 
-@strict_keywords(SAMPLING_ALIASES, foreign=SAMPLING_PARAMETERS)
 @dataclass(frozen=True, repr=False)
 class SamplingParams:
     """How the tokens of one request are chosen: vLLM's names and defaults, HF's order of processors.
@@ -326,6 +312,9 @@ class SamplingParams:
                     "processor(input_ids, scores)"
                 )
         self._set("logits_processors", processors)
+
+
+SamplingParams.__init__ = takes_aliases("SamplingParams")(SamplingParams.__init__)  # type: ignore[method-assign]
 
 
 def check_named_tokens(params: SamplingParams, vocab_size: int) -> None:

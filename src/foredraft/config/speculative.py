@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from foredraft.config.acceptance import RULES, AcceptanceRule, TypicalLimits
-from foredraft.config.foreign import METHODS_ELSEWHERE, SPECULATIVE_KEYS, method_elsewhere
-from foredraft.config.keywords import canonical, native, nearest, respelled, spelling
-from foredraft.config.method import Method, compositions, method_aliases, methods, recognized
+from foredraft.config.foreign import METHODS_NOT_HERE, method_not_here
+from foredraft.config.keywords import nearest, own_keys, spelling
+from foredraft.config.method import Method, method_aliases, methods, recognized
 from foredraft.config.options import Key, Options
-from foredraft.config.written import ALIASES, IMPLIED, read_text, spelled_out, switched
+from foredraft.config.written import read_text
 from foredraft.errors import ConfigError
 
 NAME = "SpeculativeConfig"
@@ -42,14 +42,14 @@ class SpeculativeConfig:
     options: Options
 
     def __init__(self, method: str | None = None, options: Options | None = None, **keys: Any) -> None:
-        given = {**({} if options is None else _set(options)), **_canonical({**_if(method=method), **keys})}
-        given = {key: value for key, value in given.items() if value is not None}
+        given = {**({} if options is None else options.given()), **_own_keys({**_if(method=method), **keys})}
+        given = _if(**given)
         chosen, drafters = _chosen(given.pop("method", None), given)
         if drafters is not None:
             given["drafters"] = drafters
         _check_keys(chosen, given)
         object.__setattr__(self, "method", chosen.name)
-        object.__setattr__(self, "options", chosen.options.of(given))
+        object.__setattr__(self, "options", chosen.options.read(given))
 
     def __getattr__(self, name: str) -> Any:
         """A key of the method, which may fix it; None for a key of other methods. A copy in the making has none."""
@@ -62,7 +62,7 @@ class SpeculativeConfig:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{known}")
 
     def __repr__(self) -> str:
-        values = {"method": self.method, **_set(self.options)}
+        values = self.as_dict()
         if values.get("model") is not None and not isinstance(values["model"], (str, os.PathLike)):
             values["model"] = type(values["model"])  # a loaded model shows all of its layers
         return f"{NAME}({', '.join(f'{name}={_shown(value)}' for name, value in values.items())})"
@@ -121,7 +121,7 @@ class SpeculativeConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """The method and every key that has a value."""
-        return {"method": self.method, **_set(self.options)}
+        return {"method": self.method, **self.options.given()}
 
     @property
     def model_part(self) -> SpeculativeConfig | None:
@@ -151,18 +151,20 @@ def _if(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _set(options: Options) -> dict[str, Any]:
-    return _if(**{key.name: getattr(options, key.name) for key in options.keys().values()})
+def _own_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The given keys under their own names, with what aliases imply.
 
-
-def _canonical(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The given keys under their own names, with what aliases imply."""
-    given = spelled_out(native(NAME, respelled(NAME, keys, spelling), SPECULATIVE_KEYS))
-    given = switched(NAME, given)
-    values = canonical(NAME, given, {"method", *all_keys()}, ALIASES)
-    for alias in given.keys() & IMPLIED.keys():
-        values = {**IMPLIED[alias], **values}
-    return values
+    Of the keys of `speculative_generate`, some have no effect: with ``use_egag``, ``gamma_max`` is the longest draft in
+    the place of ``gamma``; without it, ``gamma`` is the length of every draft.
+    """
+    said = {spelling(key): value for key, value in keys.items()}
+    unused: set[str] = set()
+    if said.get("use_egag") is False:
+        unused = {"gamma_min", "gamma_max", "egag_ema_beta"}
+    elif said.get("use_egag") is True:
+        unused = {"gamma_max"} if said.get("gamma_max") is None else {"gamma"}
+    used = {key: value for key, value in keys.items() if spelling(key) not in unused}
+    return own_keys(NAME, used, {"method", *all_keys()}, spelling)
 
 
 def _chosen(name: Any, given: Mapping[str, Any]) -> tuple[Method, list[str] | None]:
@@ -178,19 +180,20 @@ def _chosen(name: Any, given: Mapping[str, Any]) -> tuple[Method, list[str] | No
         )
     _check_available(spelled)
     is_whole = spelled in methods() or spelled in method_aliases()  # "hydra++" has a sign in it
-    for sign, composition in () if is_whole else compositions().items():
-        if sign in spelled:
+    for method in methods().values():
+        sign = method.sign
+        if sign and sign in spelled and not is_whole:
             if given.get("drafters") is not None:
                 raise ConfigError(f"method {name!r} names its drafters, and drafters does too; give one")
             parts = _parted(spelled, sign)
             if not all(parts):
                 raise ConfigError(f"method {name!r} names nothing on one side of {sign!r}; write 'ngram{sign}suffix'")
-            return methods()[composition], parts
+            return method, parts
     spelled = method_aliases().get(spelled, spelled)
     if spelled not in methods():
-        near = nearest(spelled, [*methods(), *method_aliases(), *METHODS_ELSEWHERE])
+        near = nearest(spelled, [*methods(), *method_aliases(), *METHODS_NOT_HERE])
         hint = f"did you mean {near[0]!r}? " if near else ""
-        if near and near[0] in METHODS_ELSEWHERE:
+        if near and near[0] in METHODS_NOT_HERE:
             hint += "That is not available in this version; "
         raise ConfigError(f"method {name!r} is not known; {hint}choose one of {', '.join(methods())}")
     return methods()[spelled], None
@@ -247,7 +250,7 @@ def _check_keys(method: Method, given: Iterable[str]) -> None:
 
 def _check_available(name: str) -> None:
     """Refuse methods that people know and this version does not have."""
-    what = method_elsewhere(name)
+    what = method_not_here(name)
     if what is not None and name not in methods():
         raise ConfigError(
             f"method {name!r} ({what}) is not available in this version; choose one of {', '.join(methods())}, or "

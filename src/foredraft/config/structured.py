@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from foredraft.config.keywords import canonical, strings
+from foredraft.config.keywords import own_keys, strings
 from foredraft.errors import ConfigError
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -89,7 +89,7 @@ class StructuredOutputs:
                 f"SamplingParams.structured_outputs is {type(given).__name__}; give StructuredOutputs, or a mapping of "
                 "its fields"
             )
-        return cls(**canonical("StructuredOutputs", dict(given), [one.name for one in fields(cls)], {}))
+        return cls(**own_keys("StructuredOutputs", given, [one.name for one in fields(cls)]))
 
 
 def _as_text(schema: Any) -> str:

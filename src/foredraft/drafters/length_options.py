@@ -35,7 +35,6 @@ class LengthOptions(Options):
 
     looks: ClassVar[frozenset[str]] = frozenset({NOTHING})
     own_policy: ClassVar[str] = "fixed"
-    has_lengths: ClassVar[bool] = True
 
     length_policy: str = policy_choice((GOVERNED, *POLICIES), _ALIASES)
     length_policy_mode: str | None = option(

@@ -8,7 +8,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from foredraft.config.keywords import Foreign, check_unicode
+from foredraft.config.foreign import Foreign
+from foredraft.config.keywords import check_unicode
 from foredraft.errors import ConfigError, GrammarError, PromptError
 from foredraft.serve.asking import Asking, read_asking, read_form, with_prompts
 from foredraft.serve.calls import message_of

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from foredraft.config.keywords import Foreign
+from foredraft.config.foreign import Foreign
 from foredraft.serve.asking import Asking, read_asking, with_prompts
 from foredraft.serve.errors import ApiError
 from foredraft.serve.fields import REFUSED, SHARED, Fields, wrong_field

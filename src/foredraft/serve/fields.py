@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn, TypeVar
 
-from foredraft.config.keywords import Foreign, nearest
+from foredraft.config.foreign import Foreign
+from foredraft.config.keywords import nearest
 from foredraft.config.sampling import SamplingParams
 from foredraft.serve.errors import ApiError
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from foredraft.config.keywords import Foreign
+from foredraft.config.foreign import Foreign
 from foredraft.serve.asking import Asking
 from foredraft.serve.chat import KNOWN as OF_CHAT
 from foredraft.serve.chat import read_conversation, read_messages

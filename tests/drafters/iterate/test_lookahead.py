@@ -281,7 +281,7 @@ def test_the_node_limit_holds_while_the_window_fills_and_afterwards() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; want 1 or more"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; it must be 1 or more"),
         ({"window_size": 0}, "window_size is 0; it must be between 1 and 1024"),
         ({"guess_set_size": -1}, "guess_set_size is -1; it must be between 0 and 1024"),
         ({"max_draft_nodes": 27}, "max_draft_nodes=27 holds no window.*raise the first to 28"),
@@ -300,7 +300,7 @@ def test_numbers_out_of_range_are_refused(options: dict[str, int], message: str)
         ({"guess_set_size": -1}, "guess_set_size is -1"),
         ({"window_size": "wide"}, "must be a whole number"),
         ({"pool_from_prompt": "yes"}, "must be true or false"),
-        ({"length_policy": "heuristic"}, "has no meaning for method 'lookahead'"),
+        ({"length_policy": "heuristic"}, "length_policy is 'heuristic'; choose one of governed, fixed"),
         ({"rejection_sample_method": "block"}, "takes chains, and method 'lookahead' drafts trees"),
     ],
 )

@@ -46,12 +46,13 @@ class AutoOptions(CompositeOptions):
     max_draft_nodes: int = node_limit(32)
 
     @classmethod
-    def defaults_beside(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+    def read(cls, given: Mapping[str, Any]) -> AutoOptions:
         """A model or a head that is given is one more drafter."""
-        if given.get("model") is None:
-            return {"drafters": FREE}
-        found = recognized(given["model"])
-        return {"drafters": (*FREE, "draft_model" if found is None else found.name)}
+        drafters: tuple[str, ...] = FREE
+        if given.get("model") is not None:
+            found = recognized(given["model"])
+            drafters = (*FREE, "draft_model" if found is None else found.name)
+        return super().read({"drafters": drafters, **given})
 
     def check(self) -> None:
         super().check()

@@ -86,13 +86,7 @@ step on a CPU, and would bring fewer tokens than that time does."""
 
 @dataclass(frozen=True, kw_only=True)
 class EagleHeadOptions(ModelOptions, VocabularyOptions):
-    """The head.
-
-    Attributes:
-      model_is_head: that ``model`` names a head, not a causal language model.
-    """
-
-    model_is_head: ClassVar[bool] = True
+    """The head."""
 
     draft_rope_theta: float | None = option(
         number(0.0, above=True),
@@ -127,7 +121,6 @@ class Eagle2Options(DynamicTreeOptions):
     """Keys of drafting as EAGLE-2 does."""
 
     method: ClassVar[str] = "eagle2"
-    head: ClassVar[str] = "eagle"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,12 +246,14 @@ METHODS = (
         build,
         summary="with a head that extrapolates the target's features, along a static tree",
         aliases=("eagle1", "eagle_1"),
+        head="eagle",
     ),
     Method(
         Eagle2Options,
         build,
         summary="with a head that extrapolates the target's features, in a tree that grows where it is sure",
         aliases=("eagle_2",),
+        head="eagle",
         recognizes=partial(_is_of, 1),
     ),
     Method(
@@ -266,6 +261,7 @@ METHODS = (
         build,
         summary="with a head that fuses three layers of the target, in a tree that grows where it is sure",
         aliases=("draft_eagle3", "eagle_3"),
+        head="eagle3",
         recognizes=partial(_is_of, 3),
     ),
 )

@@ -239,6 +239,7 @@ METHODS = (
         HydraOptions,
         build,
         summary="with heads that see the tokens drafted before theirs",
+        head="hydra",
         recognizes=partial(recognizes_hydra, False),
     ),
     Method(
@@ -246,12 +247,14 @@ METHODS = (
         build,
         summary="with Hydra's heads, four layers deep, over a layer that attends to the text",
         aliases=("hydra_plus_plus",),
+        head="hydra++",
         recognizes=partial(recognizes_hydra, True),
     ),
     Method(
         MedusaOptions,
         build,
         summary="with heads that each guess one of the next tokens",
+        head="medusa",
         recognizes=recognizes_medusa,
     ),
 )

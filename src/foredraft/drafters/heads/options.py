@@ -42,14 +42,9 @@ takes 1.1 to 1.5 times as long as over one, and over 64 two to three times; see 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions(DraftOptions, ModelOptions, VocabularyOptions):
-    """Keys of heads whose drafts are static trees.
-
-    Attributes:
-      model_is_head: that ``model`` names heads, not a causal language model.
-    """
+    """Keys of heads whose drafts are static trees."""
 
     drafts_trees: ClassVar[bool] = True
-    model_is_head: ClassVar[bool] = True
 
     num_speculative_tokens: int = draft_length(5)
     max_draft_nodes: int | None = node_limit(

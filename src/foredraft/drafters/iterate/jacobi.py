@@ -54,7 +54,7 @@ def random_token(seed: int, vocab_size: int, position: int, node: int = 0) -> in
 
 
 INITIAL_GUESS = one_of(("repeat", "prompt", "random"))
-"""The kind of ``initial_guess``, which checks the word."""
+"""The kind of ``initial_guess``."""
 
 
 @dataclass(frozen=True, kw_only=True)

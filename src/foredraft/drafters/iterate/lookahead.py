@@ -38,8 +38,7 @@ class LookaheadOptions(DraftOptions):
 
     method: ClassVar[str] = "lookahead"
     drafts_trees: ClassVar[bool] = True
-    least_length: ClassVar[int] = 1
-    num_speculative_tokens: int = draft_length(4)
+    num_speculative_tokens: int = draft_length(4, least=1)
     max_draft_nodes: int | None = node_limit()
     window_size: int = option(whole(1, 1024), 7, "columns of the window, W")
     guess_set_size: int = option(whole(0, 1024), 7, "n-grams that are verified per step, G")

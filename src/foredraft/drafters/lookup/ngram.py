@@ -38,7 +38,7 @@ class NGramOptions(LengthOptions, DraftOptions):
         return self.num_prompt_lookup_candidates
 
     @classmethod
-    def defaults_beside(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+    def read(cls, given: Mapping[str, Any]) -> NGramOptions:
         """A single bound moves the default of the other one along."""
         shortest, longest = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
         defaults: dict[str, Any] = {}
@@ -46,7 +46,7 @@ class NGramOptions(LengthOptions, DraftOptions):
             defaults["prompt_lookup_min"] = min(cls.prompt_lookup_min, longest)
         if isinstance(shortest, int):
             defaults["prompt_lookup_max"] = max(cls.prompt_lookup_max, shortest)
-        return defaults
+        return super().read({**defaults, **given})
 
     def check(self) -> None:
         super().check()

@@ -40,8 +40,7 @@ class TokenRecyclingOptions(DraftOptions):
 
     method: ClassVar[str] = "token_recycling"
     drafts_trees: ClassVar[bool] = True
-    least_length: ClassVar[int] = 1
-    num_speculative_tokens: int = draft_length(6)
+    num_speculative_tokens: int = draft_length(6, least=1)
     max_draft_nodes: int | None = node_limit(help="nodes of the tree, root included; by default 16 on a CPU, else 80")
     num_candidates: int = option(whole(1), 8, "successors that are kept per token")
     shared: bool = option(flag(), False, "whether requests learn from each other")

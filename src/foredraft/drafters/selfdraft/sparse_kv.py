@@ -37,7 +37,6 @@ class SparseKVOptions(ViewOptions, LayerSetOptions, ModelOptions):
     """Keys of drafting over a part of the cache."""
 
     method: ClassVar[str] = "sparse_kv"
-    model_is_optional: ClassVar[bool] = True
     num_speculative_tokens: int = draft_length(3)
     quantize_draft: bool = option(flag(), False, "draft over 4-bit copies of the weights, too, as quantized_self does")
     quantization_group_size: int = option(whole(1), 32, "inputs that share a scale in the 4-bit weights")
@@ -89,4 +88,5 @@ METHOD = Method(
     build,
     summary="with the target itself, or a smaller model, over a small part of its own cache",
     aliases=("magicdec", "streaming_kv"),
+    model_is_optional=True,
 )
