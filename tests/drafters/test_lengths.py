@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drafting import made
-from foredraft.config.method import methods
 from foredraft.config.speculative import SpeculativeConfig
-from foredraft.drafters.length_options import policies_for
 from foredraft.drafters.lengths import (
     CONFIDENCE,
     FIRST_REFERENCE,
@@ -27,19 +25,20 @@ from foredraft.drafters.lengths import (
     AdaEDL,
     Confidence,
     Egag,
-    EgagLength,
     Fixed,
     Heuristic,
     LengthPolicy,
+    PlannedDrafter,
     RunningReference,
-    ThresholdRule,
-    ThresholdState,
+    Threshold,
     calibrated_share,
     entropy,
-    make_policy,
     normalised_entropy,
 )
+from foredraft.drafters.lookup.ngram import NGramDrafter
+from foredraft.engine.budget import Budget
 from foredraft.errors import ConfigError
+from foredraft.tree import DraftPlan, DraftTree
 
 VOCAB_SIZE = 1000
 
@@ -76,14 +75,14 @@ def law_of_entropy(nats: float) -> torch.Tensor:
     return law_with_top(low)
 
 
-def drafted(policy: LengthPolicy, row: Any, laws: list[torch.Tensor]) -> tuple[int, int]:
+def drafted(policy: LengthPolicy, row: Any, laws: list[torch.Tensor], plan: DraftPlan | None = None) -> tuple[int, int]:
     """Tokens drafted along these laws, and forwards made for it, as a drafter does it."""
-    cap, depth, forwards = policy.begin(row), 0, 0
-    while depth < min(cap, len(laws)) and (depth == 0 or policy.go_on(row, depth)):
+    plan, depth, forwards = plan or DraftPlan(policy.longest(row)), 0, 0
+    while depth < min(plan.gamma, len(laws)):
         forwards += 1
-        if not policy.keep_drafting(row, depth, laws[depth] if policy.wants_log_probs(depth) else None):
-            break
-        depth += 1
+        if policy.looks(depth):
+            policy.stop(row, plan, depth, laws[depth])
+        depth = min(depth + 1, plan.gamma)
     return depth, forwards
 
 
@@ -108,7 +107,7 @@ def test_the_threshold_itself_is_sure_enough(threshold: float, expected: int) ->
 def test_a_law_of_nan_ends_the_draft() -> None:
     nan = torch.full((VOCAB_SIZE,), torch.nan)
     for policy in (Confidence(4), Acceptance(4), Egag(4), Egag(4, "paper"), AdaEDL(4)):
-        assert drafted(policy, row(), [SURE, nan, SURE, SURE])[0] in ((1, 2) if policy.wants_log_probs(1) else (3,))
+        assert drafted(policy, row(), [SURE, nan, SURE, SURE])[0] in ((1, 2) if policy.looks(1) else (3,))
         assert drafted(policy, row(2), [nan] * 4)[0] <= 1
 
 
@@ -131,9 +130,9 @@ def test_a_law_of_nan_ends_the_draft() -> None:
     ],
 )
 def test_threshold_rule(mode: str, rate: float, num_drafted: int, num_accepted: int, threshold: float) -> None:
-    state = ThresholdState(0.8, rate)
-    ThresholdRule(mode).update(state, num_drafted, num_accepted, 8)
-    assert state.threshold == pytest.approx(threshold, abs=1e-12)
+    state = Threshold(0.8, rate)
+    state.follow(Acceptance(8), mode, num_drafted, num_accepted)
+    assert state.value == pytest.approx(threshold, abs=1e-12)
     if num_drafted and mode != "static":
         assert state.acceptance_rate == 0.5 * rate + 0.5 * num_accepted / num_drafted
 
@@ -141,33 +140,31 @@ def test_threshold_rule(mode: str, rate: float, num_drafted: int, num_accepted: 
 def test_acceptance_starts_from_the_published_thresholds_and_keeps_one_per_row() -> None:
     policy = Acceptance(8)
     greedy, sampled = row(1), row(2, is_greedy=False)
-    assert (policy.threshold_of(greedy), policy.threshold_of(sampled)) == (0.8, 0.5)
-    assert Acceptance(8, 0.6).threshold_of(row(3)) == 0.6
+    assert (policy.threshold(greedy).value, policy.threshold(sampled).value) == (0.8, 0.5)
+    assert Acceptance(8, draft_threshold=0.6).threshold(row(3)).value == 0.6
     for _ in range(3):
-        policy.end(greedy, 4, 0)
-    assert policy.threshold_of(greedy) == pytest.approx(0.803)
-    assert policy.threshold_of(sampled) == 0.5
+        policy.update(greedy, 4, 0)
+    assert policy.threshold(greedy).value == pytest.approx(0.803)
+    assert policy.threshold(sampled).value == 0.5
     assert drafted(policy, greedy, [law_with_top(0.802)] * 8)[0] == 1
     assert drafted(policy, sampled, [law_with_top(0.802)] * 8)[0] == 8
 
 
 def test_all_constants_of_the_rule_can_be_set() -> None:
-    policy = make_policy(
-        "acceptance",
+    policy = Acceptance(
         8,
-        mode="paper",
-        threshold=0.5,
-        initial_rate=1.0,
-        target_rate=0.5,
-        step=0.1,
+        length_policy_mode="paper",
+        draft_threshold=0.5,
+        initial_acceptance_rate=1.0,
+        target_acceptance_rate=0.5,
+        threshold_step=0.1,
         acceptance_momentum=0.0,
         threshold_momentum=0.0,
     )
-    assert isinstance(policy, Acceptance)
-    policy.end(row(), 4, 1)
-    assert policy.threshold_of(row()) == pytest.approx(0.6)
-    policy.end(row(), 4, 4)
-    assert policy.threshold_of(row()) == pytest.approx(0.5)
+    policy.update(row(), 4, 1)
+    assert policy.threshold(row()).value == pytest.approx(0.6)
+    policy.update(row(), 4, 4)
+    assert policy.threshold(row()).value == pytest.approx(0.5)
 
 
 # -- AdaEDL ----------------------------------------------------------------------------------------------------------
@@ -186,10 +183,10 @@ def test_adaedl_follows_the_acceptance_rate() -> None:
     policy, law = AdaEDL(6), law_of_entropy(0.4495)
     assert drafted(policy, row(), [law] * 6)[0] == 6
     for _ in range(5):
-        policy.end(row(), 6, 1)  # rate below 0.9: up by 0.001 each
+        policy.update(row(), 6, 1)  # rate below 0.9: up by 0.001 each
     assert drafted(policy, row(), [law] * 6)[0] == 1
     for _ in range(30):
-        policy.end(row(), 6, 6)
+        policy.update(row(), 6, 6)
     assert drafted(policy, row(), [law] * 6)[0] == 6
 
 
@@ -200,17 +197,16 @@ def test_adaedl_follows_the_acceptance_rate() -> None:
 @pytest.mark.parametrize("longest", [1, 4, 8])
 def test_egag_as_published_is_the_formula_of_the_first_law(nats: float, longest: int) -> None:
     law = law_of_entropy(nats)
-    expected, _ = EgagLength(1, longest).length(normalised_entropy(law.exp()))
+    expected, _ = Egag(longest).length(normalised_entropy(law.exp()))
     others = [law_of_entropy(6.5)] * longest  # later laws play no part
-    policy, watched = Egag(longest, "paper"), row()
-    assert drafted(policy, watched, [law, *others]) == (expected, expected)
-    plan = policy.take_plan(watched)
+    plan = DraftPlan(longest)
+    assert drafted(Egag(longest, "paper"), row(), [law, *others], plan) == (expected, expected)
     assert plan.gamma == expected
     assert plan.entropy == pytest.approx(normalised_entropy(law.exp()))
 
 
 def test_egag_smooths_over_steps() -> None:
-    policy, watched = Egag(8, "paper", beta=0.5), row()
+    policy, watched = Egag(8, "paper", egag_ema_beta=0.5), row()
     long, short = law_of_entropy(0.01), law_of_entropy(6.8)  # 7 and 1
     assert [drafted(policy, watched, [law] * 8)[0] for law in (long, short, short)] == [7, 4, 2]
 
@@ -227,7 +223,7 @@ def test_calibrated_egag_asks_anew_before_every_token() -> None:
 
 @pytest.mark.parametrize("nats", [0.0, 0.3, 0.9, 1.3, 2.0, 5.0])
 def test_calibration_rounds_to_the_nearest(nats: float) -> None:
-    length, _ = EgagLength(1, 5).length(calibrated_share(nats, 2.0, 5))
+    length, _ = Egag(5).length(calibrated_share(nats, 2.0, 5))
     assert length == max(1, math.floor((1 - min(nats / 2, 1)) * 5 + 0.5))
 
 
@@ -243,7 +239,7 @@ def test_the_reference_is_a_percentile_of_what_the_row_has_shown() -> None:
 
 
 def test_the_shortest_draft_may_be_none() -> None:
-    assert drafted(Egag(4, reference_entropy=1.0, min_tokens=0), row(), [law_of_entropy(3.0)] * 4) == (0, 1)
+    assert drafted(Egag(4, reference_entropy=1.0, min_draft_tokens=0), row(), [law_of_entropy(3.0)] * 4) == (0, 1)
     assert drafted(Egag(0), row(), [SURE]) == (0, 0)
 
 
@@ -261,18 +257,18 @@ CASES = {
     "heuristic": {},
     "confidence": {},
     "egag": {},
-    "egag-paper": {"mode": "paper", "beta": 0.5},
+    "egag-paper": {"length_policy_mode": "paper", "egag_ema_beta": 0.5},
     "adaedl": {},
     "acceptance": {},
-    "acceptance-paper": {"mode": "paper"},
-    "acceptance-static": {"mode": "static"},
+    "acceptance-paper": {"length_policy_mode": "paper"},
+    "acceptance-static": {"length_policy_mode": "static"},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_rows_do_not_see_each_other_and_are_forgotten(case: str) -> None:
     """A row behaves the same beside one with another fate, and after a row of the same id before it."""
-    policy = make_policy(case.partition("-")[0], 6, **CASES[case])
+    policy = POLICIES[case.partition("-")[0]](6, **CASES[case])
 
     def life(of: Any, laws: list[torch.Tensor], beside: Any = None) -> list[int]:
         lengths = []
@@ -280,8 +276,8 @@ def test_rows_do_not_see_each_other_and_are_forgotten(case: str) -> None:
             lengths.append(drafted(policy, of, [law] * 6)[0])
             if beside is not None:
                 drafted(policy, beside, [UNSURE] * 6)
-                policy.end(beside, 4, 0)
-            policy.end(of, lengths[-1], lengths[-1] // 2)
+                policy.update(beside, 4, 0)
+            policy.update(of, lengths[-1], lengths[-1] // 2)
         policy.forget(of)
         return lengths
 
@@ -291,58 +287,59 @@ def test_rows_do_not_see_each_other_and_are_forgotten(case: str) -> None:
     policy.forget(row(2))
     assert life(row(2), laws) == alone
     assert not [name for name, value in vars(policy).items() if isinstance(value, dict) and value]
-    assert not any(policy._tables)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_was_planned_is_noted(case: str) -> None:
-    policy, watched = make_policy(case.partition("-")[0], 6, **CASES[case]), row()
-    length, _ = drafted(policy, watched, [law_of_entropy(0.3), *[law_of_entropy(5.0)] * 5])
-    plan = policy.take_plan(watched)
+    policy, plan = POLICIES[case.partition("-")[0]](6, **CASES[case]), DraftPlan(6)
+    length, _ = drafted(policy, row(), [law_of_entropy(0.3), *[law_of_entropy(5.0)] * 5], plan)
     assert plan.gamma == length
-    assert policy.take_plan(watched) is None
     assert (plan.entropy is not None) == (policy.looks_at == LAW)
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if POLICIES[name].looks_at != NOTHING])
 def test_a_drafter_without_a_law_is_refused(name: str) -> None:
-    policy = make_policy(name, 3)
-    policy.begin(row())
-    with pytest.raises(ConfigError, match=f"'{name}'.*this drafter has none"):
-        policy.keep_drafting(row(), 0, None)
+    with pytest.raises(ConfigError, match=f"'{name}'.*and ngram has none"):
+        NGramDrafter(length_policy=POLICIES[name](3)).length(row(), 9)
 
 
-def test_policies_are_offered_to_drafters_that_show_what_they_look_at() -> None:
-    assert policies_for(methods()["ngram"].options.looks) == ["fixed", "heuristic", "bass"]
-    assert policies_for(methods()["nasd"].options.looks) == ["fixed", "heuristic", "bass", "confidence", "acceptance"]
-    assert policies_for(methods()["draft_model"].options.looks) == [*POLICIES]
+@pytest.mark.parametrize(
+    ("method", "offered"),
+    [("ngram", "fixed, heuristic, bass"), ("nasd", "fixed, heuristic, bass, confidence, acceptance")],
+)
+def test_policies_are_offered_to_drafters_that_show_what_they_look_at(method: str, offered: str) -> None:
+    with pytest.raises(ConfigError, match=f"choose one of {offered}$"):
+        SpeculativeConfig(method, length_policy="egag")
+    for name in POLICIES:
+        assert SpeculativeConfig("draft_model", length_policy=name).length_policy == name
 
 
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("confidence", {"threshold": 1.5}),
-        ("confidence", {"threshold": -0.1}),
-        ("egag", {"mode": "code"}),
-        ("egag", {"beta": 1.0}),
-        ("egag", {"min_tokens": -1}),
-        ("egag", {"min_tokens": 5}),
+        ("confidence", {"draft_threshold": 1.5}),
+        ("confidence", {"draft_threshold": -0.1}),
+        ("egag", {"length_policy_mode": "code"}),
+        ("egag", {"egag_ema_beta": 1.0}),
+        ("egag", {"min_draft_tokens": -1}),
+        ("egag", {"min_draft_tokens": 5}),
         ("egag", {"reference_entropy": 0.0}),
         ("adaedl", {"entropy_scale": -1.0}),
-        ("adaedl", {"target_rate": 2.0}),
-        ("acceptance", {"mode": "calibrated"}),
-        ("acceptance", {"step": -0.01}),
+        ("adaedl", {"target_acceptance_rate": 2.0}),
+        ("adaedl", {"threshold_momentum": 1.0}),
+        ("acceptance", {"length_policy_mode": "calibrated"}),
+        ("acceptance", {"threshold_step": -0.01}),
         ("acceptance", {"threshold_momentum": 1.0}),
         ("acceptance", {"acceptance_momentum": 1.0}),
-        ("acceptance", {"initial_rate": 1.1}),
-        ("acceptance", {"threshold": float("nan")}),
+        ("acceptance", {"initial_acceptance_rate": 1.1}),
+        ("acceptance", {"draft_threshold": float("nan")}),
     ],
 )
 def test_settings_out_of_range_are_refused(name: str, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        make_policy(name, 4, **settings)
+        SpeculativeConfig("draft_model", length_policy=name, **settings).options.new_policy(4)
     with pytest.raises(ConfigError, match="-2"):
-        make_policy(name, -2)
+        POLICIES[name](-2)
 
 
 # -- configuration ---------------------------------------------------------------------------------------------------
@@ -362,8 +359,8 @@ def test_settings_arrive_at_the_policy() -> None:
     )
     policy = config.options.new_policy(7)
     assert isinstance(policy, Acceptance)
-    assert policy.rule == ThresholdRule("paper", 0.7, 0.05, 0.25, 0.75)
-    assert (policy.num_tokens, policy.threshold_of(row()), policy._state(row()).acceptance_rate) == (7, 0.6, 0.5)
+    assert policy == Acceptance(7, "paper", 0.6, 0.5, 0.7, 0.05, 0.25, 0.75)
+    assert policy.threshold(row()) == Threshold(0.6, 0.5)
     egag = SpeculativeConfig(
         method="draft_model",
         length_policy="egag",
@@ -371,12 +368,9 @@ def test_settings_arrive_at_the_policy() -> None:
         min_draft_tokens=2,
         egag_ema_beta=0.9,
     ).options.new_policy(6)
-    assert isinstance(egag, Egag)
-    assert egag.formula == EgagLength(2, 6, 0.9)
-    assert not egag.is_calibrated
+    assert egag == Egag(6, "paper", 2, 0.9)
     adaedl = SpeculativeConfig(method="draft_model", length_policy="adaedl", entropy_scale=0.4).options.new_policy(6)
-    assert isinstance(adaedl, AdaEDL)
-    assert (adaedl.entropy_scale, adaedl.threshold) == (0.4, 0.7)
+    assert adaedl == AdaEDL(6, draft_threshold=0.7, entropy_scale=0.4)
 
 
 @pytest.mark.parametrize("alias", ["assistant_confidence_threshold", "draft_p_min", "spec_draft_p_min"])
@@ -425,74 +419,83 @@ def test_nasd_ends_behind_a_token_with_a_small_share() -> None:
 # -- schedules ------------------------------------------------------------------------------------------------------
 
 
-class StopsAt(Fixed):
-    """A policy that stops by itself, and remembers what it was asked."""
-
-    name = "stops_at"
-
-    def __init__(self, num_tokens: int, stop: int) -> None:
-        super().__init__(num_tokens)
-        self.stop = stop
-        self.asked: list[tuple[int, Tensor | None]] = []
-
-    def keep_drafting(self, row: Any, depth: int, draft_log_probs: Tensor | None) -> bool:
-        self.asked.append((depth, draft_log_probs))
-        return depth < self.stop
-
-
 def test_heuristic_schedule() -> None:
     """3 -> all of 3 accepted -> 5 -> 2 of 5 -> 4 -> none of 4 -> 3 -> 2 -> 1 -> 1."""
     policy, lengths = Heuristic(3), []
     for accepted in (3, 2, 0, 0, 0, 0, 1):
-        lengths.append(policy.begin(row(1)))
-        policy.end(row(1), lengths[-1], accepted)
-    assert [*lengths, policy.begin(row(1))] == [3, 5, 4, 3, 2, 1, 1, 3]
+        lengths.append(policy.longest(row(1)))
+        policy.update(row(1), lengths[-1], accepted)
+    assert [*lengths, policy.longest(row(1))] == [3, 5, 4, 3, 2, 1, 1, 3]
 
 
 def test_heuristic_learns_nothing_from_a_draft_that_fell_short_and_was_right() -> None:
     policy = Heuristic(3)
-    policy.end(row(1), 2, 2)
-    policy.end(row(1), 0, 0)
-    assert policy.begin(row(1)) == 3
+    policy.update(row(1), 2, 2)
+    policy.update(row(1), 0, 0)
+    assert policy.longest(row(1)) == 3
 
 
 def test_heuristic_shortens_after_a_short_draft_that_was_wrong() -> None:
     policy = Heuristic(3)
-    policy.end(row(1), 2, 1)
-    assert policy.begin(row(1)) == 2
+    policy.update(row(1), 2, 1)
+    assert policy.longest(row(1)) == 2
 
 
 def test_heuristic_from_zero_never_drafts() -> None:
     policy = Heuristic(0)
-    policy.end(row(1), 0, 0)
-    assert policy.begin(row(1)) == 0
+    policy.update(row(1), 0, 0)
+    assert policy.longest(row(1)) == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=30), st.integers(1, 8))
 def test_heuristic_stays_at_one_or_more(outcomes: list[tuple[int, int]], start: int) -> None:
     policy = Heuristic(start)
     for drafted, accepted in outcomes:
-        before = policy.begin(row(1))
+        before = policy.longest(row(1))
         drafted = min(drafted, before)
-        policy.end(row(1), drafted, min(drafted, accepted))
-        assert policy.begin(row(1)) - before in (-1, 0, 2)
-        assert policy.begin(row(1)) >= 1
+        policy.update(row(1), drafted, min(drafted, accepted))
+        assert policy.longest(row(1)) - before in (-1, 0, 2)
+        assert policy.longest(row(1)) >= 1
 
 
-def test_length_is_cap_budget_or_stop_whichever_comes_first() -> None:
-    assert Fixed(4).length(row(1), 9) == 4
-    assert Fixed(4).length(row(1), 2) == 2
-    assert Fixed(0).length(row(1), 2) == 0
-    assert StopsAt(4, stop=1).length(row(1), 9) == 1
-    assert StopsAt(4, stop=0).length(row(1), 9) == 0
+class Copies(PlannedDrafter[None]):
+    """Knows its draft beforehand, and notes after how many tokens it was asked for the share of the next."""
+
+    name = "copies"
+
+    def __init__(self, policy: LengthPolicy, shares: list[float]) -> None:
+        super().__init__(policy)
+        self.shares, self.asked = shares, []  # type: ignore[var-annotated]
+
+    def new_state(self, row: Any) -> None:
+        return None
+
+    def propose_row(self, row: Any, budget: Any) -> DraftTree:
+        length = self.length(row, budget, self._share)
+        return DraftTree.chain(row.token_ids[-1], [7] * length)
+
+    def _share(self, depth: int) -> Tensor | None:
+        self.asked.append(depth)
+        return torch.tensor([math.log(self.shares[depth])]) if depth < len(self.shares) else None
 
 
-def test_length_asks_before_every_token_and_shows_no_law() -> None:
-    policy = StopsAt(4, stop=2)
-    policy.length(row(1), 9)
-    assert policy.asked == [(0, None), (1, None), (2, None)]
-
-
-def test_a_policy_has_to_say_where_it_begins() -> None:
-    with pytest.raises(TypeError):
-        LengthPolicy()
+@pytest.mark.parametrize(
+    ("policy", "budget", "shares", "length", "asked"),
+    [
+        (Fixed(4), 9, [], 4, []),
+        (Fixed(4), 2, [], 2, []),
+        (Fixed(0), 2, [], 0, []),
+        (Confidence(4), 9, [0.9, 0.9, 0.9, 0.9, 0.9], 4, [0, 1, 2, 3]),
+        (Confidence(4), 2, [0.9, 0.9, 0.9, 0.9], 2, [0, 1]),
+        (Confidence(4), 9, [0.9, 0.1, 0.9, 0.9], 2, [0, 1]),
+        (Confidence(4), 9, [0.9, 0.9], 2, [0, 1, 2]),  # there is no more of it
+    ],
+)
+def test_length_is_cap_budget_or_stop_whichever_comes_first(
+    policy: LengthPolicy, budget: int, shares: list[float], length: int, asked: list[int]
+) -> None:
+    drafter = Copies(policy, shares)
+    (tree,) = drafter.propose([row()], [Budget(budget)])
+    assert (tree.depth, drafter.asked) == (length, asked)
+    assert tree.plan is not None
+    assert tree.plan.gamma == (2 if shares[1:2] == [0.1] else policy.num_tokens)

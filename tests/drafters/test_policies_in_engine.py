@@ -17,22 +17,22 @@ from test_rejection_law import p_value_of
 from drafting import check_conforms
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
-from foredraft.drafters.lengths import Confidence, Fixed, LengthPolicy, make_policy
+from foredraft.drafters.lengths import CONFIDENCE, Acceptance, AdaEDL, Confidence, Egag, Fixed, LengthPolicy
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.lookup.nasd import NasdDrafter
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.engine import Engine
 from foredraft.model.lm import CausalLM
 from foredraft.testing import GREEDY, PROMPTS, SAMPLED, decode, toy_model
-from foredraft.tree import DraftTree
+from foredraft.tree import DraftPlan, DraftTree
 from toys import VOCAB_SIZE, small, target
 
 POLICIES: dict[str, Callable[[int], LengthPolicy]] = {
-    "confidence": lambda depth: make_policy("confidence", depth, threshold=0.6),
-    "egag": lambda depth: make_policy("egag", depth),
-    "egag-paper": lambda depth: make_policy("egag", depth, mode="paper", beta=0.5),
-    "adaedl": lambda depth: make_policy("adaedl", depth, threshold=0.5, step=0.1),
-    "acceptance": lambda depth: make_policy("acceptance", depth, mode="code", step=0.1),
+    "confidence": lambda depth: Confidence(depth, 0.6),
+    "egag": Egag,
+    "egag-paper": lambda depth: Egag(depth, "paper", egag_ema_beta=0.5),
+    "adaedl": lambda depth: AdaEDL(depth, 0.5, threshold_step=0.1),
+    "acceptance": lambda depth: Acceptance(depth, "code", threshold_step=0.1),
 }
 
 
@@ -73,10 +73,10 @@ MEDIAN_ENTROPY = 1.0  # nats, of the drafter over four tokens: about half of the
 
 def early(kind: str, acceptance: str, make: Callable[..., DraftModelDrafter] = DraftModelDrafter) -> DraftModelDrafter:
     policies = {
-        "egag": make_policy("egag", 3, reference_entropy=MEDIAN_ENTROPY, min_tokens=0),
-        "adaedl": make_policy("adaedl", 3, threshold=0.55),
-        "confidence": make_policy("confidence", 3, threshold=0.5),
-        "acceptance": make_policy("acceptance", 3, mode="code", step=0.5, threshold_momentum=0.0),
+        "egag": Egag(3, reference_entropy=MEDIAN_ENTROPY, min_draft_tokens=0),
+        "adaedl": AdaEDL(3, 0.55),
+        "confidence": Confidence(3, 0.5),
+        "acceptance": Acceptance(3, "code", threshold_step=0.5, threshold_momentum=0.0),
     }
     name, _, tree = kind.partition("-")
     return make(
@@ -136,20 +136,20 @@ def test_the_policies_of_the_test_above_stop_early_and_late(kind: str) -> None:
 # -- work ------------------------------------------------------------------------------------------------------------
 
 
-class Script(Fixed):
+class Script(LengthPolicy):
     """Stops each row after a number of tokens of its own, with or without the forward behind them."""
 
     name = "script"
+    looks_at = CONFIDENCE
 
     def __init__(self, length_of: dict[int, int], saves_forward: bool) -> None:
         super().__init__(6)
         self.length_of, self.saves_forward = length_of, saves_forward
 
-    def go_on(self, row: Any, depth: int) -> bool:
-        return not self.saves_forward or depth < self.length_of[row.index]
-
-    def keep_drafting(self, row: Any, depth: int, draft_log_probs: torch.Tensor | None) -> bool:
-        return depth < self.length_of[row.index]
+    def stop(self, row: Any, plan: DraftPlan, depth: int, log_probs: torch.Tensor) -> None:
+        length = self.length_of[row.index]
+        if depth >= length - self.saves_forward:
+            plan.gamma = length
 
 
 @pytest.mark.parametrize("saves_forward", [False, True])

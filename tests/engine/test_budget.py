@@ -14,13 +14,14 @@ from drafting import made
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
-from foredraft.engine.budget import CAUSES, NOTHING_FOUND, Budget, Cuts, Limits
+from foredraft.engine.budget import CAUSES, NOTHING_FOUND, Budget, Limits, describe_cuts
 from foredraft.engine.cost_model import CostCurve, CostModel
 from foredraft.engine.drafter import ContextDrafter, Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.governor import Governor
 from foredraft.engine.memory import bytes_per_token
 from foredraft.engine.sequence import Sequence
+from foredraft.engine.stats import SequenceStats
 from foredraft.model.lm import CausalLM
 from foredraft.testing import toy_model
 from foredraft.tree import DraftPlan, DraftTree
@@ -93,11 +94,11 @@ def test_drafters_draft_no_more_than_is_allowed(name: str) -> None:
 ROOT = DraftTree.root(9)
 
 
-def counted(tree: DraftTree, budget: Budget, error: str = "") -> Cuts:
+def counted(tree: DraftTree, budget: Budget, error: str = "") -> SequenceStats:
     """What is counted of one draft within a budget whose depth is that of the text's."""
-    cuts = Cuts()
-    cuts.count(Limits(budget, "budget"), budget, tree, budget.cut(tree), has_failed=bool(error))
-    return cuts
+    stats = SequenceStats(drafter_error=error)
+    stats.count_cuts(Limits(budget, "budget"), budget, tree, budget.cut(tree))
+    return stats
 
 
 class Eager(ContextDrafter):
@@ -130,31 +131,34 @@ def decoded(drafter: Drafter, config: EngineConfig, governor: Governor | None = 
     engine = Engine(CausalLM(toy_model(), execution="eager"), drafter, config, governor=governor)
     (row,) = engine.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True))
     list(engine.run())
-    assert engine.profile.ended.cuts == Cuts(row.stats.cuts.tokens, row.stats.cuts.steps)
+    ended = engine.profile.ended
+    assert ended.num_cut_tokens == row.stats.num_cut_tokens
+    assert ended.num_undrafted_steps == row.stats.num_undrafted_steps
     return row
 
 
-def check_sum(row: Sequence, num_per_step: int) -> Cuts:
+def check_sum(row: Sequence, num_per_step: int) -> SequenceStats:
     """Every token that was drafted is verified or cut, and every step drafts or says why not."""
     stats = row.stats
     assert stats.num_proposed_tokens == num_per_step * stats.num_steps
-    assert stats.num_steps == stats.num_spec_steps + stats.cuts.steps.total()
-    return stats.cuts
+    assert stats.num_steps == stats.num_spec_steps + stats.num_undrafted_steps.total()
+    return stats
 
 
 def test_the_stage_that_cuts_is_the_one_that_counts() -> None:
-    cuts = Cuts()
-    cuts.record(NOTHING_FOUND, 8, [("budget", 8), ("bits", 5), ("governor", 2)])
-    assert (cuts.tokens, cuts.steps) == ({"bits": 3, "governor": 3}, {})
-    cuts.record(NOTHING_FOUND, 4, [("bits", 1), ("governor", 0)])
-    assert (cuts.tokens, cuts.steps) == ({"bits": 6, "governor": 4}, {"governor": 1})
-    cuts.record(NOTHING_FOUND, 0)
-    assert (cuts.steps, cuts.latest_tokens) == ({"governor": 1, NOTHING_FOUND: 1}, {})
-    both = Cuts(Counter(bits=1), Counter(memory=2))
-    both.add(cuts)
-    assert both.num_tokens == 11
-    assert both.describe() == (
-        "the limit of memory left 2 steps without a draft, the governor cut 4 drafted tokens and left 1 step without "
+    """Eight tokens, of which the promise of bits leaves five; then the governor leaves two of them, or none."""
+    draft, stats = DraftTree.chain(9, range(8)), SequenceStats()
+    limits = Limits(Budget(5), "bits")
+    stats.count_cuts(limits, limits.budget, draft, draft.cut(2))
+    assert (stats.num_cut_tokens, stats.num_undrafted_steps) == ({"bits": 3, "governor": 3}, {})
+    stats.count_cuts(limits, limits.budget, draft, ROOT)
+    assert (stats.num_cut_tokens, stats.num_undrafted_steps) == ({"bits": 6, "governor": 8}, {"governor": 1})
+    stats.count_cuts(limits, limits.budget, ROOT, ROOT)
+    assert stats.num_undrafted_steps == {"governor": 1, NOTHING_FOUND: 1}
+    stats.add(SequenceStats(num_cut_tokens=Counter(bits=1), num_undrafted_steps=Counter(memory=2)))
+    assert stats.num_proposed_tokens == 15
+    assert describe_cuts(stats.num_cut_tokens, stats.num_undrafted_steps) == (
+        "the limit of memory left 2 steps without a draft, the governor cut 8 drafted tokens and left 1 step without "
         "a draft, the promise of bits cut 7 drafted tokens"
     )
 
@@ -171,8 +175,8 @@ def test_the_stage_that_cuts_is_the_one_that_counts() -> None:
     ],
 )
 def test_a_step_without_a_draft_says_why(tree: DraftTree, budget: Budget, error: str, cause: str) -> None:
-    cuts = counted(tree, budget, error)
-    assert (cuts.tokens, cuts.steps) == ({}, {cause: 1})
+    stats = counted(tree, budget, error)
+    assert (stats.num_cut_tokens, stats.num_undrafted_steps) == ({}, {cause: 1})
     assert cause == NOTHING_FOUND or cause in CAUSES
 
 
@@ -186,44 +190,52 @@ def test_a_step_without_a_draft_says_why(tree: DraftTree, budget: Budget, error:
     ],
 )
 def test_a_tree_beyond_its_budget_names_what_limits_that(budget: Budget, tokens: dict[str, int]) -> None:
-    assert counted(TREE, budget).tokens == tokens
+    assert counted(TREE, budget).num_cut_tokens == tokens
 
 
 def test_the_end_of_a_text_is_a_cause() -> None:
-    cuts = check_sum(decoded(Eager(), EngineConfig()), 6)
-    assert cuts.tokens.keys() == {"budget"}
-    assert cuts.steps == {"budget": 1}  # the last step has room for its own token alone
+    stats = check_sum(decoded(Eager(), EngineConfig()), 6)
+    assert stats.num_cut_tokens.keys() == {"budget"}
+    assert stats.num_undrafted_steps == {"budget": 1}  # the last step has room for its own token alone
 
 
 def test_rules_and_promises_that_take_chains_are_a_cause() -> None:
     by_rule = check_sum(decoded(Eager(branches=True), EngineConfig(acceptance="block")), 6)
-    assert by_rule.tokens["chains"] > 0
-    assert by_rule.tokens["chains"] % 3 == 0
+    assert by_rule.num_cut_tokens["chains"] > 0
+    assert by_rule.num_cut_tokens["chains"] % 3 == 0
     by_bits = check_sum(decoded(Eager(), EngineConfig(exactness="strict", strict_width=4), num_tokens=24), 6)
-    assert by_bits.tokens["bits"] > by_bits.tokens["budget"] > 0
+    assert by_bits.num_cut_tokens["bits"] > by_bits.num_cut_tokens["budget"] > 0
 
 
 def test_memory_is_a_cause() -> None:
     """A plan leaves a step of 64 columns behind the longest row."""
     num_bytes = 128 * bytes_per_token(CausalLM(toy_model(), execution="eager"))
-    cuts = check_sum(decoded(Eager(100), EngineConfig(max_kv_bytes=num_bytes), num_tokens=60), 100)
-    assert cuts.tokens["budget"] > 0
-    assert decoded(Eager(100), EngineConfig(), num_tokens=60).stats.cuts.tokens["memory"] == 0
+    stats = check_sum(decoded(Eager(100), EngineConfig(max_kv_bytes=num_bytes), num_tokens=60), 100)
+    assert stats.num_cut_tokens["budget"] > 0
+    assert decoded(Eager(100), EngineConfig(), num_tokens=60).stats.num_cut_tokens["memory"] == 0
 
 
 def test_a_drafter_that_finds_nothing_is_no_cut() -> None:
-    cuts = check_sum(decoded(Silent(), EngineConfig()), 0)
-    assert cuts.steps == {NOTHING_FOUND: 11, "budget": 1}
-    assert cuts.describe() == "the end of the text's budget left 1 step without a draft"
+    stats = check_sum(decoded(Silent(), EngineConfig()), 0)
+    assert stats.num_undrafted_steps == {NOTHING_FOUND: 11, "budget": 1}
+    assert (
+        describe_cuts(stats.num_cut_tokens, stats.num_undrafted_steps)
+        == "the end of the text's budget left 1 step without a draft"
+    )
 
 
 def test_the_governor_is_a_cause() -> None:
     """Steps of two nodes that take ten times as long as plain ones: nothing is worth verifying."""
     dear = CostModel(CostCurve({1: 0.01, 2: 0.1, 64: 6.4}))
     row = decoded(Eager(), EngineConfig(), Governor(dear), num_tokens=40)
-    cuts = check_sum(row, 6)
-    assert cuts.tokens["governor"] + cuts.tokens["budget"] == row.stats.num_proposed_tokens - row.stats.num_draft_tokens
-    assert cuts.steps["governor"] > 20  # most of 40; it also learns from this machine's clock, which may be busy
+    stats = check_sum(row, 6)
+    assert (
+        stats.num_cut_tokens["governor"] + stats.num_cut_tokens["budget"]
+        == row.stats.num_proposed_tokens - row.stats.num_draft_tokens
+    )
+    assert (
+        stats.num_undrafted_steps["governor"] > 20
+    )  # most of 40; it also learns from this machine's clock, which may be busy
 
 
 def test_a_fault_is_a_cause() -> None:
@@ -231,4 +243,4 @@ def test_a_fault_is_a_cause() -> None:
         def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
             raise RuntimeError("lost")
 
-    assert decoded(Faulty(), EngineConfig(contains_faults=True)).stats.cuts.steps == {"fault": 12}
+    assert decoded(Faulty(), EngineConfig(contains_faults=True)).stats.num_undrafted_steps == {"fault": 12}

@@ -205,7 +205,7 @@ def test_rows_go_on_without_a_drafter_that_takes_longer_than_they_do(monkeypatch
     assert sorted(drafter.forgotten) == sorted(row.id for row in first)
     assert wanted[0].last_hidden, "features were wanted at first,"
     assert not wanted[-1].last_hidden, "and not in the end"
-    assert first[0].stats.cuts.steps["governor"] >= 20
+    assert first[0].stats.num_undrafted_steps["governor"] >= 20
     assert "without the drafter" in (governor.describe() or "")
     later = engine.add_request(PROMPTS[2], params)[0]
     num_seen = len(wanted)

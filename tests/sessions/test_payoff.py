@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ def stats(num_steps: int, num_tokens: int, *, num_drafted: int = 100) -> Sequenc
     counts.num_accepted_draft_tokens = num_tokens - num_steps
     counts.num_spec_steps = num_steps if num_drafted else 0
     if not num_drafted:
-        counts.cuts.steps.update({NOTHING_FOUND: num_steps - 1, "budget": 1})
+        counts.num_undrafted_steps.update({NOTHING_FOUND: num_steps - 1, "budget": 1})
     return counts
 
 
@@ -35,9 +36,9 @@ def test_it_is_said_once_and_not_too_early(caplog: pytest.LogCaptureFixture) -> 
     assert not warnings(caplog)
     watch.ended(stats(16, 16))
     (line,) = warnings(caplog)
-    assert line.endswith(
-        "Try another method, fewer tokens (num_speculative_tokens=5), or method 'none'; foredraft bench --methods all "
-        "--model zoo:tiny measures what pays."
+    assert line == (
+        "method ngram hardly pays so far: 1.00 tokens per step over 79 steps (0 of 200 verified draft tokens accepted)."
+        " foredraft bench --methods all --model zoo:tiny measures what pays."
     )
     watch.ended(stats(100, 100))
     assert len(warnings(caplog)) == 1
@@ -51,29 +52,33 @@ def test_who_does_not_draft_hears_nothing(caplog: pytest.LogCaptureFixture, meth
 
 def test_a_method_that_is_kept_from_drafting_is_told_by_what(caplog: pytest.LogCaptureFixture) -> None:
     """A method that one node per step had cut to nothing was once said to have found nothing to draft."""
-    watch, counts = PayoffWatch("ngram", 10, "zoo:tiny"), SequenceStats(num_steps=80, num_emitted_tokens=80)
-    for _ in range(8):
-        counts.cuts.record(NOTHING_FOUND, 0)
-    for _ in range(32):
-        counts.cuts.record(NOTHING_FOUND, 5, [("bits", 0)])
-    watch.ended(counts)
+    counts = SequenceStats(
+        num_steps=80,
+        num_emitted_tokens=80,
+        num_cut_tokens=Counter(bits=160),
+        num_undrafted_steps=Counter({NOTHING_FOUND: 8, "bits": 32}),
+    )
+    PayoffWatch("ngram", 10).ended(counts)
     (line,) = warnings(caplog)
     assert line.startswith(
-        "method ngram has had no draft verified in 80 steps: it has found nothing to draft in 8 steps, the promise of "
-        "bits cut 160 drafted tokens and left 32 steps without a draft."
+        "method ngram hardly pays so far: 1.00 tokens per step over 80 steps (0 of 0 verified draft tokens accepted, "
+        "nothing was found to draft in 8 steps, the promise of bits cut 160 drafted tokens and left 32 steps without a "
+        "draft)."
     )
-    assert "strict_width" in line
 
 
 def test_a_governor_that_waits_is_told_and_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "foredraft")
-    counts = SequenceStats(num_steps=MIN_STEPS, num_emitted_tokens=MIN_STEPS)
-    for number in range(MIN_STEPS):
-        counts.cuts.record("governor", 4 if number < 10 else 0, [("governor", 0)] if number < 10 else ())
+    counts = SequenceStats(
+        num_steps=MIN_STEPS,
+        num_emitted_tokens=MIN_STEPS,
+        num_cut_tokens=Counter(governor=40),
+        num_undrafted_steps=Counter(governor=MIN_STEPS),
+    )
     PayoffWatch("ngram", 10, "zoo:tiny").ended(counts)
     assert not warnings(caplog)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "the governor cut 40 drafted tokens and left 64 steps without a draft. By measured costs plain" in line
+    assert "the governor cut 40 drafted tokens and left 64 steps without a draft" in line
 
 
 def test_rows_of_a_warm_up_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -101,7 +106,7 @@ def test_an_llm_names_what_holds_its_method_back(caplog: pytest.LogCaptureFixtur
     assert counts["num_draft_tokens"] == 0
     assert counts["num_undrafted_steps"]["bits"] > MIN_STEPS
     (line,) = warnings(caplog)
-    assert line.startswith(f"method ngram has had no draft verified in {MIN_STEPS + 8} steps: the promise of bits left")
+    assert f"over {MIN_STEPS + 8} steps (0 of 0 verified draft tokens accepted, the promise of bits left" in line
 
 
 def in_turn(input_ids: Any, scores: Any) -> Any:
@@ -111,11 +116,8 @@ def in_turn(input_ids: Any, scores: Any) -> Any:
     return scores
 
 
-@pytest.mark.parametrize(
-    ("method", "reason"),
-    [("jacobi", "hardly pays so far"), ("ngram", "has had no draft verified in")],
-)
-def test_an_llm_says_it_when_a_request_has_ended(caplog: pytest.LogCaptureFixture, method: str, reason: str) -> None:
+@pytest.mark.parametrize("method", ["jacobi", "ngram"])
+def test_an_llm_says_it_when_a_request_has_ended(caplog: pytest.LogCaptureFixture, method: str) -> None:
     llm = LLM(toy_model(), method)
     params = SamplingParams(temperature=0, max_tokens=40, logits_processors=[in_turn], ignore_eos=True)
     llm.generate([[1]], params)
@@ -123,7 +125,7 @@ def test_an_llm_says_it_when_a_request_has_ended(caplog: pytest.LogCaptureFixtur
     for _ in range(3):
         llm.generate([[1]], params)
     (line,) = warnings(caplog)
-    assert line.startswith(f"method {method} {reason}")
+    assert line.startswith(f"method {method} hardly pays so far")
     assert line.endswith("foredraft bench --methods all --model MODEL measures what pays.")
     llm.with_speculative_config(None).generate([[1]] * 4, params)
     assert len(warnings(caplog)) == 1
@@ -134,7 +136,7 @@ def test_an_llm_whose_drafts_are_accepted_says_nothing_about_them(caplog: pytest
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     metrics = llm.generate("Once upon a time there was a", params)[0].metrics.speculative_decoding
     assert metrics["tokens_per_step"] > 1.5
-    assert not [line for line in warnings(caplog) if "hardly pays" in line or "no draft verified" in line]
+    assert not [line for line in warnings(caplog) if "hardly pays" in line]
 
 
 def test_a_draft_model_whose_context_is_too_short_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -145,7 +147,4 @@ def test_a_draft_model_whose_context_is_too_short_is_named(caplog: pytest.LogCap
     counts = llm.generate([list(range(1, 31))], params)[0].metrics.speculative_decoding
     assert counts["num_undrafted_steps"] == {"context": MIN_STEPS + 7, "budget": 1}
     (line,) = warnings(caplog)
-    assert (
-        f"in {MIN_STEPS + 8} steps: the context of the draft model left {MIN_STEPS + 7} steps without a draft" in line
-    )
-    assert "a draft model with a longer context" in line
+    assert f"the context of the draft model left {MIN_STEPS + 7} steps without a draft" in line

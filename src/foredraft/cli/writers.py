@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from foredraft.cli.running import put_json
-from foredraft.engine.budget import Cuts
+from foredraft.engine.budget import describe_cuts
 from foredraft.engine.stats import SequenceStats
 
 if TYPE_CHECKING:
@@ -151,7 +151,8 @@ def pooled(outputs: Sequence[RequestOutput]) -> SequenceStats:
             num_spec_steps=counts["num_spec_steps"],
             num_draft_tokens=counts["num_draft_tokens"],
             num_accepted_draft_tokens=counts["num_accepted_draft_tokens"],
-            cuts=Cuts(Counter(counts["num_cut_tokens"]), Counter(counts["num_undrafted_steps"])),
+            num_cut_tokens=Counter(counts["num_cut_tokens"]),
+            num_undrafted_steps=Counter(counts["num_undrafted_steps"]),
         )
         for counts in (output.metrics.speculative_decoding for output in outputs)
     )
@@ -164,8 +165,8 @@ def fates(counts: SequenceStats) -> dict[str, Any]:
         "num_accepted_draft_tokens": counts.num_accepted_draft_tokens,
         "num_draft_tokens": counts.num_draft_tokens,
         "num_proposed_tokens": counts.num_proposed_tokens,
-        "num_cut_tokens": dict(counts.cuts.tokens),
-        "num_undrafted_steps": dict(counts.cuts.steps),
+        "num_cut_tokens": dict(counts.num_cut_tokens),
+        "num_undrafted_steps": dict(counts.num_undrafted_steps),
     }
 
 
@@ -176,13 +177,13 @@ def ratio(part: float, whole: float) -> float:
 
 def drafted(counts: SequenceStats) -> list[str]:
     """What was drafted, accepted and cut, for people; nothing of plain decoding."""
-    cuts = counts.cuts
-    if not counts.num_proposed_tokens and not cuts.steps:
+    if not counts.num_proposed_tokens and not counts.num_undrafted_steps:
         return []
     said = f"{counts.num_accepted_draft_tokens} of {counts.num_draft_tokens} verified draft tokens accepted"
     if not counts.num_proposed_tokens:
         said = "nothing was drafted"
-    return [said, *([held] if (held := cuts.describe()) else [])]
+    held = describe_cuts(counts.num_cut_tokens, counts.num_undrafted_steps)
+    return [said, held] if held else [said]
 
 
 def estimate(output: RequestOutput) -> list[str]:

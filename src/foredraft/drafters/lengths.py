@@ -1,19 +1,20 @@
-"""Length policies: how long a draft should be, and drafters that ask one.
+"""Length policies: how long a draft should be, their options, and drafters that use one.
 
-A policy is asked before every drafted token, never after."""
+A policy stops a draft before a token is drawn, never after: a token that was drawn stays."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+from foredraft.config.drafting import GOVERNED, policy_choice
+from foredraft.config.options import Options, number, one_of, option, whole
 from foredraft.engine.drafter import Budget, ContextDrafter, StepResult
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError
@@ -29,138 +30,76 @@ else:
 NOTHING, CONFIDENCE, LAW = "nothing", "confidence", "law"
 """How much a drafter can show a length policy of the token it is about to draft, and how much a policy looks at."""
 
+ANY_LOOK = frozenset({NOTHING, CONFIDENCE, LAW})
+
 MAX_LENGTH = 32
 """Longest draft that a schedule grows to: a row that loops accepts everything, and logits are (B, N, V)."""
 
 FIRST_REFERENCE = 2.0
-"""Nats; what counts as high entropy until a row has shown what is high for it."""
+"""Nats; high entropy for a row of which fewer than 16 entropies are known."""
 
 
-class LengthPolicy(ABC):
-    """Decides per row and step how many tokens to draft; usable by every drafter that can stop early.
+@dataclass
+class LengthPolicy:
+    """Decides per row and step how many tokens to draft. Its fields are its options, by their names in the config.
 
-    A drafter calls ``begin``; then for every token ``go_on`` before the forward that would tell its law (not for the
-    first one, which is always looked at) and ``keep_drafting`` before it is drawn; and ``end`` with the outcome. State
-    belongs to a row (by ``row.id``) and lives until ``forget``.
-
-    A policy notes what it plans; the drafter puts the plan into its draft, and the engine makes the trace of it.
+    Args:
+      num_tokens: longest draft of a step, or of the first one; 0 for none.
 
     Attributes:
-      looks_at: the input that ``keep_drafting`` needs: nothing, the confidence (largest probability), or the whole law.
-      keys: its options -> its arguments; see `foredraft.drafters.length_options`.
+      looks_at: the input of ``stop``: nothing (then it is not called), the confidence, or the whole distribution.
       modes: allowed values of ``length_policy_mode``.
 
-    Exactness: a stopping time. ``go_on`` may look at everything before the forward, ``keep_drafting`` at the law of the
-    token that would be drawn next too, neither at that token; a token that was drawn stays.
+    Exactness: a stopping time. What ``stop`` sees does not depend on the token that would be drawn next.
+    Randomness: none.
     """
 
-    name: str
+    name: ClassVar[str]
     looks_at: ClassVar[str] = NOTHING
-    keys: ClassVar[Mapping[str, str]] = {}
     modes: ClassVar[tuple[str, ...]] = ()
 
-    @cached_property
-    def _tables(self) -> list[dict[int, Any]]:
-        return []
+    num_tokens: int
+    _state_of: dict[int, Any] = field(default_factory=dict, init=False, repr=False)  # by row.id, until it is forgotten
 
-    def _per_row(self) -> dict[int, Any]:
-        """A new table by row, of which `forget` drops rows that have finished."""
-        self._tables.append({})
-        return self._tables[-1]
+    def __post_init__(self) -> None:
+        if self.num_tokens < 0:
+            raise ConfigError(f"num_speculative_tokens is {self.num_tokens}; want 0 (no draft) or more")
+        mode = getattr(self, "length_policy_mode", None)
+        if mode is not None and mode not in self.modes:
+            raise ConfigError(
+                f"length_policy {self.name!r} has no mode {mode!r}; choose one of {', '.join(self.modes)}"
+            )
 
-    @cached_property
-    def _ends_early(self) -> bool:
-        """Whether a draft may be shorter than ``begin`` has it."""
-        verbs = type(self).go_on, type(self).keep_drafting
-        return self.looks_at != NOTHING or verbs != (LengthPolicy.go_on, LengthPolicy.keep_drafting)
+    def longest(self, row: Sequence) -> int:
+        """The most tokens to draft in this step."""
+        return self.num_tokens
 
-    @cached_property
-    def _plans(self) -> dict[int, DraftPlan]:
-        """Of the step that is being drafted."""
-        return self._per_row()
-
-    def plan(self, row: Sequence, gamma: int) -> int:
-        """Note the longest draft of a step that begins, and return it."""
-        self._plans[row.id] = DraftPlan(gamma)
-        return gamma
-
-    def note(self, row: Sequence, gamma: int, entropy: float | None = None) -> None:
-        """Note what is planned so far; the first entropy of a step stays."""
-        plan = self._plans.setdefault(row.id, DraftPlan(gamma))
-        plan.gamma = gamma
-        if plan.entropy is None:
-            plan.entropy = entropy
-
-    def take_plan(self, row: Sequence) -> DraftPlan | None:
-        """The plan of the draft that has just been made; handed out once."""
-        return self._plans.pop(row.id, None)
-
-    @abstractmethod
-    def begin(self, row: Sequence) -> int:
-        """The most tokens to draft in this step, 0 or more."""
-
-    def wants_log_probs(self, depth: int) -> bool:
-        """Whether ``keep_drafting`` looks at its ``draft_log_probs`` at this depth."""
+    def looks(self, depth: int) -> bool:
+        """Whether ``stop`` is called before the token after ``depth`` of them."""
         return self.looks_at != NOTHING
 
-    def go_on(self, row: Sequence, depth: int) -> bool:
-        """Whether to look for a token after ``depth`` (1 or more) of them; a no saves the drafter a forward."""
-        return True
-
-    def keep_drafting(self, row: Sequence, depth: int, draft_log_probs: Tensor | None) -> bool:
-        """Whether to draw one more token after ``depth`` of them; asked each time below the cap of ``begin``.
+    def stop(self, row: Sequence, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
+        """Lower ``plan.gamma`` to the length at which the draft is to end, as far as that is known.
 
         Args:
-          draft_log_probs: (V,) log-law of the token about to be drawn, where it is wanted; of a tree, at the best node
-            that is about to be expanded. Drafters that know only the share of their best token give that, (1,),
-            to policies that look at the confidence.
+          depth: tokens drafted so far. With ``plan.gamma = depth`` none is added, with ``depth + 1`` one more.
+          log_probs: (V,) log-probabilities of the token about to be drawn; of a tree, at the best node that is about to
+            be expanded. Drafters that know only the share of their best token give that, (1,), to policies that look
+            at the confidence.
         """
-        return True
 
-    def end(self, row: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def update(self, row: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Take in the outcome: depth of the draft, and how many tokens of one path were accepted."""
 
     def forget(self, row: Sequence) -> None:
         """Drop the state of a row that has finished."""
-        for table in self._tables:
-            table.pop(row.id, None)
-
-    def length(
-        self, row: Sequence, budget: int, log_shares: Callable[[int], Tensor | None] = lambda depth: None
-    ) -> int:
-        """The draft length for a drafter that knows its draft beforehand: cap and stops within ``budget``.
-
-        Args:
-          log_shares: for policies that look at the confidence: logarithm of the share of the best token after so many
-            of them, (1,); None where the draft ends.
-        """
-        cap = min(self.begin(row), budget)
-        if not self._ends_early:
-            return max(cap, 0)
-        depth = 0
-        while depth < cap and (depth == 0 or self.go_on(row, depth)):
-            wants = self.wants_log_probs(depth)
-            shares = log_shares(depth) if wants else None
-            if (wants and shares is None) or not self.keep_drafting(row, depth, shares):
-                break
-            depth += 1
-        return depth
+        self._state_of.pop(row.id, None)
 
 
 class Fixed(LengthPolicy):
-    """The same number of tokens in every step.
-
-    Args:
-      num_tokens: 0 or more.
-    """
+    """The same number of tokens in every step."""
 
     name = "fixed"
-
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = checked_length(num_tokens)
-
-    def begin(self, row: Sequence) -> int:
-        return self.plan(row, self.num_tokens)
 
 
 class Heuristic(LengthPolicy):
@@ -169,29 +108,24 @@ class Heuristic(LengthPolicy):
     Source: the "heuristic" schedule of transformers' assisted generation. Deviations: the length belongs to
     one row and ends with it, nothing is written to anyone's generation_config; a draft that fell short of the
     length (end of budget, no match in the context) and was accepted as far as it went says nothing, and
-    changes nothing.
-
-    Args:
-      num_tokens: the length a row starts with, 0 (stays 0) or more.
+    changes nothing. A length of 0 stays 0.
     """
 
     name = "heuristic"
 
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = checked_length(num_tokens)
-        self._length_of: dict[int, int] = self._per_row()
+    def longest(self, row: Sequence) -> int:
+        length: int = self._state_of.get(row.id, self.num_tokens)
+        return length
 
-    def begin(self, row: Sequence) -> int:
-        return self.plan(row, self._length_of.get(row.id, self.num_tokens))
-
-    def end(self, row: Sequence, num_drafted: int, num_accepted: int) -> None:
-        length = self._length_of.get(row.id, self.num_tokens)
+    def update(self, row: Sequence, num_drafted: int, num_accepted: int) -> None:
+        length = self.longest(row)
         if num_accepted < num_drafted:
-            self._length_of[row.id] = max(1, length - 1)
+            self._state_of[row.id] = max(1, length - 1)
         elif num_drafted >= length > 0:
-            self._length_of[row.id] = min(length + 2, max(self.num_tokens, MAX_LENGTH))
+            self._state_of[row.id] = min(length + 2, max(self.num_tokens, MAX_LENGTH))
 
 
+@dataclass
 class Bass(LengthPolicy):
     """One length for all rows of a batch, which follows the row that accepts most.
 
@@ -199,33 +133,28 @@ class Bass(LengthPolicy):
     length, two tokens more, up to 32; otherwise shorter by a tenth, rounded up, and by one more after another such
     round, but never below what the best row accepted, nor below 1. Published: the first length is 7. Deviation: a round
     in which no row drafted so far as it was to (end of budget, no match) and all that was drafted was accepted changes
-    nothing.
-
-    Args:
-      num_tokens: the length to begin with, 0 (stays 0) or more.
-
-    Exactness: a stopping time: it looks at the outcomes of earlier rounds alone. Randomness: none.
+    nothing. A length of 0 stays 0.
     """
 
     name = "bass"
 
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = checked_length(num_tokens)
-        self._length = num_tokens
-        self._has_shrunk = False
-        self._outcomes: list[tuple[int, int]] = []
+    _has_shrunk: bool = field(default=False, init=False)
+    _outcomes: list[tuple[int, int]] = field(default_factory=list, init=False)  # of the round so far
 
-    def begin(self, row: Sequence) -> int:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._length = self.num_tokens
+
+    def longest(self, row: Sequence) -> int:
         if self._outcomes:
-            self._update()
-        return self.plan(row, self._length)
+            self._end_round()
+        return self._length
 
-    def end(self, row: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def update(self, row: Sequence, num_drafted: int, num_accepted: int) -> None:
         if num_drafted:
             self._outcomes.append((num_drafted, num_accepted))
 
-    def _update(self) -> None:
-        """Take in the round that has ended."""
+    def _end_round(self) -> None:
         outcomes, self._outcomes = self._outcomes, []
         most = max(accepted for _, accepted in outcomes)
         if most >= self._length:
@@ -235,6 +164,7 @@ class Bass(LengthPolicy):
             self._length, self._has_shrunk = max(1, most, shorter), True
 
 
+@dataclass
 class Confidence(LengthPolicy):
     """Ends the draft after the first token before which the drafter's largest probability was below a threshold.
 
@@ -243,79 +173,232 @@ class Confidence(LengthPolicy):
     drawn. The unsure token itself is drafted, as in the source: its forward has been made, it costs one node more.
 
     Args:
-      num_tokens: longest draft.
-      threshold: 0 never stops, 1 nearly always.
-
-    Exactness: a stopping time; whether there is a next token depends on laws of earlier ones. Randomness: none.
+      draft_threshold: 0 never stops, 1 nearly always.
     """
 
     name = "confidence"
     looks_at = CONFIDENCE
-    keys: ClassVar[Mapping[str, str]] = {"draft_threshold": "threshold"}
 
-    def __init__(self, num_tokens: int, threshold: float = 0.4) -> None:
-        self.num_tokens = checked_length(num_tokens)
-        self.threshold = within("draft_threshold", threshold, 0.0, 1.0)
-        self._confidence_of: dict[int, float] = self._per_row()
+    draft_threshold: float = 0.4
 
-    def begin(self, row: Sequence) -> int:
-        return self.plan(row, self.num_tokens)
-
-    def keep_drafting(self, row: Sequence, depth: int, draft_log_probs: Tensor | None) -> bool:
-        self._confidence_of[row.id] = confidence(required(self, draft_log_probs))
-        return True
-
-    def go_on(self, row: Sequence, depth: int) -> bool:
-        if self._confidence_of[row.id] >= self.threshold_of(row):
-            return True
-        self.note(row, depth)
-        return False
-
-    def threshold_of(self, row: Sequence) -> float:
-        """The threshold that holds for this row now."""
-        return self.threshold
+    def stop(self, row: Sequence, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
+        if not confidence(log_probs) >= self.draft_threshold:
+            plan.gamma = depth + 1
 
 
-@dataclass(frozen=True)
-class EgagLength:
-    """Length of the next draft: long where the drafter is certain, short where it is not.
+@dataclass
+class Egag(LengthPolicy):
+    """Entropy-guided adaptive gamma: long drafts where the drafter is certain, short ones where it is not.
 
-    Source: entropy-guided adaptive gamma (TbK0ng/Speculative-Decoding):
-    g = clip(floor((1 - H / log V) * gamma_max), gamma_min, gamma_max); ema = beta * ema + (1 - beta) * g; round(ema).
+    Source: TbK0ng/Speculative-Decoding: g = clip(floor((1 - H / log V) * gamma_max), gamma_min, gamma_max);
+    ema = beta * ema + (1 - beta) * g; round(ema). "paper" takes the entropy of the step's first law, divides it by
+    log V, and rounds down: with today's vocabularies that hardly moves. "calibrated" divides by a reference that real
+    entropies reach, rounds to the nearest, and asks again before every token: it is drawn while the length that its own
+    law asks for is longer than the draft.
 
     Args:
-      gamma_min, gamma_max: bounds of the length, 0 <= gamma_min <= gamma_max.
-      beta: weight of the past, 0 (none, the default) to below 1.
+      num_tokens: gamma_max, the longest draft.
+      length_policy_mode: "paper" or "calibrated".
+      min_draft_tokens: gamma_min, at most ``num_tokens``; None for 1, or 0 where nothing is drafted.
+      egag_ema_beta: weight of the past in the moving average of the length, 0 (off) to below 1.
+      reference_entropy: nats that count as 1 in the mode "calibrated"; None for the 95th percentile of the row's last
+        128 entropies (2 nats for the first 16).
 
-    Raises: ConfigError when a number is out of range.
-    Exactness: a stopping time, since the entropy is known before the first token is drawn. Randomness: none.
+    Raises: ConfigError when a number is out of range or the mode unknown.
     """
 
-    gamma_min: int
-    gamma_max: int
-    beta: float = 0.0
+    name = "egag"
+    looks_at = LAW
+    modes = ("paper", "calibrated")
+
+    length_policy_mode: str = "calibrated"
+    min_draft_tokens: int | None = None
+    egag_ema_beta: float = 0.0
+    reference_entropy: float | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        self.gamma_min = min(1, self.num_tokens) if self.min_draft_tokens is None else self.min_draft_tokens
         if self.gamma_min < 0:
             raise ConfigError(f"gamma_min is {self.gamma_min}; it must be 0 or more")
-        if self.gamma_max < self.gamma_min:
-            raise ConfigError(f"gamma_min is {self.gamma_min} and gamma_max {self.gamma_max}; swap them")
-        if not 0.0 <= self.beta < 1.0:
-            raise ConfigError(f"the EMA's beta is {self.beta}; it must lie in 0..1, 1 excluded")
+        if self.num_tokens < self.gamma_min:
+            raise ConfigError(f"gamma_min is {self.gamma_min} and gamma_max {self.num_tokens}; swap them")
+        check_weight("the EMA's beta", self.egag_ema_beta)
 
-    def length(self, normalised_entropy: float, ema: float | None = None) -> tuple[int, float]:
+    def looks(self, depth: int) -> bool:
+        return depth == 0 or self.length_policy_mode == "calibrated"
+
+    def stop(self, row: Sequence, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
+        state = self._state_of.get(row.id)
+        if state is None:
+            state = self._state_of[row.id] = _EgagState()
+        is_calibrated = self.length_policy_mode == "calibrated"
+        if is_calibrated:
+            nats = entropy(log_probs)
+            share = calibrated_share(nats, self.reference_entropy or state.reference.value, self.num_tokens)
+            shown = by_vocabulary(nats, log_probs)
+            if math.isfinite(nats):
+                state.reference.add(nats)
+        else:
+            share = shown = normalised_entropy(log_probs.exp())
+        length, state.ema = self.length(1.0 if math.isnan(share) else share, state.ema)
+        if plan.entropy is None:
+            plan.entropy = shown
+        if not is_calibrated or length <= depth:
+            plan.gamma = max(length, depth)
+
+    def length(self, share: float, ema: float | None = None) -> tuple[int, float]:
         """The length, and the moving average to hand in next time.
 
         Args:
-          normalised_entropy: of the law of the first drafted token, 0..1.
+          share: normalised entropy of the law of a drafted token, 0..1.
           ema: what the last call returned; None for the first.
 
         With bounds 1 and 5, entropies 0, 0.1, 0.5 and 1 give 5, 4, 2 and 1.
         """
-        wanted = math.floor((1.0 - normalised_entropy) * self.gamma_max)
-        wanted = min(max(wanted, self.gamma_min), self.gamma_max)
-        ema = float(wanted) if ema is None else self.beta * ema + (1.0 - self.beta) * wanted
+        wanted = min(max(math.floor((1.0 - share) * self.num_tokens), self.gamma_min), self.num_tokens)
+        beta = self.egag_ema_beta
+        ema = float(wanted) if ema is None else beta * ema + (1.0 - beta) * wanted
         return round(ema), ema
+
+
+@dataclass
+class AdaEDL(LengthPolicy):
+    """Drafts on while a lower bound on the chance of acceptance, read off the entropy, stays above a threshold.
+
+    Source: AdaEDL (Agrawal et al. 2024, arXiv:2410.18351): stop before a token when
+    1 - sqrt(entropy_scale * H) < threshold, H of the drafter's law in nats; the threshold follows the acceptance rate
+    by the two-branched rule. What the paper leaves open: the first threshold is 0.7, the rate starts at its target,
+    and the first token of a step is always drafted, so that there is something to learn from.
+
+    Args:
+      draft_threshold: the first one.
+      entropy_scale: of the bound, above 0.
+      target_acceptance_rate, threshold_step, acceptance_momentum, threshold_momentum: see `Threshold.follow`.
+    """
+
+    name = "adaedl"
+    looks_at = LAW
+
+    draft_threshold: float = 0.7
+    entropy_scale: float = 0.2
+    target_acceptance_rate: float = 0.9
+    threshold_step: float = 0.01
+    acceptance_momentum: float = 0.5
+    threshold_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_weight("acceptance_momentum", self.acceptance_momentum)
+        check_weight("threshold_momentum", self.threshold_momentum)
+
+    def threshold(self, row: Sequence) -> Threshold:
+        """The threshold of a row."""
+        if row.id not in self._state_of:
+            self._state_of[row.id] = Threshold(self.draft_threshold, self.target_acceptance_rate)
+        threshold: Threshold = self._state_of[row.id]
+        return threshold
+
+    def stop(self, row: Sequence, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
+        nats = entropy(log_probs)
+        if plan.entropy is None:
+            plan.entropy = by_vocabulary(nats, log_probs)
+        if depth and 1.0 - math.sqrt(self.entropy_scale * nats) < self.threshold(row).value:
+            plan.gamma = depth
+
+    def update(self, row: Sequence, num_drafted: int, num_accepted: int) -> None:
+        self.threshold(row).follow(self, "paper", num_drafted, num_accepted)
+
+
+@dataclass
+class Acceptance(LengthPolicy):
+    """Ends the draft after an unsure token, as `Confidence`; what counts as unsure follows the acceptance rate.
+
+    Source: Draft & Verify (Zhang et al. 2023, arXiv:2309.08168). Deviations: the confidence is that of the law the
+    token is drawn from, temperature and truncation included; threshold and rate belong to one row and end with it.
+
+    Args:
+      length_policy_mode, target_acceptance_rate, threshold_step, acceptance_momentum, threshold_momentum: see
+        `Threshold.follow`; "static" keeps the threshold.
+      draft_threshold: the first one; None for the published 0.8 of greedy and 0.5 of sampled rows.
+      initial_acceptance_rate: what the moving average of the acceptance rate starts from.
+    """
+
+    name = "acceptance"
+    looks_at = CONFIDENCE
+    modes = ("paper", "code", "static")
+
+    length_policy_mode: str = "code"
+    draft_threshold: float | None = None
+    initial_acceptance_rate: float = 0.0
+    target_acceptance_rate: float = 0.9
+    threshold_step: float = 0.01
+    acceptance_momentum: float = 0.5
+    threshold_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_weight("acceptance_momentum", self.acceptance_momentum)
+        check_weight("threshold_momentum", self.threshold_momentum)
+
+    def threshold(self, row: Sequence) -> Threshold:
+        """The threshold of a row."""
+        if row.id not in self._state_of:
+            published = 0.8 if row.law.is_greedy else 0.5
+            first = published if self.draft_threshold is None else self.draft_threshold
+            self._state_of[row.id] = Threshold(first, self.initial_acceptance_rate)
+        threshold: Threshold = self._state_of[row.id]
+        return threshold
+
+    def stop(self, row: Sequence, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
+        if not confidence(log_probs) >= self.threshold(row).value:
+            plan.gamma = depth + 1
+
+    def update(self, row: Sequence, num_drafted: int, num_accepted: int) -> None:
+        self.threshold(row).follow(self, self.length_policy_mode, num_drafted, num_accepted)
+
+
+POLICIES: dict[str, type[LengthPolicy]] = {
+    policy.name: policy for policy in (Fixed, Heuristic, Bass, Confidence, Egag, AdaEDL, Acceptance)
+}
+"""Every policy by its name."""
+
+
+# -- what policies are made of -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Threshold:
+    """The threshold of one row, and the moving average of its acceptance rate."""
+
+    value: float
+    acceptance_rate: float
+
+    def follow(self, policy: AdaEDL | Acceptance, mode: str, num_drafted: int, num_accepted: int) -> None:
+        """Take in the outcome of a step; one without a draft says nothing.
+
+        At threshold 0.8, rate 0.9: 1 of 4 accepted gives the rate 0.575 and the threshold 0.801.
+
+        Source: Draft & Verify (Zhang et al. 2023, arXiv:2309.08168), section on adaptive draft-exiting.
+
+        Args:
+          policy: has the wanted acceptance rate, the step of the threshold before smoothing, and the weights of the
+            past in both averages.
+          mode: "paper" raises the threshold while the rate is at most the wanted one and lowers it otherwise; "code",
+            the published program, raises it while the rate is less, and leaves it alone when the draft was as long as
+            drafts get; "static" never moves it.
+        """
+        if num_drafted == 0 or mode == "static":
+            return
+        kept, target, step = policy.acceptance_momentum, policy.target_acceptance_rate, policy.threshold_step
+        self.acceptance_rate = kept * self.acceptance_rate + (1.0 - kept) * (num_accepted / num_drafted)
+        wanted = self.value
+        if self.acceptance_rate < target or (mode == "paper" and self.acceptance_rate == target):
+            wanted += step
+        elif mode == "paper" or num_drafted < policy.num_tokens:
+            wanted -= step
+        kept = policy.threshold_momentum
+        self.value = kept * self.value + (1.0 - kept) * wanted
 
 
 class RunningReference:
@@ -344,346 +427,31 @@ class RunningReference:
 
 
 @dataclass
-class _Entropies:
-    gamma: int = 0
+class _EgagState:
     ema: float | None = None
     reference: RunningReference = field(default_factory=RunningReference)
 
 
-class Egag(LengthPolicy):
-    """Entropy-guided adaptive gamma, as published or calibrated.
+def check_weight(name: str, value: float) -> None:
+    """Raises: ConfigError unless the weight of a past lies in 0..1, 1 excluded."""
+    if not 0.0 <= value < 1.0:
+        raise ConfigError(f"{name} is {value}; it must lie in 0..1, 1 excluded")
 
-    Source: TbK0ng/Speculative-Decoding, see `EgagLength`, whose formula both modes use. "paper" takes the
-    entropy of the step's first law, divides it by log V, and rounds down: with today's vocabularies that hardly moves.
-    "calibrated" divides by a reference that real entropies reach, rounds to the nearest, and asks again before every
-    token: it is drawn while the length that its own law asks for is longer than the draft.
 
-    Args:
-      num_tokens: gamma_max, the longest draft.
-      mode: "paper" or "calibrated".
-      min_tokens: gamma_min, at most ``num_tokens``; 1 by default.
-      beta: weight of the past in the moving average of the length, 0 (off) to below 1.
-      reference_entropy: nats that count as 1 in the mode "calibrated"; None for the 95th percentile of the row's last
-        128 entropies (2 nats for the first 16).
-
-    Raises: ConfigError when a number is out of range or the mode unknown.
-    Exactness: a stopping time; no entropy depends on the token about to be drawn. Randomness: none.
-    """
-
-    name = "egag"
-    looks_at = LAW
-    keys: ClassVar[Mapping[str, str]] = {
-        "length_policy_mode": "mode",
-        "min_draft_tokens": "min_tokens",
-        "egag_ema_beta": "beta",
-        "reference_entropy": "reference_entropy",
-    }
-    modes = ("paper", "calibrated")
-
-    def __init__(
-        self,
-        num_tokens: int,
-        mode: str = "calibrated",
-        *,
-        min_tokens: int | None = None,
-        beta: float = 0.0,
-        reference_entropy: float | None = None,
-    ) -> None:
-        checked_mode("the mode of egag", mode, self.modes)
-        self.num_tokens = checked_length(num_tokens)
-        self.is_calibrated = mode == "calibrated"
-        self.formula = EgagLength(min(1, num_tokens) if min_tokens is None else min_tokens, num_tokens, beta)
-        if reference_entropy is not None:
-            within("reference_entropy", reference_entropy, 1e-6, math.inf)
-        self.reference_entropy = reference_entropy
-        self._state_of: dict[int, _Entropies] = self._per_row()
-
-    def begin(self, row: Sequence) -> int:
-        return self.plan(row, self.num_tokens)
-
-    def wants_log_probs(self, depth: int) -> bool:
-        return self.is_calibrated or depth == 0
-
-    def go_on(self, row: Sequence, depth: int) -> bool:
-        return self.is_calibrated or depth < self._state_of[row.id].gamma
-
-    def keep_drafting(self, row: Sequence, depth: int, draft_log_probs: Tensor | None) -> bool:
-        if not self.wants_log_probs(depth):
-            return True
-        law = required(self, draft_log_probs)
-        state = self._state_of.setdefault(row.id, _Entropies())
-        if self.is_calibrated:
-            share = self._calibrated(state, entropy(law))
-            shown = entropy(law) / math.log(len(law)) if len(law) > 1 else 0.0
-        else:
-            share = shown = normalised_entropy(law.exp())
-        if math.isnan(share):
-            share = 1.0
-        state.gamma, state.ema = self.formula.length(share, state.ema)
-        self.note(row, max(state.gamma, depth), shown)  # what was drafted before stays
-        return depth < state.gamma
-
-    def _calibrated(self, state: _Entropies, nats: float) -> float:
-        """Entropy by its reference, 0..1, moved by half a token, which makes the formula's floor a rounding."""
-        reference = self.reference_entropy or state.reference.value
-        if math.isfinite(nats):
-            state.reference.add(nats)
-        return calibrated_share(nats, reference, self.num_tokens)
-
-
-THRESHOLD_MODES = ("paper", "code", "static")
-"""See `ThresholdRule`."""
-
-_RULE_KEYS = {
-    "target_acceptance_rate": "target_rate",
-    "threshold_step": "step",
-    "acceptance_momentum": "acceptance_momentum",
-    "threshold_momentum": "threshold_momentum",
-}
-
-
-@dataclass
-class ThresholdState:
-    """The threshold of one row, and the moving average of its acceptance rate."""
-
-    threshold: float
-    acceptance_rate: float
-
-
-@dataclass(frozen=True)
-class ThresholdRule:
-    """How a threshold follows the acceptance rate.
-
-    Source: Draft & Verify (Zhang et al. 2023, arXiv:2309.08168), section on adaptive draft-exiting.
-
-    Args:
-      mode: "paper" raises the threshold while the rate is at most the wanted one and lowers it otherwise; "code", the
-        published program, raises it while the rate is less, and leaves it alone when the draft was as long as drafts
-        get; "static" never moves it.
-      target_rate: wanted acceptance rate.
-      step: of the threshold, before smoothing.
-      acceptance_momentum, threshold_momentum: weight of the past.
-
-    Raises: ConfigError when a number is out of range or the mode unknown.
-    """
-
-    mode: str = "code"
-    target_rate: float = 0.9
-    step: float = 0.01
-    acceptance_momentum: float = 0.5
-    threshold_momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        checked_mode("the mode of the threshold", self.mode, THRESHOLD_MODES)
-        within("target_acceptance_rate", self.target_rate, 0.0, 1.0)
-        within("threshold_step", self.step, 0.0, 1.0)
-        within("acceptance_momentum", self.acceptance_momentum, 0.0, 1.0, open_end=True)
-        within("threshold_momentum", self.threshold_momentum, 0.0, 1.0, open_end=True)
-
-    def update(self, state: ThresholdState, num_drafted: int, num_accepted: int, longest: int) -> None:
-        """Take in the outcome of a step; one without a draft says nothing.
-
-        At threshold 0.8, rate 0.9: 1 of 4 accepted gives the rate 0.575 and the threshold 0.801.
-        """
-        if num_drafted == 0 or self.mode == "static":
-            return
-        rate, kept = num_accepted / num_drafted, self.acceptance_momentum
-        state.acceptance_rate = kept * state.acceptance_rate + (1.0 - kept) * rate
-        wanted = state.threshold
-        is_paper = self.mode == "paper"
-        if state.acceptance_rate < self.target_rate or (is_paper and state.acceptance_rate == self.target_rate):
-            wanted += self.step
-        elif is_paper or num_drafted < longest:
-            wanted -= self.step
-        kept = self.threshold_momentum
-        state.threshold = kept * state.threshold + (1.0 - kept) * wanted
-
-
-class FollowingThreshold(LengthPolicy):
-    """A policy whose threshold follows the acceptance rate, row by row.
-
-    Args:
-      rule: by which it follows.
-    """
-
-    num_tokens: int
-
-    def __init__(self, rule: ThresholdRule) -> None:
-        self.rule = rule
-        self._thresholds: dict[int, ThresholdState] = self._per_row()
-
-    @abstractmethod
-    def first_state(self, row: Sequence) -> ThresholdState:
-        """The threshold of a row that begins, and the acceptance rate that is assumed of it."""
-
-    def threshold_of(self, row: Sequence) -> float:
-        """The threshold that holds for this row now."""
-        return self._state(row).threshold
-
-    def end(self, row: Sequence, num_drafted: int, num_accepted: int) -> None:
-        self.rule.update(self._state(row), num_drafted, num_accepted, self.num_tokens)
-
-    def _state(self, row: Sequence) -> ThresholdState:
-        if row.id not in self._thresholds:
-            self._thresholds[row.id] = self.first_state(row)
-        return self._thresholds[row.id]
-
-
-class Acceptance(FollowingThreshold, Confidence):
-    """Ends the draft after an unsure token; what counts as unsure follows the acceptance rate.
-
-    Source: Draft & Verify (Zhang et al. 2023, arXiv:2309.08168). Deviations: the confidence is that of the law the
-    token is drawn from, temperature and truncation included; threshold and rate belong to one row and end with it.
-
-    Args:
-      num_tokens: longest draft.
-      threshold: the first one; None for the published 0.8 of greedy and 0.5 of sampled rows.
-      mode, target_rate, step, acceptance_momentum, threshold_momentum: see `ThresholdRule`.
-      initial_rate: what the moving average of the acceptance rate starts from.
-
-    Exactness: a stopping time, as `Confidence`. Randomness: none.
-    """
-
-    name = "acceptance"
-    keys: ClassVar[Mapping[str, str]] = {
-        "length_policy_mode": "mode",
-        "draft_threshold": "threshold",
-        "initial_acceptance_rate": "initial_rate",
-        **_RULE_KEYS,
-    }
-    modes = THRESHOLD_MODES
-
-    def __init__(
-        self,
-        num_tokens: int,
-        threshold: float | None = None,
-        *,
-        initial_rate: float = 0.0,
-        **rule: float | str,
-    ) -> None:
-        Confidence.__init__(self, num_tokens, 0.5 if threshold is None else threshold)
-        FollowingThreshold.__init__(self, ThresholdRule(**rule))  # type: ignore[arg-type]
-        self._initial_rate = within("initial_acceptance_rate", initial_rate, 0.0, 1.0)
-        self._has_own_threshold = threshold is not None
-
-    def first_state(self, row: Sequence) -> ThresholdState:
-        first = 0.8 if row.law.is_greedy and not self._has_own_threshold else self.threshold
-        return ThresholdState(first, self._initial_rate)
-
-
-class AdaEDL(FollowingThreshold):
-    """Drafts on while a lower bound on the chance of acceptance, read off the entropy, stays above a threshold.
-
-    Source: AdaEDL (Agrawal et al. 2024, arXiv:2410.18351): stop before a token when
-    1 - sqrt(entropy_scale * H) < threshold, H of the drafter's law in nats; the threshold follows the acceptance rate
-    by the two-branched rule. What the paper leaves open: the first threshold is 0.7, the rate starts at its target,
-    and the first token of a step is always drafted, so that there is something to learn from.
-
-    Args:
-      num_tokens: longest draft.
-      threshold: the first one.
-      entropy_scale: of the bound, above 0.
-      target_rate, step, acceptance_momentum, threshold_momentum: see `ThresholdRule`.
-
-    Exactness: a stopping time; the entropy does not depend on the token. Randomness: none.
-    """
-
-    name = "adaedl"
-    looks_at = LAW
-    keys: ClassVar[Mapping[str, str]] = {
-        "draft_threshold": "threshold",
-        "entropy_scale": "entropy_scale",
-        **_RULE_KEYS,
-    }
-
-    def __init__(
-        self, num_tokens: int, threshold: float = 0.7, *, entropy_scale: float = 0.2, **rule: float | str
-    ) -> None:
-        super().__init__(ThresholdRule(**{"mode": "paper", **rule}))  # type: ignore[arg-type]
-        self.num_tokens = checked_length(num_tokens)
-        self.threshold = within("draft_threshold", threshold, 0.0, 1.0)
-        self.entropy_scale = within("entropy_scale", entropy_scale, 0.0, math.inf)
-
-    def first_state(self, row: Sequence) -> ThresholdState:
-        return ThresholdState(self.threshold, self.rule.target_rate)
-
-    def begin(self, row: Sequence) -> int:
-        return self.plan(row, self.num_tokens)
-
-    def keep_drafting(self, row: Sequence, depth: int, draft_log_probs: Tensor | None) -> bool:
-        law = required(self, draft_log_probs)
-        nats = entropy(law)
-        self.note(row, self.num_tokens, nats / math.log(len(law)) if len(law) > 1 else 0.0)
-        if depth == 0 or 1.0 - math.sqrt(self.entropy_scale * nats) >= self.threshold_of(row):
-            return True
-        self.note(row, depth)
-        return False
-
-
-POLICIES: dict[str, type[LengthPolicy]] = {
-    policy.name: policy for policy in (Fixed, Heuristic, Bass, Confidence, Egag, AdaEDL, Acceptance)
-}
-"""Every policy by its name; the first argument is the longest draft."""
-
-
-def make_policy(name: str, num_tokens: int, **settings: float | str) -> LengthPolicy:
-    """The policy called ``name`` around ``num_tokens`` draft tokens.
-
-    Args:
-      settings: further arguments of the policy.
-
-    Raises: ConfigError for an unknown name, a negative number, or a setting out of range.
-    """
-    if name not in POLICIES:
-        raise ConfigError(f"unknown length policy {name!r}; known: {', '.join(sorted(POLICIES))}")
-    make: Callable[..., LengthPolicy] = POLICIES[name]
-    return make(num_tokens, **settings)
-
-
-def required(policy: LengthPolicy, draft_log_probs: Tensor | None) -> Tensor:
-    """The law that a policy looks at.
-
-    Raises: ConfigError when the drafter has none.
-    """
-    if draft_log_probs is None:
-        raise ConfigError(
-            f"length_policy {policy.name!r} looks at the {policy.looks_at} of the drafter, and this drafter has none; "
-            "use 'fixed' or 'heuristic'"
-        )
-    return draft_log_probs
-
-
-def checked_length(num_tokens: int) -> int:
-    """A draft length of 0 or more."""
-    if num_tokens < 0:
-        raise ConfigError(f"num_speculative_tokens is {num_tokens}; want 0 (no draft) or more")
-    return num_tokens
-
-
-def within(name: str, value: float, low: float, high: float, *, open_end: bool = False) -> float:
-    """A number within limits, the upper one excluded on request."""
-    if not low <= value <= high or (open_end and value == high):
-        end = f"{high:g}, excluded" if open_end else f"{high:g}"
-        raise ConfigError(f"{name} is {value}; it must lie between {low:g} and {end}")
-    return value
-
-
-def checked_mode(title: str, mode: str, modes: tuple[str, ...]) -> str:
-    """A mode that a policy has."""
-    if mode not in modes:
-        raise ConfigError(f"{title} is {mode!r}; choose one of {', '.join(modes)}")
-    return mode
-
-
-def confidence(draft_log_probs: Tensor) -> float:
+def confidence(log_probs: Tensor) -> float:
     """The largest probability of a log-law (V,); NaN, which is below every threshold, where there is no law."""
-    return math.exp(float(draft_log_probs.max()))
+    return math.exp(float(log_probs.max()))
 
 
 def entropy(log_probs: Tensor) -> float:
     """-sum p log p of a log-law (V,) in nats; +inf, as uncertain as can be, where there is no law."""
     nats = float(torch.special.entr(log_probs.float().exp()).sum())
     return math.inf if math.isnan(nats) else nats
+
+
+def by_vocabulary(nats: float, log_probs: Tensor) -> float:
+    """An entropy relative to the largest that a law (V,) can have; 0 for a vocabulary of one token."""
+    return nats / math.log(len(log_probs)) if len(log_probs) > 1 else 0.0
 
 
 def normalised_entropy(probs: Tensor) -> float:
@@ -704,6 +472,80 @@ def calibrated_share(nats: float, reference: float, gamma_max: int) -> float:
     return share - 0.5 / max(gamma_max, 1)
 
 
+# -- options -----------------------------------------------------------------------------------------------------------
+
+_KEYS_OF = {
+    name: frozenset(each.name for each in fields(policy) if each.init) - {"num_tokens"}
+    for name, policy in POLICIES.items()
+}
+_ALIASES = {"constant": "fixed", "heuristic_transient": "heuristic"}
+_MODES = tuple(sorted({mode for policy in POLICIES.values() for mode in policy.modes}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthOptions(Options):
+    """Who decides how long a draft gets; see docs/drafting_length.md.
+
+    Attributes:
+      looks: what the drafter can show a policy of the token it is about to draft.
+      own_policy: which of them decides where none is asked for, below the governor if that is at work.
+    """
+
+    looks: ClassVar[frozenset[str]] = frozenset({NOTHING})
+    own_policy: ClassVar[str] = "fixed"
+
+    length_policy: str = policy_choice((GOVERNED, *POLICIES), _ALIASES)
+    length_policy_mode: str | None = option(
+        one_of(_MODES), help='"egag": calibrated, paper; "acceptance": code, paper, static'
+    )
+    draft_threshold: float | None = option(number(0.0, 1.0), help="confidence below which a draft ends")
+    min_draft_tokens: int | None = option(whole(0), help="shortest draft of egag")
+    egag_ema_beta: float | None = option(number(0.0, 1.0), help="weight of the past in the lengths of egag")
+    reference_entropy: float | None = option(
+        number(0.0, above=True), help="entropy in nats that counts as 1 in calibrated egag"
+    )
+    entropy_scale: float | None = option(number(0.0), help="factor of the entropy in the bound of adaedl")
+    initial_acceptance_rate: float | None = option(number(0.0, 1.0), help="acceptance rate to start from")
+    target_acceptance_rate: float | None = option(
+        number(0.0, 1.0), help="acceptance rate at which the threshold stays unchanged"
+    )
+    threshold_step: float | None = option(number(0.0, 1.0), help="amount by which the threshold moves")
+    acceptance_momentum: float | None = option(number(0.0, 1.0), help="weight of the past in the rate")
+    threshold_momentum: float | None = option(number(0.0, 1.0), help="weight of the past in the threshold")
+
+    def check(self) -> None:
+        super().check()
+        policy, name = POLICIES[self.policy], self.policy
+        if policy.looks_at not in self.looks:
+            served = [other for other, its in POLICIES.items() if its.looks_at in self.looks]
+            raise ConfigError(
+                f"length_policy {name!r} looks at the {policy.looks_at} of the drafter, and method {self.method!r} has "
+                f"none; choose one of {', '.join(served)}"
+            )
+        for given in sorted(frozenset[str]().union(*_KEYS_OF.values()) - _KEYS_OF[name]):
+            if getattr(self, given) is not None:
+                owners = [other for other, keys in _KEYS_OF.items() if given in keys]
+                raise ConfigError(
+                    f"key {given!r} has no meaning for length_policy {name!r}, only for {', '.join(owners)}; leave it "
+                    "out, or set length_policy"
+                )
+        mode = self.length_policy_mode
+        if mode is not None and mode not in policy.modes:
+            raise ConfigError(f"length_policy {name!r} has no mode {mode!r}; choose one of {', '.join(policy.modes)}")
+
+    @property
+    def policy(self) -> str:
+        """The name of the policy that drafts are asked with."""
+        return self.own_policy if self.length_policy == GOVERNED else self.length_policy
+
+    def new_policy(self, longest: int) -> LengthPolicy:
+        """The policy that is asked for, around a longest draft."""
+        given = {key: value for key in _KEYS_OF[self.policy] if (value := getattr(self, key)) is not None}
+        return POLICIES[self.policy](longest, **given)
+
+
+# -- drafters ----------------------------------------------------------------------------------------------------------
+
 State = TypeVar("State")
 
 
@@ -717,6 +559,7 @@ class PlannedDrafter(ContextDrafter, Generic[State]):
     def __init__(self, length_policy: LengthPolicy) -> None:
         self.length_policy = length_policy
         self._state_of: dict[int, State] = {}
+        self._plans: dict[int, DraftPlan] = {}  # by row, of the step that is drafted for
 
     @abstractmethod
     def new_state(self, row: Sequence) -> State:
@@ -728,13 +571,42 @@ class PlannedDrafter(ContextDrafter, Generic[State]):
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         trees = super().propose(rows, budgets)
-        return [tree.planned(self.length_policy.take_plan(row)) for tree, row in zip(trees, rows, strict=True)]
+        return [tree.planned(self._plans.pop(row.id, None)) for tree, row in zip(trees, rows, strict=True)]
+
+    def length(self, row: Sequence, budget: int, log_shares: Callable[[int], Tensor | None] | None = None) -> int:
+        """The draft length within ``budget``, of a draft that is known beforehand.
+
+        Args:
+          log_shares: for policies that look at the confidence: logarithm of the share of the best token after so many
+            of them, (1,); None where the draft ends.
+
+        Raises: ConfigError for a policy that looks at what the drafter does not have.
+        """
+        policy = self.length_policy
+        plan = self._plans[row.id] = DraftPlan(policy.longest(row))
+        if policy.looks_at == NOTHING:
+            return min(plan.gamma, budget)
+        if log_shares is None:
+            raise ConfigError(
+                f"length_policy {policy.name!r} looks at the {policy.looks_at} of the drafter, and {self.name} has "
+                "none; use 'fixed' or 'heuristic'"
+            )
+        depth = 0
+        while depth < min(plan.gamma, budget):
+            if policy.looks(depth):
+                shares = log_shares(depth)
+                if shares is None:
+                    break
+                policy.stop(row, plan, depth, shares)
+            depth = min(depth + 1, plan.gamma)
+        return depth
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
-            self.length_policy.end(row, result.tree.depth, result.num_accepted)
+            self.length_policy.update(row, result.tree.depth, result.num_accepted)
 
     def forget(self, rows: Seq[Sequence]) -> None:
         for row in rows:
             self.length_policy.forget(row)
             self._state_of.pop(row.id, None)
+            self._plans.pop(row.id, None)

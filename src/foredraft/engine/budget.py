@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
 
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 
 NOTHING_FOUND = "nothing_found"
 """Why a step has no draft whose drafter was asked and proposed nothing. All other causes keep it from drafting."""
-
-NO_TOKENS: Mapping[str, int] = {}
 
 CAUSES: Mapping[str, str] = {
     "governor": "the governor",
@@ -118,100 +115,24 @@ class Limits(NamedTuple):
         return draft.plan.cause if draft.plan is not None and draft.plan.gamma == 0 else NOTHING_FOUND
 
 
-@dataclass
-class Cuts:
-    """Counts of one row, or of several together.
+def describe_cuts(tokens: Counter[str], steps: Counter[str]) -> str:
+    """Description of cuts for people, the cause of most first; empty where nothing was cut.
 
-    Attributes:
-      tokens: drafted tokens that were left out before verifying, by what left them out.
-      steps: steps without a draft, by what kept them from having one: a cause, or `NOTHING_FOUND`.
-      latest_tokens: what was left out of the newest draft, like ``tokens``.
+    Args:
+      tokens: drafted tokens that were left out, by cause.
+      steps: steps without a draft, by cause; those of `NOTHING_FOUND` are not described.
+
+    Example:
+        >>> describe_cuts(Counter(governor=8), Counter(governor=2, nothing_found=1))
+        'the governor cut 8 drafted tokens and left 2 steps without a draft'
     """
-
-    tokens: Counter[str] = field(default_factory=Counter)
-    steps: Counter[str] = field(default_factory=Counter)
-    latest_tokens: Mapping[str, int] = field(default_factory=lambda: NO_TOKENS)
-
-    def count(
-        self, limits: Limits, budget: Budget, draft: DraftTree, tree: DraftTree, *, has_failed: bool = False
-    ) -> None:
-        """Count what was cut from the draft of a step, or why there is none.
-
-        Args:
-          budget: as much of that of ``limits`` as the governor has left, which the drafter was given.
-          tree: what is verified of the draft.
-          has_failed: whether a fault of the drafter has ended drafting.
-        """
-        if len(tree) == len(draft) > 1:
-            self.latest_tokens = NO_TOKENS
-            return
-        if budget != limits.budget:
-            limits = limits._replace(depth="governor")
-        if len(draft) > 1:
-            self.record("", len(draft) - 1, [*limits.stages(budget, draft), ("governor", len(tree) - 1)])
-        else:
-            self.record("fault" if has_failed else limits.why_nothing(budget, draft), 0)
-
-    def record(self, cause: str, num_proposed: int, stages: Seq[tuple[str, int]] = ()) -> None:
-        """Count one step.
-
-        Args:
-          cause: why there is no draft where nothing was proposed.
-          num_proposed: tokens of the draft.
-          stages: in order, what may cut it and how many tokens are then left; the last ones are verified.
-
-        Of eight tokens the promise of bits leaves five, and the governor none. Stages (("bits", 5), ("governor", 0))
-        count three tokens for the promise, five for the governor, and a step without a draft for the governor.
-        """
-        if not num_proposed:
-            self.latest_tokens = NO_TOKENS
-            self.steps[cause] += 1
-            return
-        left = num_proposed
-        cut: dict[str, int] = {}
-        for stage, num_left in stages:
-            if num_left < left:
-                cut[stage] = cut.get(stage, 0) + left - num_left
-                cause, left = stage, num_left
-        self.latest_tokens = cut
-        self.tokens.update(cut)
-        if not left:
-            self.steps[cause] += 1
-
-    def add(self, other: Cuts) -> None:
-        """Pool the counts of another row."""
-        self.tokens.update(other.tokens)
-        self.steps.update(other.steps)
-
-    @property
-    def num_tokens(self) -> int:
-        """Drafted tokens that were left out."""
-        return self.tokens.total()
-
-    @property
-    def main_cause(self) -> str:
-        """Cause of most steps without a draft, `NOTHING_FOUND` included; empty where every step had one."""
-        return max(((count, cause) for cause, count in self.steps.items()), default=(0, ""))[1]
-
-    def describe(self) -> str:
-        """What was cut, for people, the cause of most first; empty where nothing was.
-
-        Example:
-            >>> cuts = Cuts()
-            >>> cuts.record("nothing_found", 8, [("governor", 0)])
-            >>> cuts.record("governor", 0)
-            >>> cuts.describe()
-            'the governor cut 8 drafted tokens and left 2 steps without a draft'
-        """
-        causes = sorted(CAUSES, key=lambda cause: (-self.steps[cause], -self.tokens[cause]))
-        said = [self._of(cause) for cause in causes if self.steps[cause] or self.tokens[cause]]
-        return ", ".join(said)
-
-    def _of(self, cause: str) -> str:
-        tokens, steps = self.tokens[cause], self.steps[cause]
-        parts = [f"cut {counted(tokens, 'drafted token')}"] if tokens else []
-        parts += [f"left {counted(steps, 'step')} without a draft"] if steps else []
-        return f"{CAUSES[cause]} {' and '.join(parts)}"
+    described = []
+    for cause in sorted(CAUSES, key=lambda cause: (-steps[cause], -tokens[cause])):
+        parts = [f"cut {counted(tokens[cause], 'drafted token')}"] if tokens[cause] else []
+        parts += [f"left {counted(steps[cause], 'step')} without a draft"] if steps[cause] else []
+        if parts:
+            described.append(f"{CAUSES[cause]} {' and '.join(parts)}")
+    return ", ".join(described)
 
 
 def counted(number: int, noun: str) -> str:

@@ -48,14 +48,14 @@ def propose(
     for row, limit, budget, draft, tree in zip(rows, limits, budgets, drafts, trees, strict=True):
         verified = with_forced(row, tree, limit.budget, forwards.rule, len(rows))
         if len(tree) > 1 or verified is tree:
-            row.stats.cuts.count(limit, budget, draft, tree, has_failed=bool(row.stats.drafter_error))
+            row.stats.count_cuts(limit, budget, draft, tree)
         found.append(verified)
     return found
 
 
 def undrafted(row: Sequence) -> DraftTree:
     """The draft of a row that goes without the drafter: none."""
-    row.stats.cuts.record("governor", 0)
+    row.stats.num_undrafted_steps["governor"] += 1
     return DraftTree.root(row.pending)
 
 

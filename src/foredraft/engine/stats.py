@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, fields
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from foredraft.engine.budget import Cuts
 from foredraft.engine.cost_model import RATE
 from foredraft.engine.prediction import PREDICTION
 
 if TYPE_CHECKING:
+    from foredraft.engine.budget import Budget, Limits
     from foredraft.tree import DraftTree
 
 
@@ -45,8 +45,9 @@ class SequenceStats:
     """Counters of one row.
 
     Attributes:
-      cuts: what was left out of drafts before they were verified, and which steps had none; ``num_draft_tokens`` are
-        those that were verified.
+      num_draft_tokens: drafted tokens that were verified.
+      num_cut_tokens: drafted tokens that were left out before verifying, by cause (`foredraft.engine.budget.CAUSES`).
+      num_undrafted_steps: steps without a draft, by cause or `foredraft.engine.budget.NOTHING_FOUND`.
       drafter_error: the exception that has ended drafting for the row; empty where none has.
       num_preemptions: how often the row has left the cache for want of memory, to be read again.
     """
@@ -59,7 +60,8 @@ class SequenceStats:
     acceptance_histogram: Counter[int] = field(default_factory=Counter)
     drafted_by: Counter[str] = field(default_factory=Counter)
     accepted_by: Counter[str] = field(default_factory=Counter)
-    cuts: Cuts = field(default_factory=Cuts)
+    num_cut_tokens: Counter[str] = field(default_factory=Counter)
+    num_undrafted_steps: Counter[str] = field(default_factory=Counter)
     drafter_error: str = ""
     num_preemptions: int = 0
 
@@ -83,6 +85,31 @@ class SequenceStats:
             self.num_accepted_draft_tokens += num_accepted
             self.acceptance_histogram[num_accepted] += 1
 
+    def count_cuts(self, limits: Limits, budget: Budget, draft: DraftTree, tree: DraftTree) -> None:
+        """Count what was cut from the draft of a step, or why the step has none.
+
+        Of eight tokens the promise of bits leaves five, and the governor none. That counts three tokens for the
+        promise, five for the governor, and a step without a draft for the governor.
+
+        Args:
+          budget: as much of that of ``limits`` as the governor has left, which the drafter was given.
+          tree: the part of the draft that is verified.
+        """
+        if len(tree) == len(draft) > 1:
+            return
+        if budget != limits.budget:
+            limits = limits._replace(depth="governor")
+        if len(draft) == 1:
+            self.num_undrafted_steps["fault" if self.drafter_error else limits.why_nothing(budget, draft)] += 1
+            return
+        left, last_cause = len(draft) - 1, ""
+        for cause, num_left in (*limits.stages(budget, draft), ("governor", len(tree) - 1)):
+            if num_left < left:
+                self.num_cut_tokens[cause] += left - num_left
+                left, last_cause = num_left, cause
+        if not left:
+            self.num_undrafted_steps[last_cause] += 1
+
     @classmethod
     def pooled(cls, several: Iterable[SequenceStats]) -> SequenceStats:
         """The counters of several rows together."""
@@ -101,14 +128,15 @@ class SequenceStats:
         self.acceptance_histogram.update(other.acceptance_histogram)
         self.drafted_by.update(other.drafted_by)
         self.accepted_by.update(other.accepted_by)
-        self.cuts.add(other.cuts)
+        self.num_cut_tokens.update(other.num_cut_tokens)
+        self.num_undrafted_steps.update(other.num_undrafted_steps)
         self.drafter_error = self.drafter_error or other.drafter_error
         self.num_preemptions += other.num_preemptions
 
     @property
     def num_proposed_tokens(self) -> int:
         """Tokens that were drafted, whether they were verified or cut."""
-        return self.num_draft_tokens + self.cuts.num_tokens
+        return self.num_draft_tokens + self.num_cut_tokens.total()
 
     @property
     def accepted_prediction_tokens(self) -> int:

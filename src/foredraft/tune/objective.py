@@ -14,6 +14,7 @@ from foredraft.bench.trial import Sampling, Trial, compare, interleave
 from foredraft.bench.workload import BenchPrompt
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.drafters.parts.layer_set import LayerSet, skipping
+from foredraft.engine.budget import describe_cuts
 from foredraft.engine.costs import CONTEXT, Forward, filled_cache, median_times
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.stats import SequenceStats
@@ -35,7 +36,7 @@ class Score:
       num_sublayers: how many are left out.
       low, high: 95 % interval of a measured value; of a computed one the value.
       num_drafted, num_accepted: tokens that were verified, and those of them that were kept.
-      cuts: what kept others from being verified, for people; see `Cuts.describe`.
+      cuts: what kept others from being verified, for people; see `describe_cuts`.
     """
 
     value: float
@@ -61,7 +62,7 @@ class Score:
             high,
             stats.num_draft_tokens,
             stats.num_accepted_draft_tokens,
-            stats.cuts.describe(),
+            describe_cuts(stats.num_cut_tokens, stats.num_undrafted_steps),
         )
 
 

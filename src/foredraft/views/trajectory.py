@@ -319,6 +319,7 @@ class BlockRecorder(Drafter):
 
     def __init__(self, size: int, initial_guess: str) -> None:
         self.blocks: list[Block] = []
+        self._cut_before: Counter[str] = Counter()  # by cause, up to the newest iterate
         self._size = size
         self._initial_guess = initial_guess
 
@@ -345,13 +346,14 @@ class BlockRecorder(Drafter):
             self._add(row, (*newest[:before], *choices, *newest[end:]), end)
 
     def _add(self, row: Sequence, iterate: tuple[int, ...], num_verified: int) -> None:
-        block = self.blocks[-1]
+        block, cut = self.blocks[-1], Counter(row.stats.num_cut_tokens)
         self.blocks[-1] = replace(
             block,
             iterates=(*block.iterates, iterate),
             verified=(*block.verified, num_verified),
-            cuts=Counter(block.cuts) + Counter(row.stats.cuts.latest_tokens),
+            cuts=Counter(block.cuts) + (cut - self._cut_before),
         )
+        self._cut_before = cut
 
     def close(self, row: Sequence) -> None:
         """Add the iterate of the last step, which nobody observes, and cut its block where the text ended."""

@@ -138,16 +138,13 @@ def drafts_of(drafter: DraftModelDrafter, num_steps: int = 6, **params: float) -
     return found
 
 
-class Stops(LengthPolicy):
-    """Asks, before every token but the first, whether to go on."""
+class Varied(LengthPolicy):
+    """Another length in every step."""
 
-    name = "stops"
+    name = "varied"
 
-    def begin(self, row: Sequence) -> int:
-        return self.plan(row, 5)
-
-    def go_on(self, row: Sequence, depth: int) -> bool:
-        return depth < 1 + len(row.token_ids) % 4
+    def longest(self, row: Sequence) -> int:
+        return 1 + len(row.token_ids) % 4
 
 
 def drafter(**options: Any) -> DraftModelDrafter:
@@ -162,7 +159,7 @@ def drafter(**options: Any) -> DraftModelDrafter:
 SOME = DraftVocabulary.of(range(0, V, 2), V)
 CASES: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "greedy": ({}, {}),
-    "a policy that stops": ({"policy": Stops()}, {}),
+    "lengths of their own": ({"policy": Varied(5)}, {}),
     "sampled": ({}, {"temperature": 0.9}),
     "penalties": ({}, {"repetition_penalty": 1.3}),
     "a tree": ({"num_branches": 2, "beam_width": 2}, {}),

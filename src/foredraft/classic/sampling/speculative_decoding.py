@@ -17,7 +17,7 @@ from foredraft.classic.rounds import Decoding, Draft, ProcessedLaw
 from foredraft.classic.trace import begin_trace
 from foredraft.classic.utils import printing
 from foredraft.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor
-from foredraft.drafters.lengths import EgagLength, normalised_entropy
+from foredraft.drafters.lengths import Egag, normalised_entropy
 from foredraft.law.precision import double_device, for_double
 from foredraft.loading.pairing import check_vocab_sizes
 from foredraft.model.default_device import makes_on_cpu
@@ -88,9 +88,9 @@ def speculative_generate(
       the tests.
     """
     check_least("gamma", gamma, 0)
-    egag = EgagLength(gamma_min, gamma if gamma_max is None else gamma_max, egag_ema_beta) if use_egag else None
-    if gamma_max is not None:
-        EgagLength(gamma_min, gamma_max, egag_ema_beta)
+    egag = None
+    if use_egag or gamma_max is not None:
+        egag = Egag(gamma if gamma_max is None else gamma_max, "paper", gamma_min, egag_ema_beta)
     if skip_sample_adjustment:
         warnings.warn(
             "skip_sample_adjustment draws the token after a rejection from the target's law instead of the residual: "
@@ -111,7 +111,7 @@ def speculative_generate(
         target_reader,
         law,
         trace,
-        ModelProposer(draft_reader, law, target_model, gamma, egag),
+        ModelProposer(draft_reader, law, target_model, gamma, egag if use_egag else None),
         first_target=first_target,
         is_adjusted=not skip_sample_adjustment,
         on_step=printing.printer(request.prompt, tokenizer) if debug else None,
@@ -131,7 +131,7 @@ class ModelProposer:
     """
 
     def __init__(
-        self, reader: TextReader, law: ProcessedLaw, target: Readable, gamma: int, egag: EgagLength | None = None
+        self, reader: TextReader, law: ProcessedLaw, target: Readable, gamma: int, egag: Egag | None = None
     ) -> None:
         self._reader = reader
         self._law = law

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from foredraft.config.drafting import DraftOptions, draft_length
 from foredraft.config.method import Method
 from foredraft.config.options import one_of, option
-from foredraft.drafters.length_options import LengthOptions
-from foredraft.drafters.lengths import LengthPolicy, PlannedDrafter
+from foredraft.drafters.lengths import LengthOptions, LengthPolicy, PlannedDrafter
 from foredraft.engine.drafter import Budget, Requirements, StepResult
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError
@@ -107,7 +106,7 @@ class JacobiDrafter(PlannedDrafter["Guesses"]):
         return Guesses(row, self.options.initial_guess, self._vocab_size)
 
     def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
-        length = self.length_policy.length(row, budget)
+        length = self.length(row, budget)
         return DraftTree.chain(row.pending, self._state_of[row.id].first(length), source=self.name)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:

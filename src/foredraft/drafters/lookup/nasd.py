@@ -13,8 +13,7 @@ from foredraft.config.drafting import BranchOptions, depth_within, draft_length,
 from foredraft.config.method import Method
 from foredraft.config.options import flag, number, one_of, option, path, whole
 from foredraft.drafters.iterate.jacobi import random_token
-from foredraft.drafters.length_options import LengthOptions
-from foredraft.drafters.lengths import CONFIDENCE, NOTHING, LengthPolicy, PlannedDrafter
+from foredraft.drafters.lengths import CONFIDENCE, NOTHING, LengthOptions, LengthPolicy, PlannedDrafter
 from foredraft.drafters.parts.ngram_storage import RUNNER_UP_WEIGHT, STORAGES, Guess, NGramStorage
 from foredraft.drafters.parts.state_file import check_writable, warned
 from foredraft.engine.drafter import Budget, StepResult
@@ -154,7 +153,7 @@ class NasdDrafter(PlannedDrafter[NGramStorage]):
 
     def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
         storage, tokens, guess = self._state_of[row.id], row.token_ids, self._guess(row)
-        length = self.length_policy.length(row, budget, storage.log_shares(tokens, guess))
+        length = self.length(row, budget, storage.log_shares(tokens, guess))
         return storage.draft(tokens, length, self.name, guess)
 
     def _guess(self, row: Sequence) -> Guess | None:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from foredraft.config.drafting import DraftOptions, draft_length, node_limit
 from foredraft.config.method import Method
 from foredraft.config.options import one_of, option, whole
-from foredraft.drafters.length_options import LengthOptions
-from foredraft.drafters.lengths import LengthPolicy, PlannedDrafter
+from foredraft.drafters.lengths import LengthOptions, LengthPolicy, PlannedDrafter
 from foredraft.drafters.parts.suffix_index import MATCHES, SuffixIndex
 from foredraft.engine.drafter import Budget
 from foredraft.engine.sequence import Sequence
@@ -86,7 +85,7 @@ class NGramDrafter(PlannedDrafter[SuffixIndex]):
         return index
 
     def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
-        length = self.length_policy.length(row, budget)
+        length = self.length(row, budget)
         index = self._state_of[row.id]
         index.extend(row.token_ids)
         num_paths = budget.width(self.options.num_prompt_lookup_candidates)

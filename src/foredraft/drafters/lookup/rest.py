@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from foredraft.config.drafting import BranchOptions, branches, draft_length, node_limit
 from foredraft.config.method import Method
 from foredraft.config.options import flag, option, path, whole
-from foredraft.drafters.length_options import LengthOptions
-from foredraft.drafters.lengths import LengthPolicy, PlannedDrafter
+from foredraft.drafters.lengths import LengthOptions, LengthPolicy, PlannedDrafter
 from foredraft.engine.drafter import Budget
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError
@@ -99,7 +98,7 @@ class RestDrafter(PlannedDrafter[SuffixAutomaton | None]):
         return text
 
     def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
-        length = self.length_policy.length(row, budget)
+        length = self.length(row, budget)
         if length == 0:
             return DraftTree.root(row.token_ids[-1], self.name)
         options = self.options

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from foredraft.config.drafting import BranchOptions, branches, draft_length, node_limit
 from foredraft.config.method import Method
 from foredraft.config.options import flag, number, option, path, whole
-from foredraft.drafters.length_options import LengthOptions
-from foredraft.drafters.lengths import LengthPolicy, PlannedDrafter
+from foredraft.drafters.lengths import LengthOptions, LengthPolicy, PlannedDrafter
 from foredraft.drafters.parts.state_file import check_writable, warned
 from foredraft.engine.drafter import Budget, StepResult
 from foredraft.engine.sequence import Sequence
@@ -102,7 +101,7 @@ class SuffixDrafter(PlannedDrafter[SuffixAutomaton]):
         return text
 
     def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
-        length = self.length_policy.length(row, budget)
+        length = self.length(row, budget)
         text = self._state_of[row.id]
         text.extend(row.token_ids)
         roots, longest = [], 0

@@ -27,6 +27,7 @@ class GrowingDraft:
     Args:
       row: whose text goes on; node 0 is its pending token.
       cap: levels below the root at most; 0 for no draft.
+      plan: of its length policy; None for none.
       max_nodes: root included.
       num_branches: siblings per node at most.
       beam_width: nodes of a level that are expanded at most.
@@ -49,6 +50,7 @@ class GrowingDraft:
     beam_width: int = 1
     least: float = -inf
     shape: TreeShape | None = None
+    plan: DraftPlan | None = None
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=lambda: [-1])
     depths: list[int] = field(default_factory=lambda: [0])
@@ -139,9 +141,7 @@ class GrowingDraft:
         others = sorted(range(1, len(self.tokens)), key=lambda node: (-self.scores[node], node))
         return [0, *sorted(others[: max_nodes - 1])]
 
-    def tree(
-        self, source: str, plan: DraftPlan | None = None, *, has_chances: bool = False, is_whole: bool = False
-    ) -> DraftTree:
+    def tree(self, source: str, *, has_chances: bool = False, is_whole: bool = False) -> DraftTree:
         """All of it, as the engine takes it.
 
         Args:
@@ -153,4 +153,6 @@ class GrowingDraft:
         if self.laws:
             blank = torch.zeros_like(next(iter(self.laws.values())))
             probs = torch.stack([self.laws.get(node, blank) for node in range(max(self.laws) + 1)])
-        return DraftTree(tuple(self.tokens), tuple(self.parents), probs, scores, source, plan=plan, is_whole=is_whole)
+        return DraftTree(
+            tuple(self.tokens), tuple(self.parents), probs, scores, source, plan=self.plan, is_whole=is_whole
+        )

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from foredraft.config.acceptance import RULES
 from foredraft.config.drafting import BranchOptions, depth_within, draft_sampling, node_limit
 from foredraft.config.options import flag, number, option, whole
-from foredraft.drafters.length_options import ANY_LOOK, LengthOptions
-from foredraft.drafters.lengths import NOTHING, Fixed, LengthPolicy
+from foredraft.drafters.lengths import ANY_LOOK, NOTHING, Fixed, LengthOptions, LengthPolicy
 from foredraft.drafters.parts.candidates import SHARPNESS, Candidates, Parents, Scored
 from foredraft.drafters.parts.draft import GrowingDraft
 from foredraft.engine.drafter import Budget, StepResult
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError
 from foredraft.lazy import Lazy
-from foredraft.tree import DraftTree
+from foredraft.tree import DraftPlan, DraftTree
 
 if TYPE_CHECKING:
     import torch
@@ -134,9 +133,7 @@ class Growth:
     @property
     def is_unconditional(self) -> bool:
         """Whether drafts depend on the expander and their row's law alone: reranked, and as long as they may be."""
-        policy = type(self.policy)
-        asks = policy.go_on is not LengthPolicy.go_on or policy.keep_drafting is not LengthPolicy.keep_drafting
-        return self._reranks and self._shares_noise and not asks and policy.looks_at == NOTHING
+        return self._reranks and self._shares_noise and self.policy.looks_at == NOTHING
 
     def ranks_by_scores(self, law: SamplingLaw) -> bool:
         """Whether tokens are ranked by logits, or by noise and what temperature, top-k, top-p and min-p leave."""
@@ -152,9 +149,11 @@ class Growth:
         if self.tree is not None:
             shape = self._shape(self.tree, allowed, reach)
             return GrowingDraft(row, shape.depth, shape=shape)
+        plan = DraftPlan(self.policy.longest(row))
         return GrowingDraft(
             row,
-            cap=min(self.policy.begin(row), allowed.depth, reach),
+            cap=min(plan.gamma, allowed.depth, reach),
+            plan=plan,
             max_nodes=allowed.max_nodes(self._max_nodes),
             num_branches=allowed.width(self._num_branches) if self.takes_trees else 1,
             beam_width=allowed.width(self._beam_width) if self.takes_trees else 1,
@@ -179,8 +178,7 @@ class Growth:
         self._extend(drafts, expander.open(drafts), 0)
         for level in range(1, max(draft.cap for draft in drafts)):
             for draft in drafts:
-                goes_on = self._is_open(draft, level) and self.policy.go_on(draft.row, level)
-                if not goes_on or (self._reranks and not draft.can_gain(self.least_mass)):
+                if not self._is_open(draft, level) or (self._reranks and not draft.can_gain(self.least_mass)):
                     draft.frontier = []
             if not any(draft.frontier for draft in drafts):
                 break
@@ -188,27 +186,20 @@ class Growth:
 
     def argmax_depths(self, drafts: Seq[GrowingDraft]) -> list[int] | None:
         """Lengths of drafts where `grow` would add chains of the largest logits and nobody asks for more, else None."""
-        keeps_all = type(self.policy).keep_drafting is LengthPolicy.keep_drafting and self.policy.looks_at == NOTHING
-        if not self.drafts_chains or self._reranks or self._is_greedy or not keeps_all:
+        if not self.drafts_chains or self._reranks or self._is_greedy or self.policy.looks_at != NOTHING:
             return None
         if not all(draft.row.law.is_argmax for draft in drafts):
             return None
-        depths = []
-        for draft in drafts:
-            depth, most = 1, min(draft.cap, draft.room)
-            while depth < most and self.policy.go_on(draft.row, depth):
-                depth += 1
-            depths.append(min(depth, most))
-        return depths
+        return [min(draft.cap, draft.room) for draft in drafts]
 
     def finish(self, draft: GrowingDraft, source: str) -> DraftTree:
         """The draft that is proposed."""
-        tree = draft.tree(source, self.policy.take_plan(draft.row), has_chances=self._reranks)
+        tree = draft.tree(source, has_chances=self._reranks)
         return tree.restricted(draft.best(draft.max_nodes)) if self._reranks else tree
 
     def end(self, row: Sequence, result: StepResult) -> None:
         """Take in the outcome of a step."""
-        self.policy.end(row, result.tree.depth, result.num_accepted)
+        self.policy.update(row, result.tree.depth, result.num_accepted)
         if self._learns and len(result.tree) > 1 and row.law.is_greedy:
             self._candidates.follow(result.tree, result.emitted[0])
 
@@ -245,11 +236,16 @@ class Growth:
     def _growing(self, drafts: Seq[GrowingDraft], logits: torch.Tensor, level: int, starts: Seq[int]) -> list[int]:
         """Drafts that get another level. The policy sees the law at the first node of the frontier, the best one."""
         growing = [i for i, draft in enumerate(drafts) if self._is_open(draft, level)]
-        laws: Seq[torch.Tensor | None] = [None] * len(growing)
-        if growing and self.policy.wants_log_probs(level):
-            picks = [_Pick.of(drafts[i], drafts[i].frontier[0], starts[i]) for i in growing]
-            laws = list(self._candidates.log_probs(_picked(logits, picks), _parents(picks)))
-        return [i for i, law in zip(growing, laws, strict=True) if self.policy.keep_drafting(drafts[i].row, level, law)]
+        if not growing or not self.policy.looks(level):
+            return growing
+        picks = [_Pick.of(drafts[i], drafts[i].frontier[0], starts[i]) for i in growing]
+        laws = self._candidates.log_probs(_picked(logits, picks), _parents(picks))
+        for i, law in zip(growing, laws, strict=True):
+            draft = drafts[i]
+            if draft.plan is not None:
+                self.policy.stop(draft.row, draft.plan, level, law)
+                draft.cap = min(draft.cap, draft.plan.gamma)
+        return [i for i in growing if level < drafts[i].cap]
 
     def _add(self, draft: GrowingDraft, pool: list[_Candidate]) -> None:
         """Let the best children of a level stay, the best of which are expanded next."""
