@@ -146,14 +146,25 @@ def as_exception(fault: BaseException) -> Exception:
     return error
 
 
+MOST_CHARACTERS = 1000
+"""Longest message that is passed on. Code of callers may put a whole array into one."""
+
+
+def shortened(message: str) -> str:
+    """A message, or the two ends of a long one."""
+    if len(message) <= MOST_CHARACTERS:
+        return message
+    return f"{message[: MOST_CHARACTERS // 2]} ... {message[-MOST_CHARACTERS // 2 :]}"
+
+
 def described(error: BaseException) -> str:
-    """Type and message of an error, also of one whose message cannot be made."""
+    """Type and message of an error, shortened, also of one whose message cannot be made."""
     try:
-        return f"{type(error).__name__}: {error}"
+        return shortened(f"{type(error).__name__}: {error}")
     except Exception:
         return type(error).__name__
 
 
 def told(error: BaseException) -> str:
     """An error as the result of a row tells it: ours speak for themselves, others with their type."""
-    return str(error) if isinstance(error, ForedraftError) else described(error)
+    return shortened(str(error)) if isinstance(error, ForedraftError) else described(error)

@@ -22,9 +22,10 @@ from foredraft.engine.engine import Engine
 from foredraft.engine.governing import Governing
 from foredraft.engine.memory import bytes_per_token
 from foredraft.engine.sequence import Sequence
-from foredraft.errors import is_fatal, told
+from foredraft.errors import MOST_CHARACTERS, PromptError, is_fatal, told
 from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.model.lm import CausalLM
+from foredraft.serve.errors import ApiError
 from foredraft.testing import PerfectDrafter, check_cache_lengths, toy_model
 from foredraft.tree import DraftTree
 
@@ -107,6 +108,20 @@ def test_an_error_that_cannot_be_told_is_told_by_its_type(caplog: pytest.LogCapt
     assert [row.output_ids for row in rows] == plain()
     assert {row.stats.drafter_error for row in rows} == {"Unspeakable"} == {told(Unspeakable())}
     assert len(caplog.messages) == 1
+
+
+def test_a_long_message_is_passed_on_by_its_two_ends(caplog: pytest.LogCaptureFixture) -> None:
+    """A processor that puts its scores into its message does not fill results and logs."""
+    fault = ValueError(f"begin{'x' * 48_000}end")
+    drafter = raising(made("ngram", 4, prompt_lookup_min=1), "propose", lambda _: True, fault)
+    with caplog.at_level(logging.WARNING, logger="foredraft"):
+        rows = run(drafter)
+    messages = [rows[0].stats.drafter_error, told(fault), told(PromptError(str(fault))), str(ApiError(400, str(fault)))]
+    for message in messages:
+        assert "begin" in message
+        assert message.endswith("end")
+        assert len(message) <= MOST_CHARACTERS + len(" ... ")
+    assert len(caplog.messages[0]) < 2 * MOST_CHARACTERS
 
 
 def test_memory_that_has_run_out_is_never_contained() -> None:

@@ -19,7 +19,7 @@ from foredraft.cli.running import EXIT_DIFFERS, EXIT_INTERRUPTED, EXIT_REFUSED, 
 from foredraft.cli.writers import as_record, write_segments
 from foredraft.config.keywords import did_you_mean
 from foredraft.config.sampling import UnsetInt
-from foredraft.errors import ConfigError, ForedraftError
+from foredraft.errors import ConfigError, ForedraftError, described
 from foredraft.native.abi import MOST_NODES
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ class Screen:
 
     def complain(self, error: ForedraftError) -> None:
         """Write what was refused."""
-        self._notices.print(Text(f"{type(error).__name__}: {error}", "red"))
+        self._notices.print(Text(described(error), "red"))
 
 
 class JsonScreen(Screen):

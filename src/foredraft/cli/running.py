@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from foredraft.errors import ConfigError, ForedraftError
+from foredraft.errors import ConfigError, ForedraftError, described
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM, SpeculativeLike
@@ -180,7 +180,7 @@ def standard_streams() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except ConfigError as error:
-        say(f"{type(error).__name__}: {error}")
+        say(described(error))
         sys.exit(EXIT_REFUSED)
     except BrokenPipeError:
         _drop_output()
@@ -220,7 +220,7 @@ def exit_codes() -> Iterator[None]:
     try:
         yield
     except ForedraftError as error:
-        say(f"{type(error).__name__}: {error}")
+        say(described(error))
         raise typer.Exit(EXIT_REFUSED) from None
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foredraft.config.options import Key, Options
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, described
 from foredraft.folders import parsed_json
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def methods() -> Mapping[str, Method]:
             _add(found, entry.load())
         except Exception as error:
             warnings.warn(
-                f"the method of {entry.name} = {entry.value} is left out: {type(error).__name__}: {error}; repair or "
+                f"the method of {entry.name} = {entry.value} is left out: {described(error)}; repair or "
                 "uninstall the package that brings it",
                 RuntimeWarning,
                 stacklevel=2,

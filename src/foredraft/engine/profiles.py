@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from foredraft.config.keywords import integer, real
 from foredraft.engine.cost_model import FEW, MEMORY, CostCurve, read_seconds
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, described
 from foredraft.folders import read_own_json
 
 if TYPE_CHECKING:
@@ -100,9 +100,7 @@ class Profile:
                 tuple(map(BestLength.read, data["settings"])),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ConfigError(
-                f"profile {path} lacks what a profile holds ({type(error).__name__}: {error}); {REMEDY}"
-            ) from None
+            raise ConfigError(f"profile {path} lacks what a profile holds ({described(error)}); {REMEDY}") from None
 
     def difference(self, facts: Mapping[str, Any]) -> str | None:
         """What was otherwise when this was measured; None where nothing was.

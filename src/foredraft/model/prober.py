@@ -374,7 +374,7 @@ class Prober:
         except Exception as error:
             if self._dtype is None or lm is self._lm:
                 raise ProbeError(
-                    f"{lm.name} cannot run over 4-D masks and explicit positions ({type(error).__name__}: {error}), "
+                    f"{lm.name} cannot run over 4-D masks and explicit positions ({described(error)}), "
                     "so drafts cannot be verified exactly."
                 ) from error
             raise

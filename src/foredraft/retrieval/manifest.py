@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foredraft.errors import DatastoreError, TokenizerMismatchError
+from foredraft.errors import DatastoreError, TokenizerMismatchError, described
 from foredraft.folders import not_ours, sha256_of
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class DatastoreManifest:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, DatastoreError):
                 raise
-            raise DatastoreError(f"{path} is damaged ({type(error).__name__}: {error}); copy it again") from None
+            raise DatastoreError(f"{path} is damaged ({described(error)}); copy it again") from None
 
     def check_files(self, folder: Path, *, checksums: bool = True) -> None:
         """Raises: DatastoreError for the first file that is missing, truncated or changed."""

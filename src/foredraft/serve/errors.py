@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from foredraft.errors import ConfigError, ContextLengthError, ForedraftError, NoTokenError, NumericsError, PromptError
+from foredraft.errors import (
+    ConfigError,
+    ContextLengthError,
+    ForedraftError,
+    NoTokenError,
+    NumericsError,
+    PromptError,
+    shortened,
+)
 
 RETRY_SECONDS = 1
-MOST_CHARACTERS = 1000
-"""Of a message, which may repeat a value of the body; of a longer one both ends are told."""
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -34,8 +40,7 @@ class ApiError(Exception):
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | int | None = None) -> None:
-        if len(message) > MOST_CHARACTERS:
-            message = f"{message[: MOST_CHARACTERS // 2]} ... {message[-MOST_CHARACTERS // 2 :]}"
+        message = shortened(message)
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 

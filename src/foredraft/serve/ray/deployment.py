@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 
-from foredraft.errors import ForedraftError
+from foredraft.errors import ForedraftError, described
 from foredraft.serve.app import Application
 from foredraft.serve.guards import Numbered
 from foredraft.serve.metrics import ClusterMetrics
@@ -105,7 +105,7 @@ class Engine:
             name, patience = context.replica_id.unique_id, config.limits.step_timeout
             self._replica = Replica(partial(load_served, config), config.name, name, patience)
         except ForedraftError as error:  # in words that need no class of ours to be read
-            raise RuntimeError(f"{type(error).__name__}: {error}") from None
+            raise RuntimeError(described(error)) from None
         start_watchdog(config.limits.stall_timeout + NUM_CHECKS * CHECK_SECONDS + config.drain_seconds)
         threading.Thread(target=self._push, name="foredraft-figures", daemon=True).start()
 
