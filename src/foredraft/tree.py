@@ -237,6 +237,16 @@ class DraftTree:
             return self
         return self.restricted([node for node, depth in enumerate(self.depths) if depth <= max_depth])
 
+    def below(self, vocab_size: int) -> DraftTree:
+        """The tree without drafted tokens from ``vocab_size`` on, and without what follows them."""
+        if max(self.tokens[1:], default=0) < vocab_size:
+            return self
+        kept = {0}
+        for node in range(1, len(self)):
+            if self.tokens[node] < vocab_size and self.parents[node] in kept:
+                kept.add(node)
+        return self.restricted(sorted(kept))
+
     def restricted(self, nodes: Sequence[int]) -> DraftTree:
         """The tree of some of its nodes, ascending, with every node's parent among them."""
         if len(nodes) == len(self):

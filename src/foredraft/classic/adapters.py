@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from foredraft import forking
-from foredraft.errors import ShapeError, UnsupportedModelError, UnsupportedStateError
+from foredraft.errors import ShapeError, UnsupportedModelError, UnsupportedStateError, described
 from foredraft.loading.adapters import ADAPTERS, Adapter
 from foredraft.model.support import check_unwrapped, unwrapped
 
@@ -106,6 +106,7 @@ class PlainModule:
     Attributes:
       name: of its class.
       vocab_size: V of its logits.
+      num_embeddings: tokens that it can read: rows of its input embedding, or V where it does not tell that.
       context_length: of its config, or an attribute of its own (``max_position_embeddings``, ``max_context_length``);
         None where neither is there.
       device: of its first parameter or buffer, else its own ``device``, else the CPU.
@@ -123,15 +124,18 @@ class PlainModule:
         self.device = _device(module)
         self.context_length = _context_length(module)
         self.vocab_size = self._checked()
+        self.num_embeddings = _num_embeddings(module, self.vocab_size)
 
     def read(self, texts: Sequence[Sequence[int]], num_last: int = 1) -> Tensor:
         """Logits (B, num_last, V) after the last tokens of texts of one length.
 
-        Tokens that the module has no logit for are read as its last one.
+        Tokens that the module does not know are read as its last one.
 
         Raises: ShapeError for logits of another shape than the first.
         """
-        ids = torch.tensor([[min(token, self.vocab_size - 1) for token in text] for text in texts], device=self.device)
+        ids = torch.tensor(
+            [[min(token, self.num_embeddings - 1) for token in text] for text in texts], device=self.device
+        )
         logits = self._logits(ids)
         if logits.shape != (*ids.shape, self.vocab_size):
             raise ShapeError(
@@ -171,7 +175,7 @@ class PlainModule:
         try:
             found = [self._logits(torch.tensor([text], device=self.device)) for text in ([0, 1, 0], [0, 1, 1], [0, 1])]
         except Exception as error:  # whatever a stranger's forward raises for ids
-            raise self._refusal(f"calling it with token ids fails ({type(error).__name__}: {error})") from error
+            raise self._refusal(f"calling it with token ids fails ({described(error)})") from error
         vocab_size = found[0].shape[-1] if found[0].ndim else 0
         shapes = [tuple(logits.shape) for logits in found]
         if vocab_size < 2 or shapes != [(1, length, vocab_size) for length in (3, 3, 2)]:
@@ -244,6 +248,13 @@ def _device(module: Model) -> torch.device:
             return tensor.device
     named = getattr(module, "device", None)
     return torch.device(named) if isinstance(named, (str, torch.device)) else torch.device("cpu")
+
+
+def _num_embeddings(module: Model, vocab_size: int) -> int:
+    try:
+        return int(module.get_input_embeddings().weight.shape[0])  # type: ignore[attr-defined]
+    except (AttributeError, NotImplementedError, TypeError):
+        return vocab_size
 
 
 def _context_length(module: Model) -> int | None:

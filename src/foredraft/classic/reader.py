@@ -96,7 +96,7 @@ TextReader = Reader | ModuleReader
 def feed(adapter: Adapter, cache: KVCache, tokens: Sequence[int], num_last: int = 1) -> Tensor:
     """Run and commit tokens at the end of row 0 of a cache; logits (num_last, V) after the last of them."""
     size = EngineConfig.prefill_chunk_size
-    tokens = [min(token, adapter.target.vocab_size - 1) for token in tokens]
+    tokens = [min(token, adapter.target.num_embeddings - 1) for token in tokens]
     while len(tokens) - num_last >= size:
         _forward(adapter, cache, tokens[:size], 0)
         tokens = tokens[size:]

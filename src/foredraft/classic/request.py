@@ -39,7 +39,7 @@ class Request:
         """
         check_least("max_gen_len", max_gen_len, 0)
         prompt = as_ids(inputs)
-        check_prompt(prompt, model.vocab_size, model.context_length)
+        check_prompt(prompt, model.num_embeddings, model.context_length)
         max_length = len(prompt) + max_gen_len
         if model.context_length is not None:
             max_length = min(max_length, model.context_length)

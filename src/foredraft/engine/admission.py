@@ -65,7 +65,7 @@ class Admission:
         offset = self.target.offset_of(max(len(prompt), longest))
         limit = self.limit_of(offset)
         reason = self.target.beyond_context if limit in (self.target.context_length, self.target.long_context) else ""
-        check_prompt(prompt, self.target.vocab_size, limit, num_new_tokens=params.max_tokens != 0, reason=reason)
+        check_prompt(prompt, self.target.num_embeddings, limit, num_new_tokens=params.max_tokens != 0, reason=reason)
         request_id = f"request-{next(self.ids)}" if request_id is None else request_id
         seed = fresh_seed() if params.seed is None else params.seed
         prediction = self._prediction(params, len(prompt))

@@ -38,20 +38,22 @@ class TokenLogprobs:
           k: the most likely ones that are told.
           wanted: the tokens that are told in their place.
         """
-        own = log_probs.gather(1, torch.tensor(tokens, dtype=torch.int64, device=log_probs.device)[:, None])
+        places = torch.tensor(tokens, dtype=torch.int64, device=log_probs.device)[:, None]
+        is_impossible = places >= log_probs.shape[1]  # tokens of prompts that the model reads and never returns
+        own = log_probs.gather(1, places.clamp(max=log_probs.shape[1] - 1)).masked_fill(is_impossible, -torch.inf)
         ranks = (log_probs > own).sum(dim=1) + 1
         if wanted is None:
             top = log_probs.topk(min(k, log_probs.shape[1]), dim=1)
             ids, values = top.indices.tolist(), top.values.tolist()
-            places = [list(range(1, len(row) + 1)) for row in ids]
+            top_ranks = [list(range(1, len(row) + 1)) for row in ids]
         else:
             ids, values = [list(wanted)] * len(tokens), log_probs[:, list(wanted)].tolist()
-            places = [((log_probs > log_probs[:, [one]]).sum(dim=1) + 1).tolist() for one in wanted]
-            places = [list(row) for row in zip(*places, strict=True)]
-        columns = own[:, 0].tolist(), ranks.tolist(), ids, values, places
+            columns_of = [((log_probs > log_probs[:, [one]]).sum(dim=1) + 1).tolist() for one in wanted]
+            top_ranks = [list(row) for row in zip(*columns_of, strict=True)]
+        columns = own[:, 0].tolist(), ranks.tolist(), ids, values, top_ranks
         return [
-            cls(token, logprob, rank, tuple(top_ids), tuple(top_logprobs), tuple(top_ranks))
-            for token, logprob, rank, top_ids, top_logprobs, top_ranks in zip(tokens, *columns, strict=True)
+            cls(token, logprob, rank, tuple(top_ids), tuple(top_logprobs), tuple(ranks_of_top))
+            for token, logprob, rank, top_ids, top_logprobs, ranks_of_top in zip(tokens, *columns, strict=True)
         ]
 
 

@@ -175,11 +175,12 @@ def as_ids(prompt: Iterable[Any]) -> list[int]:
 
 
 def check_prompt(
-    prompt: Seq[int], vocab_size: int, max_length: int | None, num_new_tokens: int = 1, *, reason: str = ""
+    prompt: Seq[int], num_ids: int, max_length: int | None, num_new_tokens: int = 1, *, reason: str = ""
 ) -> None:
     """Refuse what cannot be read, or continued by so many tokens.
 
     Args:
+      num_ids: limit of token ids: embeddings of the model for prompts, its logits for outputs.
       reason: origin of the limit, and what is possible beyond it.
 
     Raises: PromptError for an empty prompt or ids outside the vocabulary; ContextLengthError when the prompt leaves
@@ -187,10 +188,10 @@ def check_prompt(
     """
     if not prompt:
         raise PromptError("the prompt holds no tokens; give at least one (the BOS token, for instance)")
-    worst = max(prompt, key=lambda token: (not 0 <= token < vocab_size, abs(token)))
-    if not 0 <= worst < vocab_size:
+    worst = max(prompt, key=lambda token: (not 0 <= token < num_ids, abs(token)))
+    if not 0 <= worst < num_ids:
         raise PromptError(
-            f"token id {worst} lies outside the vocabulary, 0..{vocab_size - 1}: the model gives no logits for it; "
+            f"token id {worst} lies outside the vocabulary, 0..{num_ids - 1}: the model does not know it; "
             "check that the tokenizer is the model's"
         )
     if max_length is not None and len(prompt) + num_new_tokens > max_length:

@@ -98,6 +98,7 @@ class GuardedDrafter(WrappingDrafter):
             )
         self._cache = cache
         self._vocab_size, self._device = target.vocab_size, double_device(target.device)  # of laws
+        self._num_embeddings = target.num_embeddings
         super().bind(target, cache)
 
     def own_caches(self) -> list[OwnCache]:
@@ -241,7 +242,7 @@ class GuardedDrafter(WrappingDrafter):
             return DraftTree.root(row.pending)
 
     def _checked(self, row: Sequence, tree: Any) -> DraftTree:
-        """The draft, which begins with the pending token and has tokens of the vocabulary.
+        """The draft, which begins with the pending token and has tokens that the target can read.
 
         Raises: TreeError, ProbabilityError.
         """
@@ -250,9 +251,9 @@ class GuardedDrafter(WrappingDrafter):
         tokens = tree.tokens
         if tokens[0] != row.pending:
             raise TreeError(f"the draft starts with token {tokens[0]}, but {row.pending} is pending")
-        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
-            outside = next(token for token in tokens if not 0 <= token < self._vocab_size)
-            raise TreeError(f"the draft holds token {outside}, outside the vocabulary, 0..{self._vocab_size - 1}")
+        if min(tokens) < 0 or max(tokens) >= self._num_embeddings:
+            outside = next(token for token in tokens if not 0 <= token < self._num_embeddings)
+            raise TreeError(f"the draft holds token {outside}, outside the vocabulary, 0..{self._num_embeddings - 1}")
         if tree.plan is not None and not (
             isinstance(tree.plan, DraftPlan) and isinstance(tree.plan.gamma, int) and tree.plan.cause in CAUSES
         ):
@@ -310,8 +311,8 @@ class JoiningDrafter(WrappingDrafter):
 
     Both are one tree, in which the drafter's nodes come last; where rules look at the laws that drafts are from, or
     only chains are verified, what the row drafts takes the place of the drafter's. Nodes that the grammar of a row does
-    not allow are left out, but for drafts that are samples, which must not be chosen from. The drafter sees the outcome
-    of its own proposals.
+    not allow are left out, but for drafts that are samples, which must not be chosen from. So are tokens of the prompt
+    that the target reads and never returns. The drafter sees the outcome of its own proposals.
 
     Args:
       drafter: of all rows.
@@ -325,7 +326,12 @@ class JoiningDrafter(WrappingDrafter):
         self.name = drafter.name
         self._drafter = drafter
         self._rule = rule
+        self._vocab_size: int | None = None  # of a target that reads more tokens than it returns
         self._proposed: dict[int, DraftTree] = {}  # by the drafter, for rows whose drafts were changed
+
+    def bind(self, target: CausalLM, cache: KVCache) -> None:
+        self._vocab_size = target.vocab_size if target.vocab_size < target.num_embeddings else None
+        super().bind(target, cache)
 
     def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
         return self._drafter.recall(row, memory, num_tokens)
@@ -334,11 +340,13 @@ class JoiningDrafter(WrappingDrafter):
         trees = list(self._drafter.propose(rows, budgets))
         for place, (row, tree, budget) in enumerate(zip(rows, trees, budgets, strict=True)):
             matching = row.law.matching
-            if row.prediction is None and matching is None:
+            if row.prediction is None and matching is None and self._vocab_size is None:
                 continue
             self._proposed[row.id] = tree
             if row.prediction is not None and (predicted := row.prediction.draft(row.token_ids, budget)):
                 tree = self._joined(predicted, tree, budget)
+            if self._vocab_size is not None:
+                tree = tree.below(self._vocab_size)
             trees[place] = matching.legal(tree) if matching is not None and tree.probs is None else tree
         return trees
 

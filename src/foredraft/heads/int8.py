@@ -60,6 +60,7 @@ class Int8Head:
         sizes = shape.layer
         self.size, self.num_logits = sizes.hidden_size, len(packing.unpacked_weight(output))
         self._kernels = kernels
+        self._last_token = len(table) - 1  # stands for those that the head does not know
         self._kept: list[object] = [table]
         hidden_norm = layer.hidden_norm if isinstance(layer, FusedLayer) else None
         norms = (head.embed_norm, head.input_norm, layer.input_layernorm, hidden_norm)
@@ -114,6 +115,7 @@ class Int8Head:
 
         Returns: (n, H) in float32: what children are fed, and what `logits` reads.
         """
+        nodes.tokens.clamp_(max=self._last_token)
         outputs, fields = torch.empty(nodes.num_real, self.size), nodes.fields(lengths)
         given = given.contiguous() if is_true else given.float().contiguous()
         level = abi.Level(
@@ -179,11 +181,11 @@ class Int8Head:
         tokens, parents = (abi.Integer * most)(), (abi.Integer * most)()
         scores = (ctypes.c_double * most)()
         chain, streams = ((), None) if owed is None else (owed[0], owed[1].contiguous())
-        tokens_of = abi.array_of(chain)
+        tokens_of = abi.array_of([min(token, self._last_token) for token in chain])
         keys_of_noise = (ctypes.c_uint64 * depth)(*(() if drawing is None else drawing.keys))
         law = None if drawing is None else abi.Drawing(ctypes.addressof(keys_of_noise), *drawing.law)
         growing = abi.Growing(
-            pending,
+            min(pending, self._last_token),
             trunk,
             depth,
             branches,

@@ -75,6 +75,8 @@ class CausalLM:
       kv_cache_dtype: "auto", "bfloat16" or "int8": decode it with keys and values rounded when they are written.
 
     Attributes:
+      vocab_size: V, tokens that have a logit.
+      num_embeddings: tokens that can be read; some models have more of these, for images say.
       layer_types: kind of attention of every layer.
       window: width of the sliding windows, if there are any.
       context_length: most tokens of a text from position 0 on.
@@ -111,6 +113,7 @@ class CausalLM:
         self.name = type(model).__name__
         self.num_layers: int = self.config.num_hidden_layers
         self.vocab_size: int = self.config.vocab_size
+        self.num_embeddings: int = model.get_input_embeddings().weight.shape[0]
         self.context_length: int | None = exact_context_length(self.config)
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.dtype: torch.dtype = compute_dtype(model)

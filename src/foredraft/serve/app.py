@@ -282,7 +282,7 @@ class Application:
         served = self._ready()
         given = Fields(await self._body(request), {"model", "tokens"}, {})
         served.choose(given.text("model"), None)
-        ids = token_ids(given.get("tokens"), served.llm.target.vocab_size, "tokens")
+        ids = token_ids(given.get("tokens"), served.llm.target.num_embeddings, "tokens")
         text = await self._in_reader(request, served.tokenizer.decode, ids)
         return JSONResponse({"prompt": text}, headers=self._warning(given))
 

@@ -67,7 +67,7 @@ def _prompts(prompt: Any, read: Callable[[Any], dict[str, Any]], most: int) -> l
 def _prompt(prompt: Any, served: Served, adds: bool, is_cut: bool) -> dict[str, Any]:
     if isinstance(prompt, str):
         return {"prompt": prompt, "prompt_token_ids": served.encode(prompt, adds, is_cut=is_cut)}
-    return {"prompt_token_ids": token_ids(prompt, served.llm.target.vocab_size, "prompt")}
+    return {"prompt_token_ids": token_ids(prompt, served.llm.target.num_embeddings, "prompt")}
 
 
 class CompletionForm(ChoicesForm):

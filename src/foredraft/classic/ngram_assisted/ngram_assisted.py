@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from foredraft.classic.ngram_assisted.ngram_storage import INgramStorage
-from foredraft.classic.reader import reader_of
+from foredraft.classic.reader import Readable, reader_of
 from foredraft.classic.request import Request, check_least
 from foredraft.classic.rounds import Decoding, Draft, ProcessedLaw
 from foredraft.classic.trace import begin_trace
@@ -81,7 +81,7 @@ def ngram_assisted_speculative_generate(
     model = reader.model
     request = Request.of(inputs, model, max_gen_len, eos_tokens_id)
     proposer = StorageProposer(
-        request, ngramstorage, model.vocab_size, gamma, filler_top_k, stop_if_unknown, filler_weight=filler_weight
+        request, ngramstorage, model, gamma, filler_top_k, stop_if_unknown, filler_weight=filler_weight
     )
     trace = begin_trace("ngram_assisted_speculative_generate", len(request.prompt))
     decoding = Decoding(
@@ -104,7 +104,7 @@ class StorageProposer:
     Args:
       request: its prompt is added to the storage.
       storage: names successors, learns.
-      vocab_size: V of the target.
+      target: whose tokens are drafted.
       gamma, filler_top_k, stop_if_unknown, filler_weight: see `ngram_assisted_speculative_generate`.
     """
 
@@ -112,7 +112,7 @@ class StorageProposer:
         self,
         request: Request,
         storage: INgramStorage,
-        vocab_size: int,
+        target: Readable,
         gamma: int,
         filler_top_k: int,
         stop_if_unknown: bool,
@@ -120,7 +120,7 @@ class StorageProposer:
         filler_weight: float,
     ) -> None:
         self._storage = storage
-        self._vocab_size = vocab_size
+        self._vocab_size, self._num_embeddings = target.vocab_size, target.num_embeddings
         self._gamma = gamma
         self._filler_top_k = filler_top_k
         self._stop_if_unknown = stop_if_unknown
@@ -135,15 +135,18 @@ class StorageProposer:
             token, known = self._storage.next_token(self._ids[:, :place])
             if self._stop_if_unknown and not bool(known.reshape(-1)[0]):
                 break
-            tokens.append(self._checked(int(token.reshape(-1)[0])))
+            drafted = self._checked(int(token.reshape(-1)[0]))
+            if drafted >= self._vocab_size:  # a token of the prompt, which the target reads and never returns
+                break
+            tokens.append(drafted)
             self._ids[0, place] = tokens[-1]
         return Draft(tuple(tokens))
 
     def _checked(self, token: int) -> int:
-        if not 0 <= token < self._vocab_size:
+        if not 0 <= token < self._num_embeddings:
             raise TreeError(
-                f"the storage drafted token {token}, outside the vocabulary, 0..{self._vocab_size - 1}; build it "
-                f"with vocab_size={self._vocab_size}"
+                f"the storage drafted token {token}, outside the vocabulary, 0..{self._num_embeddings - 1}; build it "
+                f"with vocab_size={self._num_embeddings}"
             )
         return token
 

@@ -177,7 +177,7 @@ class _CountingStorage(INgramStorage):
             worst = int(ids.max()) if int(ids.max()) >= self.vocab_size else int(ids.min())
             raise PromptError(
                 f"token id {worst} lies outside the storage's vocabulary, 0..{self.vocab_size - 1}; build it with "
-                "the vocab_size of the model"
+                "the vocab_size of the model, or the rows of its input embedding where these are more"
             )
 
 

@@ -68,7 +68,7 @@ class NasdDrafter(PlannedDrafter[NGramStorage]):
     lives until `reset`; its file is read when it exists, and written when the last row has ended.
 
     Args:
-      vocab_size: of the target; for unknown="random" and a state file.
+      vocab_size: tokens that the target can read; for unknown="random" and a state file.
       learned: the shared storage to go on with; None begins anew, or with what is in the state file.
       length_policy: instead of the one that the options name.
 
@@ -196,7 +196,7 @@ class NasdDrafter(PlannedDrafter[NGramStorage]):
 
 def build(options: NasdOptions, context: DrafterContext) -> NasdDrafter:
     """An n-gram storage begins empty, unless requests share one."""
-    vocab_size = context.target.vocab_size
+    vocab_size = context.target.num_embeddings
     if not options.shared:
         return NasdDrafter(options, vocab_size=vocab_size)
     sizes = (options.ngram_size, options.storage, options.filler_weight, options.num_draft_branches)

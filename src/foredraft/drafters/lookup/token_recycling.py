@@ -68,7 +68,7 @@ class TokenRecyclingDrafter(ContextDrafter):
     read if it exists, and written when the vocabulary has been gone through or the last shared row has ended.
 
     Args:
-      vocab_size: of the target.
+      vocab_size: tokens that the target can read.
       options: initial_state="auto" is "text" here.
       matrix: what was learned before, to start from.
 
@@ -208,7 +208,7 @@ def last_of_all(num_nodes: int, path: Seq[int]) -> list[int]:
 def build(options: TokenRecyclingOptions, context: DrafterContext) -> TokenRecyclingDrafter:
     """Begins with what a target of the zoo says after every token alone, where it brings that along."""
     context.check_trees(options.method)
-    matrix, initial_state, vocab_size = None, options.initial_state, context.target.vocab_size
+    matrix, initial_state, vocab_size = None, options.initial_state, context.target.num_embeddings
     if initial_state == "auto":
         initial_state, candidates = "text", context.asset("candidates")
         if candidates is not None and options.state_file is None and options.num_candidates <= 8:

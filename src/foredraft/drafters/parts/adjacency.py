@@ -31,7 +31,7 @@ class AdjacencyMatrix:
     Source: token recycling (Luo et al. 2024, arXiv:2408.08696). Deviation: rows start out unknown, not with token 0.
 
     Args:
-      vocab_size: V.
+      vocab_size: tokens that can be read.
       num_candidates: k, successors per token, best first.
 
     Memory: 4 V k bytes at most; pages that no token has touched cost nothing.
@@ -49,10 +49,10 @@ class AdjacencyMatrix:
 
         Exactness: any state is as good as another for what is generated. Randomness: none.
         """
-        matrix = cls(target.vocab_size, num_candidates)
+        matrix = cls(target.num_embeddings, num_candidates)
         with torch.inference_mode():
-            for start in range(0, target.vocab_size, batch_size):
-                tokens = torch.arange(start, min(start + batch_size, target.vocab_size))
+            for start in range(0, target.num_embeddings, batch_size):
+                tokens = torch.arange(start, min(start + batch_size, target.num_embeddings))
                 alone = torch.eye(len(tokens), dtype=torch.bool)
                 nodes = nodes_of.Nodes(tokens[None], torch.zeros_like(tokens)[None], (len(tokens),), alone[None])
                 logits = target.forward(nodes, target.new_cache(1))

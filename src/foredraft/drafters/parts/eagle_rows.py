@@ -333,7 +333,9 @@ class EagleRows(CachedStates):
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         own = self.head.embed_tokens
-        return packing.embedding_rows(self._target.shadow.get_input_embeddings() if own is None else own, tokens)
+        if own is None:
+            return packing.embedding_rows(self._target.shadow.get_input_embeddings(), tokens)
+        return packing.embedding_rows(own, tokens.clamp(max=own.num_embeddings - 1))
 
 
 def _drawing(draft: GrowingDraft) -> int8.RankingNoise | None:

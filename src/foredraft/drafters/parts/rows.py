@@ -186,7 +186,7 @@ def unpadded(values: torch.Tensor, drafts: Seq[GrowingDraft]) -> torch.Tensor:
 
 def known_tokens(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
     """These tokens, in place; the drafter's last one stands for those of a larger vocabulary that it does not know."""
-    return tokens.clamp_(max=model.vocab_size - 1)
+    return tokens.clamp_(max=model.num_embeddings - 1)
 
 
 def reach(model: CausalLM, row: Sequence) -> int:

@@ -125,7 +125,7 @@ class SparseView:
         """
         self._source = source
         self._kinds = model.layer_types
-        self._last_token = model.vocab_size - 1
+        self._last_token = model.num_embeddings - 1
         self._voter = votes.Voter(model) if self.selector == SNAPKV else None
         room = self.budget + self.refresh + 32  # for a draft, too
         self.cache = views.ViewCache(model.num_layers, capacity=room, device=model.device, dtype=source.dtype)

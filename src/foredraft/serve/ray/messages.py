@@ -211,6 +211,7 @@ class Vocabulary:
     """Stands for a target of which nothing else is asked."""
 
     vocab_size: int
+    num_embeddings: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +228,7 @@ class DistantLLM:
 
     @classmethod
     def of(cls, llm: LLM) -> DistantLLM:
-        vocabulary = Vocabulary(llm.target.vocab_size)
+        vocabulary = Vocabulary(llm.target.vocab_size, llm.target.num_embeddings)
         config, engine, info = llm.speculative_config, llm.engine_config, llm.model_info
         return cls(llm.tokenizer, vocabulary, config, engine, info, llm.promise, llm.sampling_defaults)
 
