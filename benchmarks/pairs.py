@@ -1,16 +1,22 @@
-"""A target and its drafter for the scripts of this folder, inflated in width where that is asked for."""
+"""A target and its drafter for the scripts of this folder, inflated in width; and prompts padded to a length."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 from foredraft import zoo
 from foredraft.bench.methods import describe
+from foredraft.bench.workload import BenchPrompt
 from foredraft.loading.info import eos_token_ids
 from foredraft.loading.models import is_zoo, load_model
 from foredraft.testing.inflation import inflate
 from foredraft.tune.scale import sizes
+
+TOPIC_CHARACTERS = 4000
+"""Length to which topics are cut: some alone are longer than a context."""
 
 
 @dataclass(frozen=True)
@@ -70,3 +76,33 @@ def widened(drafter: Any, factor: int, vocab_size: int | None = None) -> Any:
     config = drafter.config
     hidden, ffn = config.hidden_size * factor, config.intermediate_size * factor
     return inflate(drafter, hidden_size=hidden, intermediate_size=ffn, vocab_size=vocab_size)
+
+
+def padded(tokenizer: Any, prompts: Iterable[BenchPrompt], context: int, room: int | None) -> list[BenchPrompt]:
+    """Prompts with real text in front of them, up to ``context`` tokens; a longer one stays as it is.
+
+    Args:
+      room: longest prompt; others are left out.
+    """
+    found = []
+    for place, prompt in enumerate(prompts):
+        ids = (*padding(tokenizer, context - len(prompt.token_ids), place), *prompt.token_ids)
+        if room is None or len(ids) <= room:
+            found.append(replace(prompt, token_ids=ids))
+    return found
+
+
+def padding(tokenizer: Any, length: int, offset: int) -> tuple[int, ...]:
+    """``length`` tokens of English prose: the Python reference that every CPython carries, from a place of its own."""
+    if length <= 0:
+        return ()
+    from pydoc_data.topics import topics
+
+    texts: list[str] = [topics[name][:TOPIC_CHARACTERS] for name in sorted(topics)]
+    start = 7 * offset % len(texts)
+    ids: list[int] = []
+    for text in cycle([*texts[start:], *texts[:start]]):
+        ids += tokenizer(f"{text}\n\n", add_special_tokens=False)["input_ids"]
+        if len(ids) >= length:
+            break
+    return tuple(ids[:length])

@@ -30,11 +30,10 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from pairs import Pair, load_pair, scaled, widened
+from pairs import Pair, load_pair, padded, scaled, widened
 from rich.console import Console
 
 from foredraft.accept.rules import match
-from foredraft.bench.accepted import Position, by_position
 from foredraft.bench.arms import EngineArm
 from foredraft.bench.provenance import provenance
 from foredraft.bench.report import Column, Table, plain_data, show
@@ -58,6 +57,7 @@ from foredraft.model.lm import CausalLM, Nodes
 from foredraft.retrieval.build import from_tokens
 from foredraft.retrieval.datastore import Datastore
 from foredraft.tree import DraftTree
+from foredraft.tune.accepted import Position, by_position
 
 VERBS = ("propose", "verify", "accept", "commit", "observe", "emit")
 
@@ -720,8 +720,10 @@ class Parts:
         questions = select(read_questions(options.prompts_file), options.num_prompts)
         most = self.target.context_length
         room = None if most is None else most - options.max_new_tokens
+        if context is not None:
+            return padded(self.pair.tokenizer, load_prompts(self.pair.tokenizer, questions), context, room)
         if not is_asked_again:
-            return load_prompts(self.pair.tokenizer, questions, context, room)
+            return load_prompts(self.pair.tokenizer, questions, room)
         ending = replace(self.greedy, ignore_eos=False)
 
         def answer(ids: Seq[int]) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from pairs import load_pair, scaled
+from pairs import load_pair, padded, scaled
 from rich.console import Console
 from workers.foredraft_worker import cast
 from workers.protocol import DRAFT, LOOKUP, PLAIN
@@ -345,7 +345,8 @@ def prompts_of(
     room = None if most is None else most - options.max_new_tokens
     questions = read_questions(options.prompts_file)
     if options.context is not None:
-        return iter(load_prompts(tokenizer, select(questions, len(questions)), options.context, room))
+        prompts = load_prompts(tokenizer, select(questions, len(questions)))
+        return iter(padded(tokenizer, prompts, options.context, room))
     return prompts_of_kinds(tokenizer, questions, options.kinds, room, answer)
 
 

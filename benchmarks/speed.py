@@ -4,7 +4,6 @@
         [--temperatures 0 1] [--batch-sizes 1 8] [--kinds chat random] [--groups 2] [--out kinds.json]
     python benchmarks/speed.py classic [--model zoo:tiny --scale 100m] [--groups 6] [--repeats 3]
     python benchmarks/speed.py neighbours [--methods none ngram] [--cases two nice-10 nice-0] [--repeats 5]
-    python benchmarks/speed.py tuned --prompts-file question.jsonl [--kinds chat] [--groups 12] [--out tuned.json]
 
 kinds: plain decoding and all methods, governed as by default, decode the same groups of prompts in turns, A B B A; ends
 of text are passed over, tokens are compared. A cell is the ratio of the sums of seconds per token over the groups of a
@@ -43,8 +42,7 @@ import torch
 from pairs import load_pair, scaled
 from transformers.utils import logging
 
-from foredraft import LLM, SamplingParams
-from foredraft.bench.arms import EngineArm, OwnArms
+from foredraft.bench.arms import OwnArms
 from foredraft.bench.candidates import PLAIN, PLAIN_CANDIDATE, MethodCandidate, read_candidates
 from foredraft.bench.equality import check
 from foredraft.bench.provenance import provenance
@@ -53,17 +51,12 @@ from foredraft.bench.workload import BenchPrompt, load_prompts, read_questions, 
 from foredraft.classic import last_trace
 from foredraft.classic.ngram_assisted import NGramStorage, ngram_assisted_speculative_generate
 from foredraft.classic.sampling import autoregressive_generate, beam_search_generate, speculative_generate
-from foredraft.cli.choosing import USUAL
-from foredraft.config.speculative import SpeculativeConfig
-from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import Budget, ContextDrafter
 from foredraft.engine.sequence import Sequence as Row
 from foredraft.errors import ForedraftError
 from foredraft.loading.models import load_model
 from foredraft.tree import DraftTree
-from foredraft.tune.choosing import Choice
 from foredraft.tune.scale import inflated
-from foredraft.tune.tuning import Tuning
 
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 RANDOM, WRONG = "random", "wrong"
@@ -206,70 +199,6 @@ def keep(out: Path | None, found: Any) -> None:
         out.write_text(json.dumps({"conditions": provenance(), "found": found}, indent=1) + "\n", encoding="utf-8")
 
 
-# -- tuned -------------------------------------------------------------------------------------------------------------
-
-NUM_NEXT = 2
-"""Settings of the ranking that are raced beside the best ones of every method."""
-
-
-def tuned(options: argparse.Namespace) -> None:
-    llm = LLM(options.model, dtype=options.dtype, execution=options.execution)
-    named = ",".join(options.methods)
-    methods = {one.name: one.given for one in read_candidates(named, options.draft_model, None)}
-    Tuning(llm, methods, budget_seconds=120.0).measure(is_fresh=True)
-    found: list[dict[str, Any]] = []
-    print("| kind | chosen | expected | had | best by the clock | chosen by best | same choice twice |")
-    print("|---" * 7 + "|")
-    for kind in options.kinds:
-        prompts = prompts_of(llm.tokenizer, kind, 2 * options.groups, options)
-        chosen_on, judged_on = prompts[: options.groups], prompts[options.groups :]
-        choices = [tune(llm, methods, chosen_on, options) for _ in range(2)]
-        choice = choices[0]
-        raced = dict.fromkeys(
-            one.setting.name for one in (choice.chosen, *choice.best_of_methods(), *choice.ranked[:NUM_NEXT])
-        )
-        settings = {one.setting.name: one.setting for one in choice.ranked if one.setting.name in raced}
-        arms = [EngineArm(PLAIN, llm.target, EmptyDrafter())]
-        for name in raced:
-            drafting = llm.with_speculative_config(settings[name].config).drafting
-            config, drafter = SpeculativeConfig.parse(settings[name].config), drafting.new_drafter()
-            arms.append(EngineArm(name, llm.target, drafter, is_governed=config.is_governed))
-        sampling = Sampling(temperature=0.0, seed=1, ignore_eos=True)
-        trial = interleave(arms, judged_on, sampling, options.max_new_tokens, options.repeats)
-        found.append(cell := of_choice(kind, choices, trial))
-        race = cell["chosen_by_best"]
-        print(
-            f"| {kind} | {cell['chosen']} | {told(cell['expected'])} | {cell['speeds'][cell['chosen']]:.2f} | "
-            f"{cell['best']}: {cell['speeds'][cell['best']]:.2f} | {told(race)} | {cell['again']} |",
-            flush=True,
-        )
-        keep(options.out, found)
-
-
-def tune(llm: LLM, methods: dict[str, Any], prompts: Sequence[BenchPrompt], options: argparse.Namespace) -> Choice:
-    tuning = Tuning(llm, methods, budget_seconds=120.0)
-    tuning.measure()
-    return tuning.run(prompts, SamplingParams(temperature=0.0, max_tokens=options.max_new_tokens, ignore_eos=True))
-
-
-def of_choice(kind: str, choices: Sequence[Choice], trial: Trial) -> dict[str, Any]:
-    """The chosen setting beside the best by the clock, by prompts."""
-    times = {name: trial.seconds_per_token(name) for name in trial.runs}
-    speeds = {name: sum(times[PLAIN]) / sum(of_arm) for name, of_arm in times.items()}
-    chosen = choices[0].chosen
-    first, again = (choice.chosen.setting.name for choice in choices)
-    best = max(speeds, key=lambda name: speeds[name])
-    pairs = list(zip(times[best], times[first], strict=True))
-    ties = [one.setting.name for one in choices[1].ties]
-    same = check(trial, lambda *_: math.nan, PLAIN, [name for name in trial.runs if name != PLAIN])
-    return {
-        "kind": kind, "chosen": first, "expected": (chosen.speed, chosen.low, chosen.high),
-        "speeds": speeds, "best": best, "chosen_by_best": (ratio(pairs), *bootstrap(pairs, ratio)),
-        "again": "yes" if again == first else f"{again}, {'a named tie' if first in ties else 'no tie named'}",
-        "same": [f"{one.num_identical}/{one.num_prompts}" for one in same], "other_cpu_share": trial.other_cpu_share,
-    }  # fmt: skip
-
-
 # -- classic -----------------------------------------------------------------------------------------------------------
 
 Generate = Callable[[list[int]], list[int]]
@@ -338,7 +267,7 @@ def classic(options: argparse.Namespace) -> None:
     logging.set_verbosity_error()  # transformers warns of an end token that never comes
     pair = scaled(load_pair(options.model, options.draft_model, options.dtype), options.scale)
     questions = select(read_questions(options.prompts_file), options.groups)
-    prompts = load_prompts(pair.tokenizer, questions, None, options.max_prompt_tokens)
+    prompts = load_prompts(pair.tokenizer, questions, options.max_prompt_tokens)
     arms = classic_arms(pair.target, pair.drafter, options.max_new_tokens)
     trial = interleave(arms, prompts, Sampling(ignore_eos=True), options.max_new_tokens, options.repeats)
     load = f"others used {trial.other_cpu_share:.0%} of the processors"
@@ -536,7 +465,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "kinds": {"methods": list(METHODS), "max_new_tokens": 48, "repeats": 1, "groups": 2},
     "classic": {"max_new_tokens": 32, "repeats": 2, "groups": 4},
     "neighbours": {"methods": ["none", "ngram"], "max_new_tokens": 48, "repeats": 5},
-    "tuned": {"methods": list(USUAL), "max_new_tokens": 48, "repeats": 1, "groups": 12},
 }
 
 
@@ -564,7 +492,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     what = parser.parse_known_args()[0].what
     parser.set_defaults(**DEFAULTS[what])
-    {"kinds": kinds, "classic": classic, "neighbours": neighbours, "tuned": tuned}[what](parser.parse_args())
+    {"kinds": kinds, "classic": classic, "neighbours": neighbours}[what](parser.parse_args())
 
 
 if __name__ == "__main__":

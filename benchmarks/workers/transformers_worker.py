@@ -14,8 +14,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from foredraft.bench.arms import Emissions, generation_config, without_advice
+from foredraft.bench.arms import Emissions
 from foredraft.bench.trial import Arm, Run, Sampling, rows_of
+from foredraft.verify.generation import generation_config, without_advice
 
 from .foredraft_worker import decode_with
 from .protocol import (

@@ -12,12 +12,12 @@ from parts import AcceptedLengths, accepted_lengths, expected_length, table
 from rich.console import Console
 
 from drafting import made
-from foredraft.bench.accepted import Position, wilson
 from foredraft.bench.arms import EngineArm
 from foredraft.bench.report import plain_data, show
 from foredraft.bench.trial import Sampling
 from foredraft.model.lm import CausalLM
 from foredraft.testing import PROMPTS, toy_model
+from foredraft.tune.accepted import Position, wilson
 
 
 def lengths_of(*steps: tuple[int, int, int]) -> AcceptedLengths:

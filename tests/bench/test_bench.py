@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import Pair, load_pair
+from pairs import Pair, load_pair, padded
 from rich.console import Console
 from workers.transformers_worker import TransformersArm
 
@@ -73,16 +73,14 @@ def test_the_shipped_prompts_cover_the_kinds_of_spec_bench() -> None:
 
 def test_prompts_are_padded_with_text_to_the_very_length() -> None:
     _, _, tokenizer = zoo.load("tiny")
-    questions = workload.select(workload.read_questions(), 4)
+    bare = workload.load_prompts(tokenizer, workload.select(workload.read_questions(), 4))
     for context in (256, 1500):
-        prompts = workload.load_prompts(tokenizer, questions, context)
+        prompts = padded(tokenizer, bare, context, None)
         assert [len(prompt.token_ids) for prompt in prompts] == [context] * 4
         assert len({prompt.token_ids[:50] for prompt in prompts}) == 4, "every prompt has padding of its own"
-    bare = workload.load_prompts(tokenizer, questions)
-    padded = workload.load_prompts(tokenizer, questions, 256)
-    for short, long in zip(bare, padded, strict=True):
+    for short, long in zip(bare, padded(tokenizer, bare, 256, 256), strict=True):
         assert long.token_ids[-len(short.token_ids) :] == short.token_ids
-    assert workload.load_prompts(tokenizer, questions, 256, max_length=255) == []
+    assert padded(tokenizer, bare, 256, 255) == []
 
 
 def test_a_copying_prompt_is_a_passage_and_its_beginning() -> None:

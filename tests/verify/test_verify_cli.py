@@ -15,12 +15,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from foredraft import LLM, SamplingParams
-from foredraft.bench.arms import generation_config, without_advice
 from foredraft.cli import app
 from foredraft.errors import ConfigError
 from foredraft.serve.served import Offer
 from foredraft.verify import LLMSubject, ServerSubject, TransformersSubject, verify, verifying
 from foredraft.verify.draws import FEWEST, draw
+from foredraft.verify.generation import generation_config, without_advice
 from foredraft.verify.laws import ReferenceLaw
 from serving import running
 

@@ -1,20 +1,15 @@
-"""Arms of this library's engine, of one row or in batches; and the settings of transformers' `generate` beside it."""
+"""Arms of this library's engine, of one row or in batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from time import perf_counter
 from typing import Any
 
-from transformers import GenerationConfig
-from transformers.utils import logging
-
 from foredraft.bench.trial import Arm, Run, Sampling, rows_of
-from foredraft.config.sampling import SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.engine import governing
 from foredraft.engine.drafter import Drafter
@@ -166,43 +161,3 @@ class OwnArms:
         )
         drafter = (new_drafter or self.drafters_of(config))()
         return EngineArm(name, self.target, drafter, self._eos, engine, is_governed=config.is_governed)
-
-
-NO_TOKEN = 2**31 - 1
-"""An id that no vocabulary has; transformers warns of negative ones."""
-
-
-def generation_config(
-    params: SamplingParams, eos_token_ids: Seq[int], options: Mapping[str, Any] | None = None
-) -> GenerationConfig:
-    """What transformers' ``generate`` is told, so that it draws from the law that these parameters describe.
-
-    Args:
-      params: of which it takes temperature, top-k, top-p, min-p, typical-p, the repetition penalty and the length.
-      eos_token_ids: that end a text, unless it goes on past them; the model's own are left aside.
-      options: more keys of the generation config.
-    """
-    chosen: dict[str, Any] = {"do_sample": not params.is_greedy}
-    if not params.is_greedy:
-        chosen |= {name: getattr(params, name) for name in ("temperature", "top_p", "typical_p", "top_k")}
-        chosen["min_p"] = params.min_p or None
-    never = [NO_TOKEN]  # None would be replaced by the model's own
-    return GenerationConfig(
-        max_new_tokens=params.max_tokens,
-        eos_token_id=never if params.ignore_eos or not eos_token_ids else list(eos_token_ids),
-        pad_token_id=eos_token_ids[0] if eos_token_ids else 0,
-        repetition_penalty=params.repetition_penalty,
-        **chosen,
-        **(options or {}),
-    )
-
-
-@contextmanager
-def without_advice() -> Iterator[None]:
-    """transformers says nothing of settings that it passes to itself, such as those of an assistant."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)

@@ -62,7 +62,6 @@ class Contender:
     """
 
     candidate: MethodCandidate
-    new_drafter: Callable[[], Drafter]
     arm: EngineArm
     memory_bytes: int | None
 
@@ -205,7 +204,7 @@ class Methods:
         arm.engine.profile = StepProfile()
         after = resident_bytes()
         grown = None if before is None or after is None else max(0, after - before)
-        return Contender(candidate, make, arm, grown)
+        return Contender(candidate, arm, grown)
 
     # -- figures -----------------------------------------------------------------------------------------------
 

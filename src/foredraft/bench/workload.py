@@ -1,4 +1,4 @@
-"""The prompts to generate from: short ones of several kinds, padded with real text to the desired context length."""
+"""The prompts to generate from: short ones of several kinds, and files of users."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ AGAIN = "again"
 UNNAMED = "prompt"
 """The kind of a prompt whose file does not name one."""
 _COPIED_WORDS = 16  # of the passage's beginning that follow the passage in a copying prompt
-_TOPIC_CHARACTERS = 4000  # some topics alone are longer than the context
 _REPEATED = 8
 
 
@@ -107,20 +106,17 @@ def prompts_of_kinds(
                     yield replace(prompt, category=AGAIN)
         for question in questions:
             if question.category == kind:
-                yield from load_prompts(tokenizer, [question], None, room)
+                yield from load_prompts(tokenizer, [question], room)
 
     return (prompt for turn in zip_longest(*map(of, wanted)) for prompt in turn if prompt is not None)
 
 
-def load_prompts(
-    tokenizer: Any, questions: Seq[Question], context: int | None = None, max_length: int | None = None
-) -> list[BenchPrompt]:
+def load_prompts(tokenizer: Any, questions: Seq[Question], max_length: int | None = None) -> list[BenchPrompt]:
     """Turn questions into prompts in the tokenizer's chat format; those of the kind "copy" become passage + beginning.
 
     Token ids stay as they are given.
 
     Args:
-      context: pad each prompt in front with real text to this many tokens; a longer one stays as it is.
       max_length: prompts beyond it are left out.
 
     Raises: ConfigError for text without a tokenizer.
@@ -128,8 +124,6 @@ def load_prompts(
     prompts = []
     for question in questions:
         ids = _token_ids(tokenizer, question)
-        if context is not None:
-            ids = (*_padding(tokenizer, context - len(ids), question.id), *ids)
         if max_length is None or len(ids) <= max_length:
             prompts.append(BenchPrompt(f"{question.category}-{question.id}", question.category, ids))
     return prompts
@@ -180,28 +174,6 @@ def _encode(tokenizer: Any, raw: str | None, question: str) -> tuple[int, ...]:
         else:
             raw = question
     return tuple(tokenizer(raw, add_special_tokens=False)["input_ids"])
-
-
-def _padding(tokenizer: Any, length: int, offset: int) -> tuple[int, ...]:
-    """``length`` tokens of English prose: the Python reference that every CPython carries, from a place of its own."""
-    if length <= 0:
-        return ()
-    from pydoc_data.topics import topics
-
-    texts: list[str] = [topics[name][:_TOPIC_CHARACTERS] for name in sorted(topics)]
-    start = 7 * offset % len(texts)
-    ids: list[int] = []
-    for text in _cycle(texts, start):
-        ids += tokenizer(f"{text}\n\n", add_special_tokens=False)["input_ids"]
-        if len(ids) >= length:
-            break
-    return tuple(ids[:length])
-
-
-def _cycle(texts: list[str], start: int) -> Iterator[str]:
-    while True:
-        yield from texts[start:]
-        yield from texts[:start]
 
 
 def repeated_share(outputs: Iterable[Seq[int]], size: int = _REPEATED) -> float:

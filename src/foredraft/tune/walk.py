@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from threading import Event
 from typing import NamedTuple
 
-from foredraft.bench.accepted import by_position
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.none import EmptyDrafter
@@ -21,6 +20,7 @@ from foredraft.engine.outputs import RowOutput
 from foredraft.engine.sequence import Sequence
 from foredraft.model.lm import CausalLM
 from foredraft.tree import DraftTree
+from foredraft.tune.accepted import by_position
 
 
 @dataclass(frozen=True)

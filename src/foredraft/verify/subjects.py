@@ -226,7 +226,7 @@ class TransformersSubject(Subject):
     def _sample(self, prompt: Seq[int], params: SamplingParams, index: int) -> Sample:
         import torch
 
-        from foredraft.bench.arms import generation_config, without_advice
+        from foredraft.verify.generation import generation_config, without_advice
 
         config = generation_config(params, self._eos, self._options)
         torch.manual_seed(mix(params.seed or 0, index) % 2**63)

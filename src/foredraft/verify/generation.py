@@ -1,0 +1,52 @@
+"""Settings under which transformers' ``generate`` draws from the distribution of this library's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import GenerationConfig
+from transformers.utils import logging
+
+from foredraft.config.sampling import SamplingParams
+
+NO_TOKEN = 2**31 - 1
+"""An id that no vocabulary has; transformers warns of negative ones."""
+
+
+def generation_config(
+    params: SamplingParams, eos_token_ids: Seq[int], options: Mapping[str, Any] | None = None
+) -> GenerationConfig:
+    """What transformers' ``generate`` is told, so that it draws from the law that these parameters describe.
+
+    Args:
+      params: of which it takes temperature, top-k, top-p, min-p, typical-p, the repetition penalty and the length.
+      eos_token_ids: that end a text, unless it goes on past them; the model's own are left aside.
+      options: more keys of the generation config.
+    """
+    chosen: dict[str, Any] = {"do_sample": not params.is_greedy}
+    if not params.is_greedy:
+        chosen |= {name: getattr(params, name) for name in ("temperature", "top_p", "typical_p", "top_k")}
+        chosen["min_p"] = params.min_p or None
+    never = [NO_TOKEN]  # None would be replaced by the model's own
+    return GenerationConfig(
+        max_new_tokens=params.max_tokens,
+        eos_token_id=never if params.ignore_eos or not eos_token_ids else list(eos_token_ids),
+        pad_token_id=eos_token_ids[0] if eos_token_ids else 0,
+        repetition_penalty=params.repetition_penalty,
+        **chosen,
+        **(options or {}),
+    )
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """transformers says nothing of settings that it passes to itself, such as those of an assistant."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
