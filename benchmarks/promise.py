@@ -2,10 +2,10 @@
 
     python benchmarks/promise.py                                       # zoo:tiny, all methods; a quarter of an hour
     python benchmarks/promise.py --model zoo:smollm2 --dtypes float32 bfloat16 --max-new-tokens 24 --json found.json
-    python benchmarks/promise.py --methods ngram eagle3 --exactness default --execution eager --top-p 0.6
+    python benchmarks/promise.py --methods ngram eagle3 --execution eager --top-p 0.6
     ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python benchmarks/promise.py --methods suffix token_recycling
 
-A cell is a method, a dtype, a mode of exactness, a temperature and a batch size. Plain decoding runs every prompt
+A cell is a method, a dtype, a temperature and a batch size. Plain decoding runs every prompt
 alone; the cell says how many texts have its bits, log-probabilities included, how far apart the law puts the tokens at
 which the others part from it, how many tokens a step gives by those that it gives under exactness="relaxed", where
 nothing is cut, and how many draft tokens were accepted. Stock kernels round by the shape of their call meanwhile
@@ -137,7 +137,6 @@ class Cell:
 
     method: str
     dtype: str
-    exactness: str
     temperature: float
     batch_size: int
     promise: str
@@ -161,8 +160,8 @@ class Cell:
 
     @property
     def is_whole(self) -> bool:
-        """Whether drafts were not cut; at one fixed shape they are, to chains of ``strict_width``."""
-        return self.promise == "fixed" or (self.num_compared > 0 and self.share >= LEAST_SHARE)
+        """Whether drafts were not cut."""
+        return self.num_compared > 0 and self.share >= LEAST_SHARE
 
     @property
     def is_good(self) -> bool:
@@ -172,7 +171,7 @@ class Cell:
     @property
     def label(self) -> str:
         """Names it."""
-        return f"{self.method}, {self.dtype}, {self.exactness}, T = {self.temperature:g}, batch {self.batch_size}"
+        return f"{self.method}, {self.dtype}, T = {self.temperature:g}, batch {self.batch_size}"
 
     def line(self) -> str:
         """A line of the table."""
@@ -190,7 +189,7 @@ HEADER = (
 
 
 class Study:
-    """A target under one mode of exactness, one that is "relaxed", and what every method makes of the prompts.
+    """A target, the same one under "relaxed", and what every method makes of the prompts.
 
     Args:
       model: as `LLM` takes it.
@@ -201,16 +200,13 @@ class Study:
     def __init__(
         self,
         model: Any,
-        exactness: str = "default",
         *,
         prompts: Seq[Seq[int]] = (),
         target: CausalLM | None = None,
-        relaxed: LLM | None = None,
         **options: Any,
     ) -> None:
-        self.llm = LLM(model, exactness=exactness, **options)
-        self.relaxed = relaxed or LLM(model, exactness="relaxed", **options)
-        self.exactness = exactness
+        self.llm = LLM(model, **options)
+        self.relaxed = LLM(model, exactness="relaxed", **options)
         self.target = target or self.llm.target
         self.prompts = [tuple(prompt) for prompt in prompts] or [
             tuple(self.llm.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in TEXTS
@@ -239,7 +235,6 @@ class Study:
         return Cell(
             method,
             self.dtype,
-            self.exactness,
             params.temperature,
             batch_size,
             self.llm.promise.kind,
@@ -267,10 +262,10 @@ class Study:
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
     """All that were asked for."""
-    for dtype, exactness in product(options.dtypes, options.exactness):
+    for dtype in options.dtypes:
         largest = max(options.batch_sizes)
-        study = Study(options.model, exactness, dtype=dtype, execution=options.execution, max_num_seqs=largest)
-        print(f"{dtype}, {exactness}: {study.llm.promise.describe()}", file=sys.stderr, flush=True)
+        study = Study(options.model, dtype=dtype, execution=options.execution, max_num_seqs=largest)
+        print(f"{dtype}: {study.llm.promise.describe()}", file=sys.stderr, flush=True)
         for temperature, method, batch_size in product(options.temperatures, options.methods, options.batch_sizes):
             top_p = options.top_p if temperature else 1.0
             params = SamplingParams(
@@ -288,7 +283,6 @@ def main() -> None:
     parser.add_argument("--model", default="zoo:tiny", help="of the zoo, or a folder; methods that need a head are its")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
     parser.add_argument("--dtypes", nargs="+", default=["auto"])
-    parser.add_argument("--exactness", nargs="+", choices=("default", "strict"), default=("default", "strict"))
     parser.add_argument("--temperatures", nargs="+", type=float, default=(0.0, 1.0))
     parser.add_argument("--top-p", type=float, default=1.0, help="where tokens are sampled; less makes drafts fit")
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=(1, 5))

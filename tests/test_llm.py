@@ -703,12 +703,11 @@ def test_the_load_line_of_a_loaded_model_names_its_class(caplog: pytest.LogCaptu
     assert ", method ngram; near-ties: same tokens as plain decoding but for near-ties (" in line
 
 
-@pytest.mark.parametrize(("exactness", "kind"), [("default", "near-ties"), ("strict", "fixed")])
-def test_results_name_the_promise_that_holds(exactness: str, kind: str) -> None:
-    llm = LLM(toy_model(), "ngram", execution="eager", exactness=exactness, strict_width=4)
+def test_results_name_the_promise_that_holds() -> None:
+    llm = LLM(toy_model(), "ngram", execution="eager")
     metrics = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4))[0].metrics
     assert metrics.promise == llm.promise
-    assert (llm.promise.kind, llm.promise.reason) == (kind, "it runs eagerly")
+    assert (llm.promise.kind, llm.promise.reason) == ("near-ties", "it runs eagerly")
     by_law = llm.with_speculative_config({"method": "ngram", "rejection_sample_method": "block"})
     assert by_law.generate([[1, 2, 3]], SamplingParams(max_tokens=4, seed=1))[0].metrics.promise is None
 

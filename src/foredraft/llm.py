@@ -95,7 +95,7 @@ class LLM:
         has those. "none" leaves them out; a folder has a file of its own. EOS ids of the config count with "auto" and
         "none".
       profile_file: output of ``foredraft tune``; the governor begins with its costs. What it chose is "@FILE".
-      max_num_seqs, max_model_len, max_kv_bytes, prefill_chunk_size, exactness, strict_width: see `EngineConfig`.
+      max_num_seqs, max_model_len, max_kv_bytes, prefill_chunk_size, exactness: see `EngineConfig`.
 
     Raises:
       CheckpointError: a model or tokenizer is missing, truncated or unknown.
@@ -135,7 +135,6 @@ class LLM:
         max_kv_bytes: int | str | None = EngineConfig.max_kv_bytes,
         prefill_chunk_size: int = EngineConfig.prefill_chunk_size,
         exactness: str = EngineConfig.exactness,
-        strict_width: int = EngineConfig.strict_width,
         profile_file: str | os.PathLike[str] | None = None,
     ) -> None:
         self.engine_config = EngineConfig(
@@ -144,7 +143,6 @@ class LLM:
             max_kv_bytes=max_kv_bytes,
             prefill_chunk_size=prefill_chunk_size,
             exactness=exactness,
-            strict_width=strict_width,
             contains_faults=True,
         )
         self._prefixes = PrefixStore(num_cached_prefixes) if num_cached_prefixes else None
@@ -172,7 +170,6 @@ class LLM:
         )
         self.tokenizer = chosen if chosen is not None else loaded.tokenizer
         self.target = adapter_of(loaded, execution, kv_cache_dtype)
-        self.target.promise(exactness)  # refuses what cannot be kept before anything else is loaded
         self.model_info = describe(loaded, self.target)
         self._pairing = Pairing(
             loaded,

@@ -2,8 +2,7 @@
 
 A cell of ``benchmarks/promise.py``: five prompts, drafted for in a batch or alone, against plain decoding of each
 alone. Where the library's own kernels run, log-probabilities have the same bits, and steps give as many tokens as under
-"relaxed"; elsewhere drafts are as long, and what differs is a near-tie, or in strict mode chains at one shape keep the
-bits. Drafts were accepted in every cell.
+"relaxed"; elsewhere drafts are as long, and what differs is a near-tie. Drafts were accepted in every cell.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ import torch
 from promise import METHODS, Cell, Study
 
 from architectures import target_model
-from foredraft import LLM, SamplingParams
-from foredraft.errors import UnsupportedModelError
+from foredraft import SamplingParams
 from foredraft.native import library as native
 from foredraft.testing import hostile_kernels
 from harness import random_ids
@@ -28,22 +26,20 @@ GREEDY = SamplingParams(temperature=0.0, seed=7, max_tokens=16, ignore_eos=True)
 MODES = {"greedy": GREEDY, "sampled": replace(GREEDY, temperature=1.0, top_p=0.4)}
 """A nucleus so narrow that lookups find, whose edge moves with the last bit."""
 
-EXACTNESS = ("default", "strict")
 BATCHES = (1, 5)
 
-QUICK = {("suffix+eagle3", "default", "sampled", 5), ("ngram", "strict", "greedy", 5)}
+QUICK = {("suffix+eagle3", "sampled", 5), ("ngram", "greedy", 5)}
 """Cells that always run."""
 ALIKE = {"nasd", "suffix", "rest", "ngram>token_recycling", "draft_model", "hydra", "eagle2"}
 """Drafts of other methods are as these: chains and trees of tokens looked up, of a model, and of heads."""
-STRICT = {"ngram", "eagle3"}
-"""Of which `make test` sees more than the default in a batch: a native model runs the same either way."""
+ALONE = {"ngram", "eagle3"}
+"""Of which `make test` sees more than a batch."""
 ELSEWHERE = {("eager", "eagle3"), ("float64", "ngram"), ("no kernels", "draft_model, tree")}
 """What `make test` runs over stock kernels besides a quick one: chains and trees, of lookups, a model and a head."""
 
 
-SHAPE = {"max_model_len": 192, "prefill_chunk_size": 64, "strict_width": 8}
-"""Of which every step of the fixed promise is; prompts are read in pieces."""
-FIXED = {("eager", "ngram", 1), ("no kernels", "eagle3", 5)}
+SHAPE = {"max_model_len": 192, "prefill_chunk_size": 64}
+"""Prompts are read in pieces."""
 
 has_kernels = native.library() is not None
 
@@ -55,20 +51,17 @@ def _hostile() -> Iterator[None]:
 
 
 @cache
-def study(model: str = "zoo:tiny", dtype: str = "auto", exactness: str = "default", execution: str = "auto") -> Study:
-    options = {"dtype": dtype, "execution": execution, "max_num_seqs": max(BATCHES), **SHAPE}
-    relaxed = None if exactness == "default" else study(model, dtype, "default", execution).relaxed
-    return Study(model, exactness, relaxed=relaxed, **options)
+def study(dtype: str = "auto", execution: str = "auto") -> Study:
+    return Study("zoo:tiny", dtype=dtype, execution=execution, max_num_seqs=max(BATCHES), **SHAPE)
 
 
-def is_covering(method: str, exactness: str, mode: str, batch_size: int) -> bool:
-    """What `make test` runs: every kind of method by default in a batch, greedy or sampled in turn; some of them
-    strictly, and alone."""
+def is_covering(method: str, mode: str, batch_size: int) -> bool:
+    """What `make test` runs: every kind of method in a batch, greedy or sampled in turn; some of them alone."""
     if method in ALIKE:
         return False
-    if exactness == "default" and batch_size == max(BATCHES):
+    if batch_size == max(BATCHES):
         return mode == list(MODES)[list(METHODS).index(method) % 2]
-    return method in STRICT and mode == "greedy" and (exactness == "default") == (batch_size == 1)
+    return method in ALONE and mode == "greedy"
 
 
 def marked(*cell: object) -> object:
@@ -76,13 +69,13 @@ def marked(*cell: object) -> object:
     return pytest.param(*cell, marks=[] if cell in QUICK else slow)
 
 
-CELLS = list(product(METHODS, EXACTNESS, MODES, BATCHES))
+CELLS = list(product(METHODS, MODES, BATCHES))
 
 
 @pytest.mark.skipif(not has_kernels, reason="no kernels here")
-@pytest.mark.parametrize(("method", "exactness", "mode", "batch_size"), [marked(*cell) for cell in CELLS])
-def test_the_promise_is_native(method: str, exactness: str, mode: str, batch_size: int) -> None:
-    check(study(exactness=exactness).cell(method, MODES[mode], batch_size), "native")
+@pytest.mark.parametrize(("method", "mode", "batch_size"), [marked(*cell) for cell in CELLS])
+def test_the_promise_is_native(method: str, mode: str, batch_size: int) -> None:
+    check(study().cell(method, MODES[mode], batch_size), "native")
 
 
 def check(cell: Cell, promise: str) -> None:
@@ -98,13 +91,13 @@ WAYS = {"eager": ("auto", "eager"), "float64": ("float64", "auto"), "no kernels"
 """Dtype and execution."""
 
 
-def elsewhere(way: str, exactness: str) -> Study:
+def elsewhere(way: str) -> Study:
     """zoo:tiny by stock kernels."""
     dtype, execution = WAYS[way]
     with pytest.MonkeyPatch.context() as patch:
         if way == "no kernels":
             patch.setattr(native, "instruction_set", lambda: None)
-        return study(dtype=dtype, exactness=exactness, execution=execution)
+        return study(dtype, execution)
 
 
 @pytest.mark.parametrize(
@@ -124,30 +117,10 @@ def elsewhere(way: str, exactness: str) -> Study:
     ],
 )
 def test_the_promise_is_that_of_near_ties(way: str, method: str, mode: str) -> None:
-    check(elsewhere(way, "default").cell(method, MODES[mode], max(BATCHES)), "near-ties")
+    check(elsewhere(way).cell(method, MODES[mode], max(BATCHES)), "near-ties")
 
 
-@pytest.mark.parametrize(
-    ("way", "method", "batch_size"),
-    [
-        pytest.param(
-            way,
-            method,
-            batch_size,
-            marks=[pytest.mark.slow if (way, method, batch_size) in FIXED else pytest.mark.full],
-        )
-        for way, method, batch_size in product(WAYS, METHODS, BATCHES)
-    ],
-)
-def test_the_promise_is_one_fixed_shape(way: str, method: str, batch_size: int) -> None:
-    """Chains of `strict_width`."""
-    mode = "greedy" if batch_size == 1 else "sampled"
-    check(elsewhere(way, "strict").cell(method, MODES[mode], batch_size), "fixed")
-
-
-def test_experts_are_refused_in_strict_mode_and_promised_near_ties_by_default() -> None:
+def test_experts_are_promised_near_ties() -> None:
     model = target_model("qwen3-moe", dtype=torch.float32)
-    with pytest.raises(UnsupportedModelError, match="exactness='strict' cannot be kept for Qwen3Moe"):
-        LLM(model, exactness="strict")
     prompts = [random_ids(length, length) for length in (70, 5, 20)] + [[5, 6, 7] * 4]
     check(Study(model, prompts=prompts).cell("token_recycling", replace(GREEDY, max_tokens=48), 4), "near-ties")

@@ -216,7 +216,14 @@ def test_ids_of_rows_stay_unique_when_threads_add_requests() -> None:
     assert len({row.request_id for rows in added for row in rows}) == 64
 
 
-@pytest.mark.parametrize("option", ["max_num_seqs", "prefill_chunk_size", "strict_width", "max_model_len"])
+@pytest.mark.parametrize("option", ["max_num_seqs", "prefill_chunk_size", "max_model_len"])
 def test_a_size_of_zero_is_refused(option: str) -> None:
     with pytest.raises(ConfigError, match=f"{option} is 0"):
         EngineConfig(**{option: 0})
+
+
+def test_the_mode_of_one_fixed_shape_is_gone_and_the_remedies_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"one fixed shape, is gone.*keep the bits.*promise.*dtype.*foredraft verify"):
+        EngineConfig(exactness="strict")
+    with pytest.raises(ConfigError, match="choose default or relaxed"):
+        EngineConfig(exactness="exact")

@@ -45,7 +45,7 @@ def draft_model() -> CausalLM:
     return CausalLM(perturbed(toy_model(64), 0.1, seed=2), execution="eager")
 
 
-def engine(method: str, curve: Mapping[int, float], num_rows: int, exactness: str = "default") -> Engine:
+def engine(method: str, curve: Mapping[int, float], num_rows: int) -> Engine:
     keys: dict[str, dict[str, Any]] = {
         "auto": {"drafters": ["ngram", "suffix", "draft_model"]},
         "layer_skip": {"exit_layer": 1},
@@ -54,7 +54,7 @@ def engine(method: str, curve: Mapping[int, float], num_rows: int, exactness: st
     drafter = make_drafter(config, DrafterContext(target(), draft_model()))
     costs = CostModel(curve)
     decides = MethodBandit(drafter, costs) if drafter.arms else Governor(costs)
-    return Engine(target(), drafter, EngineConfig(max_num_seqs=num_rows, exactness=exactness), governor=decides)
+    return Engine(target(), drafter, EngineConfig(max_num_seqs=num_rows), governor=decides)
 
 
 def texts(one: Engine, params: SamplingParams) -> list[list[int]]:
@@ -98,10 +98,6 @@ def test_no_token_changes(method: str, num_rows: int, curve: dict[int, float], p
     assert texts(one, PARAMS[params]) == plain(params)
     assert texts(one, PARAMS[params]) == plain(params)  # with what the governor has learned
     assert one.governor.totals.num_tokens > 0
-
-
-def test_no_token_changes_in_strict_mode() -> None:
-    assert texts(engine("draft_model", FREE, 5, "strict"), PARAMS["sampled"]) == plain("sampled")
 
 
 def test_other_rules_are_not_governed() -> None:

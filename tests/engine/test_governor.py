@@ -25,10 +25,6 @@ STEEP = {1: 20.0, 2: 28.0, 4: 38.0, 8: 60.0, 16: 110.0, 32: 210.0, 64: 400.0}
 LENGTH = 220
 
 
-def num_nodes(count: int) -> int:
-    return count
-
-
 @dataclass
 class Guesser:
     """Drafts that are right with a chance that depends on the place in the text."""
@@ -79,14 +75,14 @@ class World:
             if governor is None:
                 budgets = [Budget(min(budget, length)) for budget in budgets]
             else:
-                budgets = governor.budgets(rows, budgets, num_nodes)
+                budgets = governor.budgets(rows, budgets)
             asked = max(budgets)
             trees = [
                 self.guesser.draft(row.text, row.place, row.id, budget)
                 for row, budget in zip(rows, budgets, strict=True)
             ]
             if governor is not None:
-                trees = governor.trimmed(rows, trees, num_nodes)
+                trees = governor.trimmed(rows, trees)
             outputs = [self._accept(row, tree) for row, tree in zip(rows, trees, strict=True)]
             size = sum(map(len, trees))
             self.sizes.append(size)
@@ -96,7 +92,7 @@ class World:
             factor = math.exp(noise.gauss(0.0, self.noise)) * (3.0 if noise.random() < 0.01 else 1.0)
             if governor is not None:
                 seconds = {"drafting_seconds": drafting * factor / 1e3, "other_seconds": verifying * factor / 1e3}
-                governor.learn(trees, outputs, num_nodes, **seconds)
+                governor.learn(trees, outputs, **seconds)
             rows = [row for row in rows if not row.is_finished]
         return self.plain / self.spent
 
@@ -170,11 +166,11 @@ def test_a_plain_step_that_is_due_decides_what_follows_it_too() -> None:
     due = []
     for _ in range(40):
         place, one.habit.depth = row.place, 0
-        (budget,) = one.budgets([row], [Budget(8)], num_nodes)
-        trees = one.trimmed([row], [Guesser(lambda place: 1.0).draft(text, place, 0, budget)], num_nodes)
+        (budget,) = one.budgets([row], [Budget(8)])
+        trees = one.trimmed([row], [Guesser(lambda place: 1.0).draft(text, place, 0, budget)])
         row.place += len(trees[0])
         output: Any = SimpleNamespace(row=row, token_ids=tuple(text[place : row.place]), num_accepted=len(trees[0]) - 1)
-        one.learn(trees, [output], num_nodes, drafting_seconds=0.002 * bool(budget), other_seconds=0.026)
+        one.learn(trees, [output], drafting_seconds=0.002 * bool(budget), other_seconds=0.026)
         row.place = 20
         due += [one.habit.depth] * (budget == 0)
     assert due
@@ -247,9 +243,9 @@ def test_where_nothing_was_drafted_the_speed_is_that_of_plain_decoding() -> None
     rows: list[Any] = [SimpleNamespace(id=0, is_finished=False)]
     output: Any = SimpleNamespace(row=rows[0], token_ids=(5,))
     for seconds in (0.09, 0.05, 0.03, 0.0222, 0.0222):
-        one.budgets(rows, [Budget(8)], num_nodes)
+        one.budgets(rows, [Budget(8)])
         tree = DraftTree.root(1)
-        one.learn([tree], [output], num_nodes, drafting_seconds=0.0, other_seconds=seconds)
+        one.learn([tree], [output], drafting_seconds=0.0, other_seconds=seconds)
     steps = Steps()
     steps.add(1, 0, 1, 0.0, 0.06)
     one.follow_steps(steps)
@@ -268,11 +264,11 @@ def test_levels_that_a_drafter_never_makes_are_neither_hoped_for_nor_paid_for() 
     text = list(range(5000))
     place, asked = 20, []
     for _ in range(120):
-        (budget,) = one.budgets(rows, [Budget(64)], num_nodes)
+        (budget,) = one.budgets(rows, [Budget(64)])
         asked.append(int(budget))
         tree = guesser.draft(text, place, 0, budget)
         levels = tree.depth
-        (tree,) = one.trimmed(rows, [tree], num_nodes)
+        (tree,) = one.trimmed(rows, [tree])
         emitted, node = [], tree.child(0, text[place])
         while node is not None:
             emitted.append(text[place + len(emitted)])
@@ -280,7 +276,7 @@ def test_levels_that_a_drafter_never_makes_are_neither_hoped_for_nor_paid_for() 
         emitted.append(text[place + len(emitted)])
         place += len(emitted)
         output: Any = SimpleNamespace(row=rows[0], token_ids=tuple(emitted))
-        one.learn([tree], [output], num_nodes, drafting_seconds=0.004 * levels, other_seconds=0.02)
+        one.learn([tree], [output], drafting_seconds=0.004 * levels, other_seconds=0.02)
     assert sum(depth == 4 for depth in asked[20:]) > 0
     assert max(asked[20:]) == 4
     assert one.costs.draft(1, 3) == pytest.approx(0.012, rel=0.1)
@@ -297,21 +293,21 @@ def test_a_first_draft_that_is_slow_does_not_keep_a_batch_from_drafting() -> Non
     ]
     drafted = []
     for number in range(60):
-        budgets = one.budgets(rows, [Budget(3)] * 4, num_nodes, is_closed=True, context=7000)
+        budgets = one.budgets(rows, [Budget(3)] * 4, is_closed=True, context=7000)
         asked = max(budgets)
         drafted.append(int(asked))
         drafts = [[next(tokens) for _ in range(asked)] for _ in rows]
         trees = [DraftTree.chain(0, draft, source="sparse") for draft in drafts]
-        trees = one.trimmed(rows, trees, num_nodes)
+        trees = one.trimmed(rows, trees)
         outputs: list[Any] = [
             SimpleNamespace(row=row, token_ids=(*tree.tokens[1:], next(tokens)))
             for row, tree in zip(rows, trees, strict=True)
         ]
         for row, output in zip(rows, outputs, strict=True):
             row.stats.record(len(output.token_ids) - 1, len(output.token_ids) - 1, len(output.token_ids))
-        seconds = world.verify(4, num_nodes(sum(map(len, trees))))
+        seconds = world.verify(4, sum(map(len, trees)))
         drafting = 0.007 * asked + (0.2 if number == 0 else 0.0)
-        one.learn(trees, outputs, num_nodes, drafting_seconds=drafting, other_seconds=seconds)
+        one.learn(trees, outputs, drafting_seconds=drafting, other_seconds=seconds)
     assert sum(depth == 3 for depth in drafted[6:]) > 45
 
 
@@ -327,7 +323,7 @@ def test_a_row_that_gains_more_than_others_counts_less_at_the_end_of_a_batch() -
 
     def value(gains: Sequence[int], *, is_closed: bool) -> float:
         rows: list[Any] = [fast, slow]
-        one.budgets(rows, [Budget(3)] * 2, num_nodes, is_closed=is_closed)
+        one.budgets(rows, [Budget(3)] * 2, is_closed=is_closed)
         outputs = [SimpleNamespace(row=row, token_ids=(5,) * (1 + gain)) for row, gain in zip(rows, gains, strict=True)]
         return one.value_of(outputs)  # type: ignore[arg-type]
 
@@ -494,14 +490,14 @@ class Sure:
         plain = spent = 0.0
         for step in range(num_steps):
             is_deciding = step % self.interval == 0
-            (budget,) = one.budgets([row], [Budget(4)], num_nodes) if is_deciding else one.habit.budgets([Budget(4)])
+            (budget,) = one.budgets([row], [Budget(4)]) if is_deciding else one.habit.budgets([Budget(4)])
             (score,) = rng.choices([*self.shares], [*self.shares.values()])
             is_right = rng.random() < self.rates[score]
             tree = scored(score) if budget else DraftTree.root(1)
             if is_deciding:
-                (part,) = one.trimmed([row], [tree], num_nodes)
+                (part,) = one.trimmed([row], [tree])
             else:
-                (part,) = one.cut([row], [tree], num_nodes)
+                (part,) = one.cut([row], [tree])
             self.verified.setdefault(score, []).append(len(part) > 1)
             tokens = (2, 9) if is_right and len(part) > 1 else (2,) if is_right else (9,)
             output: Any = SimpleNamespace(row=row, token_ids=tokens)
@@ -509,7 +505,7 @@ class Sure:
             spent += drafting + other
             plain += costs.curve(1) / 1e3 * len(tokens)
             if is_deciding:
-                one.learn([part], [output], num_nodes, drafting_seconds=drafting, other_seconds=other)
+                one.learn([part], [output], drafting_seconds=drafting, other_seconds=other)
                 continue
             one.follow([output], [tree] if self.learns else ())
             steps = Steps()
@@ -556,8 +552,8 @@ def test_rows_share_what_a_step_is_worth() -> None:
     one = governor({1: 20.0, 3: 20.0, 4: 26.0, 5: 32.0, 6: 38.0, 8: 50.0})
     trees = [scored(0.95, 0.1), scored(0.1), DraftTree.root(7)]
     for _ in range(40):
-        one.cut(rows, trees, num_nodes)
+        one.cut(rows, trees)
         for row, tree, text in zip(rows, trees, ((2,), (9,), (9,)), strict=True):
             came = SimpleNamespace(row=SimpleNamespace(id=row.id, is_finished=False), token_ids=text)
             one.follow([came], [tree])
-    assert [tree.tokens for tree in one.cut(rows, trees, num_nodes)] == [(1, 2), (1,), (7,)]
+    assert [tree.tokens for tree in one.cut(rows, trees)] == [(1, 2), (1,), (7,)]

@@ -371,18 +371,6 @@ def test_where_the_output_embedding_reads_something_else_that_is_what_features_a
     assert torch.allclose(output.last_hidden, 2 * plain.last_hidden)
 
 
-@pytest.mark.parametrize("kind", ["none", "ngram", "chain"])
-def test_strict_mode_takes_over_whole_chunks_of_prompts(kind: str) -> None:
-    options = {"exactness": "strict", "max_num_seqs": 2, "max_model_len": 96, "prefill_chunk_size": 5}
-    going_on, history = engine(kind, PrefixStore(4), **options), PROMPTS[0]
-    for turn in range(3):
-        continued, fresh = answer(going_on, history, SAMPLED), answer(engine(kind, **options), history, SAMPLED)
-        assert continued.output_ids == fresh.output_ids
-        known = len(PROMPTS[0]) if turn == 1 else len(history) - len(TURN) - len(continued.output_ids)
-        assert continued.num_cached_tokens == (0 if turn == 0 else (known - 1) // 5 * 5)
-        history = (*history, *continued.output_ids, *TURN)
-
-
 # -- the store -------------------------------------------------------------------------------------------------------
 
 

@@ -30,9 +30,6 @@ VOCAB_SIZE = 64
 EOS = (9, 33)
 
 
-STRICT = EngineConfig(exactness="strict", max_num_seqs=4, prefill_chunk_size=8, strict_width=6, max_model_len=48)
-
-
 @cache
 def target(dtype: torch.dtype) -> CausalLM:
     return CausalLM(toy_model(VOCAB_SIZE, dtype=dtype), execution="eager")
@@ -160,10 +157,3 @@ def test_a_random_schedule_changes_no_token(seed: int) -> None:
     lm = target(torch.float64)
     for request in run_schedule(seed, lm):
         request.check(lm, EngineConfig(max_model_len=48))
-
-
-@pytest.mark.parametrize("seed", seeds(7, 10))
-def test_a_random_schedule_changes_no_token_in_strict_half_precision(seed: int) -> None:
-    lm = target(torch.bfloat16)
-    for request in run_schedule(seed, lm, STRICT):
-        request.check(lm, STRICT)

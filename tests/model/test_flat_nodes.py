@@ -114,7 +114,7 @@ def test_logits_as_a_list_are_those_of_the_rectangle(lm: CausalLM) -> None:
 @pytest.mark.parametrize("rule", ["match", "standard"])
 @pytest.mark.parametrize("temperatures", [(0.0,) * 4, (0.8,) * 4, (0.0, 0.8, 0.0, 0.8), (0.8, 0.0, 0.0, 0.0)])
 def test_choices_and_verdicts_do_not_depend_on_the_form_of_logits(rule: str, temperatures: tuple[float, ...]) -> None:
-    """Three forms: a list, a rectangle, and one with a padded row as in strict mode."""
+    """Three forms: a list, a rectangle, and one with a row too many."""
     rows = []
     for i, (temperature, prefix) in enumerate(zip(temperatures, PREFIXES, strict=True)):
         params = SamplingParams(temperature=temperature, top_p=0.9)

@@ -72,11 +72,10 @@ def outputs(lm: CausalLM, drafter: Drafter, config: EngineConfig) -> tuple[list[
     return [row.output_ids for row in rows], num_empty
 
 
-@pytest.mark.parametrize("exactness", ["default", "strict"])
 @pytest.mark.parametrize("method", DRAFTERS)
-def test_an_untrained_token_that_no_row_has_spoils_none(method: str, exactness: str) -> None:
-    """Ragged prompts in chunks, ragged drafts, and in strict mode empty slots that later rows come into."""
-    config = EngineConfig(max_num_seqs=3, prefill_chunk_size=4, exactness=exactness, max_model_len=48, strict_width=6)
+def test_an_untrained_token_that_no_row_has_spoils_none(method: str) -> None:
+    """Ragged prompts in chunks, and ragged drafts."""
+    config = EngineConfig(max_num_seqs=3, prefill_chunk_size=4, max_model_len=48)
     expected, _ = outputs(target(False), EmptyDrafter(), config)
     found, num_empty = outputs(target(True), DRAFTERS[method](), config)
     assert found == expected
@@ -86,6 +85,5 @@ def test_an_untrained_token_that_no_row_has_spoils_none(method: str, exactness: 
 def test_padding_is_the_first_token_of_its_row() -> None:
     """Rows without any token have one of another row, which lies in none of their columns that count."""
     assert Nodes.from_chains([[7, 8, 9], [4], []]).tokens.tolist() == [[7, 8, 9], [4, 4, 4], [7, 7, 7]]
-    assert Nodes.from_chains([[7]], width=3).tokens.tolist() == [[7, 7, 7]]
     trees = [DraftTree((7, 8, 9), (-1, 0, 0)), DraftTree.root(4)]
     assert Nodes.from_trees(trees).tokens.tolist() == [[7, 8, 9], [4, 4, 4]]

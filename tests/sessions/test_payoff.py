@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from foredraft import LLM, SamplingParams
+from foredraft.config.engine import Promise
 from foredraft.engine.budget import NOTHING_FOUND
 from foredraft.engine.stats import SequenceStats
 from foredraft.sessions.payoff import MIN_STEPS, PayoffWatch, unsaid
@@ -98,9 +99,12 @@ def test_a_gain_is_not_claimed(caplog: pytest.LogCaptureFixture, num_steps: int,
     assert not caplog.records
 
 
-def test_an_llm_names_what_holds_its_method_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_llm_names_what_holds_its_method_back(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Drafts of a prompt that repeats itself, and a promise that leaves no room for any."""
-    llm = LLM(toy_model(), "ngram", exactness="strict", strict_width=1)
+    monkeypatch.setattr(Promise, "max_nodes", 1)
+    llm = LLM(toy_model(), "ngram")
     params = SamplingParams(temperature=0, max_tokens=MIN_STEPS + 8, ignore_eos=True)
     counts = llm.generate([[1, 2, 3] * 5], params)[0].metrics.speculative_decoding
     assert counts["num_draft_tokens"] == 0

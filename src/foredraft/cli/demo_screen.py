@@ -214,7 +214,8 @@ def notes(report: DemoReport) -> Iterator[str]:
         differing = len(report.answers) - report.num_identical
         yield (
             f"{differing} of {len(report.answers)} texts differ between plain and {report.method}: no speed is given; "
-            f"what holds here is {report.llm.promise.describe()}; try --exactness strict, or --dtype float32."
+            f"what holds here is {report.llm.promise.describe()}; --dtype float32 makes near-ties rare, and "
+            "foredraft verify judges the texts."
         )
     said, facts = ", ".join(drafted(report.counts)), report.conditions
     yield (

@@ -35,7 +35,7 @@ LENGTHS = {
 }
 TIMING = (
     "near-ties may fall differently between runs, as drafts are sized by measured time; "
-    "length_policy='fixed' or exactness='strict' keeps them"
+    "length_policy='fixed' keeps them"
 )
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 CONTEXT, REPEATS = 256, 15

@@ -148,7 +148,7 @@ class LoadingOptions(TargetOptions):
         ),
     ] = "auto"
     exactness: Annotated[
-        str, typer.Option(help="strict keeps every bit of plain decoding; relaxed lets near-ties differ.")
+        str, typer.Option(help="relaxed lets drafts exceed 64 nodes, and near-ties differ from plain decoding.")
     ] = "default"
     profile_file: Annotated[
         str | None,

@@ -132,11 +132,8 @@ class EngineConfig:
         they go on: smaller chunks mean shorter pauses and a longer time to the first token.
       acceptance: "match", "standard" (rejection), "block", or "typical", which changes the law of the text.
       exactness: "default": where steps run by the library's own kernels, plain and speculative decoding agree bit for
-        bit, whatever the draft, and drafts have 64 nodes at most; elsewhere near-ties may fall differently. "strict":
-        the same bits elsewhere, too, by running every step at one shape, where drafts are chains; refused for models
-        with experts. "relaxed": drafts of any size, bits where they come by themselves.
-      strict_width: number of nodes that a draft, its root included, has at that one shape; plain decoding runs at it,
-        too, so compare results of one width. Without meaning where the library's own kernels run.
+        bit, whatever the draft, and drafts have 64 nodes at most; elsewhere near-ties may fall differently. "relaxed":
+        drafts of any size, and near-ties may fall differently everywhere.
       typical: what "typical" accepts.
       max_kv_bytes: memory of the target's keys and values: a number of bytes, "500MB", "2GB", or "40%" of what is
         available on the model's device when the engine is made. Rows wait, or leave for a while, as it asks for; a
@@ -152,7 +149,6 @@ class EngineConfig:
     prefill_chunk_size: int = 512
     acceptance: str = MATCH.name
     exactness: str = "default"
-    strict_width: int = 16
     typical: TypicalLimits = field(default_factory=TypicalLimits)
     max_kv_bytes: int | str | None = None
     contains_faults: bool = False
@@ -160,14 +156,20 @@ class EngineConfig:
     output_logits: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("max_num_seqs", 1), ("prefill_chunk_size", 1), ("strict_width", 1), ("max_model_len", 2)):
+        for name, least in (("max_num_seqs", 1), ("prefill_chunk_size", 1), ("max_model_len", 2)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; it must be {least} or more")
         if self.acceptance not in RULES:
             raise ConfigError(f"acceptance is {self.acceptance!r}; choose one of {', '.join(RULES)}")
-        if self.exactness not in ("default", "strict", "relaxed"):
-            raise ConfigError(f"exactness is {self.exactness!r}; choose default, strict or relaxed")
+        if self.exactness == "strict":
+            raise ConfigError(
+                "exactness='strict', which ran every step at one fixed shape, is gone, since native models keep the "
+                "bits of plain decoding by default; see LLM.promise (or foredraft info MODEL) for what a model keeps "
+                "and why, choose another dtype or a model that is native, or judge outputs by foredraft verify"
+            )
+        if self.exactness not in ("default", "relaxed"):
+            raise ConfigError(f"exactness is {self.exactness!r}; choose default or relaxed")
 
         if self.max_kv_bytes is not None:
             object.__setattr__(self, "max_kv_bytes", memory_size("max_kv_bytes", self.max_kv_bytes))
@@ -184,18 +186,17 @@ class Promise:
 
     Args:
       kind: "native": the same bits for any draft, since the library's own kernels compute every row and node by itself;
-        "fixed": the same bits for chains, since every step runs at one shape; "near-ties": the same tokens, but where
-        two of them are so close that rounding decides.
+        "near-ties": the same tokens, but where two of them are so close that rounding decides.
       reason: why it is not native; empty where it is.
     """
 
-    kind: Literal["native", "fixed", "near-ties"]
+    kind: Literal["native", "near-ties"]
     reason: str = ""
 
     @property
     def keeps_bits(self) -> bool:
         """Whether log-probabilities have the bits of plain decoding, too."""
-        return self.kind != "near-ties"
+        return self.kind == "native"
 
     @property
     def max_nodes(self) -> int:
@@ -210,7 +211,6 @@ class Promise:
         """One line for people."""
         what = {
             "native": "same bits as plain decoding for any draft",
-            "fixed": "same bits as plain decoding, for chains at one fixed shape",
             "near-ties": "same tokens as plain decoding but for near-ties",
         }[self.kind]
         return f"{self.kind}: {what}" + (f" ({self.reason})" if self.reason else "")

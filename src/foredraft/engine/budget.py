@@ -91,19 +91,17 @@ class Limits(NamedTuple):
       budget: as much as all of them allow.
       depth: the cause of its depth.
       nodes: of its number of nodes.
-      shape: of its being for chains only, where it is.
     """
 
     budget: Budget
     depth: str
     nodes: str = "memory"
-    shape: str = "chains"
 
     def stages(self, budget: Budget, draft: DraftTree) -> Iterator[tuple[str, int]]:
         """Tokens that are left of a draft within a budget, cause by cause."""
         if budget.chains_only:
             draft = draft.main_chain()
-            yield self.shape, len(draft) - 1
+            yield "chains", len(draft) - 1
         yield self.depth if draft.depth > budget.depth else self.nodes, len(budget.cut(draft)) - 1
 
     def why_nothing(self, budget: Budget, draft: DraftTree) -> str:
@@ -140,9 +138,6 @@ def counted(number: int, noun: str) -> str:
     plural = "es" if noun.endswith("s") else "s"
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
-
-NumNodes: TypeAlias = Callable[[int], int]
-"""The number of nodes that a forward runs, padding included, by that of its drafts."""
 
 Worth: TypeAlias = Callable[[int, bool], float]
 """The tokens that the time of verifying drafts of so many nodes would make otherwise; whether all are chains."""

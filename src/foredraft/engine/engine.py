@@ -83,9 +83,7 @@ class Engine:
         self.config = config or EngineConfig()
         self.eos_token_ids = tuple(eos_token_ids)
         self.tokenizer = tokenizer
-        # one shape for all steps is as wide as the longest text: over the border of longrope only where asked for
-        is_narrow = self.config.exactness == "strict" and self.config.max_model_len is None
-        context = (target.context_length if is_narrow else target.max_context) or NO_LIMIT
+        context = target.max_context or NO_LIMIT
         if context < (self.config.max_model_len or 0):
             more = target.beyond_context
             raise ConfigError(
@@ -102,8 +100,8 @@ class Engine:
         )
         self._drafting = JoiningDrafter(guarded, self.config.rule)
         self._drafting.bind(target, self.cache)
-        self._forwards = Forwards(target, self.cache, self.config, self.max_model_len, self._drafting.requires)
-        self.plan = MemoryPlan.of(self.config, target, self._forwards, self.cache, self._drafting)
+        self._forwards = Forwards(target, self.cache, self.config, self._drafting.requires)
+        self.plan = MemoryPlan.of(self.config, target, self.cache, self._drafting)
         self._admission = Admission(
             target,
             self.eos_token_ids,
@@ -118,7 +116,7 @@ class Engine:
         self._scheduler = Scheduler(
             target, self.cache, self._drafting, self.config, plan=self.plan, prefixes=prefixes, owner=drafter
         )
-        self._governing = Governing(self.governor, guarded, self._forwards, self._scheduler)
+        self._governing = Governing(self.governor, guarded, self._scheduler)
         self._use = ExclusiveUse()
         self._is_broken = False
         self._steps_to_shrink = SHRINK_STEPS
@@ -221,7 +219,7 @@ class Engine:
             if not self._steps_to_shrink:
                 self._shrink()
             self._scheduler.admit(self.profile, self._governing.welcomes)
-            if reading := self._scheduler.to_read(one_by_one=self._forwards.has_one_shape):
+            if reading := self._scheduler.to_read():
                 self._read(reading)
                 return []
             decoding = self._scheduler.to_decode()

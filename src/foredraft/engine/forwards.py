@@ -1,4 +1,4 @@
-"""The forwards of an engine, at the shapes that its promise asks for."""
+"""The forwards of an engine, and the limits of its drafts."""
 
 from __future__ import annotations
 
@@ -27,26 +27,17 @@ NO_LIMIT = 1 << 20
 class Forwards:
     """Reads prompts and verifies drafts with the target.
 
-    Kernels of the library's own compute every row and node by itself: such steps need no shapes. In strict mode over
-    other kernels every step runs at the largest shape there is, and drafts are chains that fit it.
-
     Args:
       target: the model.
       cache: of its rows.
       config: of the engine.
-      max_model_len: tokens of the longest row.
       requires: what the drafter wants beside the logits.
-
-    Raises: UnsupportedModelError for strict mode over a model that cannot keep bits.
     """
 
-    def __init__(
-        self, target: CausalLM, cache: KVCache, config: EngineConfig, max_model_len: int, requires: Requirements
-    ) -> None:
+    def __init__(self, target: CausalLM, cache: KVCache, config: EngineConfig, requires: Requirements) -> None:
         self._target = target
         self._cache = cache
         self._config = config
-        self._max_model_len = max_model_len
         self._wanted = Wanted(requires.last_hidden, requires.layer_inputs)
         self._keeps_prompt_logits = requires.prompt_logits
         self._helpers = loaded_helpers() if target.device.type == "cpu" else None
@@ -61,11 +52,6 @@ class Forwards:
         """How what is verified is accepted."""
         return self._config.rule
 
-    @property
-    def has_one_shape(self) -> bool:
-        """Whether every step costs what the largest costs."""
-        return self.promise.kind == "fixed"
-
     def limits(self, rows: Seq[Sequence], max_nodes: int) -> list[Limits]:
         """Limits of the drafts of every row: accepted tokens and the bonus together fit what is left of it.
 
@@ -75,9 +61,9 @@ class Forwards:
         Args:
           max_nodes: that the memory has room for.
         """
-        shape = "bits" if self.has_one_shape else "chains"
-        takes_trees = self._config.rule.takes_trees and not self.has_one_shape and self._target.supports_trees
-        nodes, of_nodes = (max_nodes, "memory") if max_nodes < self._max_nodes else (self._max_nodes, "bits")
+        takes_trees = self._config.rule.takes_trees and self._target.supports_trees
+        of_promise = min(self.promise.max_nodes, NO_LIMIT)
+        nodes, of_nodes = (max_nodes, "memory") if max_nodes < of_promise else (of_promise, "bits")
         found = []
         for row in rows:
             depth, cause = row.num_remaining_tokens - 1, "budget"
@@ -88,21 +74,8 @@ class Forwards:
                 depth, cause = wanted, "request"
             if row.is_in_doubt:
                 depth, cause = 0, "doubt"
-            found.append(Limits(Budget(depth, nodes, not takes_trees), cause, of_nodes, shape))
+            found.append(Limits(Budget(depth, nodes, not takes_trees), cause, of_nodes))
         return found
-
-    @property
-    def _max_nodes(self) -> int:
-        """Largest number of nodes of a draft so that the promise covers it, root included."""
-        if self._config.exactness == "relaxed":
-            return NO_LIMIT
-        return self._config.strict_width if self.has_one_shape else min(self.promise.max_nodes, NO_LIMIT)
-
-    @property
-    def _view_length(self) -> int | None:
-        if not self.has_one_shape:
-            return None
-        return self._max_model_len + max(self._config.prefill_chunk_size, self._config.strict_width)
 
     def read(self, chunks: Seq[Seq[int]], first_row: int, *, keeps_logits: bool = False, shows: bool = True) -> Output:
         """Run the next tokens of prompts in neighbouring rows. Logits only where they or the drafter want them.
@@ -112,23 +85,14 @@ class Forwards:
         """
         return self._target.forward_with(
             self._wanted if shows else Wanted(),
-            Nodes.from_chains(chunks, self._config.prefill_chunk_size if self.has_one_shape else None),
+            Nodes.from_chains(chunks),
             self._cache,
             first_row=first_row,
             keep=None if keeps_logits or (shows and self._keeps_prompt_logits) else slice(0, 0),
-            view_length=self._view_length,
         )
-
-    def num_nodes(self, count: int) -> int:
-        """Number of nodes that a forward over drafts of so many runs, padding included."""
-        return self._config.max_num_seqs * self._config.strict_width if self.has_one_shape else count
 
     def verify(self, trees: Seq[DraftTree], *, shows: bool = True) -> Output:
         """Run drafts, one for each of the first rows; logits of every node, and what the drafter wants if `shows`."""
         wanted = self._wanted if shows else Wanted()
         with self._helpers.watched() if self._helpers is not None else nullcontext():
-            if not self.has_one_shape:
-                return self._target.forward_with(wanted, Nodes.from_trees(trees), self._cache, listed=True)
-            padding = [DraftTree.root(trees[0].tokens[0])] * (self._config.max_num_seqs - len(trees))
-            nodes = Nodes.from_trees([*trees, *padding], self._config.strict_width)
-            return self._target.forward_with(wanted, nodes, self._cache, view_length=self._view_length)
+            return self._target.forward_with(wanted, Nodes.from_trees(trees), self._cache, listed=True)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from foredraft.engine.budget import Budget
     from foredraft.engine.drafter import Drafter
-    from foredraft.engine.forwards import Forwards
     from foredraft.engine.outputs import RowOutput
     from foredraft.engine.profiles import Profile
     from foredraft.engine.scheduler import Scheduler
@@ -56,17 +55,13 @@ class Governing:
 
     Args:
       drafter: is told in which of its ways to draft.
-      forwards: of the engine; they know how many nodes a step runs.
       scheduler: of the engine; it knows whether requests wait.
     """
 
-    def __init__(
-        self, governor: AnyGovernor | None, drafter: Drafter, forwards: Forwards, scheduler: Scheduler
-    ) -> None:
+    def __init__(self, governor: AnyGovernor | None, drafter: Drafter, scheduler: Scheduler) -> None:
         self._governor = governor
         self._drafter = drafter
         self._scheduler = scheduler
-        self._forwards = forwards
         self._attention = Attention()
         self._allowed: list[Budget] = []
         self._drafts: Seq[DraftTree] = ()  # of the step that runs, whole
@@ -114,7 +109,6 @@ class Governing:
             self._allowed = self._governor.budgets(
                 rows,
                 budgets,
-                self._forwards.num_nodes,
                 is_closed=not self._scheduler.waiting and not self._scheduler.prefilling,
                 context=sum(len(row.token_ids) for row in rows) / max(len(rows), 1),
             )
@@ -134,9 +128,9 @@ class Governing:
             if tree.plan is not None:  # traces show what was planned in the end
                 tree.plan.gamma = min(tree.plan.gamma, allowed.depth)
         if self._attention.is_deciding:
-            trees = self._governor.trimmed(rows, trees, self._forwards.num_nodes)
+            trees = self._governor.trimmed(rows, trees)
         else:
-            self._drafts, trees = trees, self._governor.cut(rows, trees, self._forwards.num_nodes)
+            self._drafts, trees = trees, self._governor.cut(rows, trees)
         self._own_seconds += perf_counter() - start
         return trees
 
@@ -150,9 +144,8 @@ class Governing:
         start = perf_counter()
         if self._attention.is_deciding:
             drafting, rest = _times(clock.laps, self._own_seconds)
-            num_nodes = self._forwards.num_nodes
             following = self._attention.following_seconds
-            self._governor.learn(trees, outputs, num_nodes, drafting_seconds=drafting + following, other_seconds=rest)
+            self._governor.learn(trees, outputs, drafting_seconds=drafting + following, other_seconds=rest)
             own = self._own_seconds + perf_counter() - start
             self._attention.end(own, drafting + rest)
             self._attend(trees, outputs, own + drafting, rest)

@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from foredraft.engine.acceptance_model import LITTLE, ROW_MEMORY, AcceptanceModel, Rate
-from foredraft.engine.budget import Chances, Habit, NumNodes, Worth, best_counts, weights_of
+from foredraft.engine.budget import Chances, Habit, Worth, best_counts, weights_of
 from foredraft.engine.cost_model import FAR, FEW, MEMORY, RATE, SHARE, Average
 from foredraft.engine.stats import Pace, Steps, Totals
 from foredraft.tree import DraftTree
@@ -172,7 +172,7 @@ class Governor:
         self._coverage: dict[int, float] = {}  # share of the chance of a level that the kept nodes have
         self._value = Rate(0.0)  # tokens per row that the best parts of drafts with scores gain
         self._plain_seconds = 0.0  # of a step like the last one, without a draft
-        self._last: tuple[int, NumNodes] | None = None
+        self._last: int | None = None
         self._worths: dict[int, Worth] = {}  # since the last decision, by rows
 
     # -- before drafting -------------------------------------------------------------------------------------------
@@ -181,7 +181,6 @@ class Governor:
         self,
         rows: Seq[Sequence],
         budgets: Seq[Budget],
-        num_nodes: NumNodes,
         *,
         is_closed: bool = False,
         context: float = 0.0,
@@ -197,38 +196,36 @@ class Governor:
         self._is_probing = False
         self._weights = [1.0] * len(rows)
         if is_closed and len(rows) > 1:
-            share = self._plain(len(rows) - 1, num_nodes) / self._plain(len(rows), num_nodes)
+            share = self._plain(len(rows) - 1) / self._plain(len(rows))
             self._weights = weights_of([_steps_left(row) for row in rows], share)
         cap = int(max(budgets, default=0))
-        self._asked_depth = min(self._depth(rows, budgets, cap, num_nodes), cap) if cap else 0
+        self._asked_depth = min(self._depth(rows, budgets, cap), cap) if cap else 0
         return [budget.within(self._asked_depth, self.habit.least) for budget in budgets]
 
-    def _depth(self, rows: Seq[Sequence], budgets: Seq[Budget], cap: int, num_nodes: NumNodes) -> int:
+    def _depth(self, rows: Seq[Sequence], budgets: Seq[Budget], cap: int) -> int:
         num_rows = len(rows)
         cost, probe = self.costs.draft(num_rows, cap), min(cap, PROBE_DEPTH)
         if cost is None:
             return probe
-        depth = self._expected_depth(rows, budgets, cap, cost, num_nodes)
+        depth = self._expected_depth(rows, budgets, cap, cost)
         self.habit.depth = depth
-        if self._is_plain_due(num_rows, num_nodes):
+        if self._is_plain_due(num_rows):
             return 0
         if depth:
             return depth
-        self._is_probing = self._affords(self._cost_of_probe(num_rows, probe, num_nodes))
+        self._is_probing = self._affords(self._cost_of_probe(num_rows, probe))
         return probe if self._is_probing else 0
 
-    def _expected_depth(
-        self, rows: Seq[Sequence], budgets: Seq[Budget], cap: int, cost: float, num_nodes: NumNodes
-    ) -> int:
+    def _expected_depth(self, rows: Seq[Sequence], budgets: Seq[Budget], cap: int, cost: float) -> int:
         """How deep drafts are to be, 0 where none are expected to pay; more than any where depth is nearly free.
 
         Args:
           cost: seconds of the deepest.
         """
-        num_rows, price = len(rows), self._price(len(rows), num_nodes)
+        num_rows, price = len(rows), self._price(len(rows))
         if cost * price <= LITTLE * sum(self._weights):
             return sys.maxsize
-        depth = self._best_depth(rows, budgets, cap, price, num_nodes)
+        depth = self._best_depth(rows, budgets, cap, price)
         if not depth:  # by the mean of drafts; some of those with scores may be sure of themselves
             worth = self._value.value * num_rows
             some_depths = (cap, min(cap, PROBE_DEPTH))
@@ -237,18 +234,16 @@ class Governor:
             return sys.maxsize
         return depth
 
-    def _cost_of_probe(self, num_rows: int, depth: int, num_nodes: NumNodes) -> float:
+    def _cost_of_probe(self, num_rows: int, depth: int) -> float:
         """Plain steps that drafting so deep takes, and verifying where that is not known; 1 at most of what is not."""
-        plain = self._plain(num_rows, num_nodes)
+        plain = self._plain(num_rows)
         drafting = (self.costs.draft(num_rows, depth) or 0.0) / plain
         verifying = 0.0
         if not self.costs.knows_drafts(num_rows):
-            verifying = self.costs.verify(num_rows, num_nodes((depth + 1) * num_rows)) / plain - 1.0
+            verifying = self.costs.verify(num_rows, (depth + 1) * num_rows) / plain - 1.0
         return (drafting if self.costs.knows_drafting else min(drafting, 1.0)) + min(verifying, 1.0)
 
-    def _best_depth(
-        self, rows: Seq[Sequence], budgets: Seq[Budget], cap: int, price: float, num_nodes: NumNodes
-    ) -> int:
+    def _best_depth(self, rows: Seq[Sequence], budgets: Seq[Budget], cap: int, price: float) -> int:
         """The depth of which most is to be expected, 0 where that is nothing."""
         num_rows = len(rows)
         most = min(cap, self._reach) if self._is_at_end else cap
@@ -258,12 +253,12 @@ class Governor:
                 if level == len(chances):
                     chances.append(0.0)
                 chances[level] += weight * chance
-        plain = self._plain(num_rows, num_nodes)
+        plain = self._plain(num_rows)
         best_value, best_depth, kept, gained, width = 0.0, 0, 0.0, 0.0, 1.0
         for level, chance in enumerate(chances, 1):
             gained += chance * self._coverage.get(level, 1.0)
             width += self._widths.get(level, 1.0)
-            size = num_nodes(round(width) * num_rows)
+            size = round(width) * num_rows
             kept = max(kept, gained - price * (self.costs.verify(num_rows, size) - plain))
             value = kept - price * (self.costs.draft(num_rows, level) or 0.0)
             if value > best_value:
@@ -274,13 +269,13 @@ class Governor:
             return 0
         return min(cap, best_depth + 1) if best_depth == most else best_depth  # it ends by itself, or has come to go on
 
-    def _is_plain_due(self, num_rows: int, num_nodes: NumNodes) -> bool:
+    def _is_plain_due(self, num_rows: int) -> bool:
         """Whether a step should go without a draft, so that its cost stays known.
 
         Sooner where it is not yet, and soon for several rows: the curve was measured with one, and what it says of
         theirs decides, where tiles are full, whether one node more is nearly free or dear.
         """
-        if self.costs.times_seen(num_rows, num_nodes(num_rows)) >= FEW:
+        if self.costs.times_seen(num_rows, num_rows) >= FEW:
             return self._since_plain >= MEMORY
         return self._since_plain >= (MEMORY // (2 * FEW) if num_rows == 1 else 2 * FEW)
 
@@ -293,7 +288,7 @@ class Governor:
 
     # -- before verifying ------------------------------------------------------------------------------------------
 
-    def trimmed(self, rows: Seq[Sequence], trees: Seq[DraftTree], num_nodes: NumNodes) -> list[DraftTree]:
+    def trimmed(self, rows: Seq[Sequence], trees: Seq[DraftTree]) -> list[DraftTree]:
         """The parts of drafts that are worth verifying."""
         self._hold(rows, trees)
         deepest = max(tree.depth for tree in trees)
@@ -301,7 +296,7 @@ class Governor:
         self._is_at_end = 0 < self._reach < self._asked_depth if deepest == self._reach else self._is_at_end
         if all(len(tree) == 1 for tree in trees):
             return list(trees)
-        worth = self._worth(len(rows), num_nodes)
+        worth = self._worth(len(rows))
         is_whole = any(tree.is_whole for tree in trees)
         if is_whole:
             kept = self._whole_or_none(rows, trees, worth)
@@ -311,15 +306,15 @@ class Governor:
             if not all(tree.is_chain for tree in trees):
                 self._note_shape(rows, trees, found)
         self.habit.adopt(trees, kept, worth)
-        return self._probed(trees, kept, num_nodes) if all(len(tree) == 1 for tree in kept) else kept
+        return self._probed(trees, kept) if all(len(tree) == 1 for tree in kept) else kept
 
-    def cut(self, rows: Seq[Sequence], trees: Seq[DraftTree], num_nodes: NumNodes) -> list[DraftTree]:
+    def cut(self, rows: Seq[Sequence], trees: Seq[DraftTree]) -> list[DraftTree]:
         """The parts of drafts that are verified in a step between two decisions."""
         if not any(tree.scores is not None and len(tree) > 1 and not tree.is_whole for tree in trees):
             return self.habit.cut(trees)
         worth = self._worths.get(len(rows))
         if worth is None:
-            worth = self._worths[len(rows)] = self._worth(len(rows), num_nodes)
+            worth = self._worths[len(rows)] = self._worth(len(rows))
         return _parts(trees, self._best(rows, trees, worth))
 
     def _hold(self, rows: Seq[Sequence], trees: Seq[DraftTree]) -> None:
@@ -330,13 +325,13 @@ class Governor:
         for row, tree in zip(rows, trees, strict=True):
             self.acceptance.proposed(row.id, tree)
 
-    def _worth(self, num_rows: int, num_nodes: NumNodes) -> Worth:
+    def _worth(self, num_rows: int) -> Worth:
         """How many tokens must be gained by verifying drafts of so many nodes."""
-        price, plain, verify = self._price(num_rows, num_nodes), self._plain(num_rows, num_nodes), self.costs.verify
+        price, plain, verify = self._price(num_rows), self._plain(num_rows), self.costs.verify
 
         @cache
         def worth(size: int, are_chains: bool) -> float:
-            return price * (verify(num_rows, num_nodes(size), are_chains=are_chains) - plain)
+            return price * (verify(num_rows, size, are_chains=are_chains) - plain)
 
         return worth
 
@@ -378,7 +373,7 @@ class Governor:
             for known, value in ((self._widths, max(width, 1.0)), (self._coverage, share)):
                 known[level] = ROW_MEMORY * known.get(level, value) + (1.0 - ROW_MEMORY) * value
 
-    def _probed(self, trees: Seq[DraftTree], kept: list[DraftTree], num_nodes: NumNodes) -> list[DraftTree]:
+    def _probed(self, trees: Seq[DraftTree], kept: list[DraftTree]) -> list[DraftTree]:
         """What is verified where no draft seems to pay; mostly nothing.
 
         What a draft costs to verify is believed of a curve only until some were verified: a curve that is wrong must
@@ -390,8 +385,8 @@ class Governor:
         place = max(range(num_rows), key=lambda place: len(trees[place]))
         draft = trees[place].main_chain().cut(2 * PROBE_DEPTH) if not trees[place].is_whole else trees[place]
         probed = [*kept[:place], draft, *kept[place + 1 :]]
-        seconds = self.costs.verify(num_rows, num_nodes(sum(map(len, probed))))
-        more = seconds / self._plain(num_rows, num_nodes) - 1.0
+        seconds = self.costs.verify(num_rows, sum(map(len, probed)))
+        more = seconds / self._plain(num_rows) - 1.0
         return probed if self._is_probing or self._affords(min(more, 1.0)) else kept
 
     # -- after a step ----------------------------------------------------------------------------------------------
@@ -400,17 +395,16 @@ class Governor:
         self,
         trees: Seq[DraftTree],
         outputs: Seq[RowOutput],
-        num_nodes: NumNodes,
         *,
         drafting_seconds: float,
         other_seconds: float,
     ) -> None:
         """Take in what a step has brought and what it has cost."""
         num_rows = len(outputs)
-        self._last = num_rows, num_nodes
-        self._plain_seconds = self._plain(num_rows, num_nodes)
+        self._last = num_rows
+        self._plain_seconds = self._plain(num_rows)
         are_chains = all(tree.is_chain for tree in trees)
-        size = num_nodes(sum(map(len, trees)))
+        size = sum(map(len, trees))
         self.costs.verified(num_rows, size, other_seconds, are_chains=are_chains)
         if self._asked_depth:
             rows = {output.row.id for output in outputs}
@@ -476,7 +470,7 @@ class Governor:
     @property
     def _pace(self) -> Pace:
         """Of steps like the last one."""
-        num_rows = 0 if self._last is None else self._last[0]
+        num_rows = 0 if self._last is None else self._last
         return self._paces.setdefault(num_rows.bit_length(), Pace())
 
     def describe(self) -> str | None:
@@ -485,15 +479,15 @@ class Governor:
             return None
         if not self.patience.is_attending:
             return self.patience.describe()
-        num_rows, num_nodes = self._last
-        plain = self._plain(num_rows, num_nodes)
+        num_rows = self._last
+        plain = self._plain(num_rows)
         pace = self._pace
         drafts = pace.share >= LITTLE
         length = max(1, round(pace.length)) if drafts else 2 * PROBE_DEPTH
-        size, least = num_nodes((length + 1) * num_rows), num_nodes(num_rows)
-        reasons = [f"verify({size})/verify({least}) = {self.costs.verify(num_rows, size) / plain:.2f}"]
+        size = (length + 1) * num_rows
+        reasons = [f"verify({size})/verify({num_rows}) = {self.costs.verify(num_rows, size) / plain:.2f}"]
         draft = self.costs.draft(num_rows, length)
-        if draft is not None and draft * self._price(num_rows, num_nodes) > LITTLE * num_rows:
+        if draft is not None and draft * self._price(num_rows) > LITTLE * num_rows:
             reasons.append(f"drafting {length} takes {draft / plain:.2f} of a plain step")
         if self.acceptance.has_outcomes:
             reasons.append(f"acceptance {self.acceptance.at_depth(1):.2f} at depth 1")
@@ -503,13 +497,13 @@ class Governor:
         what = f"drafting in {pace.share:.0%} of the steps" if drafts else "not drafting"
         return f"{what}{rows}: {', '.join(reasons)}"
 
-    def _plain(self, num_rows: int, num_nodes: NumNodes) -> float:
+    def _plain(self, num_rows: int) -> float:
         """Seconds of a step without a draft."""
-        return self.costs.verify(num_rows, num_nodes(num_rows))
+        return self.costs.verify(num_rows, num_rows)
 
-    def _price(self, num_rows: int, num_nodes: NumNodes) -> float:
+    def _price(self, num_rows: int) -> float:
         """Tokens that a second brings otherwise: at the speed of late, or plainly, which is always at hand."""
-        return max(1.0, self.gain(num_rows)) * num_rows / self._plain(num_rows, num_nodes)
+        return max(1.0, self.gain(num_rows)) * num_rows / self._plain(num_rows)
 
 
 def _steps_left(row: Sequence) -> float:

@@ -16,7 +16,6 @@ from foredraft.model.nodes import Nodes
 if TYPE_CHECKING:
     from foredraft.config.engine import EngineConfig
     from foredraft.engine.drafter import Drafter, OwnCache
-    from foredraft.engine.forwards import Forwards
     from foredraft.engine.sequence import Sequence
     from foredraft.model.cache.ragged import KVCache
     from foredraft.model.lm import CausalLM
@@ -69,7 +68,7 @@ class MemoryPlan:
       share: text that says which share of free memory ``num_bytes`` is; empty for a number that was given.
 
     Exactness: what was said is replayed as chains, by the kernels that said it: under a native promise no bit changes.
-    Raises: ConfigError for a plan that does not hold one row of any length, or where every step has one shape.
+    Raises: ConfigError for a plan that does not hold one row of any length.
     """
 
     def __init__(self, num_bytes: int, target: CausalLM, own_caches: Seq[OwnCache] = (), share: str = "") -> None:
@@ -99,17 +98,10 @@ class MemoryPlan:
         )
 
     @classmethod
-    def of(
-        cls, config: EngineConfig, target: CausalLM, forwards: Forwards, cache: KVCache, drafter: Drafter
-    ) -> MemoryPlan | None:
+    def of(cls, config: EngineConfig, target: CausalLM, cache: KVCache, drafter: Drafter) -> MemoryPlan | None:
         """The plan that a config asks for, if it does, to which an empty cache and those of the drafter are bound."""
         if config.max_kv_bytes is None:
             return None
-        if forwards.has_one_shape:
-            raise ConfigError(
-                "exactness='strict' runs every step of this model at one shape, over columns of max_model_len for "
-                "max_num_seqs rows, so max_kv_bytes cannot hold it to less; leave it out and lower max_num_seqs"
-            )
         given, own_caches = config.max_kv_bytes, drafter.own_caches()
         if isinstance(given, str):
             num_bytes = share_of("max_kv_bytes", given, available_on(target.device))

@@ -10,7 +10,7 @@ from foredraft.engine.governor import Governor, Patience
 from foredraft.engine.stats import Totals
 
 if TYPE_CHECKING:
-    from foredraft.engine.budget import Budget, Habit, NumNodes
+    from foredraft.engine.budget import Budget, Habit
     from foredraft.engine.cost_model import CostModel
     from foredraft.engine.drafter import Drafter
     from foredraft.engine.outputs import RowOutput
@@ -103,7 +103,6 @@ class MethodBandit:
         self,
         rows: Seq[Sequence],
         budgets: Seq[Budget],
-        num_nodes: NumNodes,
         *,
         is_closed: bool = False,
         context: float = 0.0,
@@ -114,30 +113,29 @@ class MethodBandit:
             self._turns_of[size] = _Turns(len(self.governors), self._turns.arm)
         self._num_rows, self._turns = len(rows), self._turns_of[size]
         self._turns.choose(self._gains())
-        return self._current.budgets(rows, budgets, num_nodes, is_closed=is_closed, context=context)
+        return self._current.budgets(rows, budgets, is_closed=is_closed, context=context)
 
     def _gains(self) -> list[float]:
         return [governor.gain(self._num_rows) for governor in self.governors]
 
-    def trimmed(self, rows: Seq[Sequence], trees: Seq[DraftTree], num_nodes: NumNodes) -> list[DraftTree]:
+    def trimmed(self, rows: Seq[Sequence], trees: Seq[DraftTree]) -> list[DraftTree]:
         """The parts of drafts that are worth verifying."""
-        return self._current.trimmed(rows, trees, num_nodes)
+        return self._current.trimmed(rows, trees)
 
-    def cut(self, rows: Seq[Sequence], trees: Seq[DraftTree], num_nodes: NumNodes) -> list[DraftTree]:
+    def cut(self, rows: Seq[Sequence], trees: Seq[DraftTree]) -> list[DraftTree]:
         """The parts of drafts that are verified in a step between two decisions, see `Governor.cut`."""
-        return self._current.cut(rows, trees, num_nodes)
+        return self._current.cut(rows, trees)
 
     def learn(
         self,
         trees: Seq[DraftTree],
         outputs: Seq[RowOutput],
-        num_nodes: NumNodes,
         *,
         drafting_seconds: float,
         other_seconds: float,
     ) -> None:
         """Take in what a step has brought and what it has cost."""
-        self._current.learn(trees, outputs, num_nodes, drafting_seconds=drafting_seconds, other_seconds=other_seconds)
+        self._current.learn(trees, outputs, drafting_seconds=drafting_seconds, other_seconds=other_seconds)
         for governor in self._others:
             governor.follow(outputs)
         self._turns.count(1)

@@ -188,20 +188,13 @@ class Scheduler:
         What a prompt leaves in the cache depends on its tokens and on where its chunks begin; long chunks are read by
         other kernels than short ones and steps. So columns of whole chunks are what another prompt would read, too.
         """
-        if self._config.exactness == "relaxed":
-            return 1
-        kind, size = self._target.promise(self._config.exactness).kind, self._config.prefill_chunk_size
-        has_one_kind = kind == "near-ties" or (kind == "native" and size <= MOST_NODES)
-        return 1 if has_one_kind else size
+        size = self._config.prefill_chunk_size
+        return size if size > MOST_NODES and self._target.promise(self._config.exactness).keeps_bits else 1
 
     # -- reading prompts ---------------------------------------------------------------------------------------
 
-    def to_read(self, *, one_by_one: bool) -> list[Sequence]:
-        """Neighbours in the cache that read a chunk in this step; none where the rows that decode have it.
-
-        Args:
-          one_by_one: whether prompts may not be read together.
-        """
+    def to_read(self) -> list[Sequence]:
+        """Neighbours in the cache that read a chunk in this step; none where the rows that decode have it."""
         prefilling = self.prefilling
         self._due.intersection_update(prefilling)
         if not prefilling or (self._has_read and self.num_decoding):
@@ -213,9 +206,7 @@ class Scheduler:
         due = takewhile(self._due.__contains__, prefilling[first:])
         kind = self._kind_of_chunk(prefilling[first])
         together = list(takewhile(lambda row: self._kind_of_chunk(row) == kind, due))
-        if one_by_one:
-            together = together[:1]
-        elif self.num_decoding or prefilling[first].learns_logprobs:  # whose logits are kept meanwhile
+        if self.num_decoding or prefilling[first].learns_logprobs:  # whose logits are kept meanwhile
             totals = accumulate(map(self._chunk_length, together))
             together = together[: max(1, sum(total <= self._config.prefill_chunk_size for total in totals))]
         self._due.difference_update(together)

@@ -65,7 +65,6 @@ class Layouts:
         nodes: Nodes,
         cache: KVCache,
         first_row: int,
-        view_length: int | None,
         *,
         takes_lists: bool,
         lists_all: bool,
@@ -73,28 +72,25 @@ class Layouts:
         """Open the cache for these nodes.
 
         Args:
-          view_length: cache columns that attention runs over, if shapes are to be fixed.
           takes_lists: rows of different numbers of nodes are to run as a list.
           lists_all: others, too.
         """
         num_rows, width = nodes.tokens.shape
-        is_fixed = view_length is not None
         trunks = [length - nodes.num_fed for length in cache.row_lengths(first_row, num_rows)]
         offsets = cache.row_offsets(first_row, num_rows)
         nodes, starts, positions, shown, counts = placed(nodes, trunks, offsets, cache.device)
-        is_padded = num_rows > 1 and nodes.num_real < num_rows * width and not is_fixed
+        is_padded = num_rows > 1 and nodes.num_real < num_rows * width
         flat = None
         if takes_lists and (is_padded or lists_all):
-            flat = FlatNodes((width,) * num_rows if is_fixed else nodes.counts, width, cache.device)
-        columns = cache.open(first_row, num_rows, width, view_length, flat, starts + nodes.num_fed)
+            flat = FlatNodes(nodes.counts, width, cache.device)
+        columns = cache.open(first_row, num_rows, width, flat, starts + nodes.num_fed)
         if flat is None and cache.device.type != "cpu" and nodes.are_chains and not nodes.is_one_token:
             bands = {kind: self.masks.of_chains(kind, trunks, width, columns) for kind in self.masks.kinds}
             mask: Mask = bands if len(bands) > 1 else next(iter(bands.values()))
         elif flat is None:
-            mask = self.masks.of(nodes, starts, positions, columns, is_fixed, counts)
+            mask = self.masks.of(nodes, starts, positions, columns, counts)
         else:
-            place = nodes, flat.counts, starts, positions, trunks
-            flat.groups = self._groups(*place, (width, columns) if is_fixed else None)
+            flat.groups = self._groups(nodes, flat.counts, starts, positions, trunks)
             mask = self.masks.stand_ins(flat)
         return Layout(nodes.tokens, shown, mask, flat)
 
@@ -105,7 +101,6 @@ class Layouts:
         starts: torch.Tensor,
         positions: torch.Tensor,
         trunks: Sequence[int],
-        fixed: tuple[int, int] | None,
     ) -> tuple[RowGroup, ...]:
         """The groups of a forward, in the order of its rows.
 
@@ -113,15 +108,12 @@ class Layouts:
           counts: nodes of every row.
           starts, positions: as for `Masks.of`.
           trunks: columns of every row before the root of its draft.
-          fixed: nodes of the rectangle of a row, and columns T, where all rows are to run together; None for as few as
-            there need be.
         """
         found, first = [], 0
         heads = [trunk + nodes.num_fed for trunk in trunks]
-        all_rows = range(len(counts))
-        for rows in _alike(heads, counts) if fixed is None else [all_rows]:
+        for rows in _alike(heads, counts):
             wide = max(counts[row] for row in rows)
-            wide, length = fixed or (wide, max(heads[row] for row in rows) + wide)
+            length = max(heads[row] for row in rows) + wide
             size = sum(counts[row] for row in rows)
             flat = FlatNodes([counts[row] for row in rows], wide, starts.device)
             before = [heads[row] for row in rows]
@@ -162,7 +154,7 @@ class Layouts:
             ancestors,
             nodes.num_fed,
         )
-        masks = self.masks.of(part, starts[span], positions[span, : nodes.num_fed + width], columns, True)
+        masks = self.masks.of(part, starts[span], positions[span, : nodes.num_fed + width], columns)
         if isinstance(masks, dict):
             return dict(masks)
         return dict.fromkeys(kinds, masks)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from foredraft.config.engine import Promise
-from foredraft.errors import ShapeError, UnsupportedModelError
+from foredraft.errors import ShapeError
 from foredraft.machine import return_free_memory
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.capture import Output, Recorder, Wanted
@@ -22,7 +22,7 @@ from foredraft.model.execution.attention import NotPassedOnError
 from foredraft.model.execution.compiled_layers import detach
 from foredraft.model.execution.execution import Execution, apply_execution, choose_execution, compute_dtype
 from foredraft.model.execution.rounding import quantize_weights
-from foredraft.model.independence import check_rows_independent, other_products, unchanged_attributes
+from foredraft.model.independence import check_rows_independent, unchanged_attributes
 from foredraft.model.layouts import Layouts
 from foredraft.model.masks import SLIDING, Masks
 from foredraft.model.nodes import Logits, Nodes
@@ -140,7 +140,6 @@ class CausalLM:
             prober.before()
         self.run_by(apply_execution(self._shadow, execution, release_originals=release_originals, earlier=earlier))
         self._not_native = self.rounds_inputs or self.execution.why_not_native() or runs_own_attention(self)
-        self._experts = other_products(self._shadow) if self._not_native else ""
         self._record()
         self._judge(None if prober is None else prober.after())
         if self.probe is not None:
@@ -296,19 +295,10 @@ class CausalLM:
 
         Args:
           exactness: of `EngineConfig`.
-        Raises: UnsupportedModelError for "strict" over a model that cannot keep bits at any shape.
         """
-        if not self._not_native:
-            return Promise("native")
-        if exactness == "strict":
-            if name := self._experts:
-                raise UnsupportedModelError(
-                    f"exactness='strict' cannot be kept for {self.name}: {name} multiplies as many rows as the text "
-                    "sends it, so that what a token gets depends on those beside it; use exactness='default', which "
-                    "keeps all tokens but near-ties"
-                )
-            return Promise("fixed", self._not_native)
-        return Promise("near-ties", self._not_native)
+        if self._not_native:
+            return Promise("near-ties", self._not_native)
+        return Promise("near-ties", "exactness is relaxed") if exactness == "relaxed" else Promise("native")
 
     def release_tables(self) -> None:
         """Give back masks and tables of positions that have grown with long rows, and features of the last forward."""
@@ -372,7 +362,6 @@ class CausalLM:
         *,
         first_row: int = 0,
         keep: slice | None = None,
-        view_length: int | None = None,
         listed: bool = False,
     ) -> Logits:
         """Logits of every node, given the committed part of its row and its own ancestors.
@@ -382,7 +371,6 @@ class CausalLM:
         Args:
           nodes: B rows; row i is row ``first_row + i`` of the cache.
           keep: which of the N node columns need logits; all by default, an empty slice for none.
-          view_length: fix the number of cache columns that attention runs over.
           listed: where nodes run as a list, return their logits as one, too: `NodeLogits`.
         Returns: (B, kept, V) in the dtype of the model.
         Exactness: equals a fresh forward over each root-to-node path, within the rounding of the dtype.
@@ -390,16 +378,14 @@ class CausalLM:
         check_autocast(self.device)
         self.num_forwards += 1
         kept, run = range(nodes.width)[keep or slice(None)], self.execution
-        if view_length is None and run.program is not None:
+        if run.program is not None:
             logits = run.program.forward(nodes, cache, first_row, kept, self._recorder, listed)
             if logits is not None:
                 return logits
         if not run.takes(nodes.counts):
             run.make_ready()
         while True:
-            layout = self._layouts.of(
-                nodes, cache, first_row, view_length, takes_lists=self._takes_lists, lists_all=self._lists_all
-            )
+            layout = self._layouts.of(nodes, cache, first_row, takes_lists=self._takes_lists, lists_all=self._lists_all)
             self._recorder.flat = layout.flat
             try:
                 with self._recorder.seeing():

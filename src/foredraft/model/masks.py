@@ -75,7 +75,6 @@ class Masks:
         starts: torch.Tensor,
         positions: torch.Tensor,
         columns: int,
-        fixed_shape: bool,
         counts: torch.Tensor | None = None,
     ) -> Mask:
         """Masks (B, 1, N, T), one per layer type where the model has several; None where everything is visible.
@@ -84,11 +83,10 @@ class Masks:
           starts: (B, 1), columns before the root of every row.
           positions: (B, S + N) of the fed and the new nodes.
           columns: T.
-          fixed_shape: T is more than what the rows need.
           counts: (B,), real nodes of every row, where they are on the device already.
         """
         slides = SLIDING in self.layer_types
-        if nodes.is_one_token and not (slides or self.always or fixed_shape):
+        if nodes.is_one_token and nodes.are_chains and not (slides or self.always):
             return None
         full = self.visible(nodes, starts, columns, counts)
         masks = {FULL: full}

@@ -48,10 +48,10 @@ class Nodes:
         return self.tokens.shape[1]
 
     @classmethod
-    def from_chains(cls, chains: Sequence[Sequence[int]], width: int | None = None) -> Nodes:
+    def from_chains(cls, chains: Sequence[Sequence[int]]) -> Nodes:
         """Rows of consecutive tokens, for prefill and catch-up."""
         counts = tuple(map(len, chains))
-        width = width or max(counts)
+        width = max(counts)
         some = next((chain[0] for chain in chains if chain), 0)  # for rows without any
         first = np.array([[chain[0] if chain else some] for chain in chains], dtype=np.int64)
         tokens = first.repeat(width, axis=1)
@@ -62,12 +62,12 @@ class Nodes:
         return cls(torch.from_numpy(tokens), torch.from_numpy(depths), counts)
 
     @classmethod
-    def from_trees(cls, trees: Sequence[DraftTree], width: int | None = None) -> Nodes:
+    def from_trees(cls, trees: Sequence[DraftTree]) -> Nodes:
         """One draft per row; chains when they all are."""
         if all(tree.is_chain for tree in trees):
-            return cls.from_chains([tree.tokens for tree in trees], width)
+            return cls.from_chains([tree.tokens for tree in trees])
         counts = tuple(map(len, trees))
-        width = width or max(counts)
+        width = max(counts)
         tokens = np.array([[tree.tokens[0]] for tree in trees], dtype=np.int64).repeat(width, axis=1)
         depths = np.zeros((len(trees), width), dtype=np.int64)
         ancestors = np.broadcast_to(np.eye(width, dtype=bool), (len(trees), width, width)).copy()

@@ -192,8 +192,7 @@ NO_LIMIT = "none"
 def with_kv_limit(options: Mapping[str, Any], num_engines: int) -> dict[str, Any]:
     """Arguments of `LLM` with a limit for keys and values, unless they have one.
 
-    A device that does not tell its free memory has none by default, nor has "strict" exactness, which may allocate all
-    rows at once.
+    A device that does not tell its free memory has none by default.
 
     Args:
       options: may have "none" as ``max_kv_bytes``, for no limit.
@@ -202,10 +201,10 @@ def with_kv_limit(options: Mapping[str, Any], num_engines: int) -> dict[str, Any
     given = options.get("max_kv_bytes")
     if given is not None:
         return {**options, "max_kv_bytes": None if str(given).lower() == NO_LIMIT else given}
-    is_strict = options.get("exactness") == "strict"
-    if is_strict or available_on(choose_device(options.get("device", "auto"))) is None:
-        reason = "exactness is strict" if is_strict else "the device does not tell how much memory is free"
-        logger.info("keys and values: no limit, since %s; max_kv_bytes sets one.", reason)
+    if available_on(choose_device(options.get("device", "auto"))) is None:
+        logger.info(
+            "keys and values: no limit, since the device does not tell how much memory is free; max_kv_bytes sets one."
+        )
         return dict(options)
     return {**options, "max_kv_bytes": default_share(num_engines)}
 

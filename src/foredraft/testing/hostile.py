@@ -55,10 +55,10 @@ def hostile_kernels(*kinds: str, vocab_size: int | None = None) -> Iterator[None
     hold for the whole process, all its threads included, and are taken back at the end.
 
     What passes: checks within rounding, the probe of a model at load; text and log-probabilities of a model whose
-    promise is "native", for any draft; "fixed" ones, whose calls all have one shape. What does not: two forwards of
-    different shapes that are compared to the bit and run through torch or oneDNN, in whatever way they run: eager
-    modules, packed layers, compiled ones. Texts of models whose promise is "near-ties" may then part from those of
-    plain decoding where two tokens are nearly tied, see `divergences`.
+    promise is "native", for any draft. What does not: two forwards of different shapes that are compared to the bit
+    and run through torch or oneDNN, in whatever way they run: eager modules, compiled layers. Texts of models whose
+    promise is "near-ties" may then part from those of plain decoding where two tokens are nearly tied, see
+    `divergences`.
 
     Not perturbed are the library's own kernels, which are what the promise rests on; sums of one product (of rotary
     angles), which no order can change; and kernels that torch calls from C++ without asking Python: `torch.einsum`,

@@ -159,7 +159,7 @@ class _Walked:
         budgets = [self._within(Budget.of(budget)) for budget in walk.budgets()]
         if governor is not None:
             context = float(len(walk.rows[0].token_ids))
-            budgets = governor.budgets(walk.rows, budgets, num_nodes, context=context)
+            budgets = governor.budgets(walk.rows, budgets, context=context)
         levels = int(max(budgets))
         start = perf_counter()
         trees = walk.propose(budgets)
@@ -167,23 +167,18 @@ class _Walked:
         if levels:
             self._seconds.setdefault(levels, []).append(taken)
         if governor is not None:
-            trees = governor.trimmed(walk.rows, trees, num_nodes)
+            trees = governor.trimmed(walk.rows, trees)
         outputs = walk.emit(trees)
         if governor is not None:
             drafting = self._prices.draft_seconds(self._setting.title, levels)
             other = self._curve.at(len(trees[0])) + self._prices.host_seconds
-            governor.learn(trees, outputs, num_nodes, drafting_seconds=max(drafting, 1e-9), other_seconds=other)
+            governor.learn(trees, outputs, drafting_seconds=max(drafting, 1e-9), other_seconds=other)
         (output,) = outputs
         step = CountedStep(len(trees[0]), levels, trees[0].depth, output.num_accepted)
         return step, len(output.token_ids)
 
     def _within(self, budget: Budget) -> Budget:
         return Budget(min(budget.depth, self._longest), self._setting.nodes or budget.nodes)
-
-
-def num_nodes(count: int) -> int:
-    """Nodes of a step over drafts of so many: there is no padding."""
-    return count
 
 
 # -- with the target ---------------------------------------------------------------------------------------------------

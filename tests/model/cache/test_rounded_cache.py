@@ -169,12 +169,6 @@ def test_drafts_leave_every_text_as_it_is(kind: str) -> None:
             assert plain[temperature] == texts(other, temperature), other.speculative_config.title
 
 
-def test_drafts_leave_texts_as_they_are_at_one_shape() -> None:
-    options = {"dtype": "float32", "execution": "eager", "exactness": "strict", "strict_width": 4}
-    llm = LLM("zoo:tiny", kv_cache_dtype="int8", max_num_seqs=2, max_model_len=64, **options)
-    assert texts(llm, prompts=PROMPTS[1:3]) == texts(llm.with_speculative_config("ngram"), prompts=PROMPTS[1:3])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_takes_over_a_beginning_as_it_was_rounded(kind: str) -> None:
     llm = LLM("zoo:tiny", dtype="float32", kv_cache_dtype=kind, prefill_chunk_size=16, num_cached_prefixes=4)

@@ -72,27 +72,24 @@ def run(environment: dict[str, str], folder: Path, *arguments: str) -> list[dict
     "case", [pytest.param(case, marks=pytest.mark.slow if case == QUICK else pytest.mark.full) for case in CASES]
 )
 def test_the_promise_is_named_and_kept(case: str, tmp_path: Path) -> None:
-    """Chains and trees; strict mode keeps bits everywhere, the default wherever kernels of our own run."""
+    """Chains and trees; bits wherever kernels of our own run."""
     is_native = has_kernels and CASES[case] not in (PLAIN, NO_COMPILER)
     methods = ("ngram", "token_recycling") if is_native else ("token_recycling",)
     cells = run(CASES[case], tmp_path, "--methods", *methods)
-    assert len(cells) == 2 * len(methods)
+    assert len(cells) == len(methods)
     for cell in cells:
-        elsewhere = "fixed" if cell["exactness"] == "strict" else "near-ties"
-        assert cell["promise"] == ("native" if is_native else elsewhere), cell
+        assert cell["promise"] == ("native" if is_native else "near-ties"), cell
         assert cell["is_kept"], cell
         assert cell["is_whole"], cell
         assert cell["num_accepted"], cell
 
 
-@pytest.mark.parametrize(("exactness", "kind"), [("default", "near-ties"), ("strict", "fixed")])
-def test_it_is_less_where_no_kernels_are(exactness: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_less_where_no_kernels_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """As without a compiler, in this process: stock kernels are packed for, and perturbed."""
     replaced(native, "library", lambda *_: None)(monkeypatch)
     with hostile_kernels():
         study = Study(
             toy_model(512, dtype=torch.bfloat16),
-            exactness,
             prompts=[[5, 6, 7] * 9, [3], [8, 300]],
             max_num_seqs=3,
             max_model_len=64,
@@ -100,7 +97,7 @@ def test_it_is_less_where_no_kernels_are(exactness: str, kind: str, monkeypatch:
         params = SamplingParams(temperature=0.0, seed=7, max_tokens=24, ignore_eos=True)
         cell = study.cell("token_recycling", params, 3)
     assert "own kernels need AVX2, a C++ compiler" in study.llm.promise.reason
-    assert (cell.promise, cell.is_good) == (kind, True), cell.line()
+    assert (cell.promise, cell.is_good) == ("near-ties", True), cell.line()
 
 
 @pytest.mark.full

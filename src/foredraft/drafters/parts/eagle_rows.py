@@ -318,7 +318,7 @@ class EagleRows(CachedStates):
         nodes, starts, _, own, counts = layouts.placed(nodes, trunks, None, device)
         is_padded = num_rows > 1 and nodes.num_real < num_rows * width
         flat = nodes_of.FlatNodes(nodes.counts, width, device) if is_padded else None
-        columns = self.cache.open(first_row, num_rows, width, None, flat, starts + nodes.num_fed)
+        columns = self.cache.open(first_row, num_rows, width, flat, starts + nodes.num_fed)
         visible = None if nodes.is_one_token else self._masks.visible(nodes, starts, columns, counts)
         mask = None if visible is None else self._masks.formatted(visible)
         tokens = nodes.tokens

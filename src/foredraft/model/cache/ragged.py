@@ -81,27 +81,25 @@ class KVCache(Cache):  # type: ignore[misc]
         first_row: int,
         num_rows: int,
         width: int,
-        view_length: int | None = None,
         flat: FlatNodes | None = None,
         ends: torch.Tensor | None = None,
     ) -> int:
         """Make room for ``width`` new columns after the committed ones of the given rows.
 
         Args:
-          view_length: number of columns the model gets to see; by default just enough.
           flat: the nodes come as a list.
           ends: (B, 1), the committed lengths, where they are on the device already.
         Returns: the number of columns T that attention will run over.
         """
         lengths = self.row_lengths(first_row, num_rows)
-        needed = max(lengths) + width
-        self.reserve(max(needed, view_length or 0), first_row + num_rows)
+        num_columns = max(lengths) + width
+        self.reserve(num_columns, first_row + num_rows)
         columns = None
         if (flat is not None and not flat.is_full) or min(lengths) != max(lengths):
             ends = torch.tensor(lengths, device=self.device)[:, None] if ends is None else ends
             columns = ends + torch.arange(width, device=self.device)
-        self.window = Window(first_row, num_rows, max(lengths), columns, view_length or needed, flat)
-        return self.window.view_length
+        self.window = Window(first_row, num_rows, max(lengths), columns, num_columns, flat)
+        return num_columns
 
     def row_lengths(self, first_row: int, num_rows: int) -> list[int]:
         """Committed lengths of some rows; 0 for slots after the last row, which may pad a batch."""

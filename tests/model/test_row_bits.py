@@ -1,28 +1,22 @@
-"""Rows keep their bits: plain and speculative decoding give the very logits of each other, whatever runs beside.
-
-By the library's own kernels under any exactness; by others at one fixed shape in strict mode, or not at all.
-"""
+"""Rows keep their bits: plain and speculative decoding give the very logits of each other, whatever runs beside."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import product
 
 import pytest
 import torch
-from torch import nn
 
 from architectures import ARCHITECTURES, target_model
-from covering import pairwise
-from foredraft.config.engine import EngineConfig
+from foredraft.config.engine import EngineConfig, Promise
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.memory import bytes_per_token
-from foredraft.errors import ConfigError, UnsupportedModelError
 from foredraft.model.lm import CausalLM
 from foredraft.native import library as native
 from foredraft.native.abi import MOST_NODES
@@ -31,8 +25,7 @@ from harness import first_attention, random_ids
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=20, temperature=0.8, top_p=0.95, seed=5)
-STRICT = EngineConfig(exactness="strict", output_logits=True)
-DEFAULT = replace(STRICT, exactness="default")
+DEFAULT = EngineConfig(output_logits=True)
 BORDERS = (5, 245, 500, 1010)
 """Prompts whose outputs cross the first column, and multiples of 256 and 512 columns."""
 
@@ -113,16 +106,10 @@ def test_logits_are_those_of_plain_decoding(name: str, dtype: torch.dtype, param
 
 @needs_kernels
 @pytest.mark.parametrize(
-    *pairwise(
-        name=["llama", "gpt2"],
-        dtype=[torch.bfloat16, torch.float16, torch.float32],
-        exactness=["default", "strict"],
-    ),
-    ids=str,
+    ("name", "dtype"), list(product(["llama", "gpt2"], [torch.bfloat16, torch.float16, torch.float32])), ids=str
 )
-def test_logits_of_short_texts_are_those_of_plain_decoding(name: str, dtype: torch.dtype, exactness: str) -> None:
-    config = replace(STRICT, exactness=exactness)
-    check_bits(long_lm(name, dtype), PROMPTS[:2], replace(GREEDY, max_tokens=12), config)
+def test_logits_of_short_texts_are_those_of_plain_decoding(name: str, dtype: torch.dtype) -> None:
+    check_bits(long_lm(name, dtype), PROMPTS[:2], replace(GREEDY, max_tokens=12), DEFAULT)
 
 
 @needs_kernels
@@ -152,15 +139,16 @@ def test_what_was_said_is_replayed_with_its_bits() -> None:
 def test_a_draft_of_more_nodes_is_cut_where_bits_are_promised() -> None:
     """100 tokens drafted: 64 nodes are verified by default, all of them when nothing is promised."""
     lm = long_lm("llama", torch.float32)
+    assert lm.promise("relaxed") == Promise("near-ties", "exactness is relaxed")
     params = replace(GREEDY, max_tokens=128, ignore_eos=True)
     (tokens,) = decode(lm, EmptyDrafter(), [([3, 1, 4], params)]).outputs.values()
     perfect = PerfectDrafter([[3, 1, 4, *tokens]], 100, vocab_size=lm.vocab_size)
     steps = {}
-    for exactness in ("default", "strict", "relaxed"):
+    for exactness in ("default", "relaxed"):
         trace = decode(lm, perfect, [([3, 1, 4], params)], config=EngineConfig(exactness=exactness))
         assert trace.outputs["0.0"] == tokens
         steps[exactness] = trace.num_steps - 1  # one reads the prompt
-    assert steps == {"default": 128 // MOST_NODES, "strict": 128 // MOST_NODES, "relaxed": 2}
+    assert steps == {"default": 128 // MOST_NODES, "relaxed": 2}
 
 
 ALIKE = [random_ids(length, 7 + i) for i, length in enumerate((34, 40, 90, 37, 40, 3, 2, 39, 150, 35))]
@@ -176,14 +164,14 @@ def test_prompts_that_are_read_together_leave_what_they_leave_alone(name: str, d
     check_bits(long_lm(name, dtype), ALIKE, replace(GREEDY, max_tokens=6), DEFAULT)
 
 
-@pytest.mark.parametrize(("execution", "num_reads"), [("packed", 1), ("eager", 9)])
-def test_prompts_are_read_together_unless_steps_have_one_shape(execution: str, num_reads: int) -> None:
+@pytest.mark.parametrize("execution", ["packed", "eager"])
+def test_prompts_are_read_together(execution: str) -> None:
     """Ten prompts, of which one has a single token, which a step verifies."""
     if execution == "packed" and native.library() is None:
         pytest.skip("no kernels here")
     lm = CausalLM(toy_model().float(), execution=execution, probe=False)
     prompts = [[token % lm.vocab_size for token in prompt[:9]] for prompt in ALIKE[:-1]] + [[1]]
-    engine = Engine(lm, EmptyDrafter(), replace(STRICT, max_num_seqs=10, max_model_len=96, prefill_chunk_size=64))
+    engine = Engine(lm, EmptyDrafter(), replace(DEFAULT, max_num_seqs=10, max_model_len=96, prefill_chunk_size=64))
     for prompt in prompts:
         engine.add_request(prompt, replace(GREEDY, max_tokens=20))
     found = 0
@@ -191,78 +179,4 @@ def test_prompts_are_read_together_unless_steps_have_one_shape(execution: str, n
         before = engine.profile.num_prefill_tokens
         engine.step()
         found += engine.profile.num_prefill_tokens > before
-    assert found == num_reads
-
-
-# -- kernels whose habits are known ------------------------------------------------------------------------------
-
-
-def lm_that_rounds(*, few: int = 0, many: int = 1 << 30, odd: bool = False) -> CausalLM:
-    """A toy whose linear layers round otherwise in calls of few, many or an odd number of rows."""
-    lm = CausalLM(toy_model(), execution="eager", probe=False)
-
-    def run(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-        rows = x.shape[:-1].numel()
-        is_other = rows < few or rows >= many or (odd and rows % 2 == 1)
-        # one row at a time, in steps far coarser than the rounding of attention
-        out = torch.stack([nn.functional.linear(row, layer.weight) for row in x.flatten(0, -2)])
-        return (out * 2**16 + 0.3 * is_other).round().div(2**16).view(*x.shape[:-1], -1)
-
-    for layer in lm.shadow.modules():
-        if isinstance(layer, nn.Linear):
-            layer.forward = partial(run, layer=layer)
-    return lm
-
-
-TOY_PROMPTS = [[3, 1, 4, 1, 5], [7], [2, 7, 1, 8, 2, 8, 1, 8], [9, 9, 8]] * 2
-
-
-@pytest.mark.parametrize("habits", [{"few": 3}, {"many": 20}, {"few": 4, "many": 24}, {"odd": True}], ids=str)
-def test_strict_mode_goes_around_the_habits_of_kernels(habits: dict[str, int]) -> None:
-    """Every step runs at one shape, whatever kernels make of others."""
-    lm = lm_that_rounds(**habits)
-    assert lm.promise("strict").kind == "fixed"
-    config = EngineConfig(exactness="strict", strict_width=8, max_num_seqs=8, max_model_len=64, prefill_chunk_size=16)
-    requests = [(prompt, replace(GREEDY, max_tokens=10)) for prompt in TOY_PROMPTS]
-    plain = decode(lm, EmptyDrafter(), requests, config=config)
-    texts = [[*prompt, *plain.outputs[f"{i}.0"]] for i, prompt in enumerate(TOY_PROMPTS)]
-    for kind, depth in ((PerfectDrafter, 1), (PerfectDrafter, 7), (WrongDrafter, 4)):
-        trace = decode(lm, kind(texts, depth, vocab_size=lm.vocab_size), requests, config=config)
-        assert trace.outputs == plain.outputs, (kind, depth)
-    for i in (0, 1):
-        alone = decode(lm, PerfectDrafter(texts, 4, vocab_size=lm.vocab_size), [requests[i]], config=config)
-        assert alone.outputs["0.0"] == plain.outputs[f"{i}.0"]
-
-
-def test_without_it_such_kernels_change_logits() -> None:
-    """The control: the same kernels at free shapes."""
-    lm, prompts = lm_that_rounds(few=3), TOY_PROMPTS[:1]
-    config = EngineConfig(exactness="relaxed", output_logits=True)
-    ((tokens, logits),) = run(lm, EmptyDrafter(), prompts, GREEDY, config)
-    perfect = PerfectDrafter([[*prompts[0], *tokens]], 4, vocab_size=lm.vocab_size)
-    ((_, drafted),) = run(lm, perfect, prompts, GREEDY, config)
-    assert not torch.equal(drafted, logits)
-
-
-def test_longer_drafts_end_at_the_width() -> None:
-    """Ten tokens drafted, seven verified: the rest is proposed again."""
-    lm = lm_that_rounds()
-    config = EngineConfig(exactness="strict", strict_width=8)
-    (tokens,) = decode(lm, EmptyDrafter(), [([3, 1, 4], GREEDY)], config=config).outputs.values()
-    perfect = PerfectDrafter([[3, 1, 4, *tokens]], 10, vocab_size=lm.vocab_size)
-    trace = decode(lm, perfect, [([3, 1, 4], GREEDY)], config=config)
-    assert trace.outputs["0.0"] == tokens
-    assert trace.num_steps == 1 + 3  # prefill; 24 tokens in steps of 8
-
-
-def test_one_shape_holds_no_plan_for_memory() -> None:
-    with pytest.raises(ConfigError, match="max_kv_bytes cannot hold it to less"):
-        Engine(lm_that_rounds(), EmptyDrafter(), replace(STRICT, max_kv_bytes="1GB"))
-
-
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
-def test_experts_are_refused_in_strict_mode_and_decoded_otherwise(name: str) -> None:
-    lm = CausalLM(target_model(name, first_attention(name)), probe=False)
-    with pytest.raises(UnsupportedModelError, match="multiplies as many rows as the text sends it"):
-        Engine(lm, EmptyDrafter(), STRICT)
-    assert Engine(lm, EmptyDrafter(), DEFAULT).target.promise("default").kind == "near-ties"
+    assert found == 1
