@@ -27,7 +27,8 @@ from foredraft.serve.completions import KNOWN
 from foredraft.serve.fields import IGNORED, REFUSED, WITHOUT_EFFECT
 from foredraft.serve.responses import KNOWN as OF_RESPONSES
 from foredraft.serve.served import Offer, Served
-from serving import MODEL, SETTINGS, Running
+from foredraft.structured.grammars import Grammars
+from serving import MODEL, SETTINGS, Running, running
 
 NUM_CLIENTS = 32
 COUNTED = (
@@ -220,6 +221,22 @@ def tiny() -> LLM:
 @pytest.mark.slow
 def test_answers_under_load_are_those_of_single_requests(start: Callable[..., Running]) -> None:
     soak(start, 64, tiny())
+
+
+def test_a_ready_server_has_read_the_tokenizer_for_grammars_and_collections_skip_what_it_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """llguidance reads the tokenizer in one call, in which no other thread runs; full collections walk all."""
+    reads: list[Grammars] = []
+    read = Grammars._read_tokenizer
+    monkeypatch.setattr(Grammars, "_read_tokenizer", lambda self: (reads.append(self), read(self))[1])
+    with running(Served({"tiny": LLM(MODEL, "ngram"), "plain": LLM(MODEL)})) as server:
+        assert len(reads) == 2
+        assert gc.get_freeze_count() > len(gc.get_objects())
+        body = {"model": "tiny", "prompt": "I", "structured_outputs": {"choice": ["yes", "no"]}, "temperature": 0}
+        assert server.post("/v1/completions", **body).json()["choices"][0]["text"] in ("yes", "no")
+        assert len(reads) == 2
+    assert gc.get_freeze_count() == 0
 
 
 @pytest.mark.full

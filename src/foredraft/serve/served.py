@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import transformers
 from foredraft import __version__
 from foredraft.config.sampling import SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
+from foredraft.config.structured import StructuredOutputs
 from foredraft.engine.memory import available_on
 from foredraft.errors import ConfigError
 from foredraft.loading.models import choose_device
@@ -172,7 +174,14 @@ class Served:
         return digest.hexdigest()[:12]
 
     def warm(self) -> None:
-        """Generate something in every way of drafting, so that the first request finds all compiled."""
+        """Generate something in every way of drafting, so that the first request finds all compiled.
+
+        Where llguidance is installed, a grammar is compiled too: with the first one llguidance reads the tokenizer, in
+        one call that keeps all other threads from running.
+        """
+        for llm in self.llms:
+            with suppress(ConfigError):  # which the first request with a grammar is told
+                llm.prepare(SamplingParams(structured_outputs=StructuredOutputs(choice=["a"])))
         vocab_size = self.llm.target.vocab_size
         prompt = [token % 4 % vocab_size for token in range(1, WARM_PROMPT + 1)]
         params = SamplingParams(n=2, max_tokens=WARM_TOKENS, ignore_eos=True, seed=0, detokenize=False)

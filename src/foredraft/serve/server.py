@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import signal
 import socket
@@ -109,12 +110,15 @@ class Server(uvicorn.Server):
 
         Raises: what has kept the model from being loaded.
         """
-        with self.capture_signals(), self._hanging_up():
-            self.bridge.start(self._when_loaded)
-            self.run(sockets=[self._socket])
-            if self.bridge.error is not None:
-                raise self.bridge.error
-            return self._stop_bridge()
+        try:
+            with self.capture_signals(), self._hanging_up():
+                self.bridge.start(self._when_loaded)
+                self.run(sockets=[self._socket])
+                if self.bridge.error is not None:
+                    raise self.bridge.error
+                return self._stop_bridge()
+        finally:
+            gc.unfreeze()
 
     def _stop_bridge(self) -> bool:
         began = time.monotonic()
@@ -130,6 +134,8 @@ class Server(uvicorn.Server):
             renderer().render("", None)
         _ = served.fingerprint
         self.application.served = served
+        gc.collect()
+        gc.freeze()  # else every full collection walks all that was loaded, while streams wait
         return served.llms
 
     def _when_loaded(self) -> None:
