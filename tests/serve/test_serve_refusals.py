@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.normalizers import Strip
@@ -29,8 +30,9 @@ from foredraft.serve.guards import Hosts
 from foredraft.serve.served import Served
 from foredraft.serve.server import Server
 from foredraft.serve.settings import ServerSettings
-from foredraft.serve.tokens import characters_per_token
-from serving import Running
+from foredraft.serve.tokens import LOWEST, characters_per_token
+from foredraft.testing import toy_model
+from serving import Running, running
 
 BODIES: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "no prompt": ("/v1/completions", {}, 400, "prompt is null"),
@@ -492,3 +494,18 @@ def test_the_address_of_a_request_goes_before_its_host(running_server: Running) 
                 f"GET http://{host}/v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode()
             )
             assert link.recv(100).split()[1] == status
+
+
+def test_prompts_may_have_tokens_that_the_model_reads_and_never_returns(llm: LLM) -> None:
+    model = toy_model(4096, dtype=torch.float32)
+    model.set_input_embeddings(torch.nn.Embedding(4104, 32))
+    wide = LLM(model, "ngram", tokenizer=llm.tokenizer)
+    with running(Served({"wide": wide})) as server:
+        asked = {"prompt": [5, 4100, 6, 5, 4100], "max_tokens": 4, "echo": True, "logprobs": 1}
+        answer = server.post("/v1/completions", **asked)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["logprobs"]["token_logprobs"][1] == LOWEST
+        assert server.post("/detokenize", tokens=[5, 4100]).status_code == 200
+        refused = server.post("/v1/completions", prompt=[5, 4104])
+        assert refused.status_code == 400
+        assert "between 0 and 4103" in refused.json()["error"]["message"]
