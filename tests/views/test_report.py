@@ -20,8 +20,9 @@ METHODS = {
     "rows": [
         {"method": "<suffix>", "comparison": {**SPEED, "ratio": 1.5, "num_prompts": 1}},
         {"method": "ngram", "comparison": SPEED},
-        {"method": "different", "comparison": None},
-    ]
+        {"method": "untimed", "comparison": None},
+    ],
+    "different": [{"arm": "medusa"}],
 }
 VERDICT = {
     "status": "lossless",
@@ -63,6 +64,7 @@ def test_every_kind_of_result_has_its_headline(traced: Path) -> None:
     assert "tiny, float32, on a CPU, 2 threads" in found
     assert '<p class="headline">ngram runs at 1.40 of plain decoding&#x27;s speed</p>' in found
     assert "intervals: &lt;suffix&gt; 1.50, one prompt; ngram 1.40 (1.20-1.70)" in found
+    assert "medusa differs from plain decoding where equality is promised" in found
     assert '<p class="headline">it is lossless</p>' in found
     num_steps = sum(len(record["steps"]) for record in read(traced))
     assert re.search(rf"\d+ tokens in {num_steps} steps, \d+ of \d+ drafted tokens accepted; proposed by: ", found)
@@ -203,6 +205,13 @@ def test_the_results_are_not_written_over(traced: Path, tmp_path: Path) -> None:
         assert result.exit_code == 2
         assert "holds the results, which the page would replace" in " ".join(result.stderr.split())
         assert (tmp_path / name).read_text() == content
+
+
+def test_a_report_is_a_page_and_no_picture(traced: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["report", str(traced), "-o", str(tmp_path / "r.svg")])
+    assert result.exit_code == 2
+    assert "a report is an HTML page; name it .html" in " ".join(result.stderr.split())
+    assert not (tmp_path / "r.svg").exists()
 
 
 def test_a_folder_is_no_file_of_results() -> None:

@@ -45,5 +45,7 @@ def report(
         place = out or results.with_suffix(".html")
         if place.exists() and place.samefile(results):
             raise ConfigError(f"{place} holds the results, which the page would replace; give another place by --out")
+        if place.suffix.lower() not in ("", ".html", ".htm"):
+            raise ConfigError(f"--out is {str(place)!r}, and a report is an HTML page; name it .html")
         write_text(place, written(records, title or f"foredraft: {results.name}"))
         say(f"written to {place}")

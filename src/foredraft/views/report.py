@@ -107,6 +107,8 @@ def _parts(record: Record) -> Iterator[str]:
         yield _headline(_str(record.get("sentence", record.get("reason"))))
     compared = record.get("methods", record)
     if "rows" in compared:
+        for one in compared.get("different", ()):
+            yield f"<p>{escape(_str(one['arm']))} differs from plain decoding where equality is promised.</p>"
         yield _bars([row for row in compared["rows"] if row["comparison"] and row["comparison"]["num_prompts"]])
 
 
