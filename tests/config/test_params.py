@@ -39,6 +39,9 @@ class TestSamplingParams:
         ("name", "value"),
         [
             ("n", 0),
+            ("n", None),
+            ("temperature", None),
+            ("detokenize", None),
             ("n", 1.5),
             ("n", True),
             ("temperature", -0.1),
@@ -211,7 +214,7 @@ class TestSpeculativeConfig:
             assert key.help
             assert key.kind.text
             value = getattr(config, key.name)
-            assert value is None or key.kind.read(key.name, value) == value
+            assert value is None or key.kind.read("SpeculativeConfig", key.name, value) == value
             if key.default is not None and key.name != "num_speculative_tokens":
                 assert value == key.default
         assert methods()[method].summary
@@ -416,10 +419,16 @@ class TestSpeculativeConfig:
             ("draft_model", "draft_sample_method", "beam"),
             ("draft_model", "rejection_sample_method", "typical"),
             ("draft_model", "length_policy", 3),
+            ("nasd", "shared", "yes"),
+            ("nasd", "state_file", 3),
+            ("nasd", "storage", "tree"),
+            ("layer_skip", "skipped_mlp", 3),
+            ("layer_skip", "skipped_mlp", [-1]),
+            ("token_recycling", "num_speculative_tokens", 0),
         ],
     )
     def test_out_of_range(self, method: str, key: str, value: Any) -> None:
-        with pytest.raises(ConfigError, match=key):
+        with pytest.raises(ConfigError, match=rf"SpeculativeConfig\.{key} is "):
             SpeculativeConfig.parse({"method": method, key: value})
 
     @pytest.mark.parametrize(

@@ -146,15 +146,16 @@ _NO_THRESHOLDS = (
     "with posterior_threshold and posterior_alpha"
 )
 _PROCESSOR = "it is not a parameter here; pass transformers' own processor for it through logits_processors"
-
+_EOS = "EOS is the model's; stop_token_ids adds further ends, and ignore_eos goes on past it"
+_BY_BATCH = "draft lengths follow the batch by measured cost already; length_policy forces others"
 _CHUNKS = "prompts are read in chunks, of which running rows wait for one at most; use prefill_chunk_size"
 
 NOT_HERE = {
     "LLM": {
         # vLLM
-        "tensor_parallel_size": Foreign(_ONE_PROCESS, (None, 1)),
-        "pipeline_parallel_size": Foreign(_ONE_PROCESS, (None, 1)),
-        "data_parallel_size": Foreign(_ONE_PROCESS, (None, 1)),
+        **dict.fromkeys(
+            ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), Foreign(_ONE_PROCESS, (None, 1))
+        ),
         "enable_expert_parallel": Foreign(_ONE_PROCESS, (None, False)),
         "distributed_executor_backend": Foreign(_ONE_PROCESS, (None, "uni")),
         "disable_custom_all_reduce": Foreign(_ONE_PROCESS, (None, False, True)),
@@ -206,17 +207,19 @@ NOT_HERE = {
             "the tokenizer is loaded where there is one; ids work without it", (None, False)
         ),
         "limit_mm_per_prompt": Foreign("prompts are text or token ids; leave it out"),
-        "task": Foreign("the model generates text; leave it out", (None, "auto", "generate")),
-        "runner": Foreign("the model generates text; leave it out", (None, "auto", "generate")),
+        **dict.fromkeys(
+            ("task", "runner"), Foreign("the model generates text; leave it out", (None, "auto", "generate"))
+        ),
         "download_dir": Foreign("files lie in the cache of huggingface_hub; set HF_HOME"),
         "hf_token": Foreign("huggingface_hub holds the token; run hf auth login, or set HF_TOKEN"),
         "max_logprobs": Foreign("there is no limit to SamplingParams.logprobs; leave it out"),
         "logits_processors": Foreign("processors belong to requests; use SamplingParams(logits_processors=[...])"),
         "disable_log_stats": Foreign("statistics come with every result, in metrics; leave it out", (None, True)),
         # vLLM's older names, and transformers'
-        "speculative_model": Foreign("use speculative_config={'method': 'draft_model', 'model': ...}"),
-        "assistant_model": Foreign("use speculative_config={'method': 'draft_model', 'model': ...}"),
-        "draft_model": Foreign("use speculative_config={'method': 'draft_model', 'model': ...}"),
+        **dict.fromkeys(
+            ("speculative_model", "assistant_model", "draft_model"),
+            Foreign("use speculative_config={'method': 'draft_model', 'model': ...}"),
+        ),
         "num_speculative_tokens": Foreign(
             "how to draft is set in one place; write speculative_config={'method': ..., 'num_speculative_tokens': ...}"
         ),
@@ -250,14 +253,10 @@ NOT_HERE = {
         "early_stopping": Foreign(_NO_BEAMS, (None, False)),
         "max_length": Foreign("it would count the prompt, too; use max_tokens, which does not"),
         "min_length": Foreign("it would count the prompt, too; use min_tokens, which does not", (None, 0)),
-        "epsilon_cutoff": Foreign(_PROCESSOR, (None, 0, 0.0)),
-        "eta_cutoff": Foreign(_PROCESSOR, (None, 0, 0.0)),
+        **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), Foreign(_PROCESSOR, (None, 0, 0.0))),
         "top_h": Foreign(_PROCESSOR),
         "encoder_repetition_penalty": Foreign(_PROCESSOR, (None, 1, 1.0)),
-        "eos_token_id": Foreign("EOS is the model's; stop_token_ids adds further ends, and ignore_eos goes on past it"),
-        "eos_tokens_id": Foreign(
-            "EOS is the model's; stop_token_ids adds further ends, and ignore_eos goes on past it"
-        ),
+        **dict.fromkeys(("eos_token_id", "eos_tokens_id"), Foreign(_EOS)),
         "pad_token_id": Foreign("rows are never padded; leave it out"),
         "use_cache": Foreign("the cache is always used; leave it out", (None, True)),
         "streamer": Foreign("use LLM.stream"),
@@ -279,22 +278,19 @@ NOT_HERE = {
             "drafter and target must share a tokenizer; methods without a second model, such as ngram, need none",
             (None, False),
         ),
-        "num_speculative_tokens_per_batch_size": Foreign(
-            "draft lengths follow the batch by measured cost already; length_policy forces others"
-        ),
-        "disable_by_batch_size": Foreign(
-            "draft lengths follow the batch by measured cost already; length_policy forces others"
-        ),
-        "speculative_disable_by_batch_size": Foreign(
-            "draft lengths follow the batch by measured cost already; length_policy forces others"
+        **dict.fromkeys(
+            ("num_speculative_tokens_per_batch_size", "disable_by_batch_size", "speculative_disable_by_batch_size"),
+            Foreign(_BY_BATCH),
         ),
         "parallel_drafting": Foreign(
             "there are no drafters that predict a block in parallel in this version", (None, False)
         ),
         "disable_logprobs": Foreign("log-probabilities come with every token that asks for them", (None, False, True)),
         # transformers
-        "assistant_lookbehind": Foreign("drafter and target must share a tokenizer; leave it out"),
-        "target_lookbehind": Foreign("drafter and target must share a tokenizer; leave it out"),
+        **dict.fromkeys(
+            ("assistant_lookbehind", "target_lookbehind"),
+            Foreign("drafter and target must share a tokenizer; leave it out"),
+        ),
         "use_mtp": Foreign("heads for several tokens are not available in this version; leave it out", (None, False)),
         # the plain functions of the original description
         "first_target": Foreign(

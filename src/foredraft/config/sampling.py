@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from foredraft.config.keywords import has_items, integer, listed, real, strings, takes_aliases
+from foredraft.config.options import flag, number, option, read_fields, whole
 from foredraft.config.structured import StructuredOutputs
 from foredraft.errors import ConfigError
 
@@ -55,6 +55,9 @@ _LIMITS = (
 
 class TokenIds(tuple[int, ...]):
     """Token ids that have been checked, one by one: parameters that are made of others check them no more."""
+
+
+_ONE_IS_OFF, _ZERO_IS_OFF, _NONE_IS_OFF = "1 turns it off", "0 turns it off", "None turns them off"
 
 
 @dataclass(frozen=True, repr=False)
@@ -106,40 +109,41 @@ class SamplingParams:
     Raises: ConfigError for an unknown field or a value out of range.
     """
 
-    n: int = 1
-    temperature: float = UnsetFloat(1.0)
-    top_p: float = UnsetFloat(1.0)
-    top_k: int = UnsetInt(0)
-    min_p: float = UnsetFloat(0.0)
-    typical_p: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = UnsetFloat(1.0)
-    no_repeat_ngram_size: int = 0
+    n: int = option(whole(1), 1)
+    temperature: float = option(number(0.0, remedy="0 is greedy decoding"), UnsetFloat(1.0))
+    top_p: float = option(number(0.0, 1.0, above=True, remedy=_ONE_IS_OFF), UnsetFloat(1.0))
+    top_k: int = option(whole(-1, remedy="0 or -1 turns it off"), UnsetInt(0))
+    min_p: float = option(number(0.0, 1.0, remedy=_ZERO_IS_OFF), UnsetFloat(0.0))
+    typical_p: float = option(number(0.0, 1.0, above=True, remedy=_ONE_IS_OFF), 1.0)
+    presence_penalty: float = option(number(-2.0, 2.0, remedy=_ZERO_IS_OFF), 0.0)
+    frequency_penalty: float = option(number(-2.0, 2.0, remedy=_ZERO_IS_OFF), 0.0)
+    repetition_penalty: float = option(number(0.0, above=True, remedy=_ONE_IS_OFF), UnsetFloat(1.0))
+    no_repeat_ngram_size: int = option(whole(0), 0)
     stop: str | Sequence[str] | None = ()
     stop_token_ids: Sequence[int] | None = ()
-    include_stop_str_in_output: bool = False
-    min_tokens: int = 0
+    include_stop_str_in_output: bool = option(flag(), False)
+    min_tokens: int = option(whole(0), 0)
     max_tokens: int | None = UnsetInt(16)
     logit_bias: Mapping[int, float] | Mapping[str, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: str | Sequence[str] | None = ()
     bad_words_ids: Sequence[Sequence[int]] | None = ()
-    seed: int | None = None
-    logprobs: int | None = None
+    seed: int | None = option(whole(-1, 2**64 - 1, remedy="None draws one per request"))
+    logprobs: int | None = option(whole(0, remedy=_NONE_IS_OFF))
     logprob_token_ids: Sequence[int] | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = option(whole(0, remedy=_NONE_IS_OFF))
     prediction: str | Sequence[int] | None = None
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    detokenize: bool = True
+    ignore_eos: bool = option(flag(), False)
+    skip_special_tokens: bool = option(flag(), True)
+    detokenize: bool = option(flag(), True)
     logits_processors: Sequence[Callable[..., Any]] | None = ()
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: int | None = option(whole(0, remedy=_NONE_IS_OFF))
 
     def __post_init__(self) -> None:
-        self._check_numbers()
-        self._check_budget()
+        for name, value in read_fields("SamplingParams", self).items():
+            self._set(name, value)
+        self._check_limits()
         self._set("stop", strings("SamplingParams", "stop", self.stop))
         self._set("bad_words", strings("SamplingParams", "bad_words", self.bad_words))
         self._set("stop_token_ids", tuple(self._token("stop_token_ids", t) for t in self._listed("stop_token_ids")))
@@ -160,9 +164,6 @@ class SamplingParams:
         self._set("logit_bias", self._checked_bias())
         self._check_allowed()
         self._check_processors()
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"SamplingParams.{name} is {getattr(self, name)!r}; it must be True or False")
         if self.stop and not self.detokenize:
             raise ConfigError(
                 f"SamplingParams.stop={self.stop} needs text; leave detokenize=True or use stop_token_ids"
@@ -230,43 +231,24 @@ class SamplingParams:
         if not isinstance(getattr(self, name), (UnsetFloat, UnsetInt)):
             object.__setattr__(self, name, value)
 
-    def _check_numbers(self) -> None:
-        number = functools.partial(real, "SamplingParams")
-        temperature = number("temperature", self.temperature, 0.0, remedy="0 is greedy decoding")
-        if 0.0 < temperature < MIN_TEMPERATURE:
-            raise ConfigError(f"SamplingParams.temperature is {temperature}, below {MIN_TEMPERATURE}; use 0 for greedy")
-        self._set("temperature", temperature)
-        self._set("top_p", number("top_p", self.top_p, 0.0, 1.0, above=True, remedy="1 turns it off"))
-        self._set("min_p", number("min_p", self.min_p, 0.0, 1.0, remedy="0 turns it off"))
-        self._set("typical_p", number("typical_p", self.typical_p, 0.0, 1.0, above=True, remedy="1 turns it off"))
-        for name in ("presence_penalty", "frequency_penalty"):
-            self._set(name, number(name, getattr(self, name), -2.0, 2.0, remedy="0 turns it off"))
-        self._set(
-            "repetition_penalty",
-            number("repetition_penalty", self.repetition_penalty, 0.0, above=True, remedy="1 turns it off"),
-        )
-
-    def _check_budget(self) -> None:
-        whole = functools.partial(integer, "SamplingParams")
-        self._set("n", whole("n", self.n, 1))
-        self._set("top_k", max(0, whole("top_k", self.top_k, -1, remedy="0 or -1 turns it off")))
-        self._set("no_repeat_ngram_size", whole("no_repeat_ngram_size", self.no_repeat_ngram_size, 0))
-        self._set("min_tokens", whole("min_tokens", self.min_tokens, 0))
-        if self.max_tokens is not None:
-            least = 1 if self.prompt_logprobs is None else 0
-            remedy = "None means up to the context, and prompt_logprobs alone need none"
-            self._set("max_tokens", whole("max_tokens", self.max_tokens, least, remedy=remedy))
-            if self.min_tokens > self.max_tokens:
-                raise ConfigError(
-                    f"SamplingParams.min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
-                    "lower the first or raise the second"
-                )
-        for name in ("logprobs", "prompt_logprobs", "num_speculative_tokens"):
-            if (count := getattr(self, name)) is not None:
-                self._set(name, whole(name, count, 0, remedy="None turns them off"))
-        if self.seed is not None:
-            seed = whole("seed", self.seed, -1, 2**64 - 1, remedy="None draws one per request")
-            self._set("seed", None if seed == -1 else seed)
+    def _check_limits(self) -> None:
+        if 0.0 < self.temperature < MIN_TEMPERATURE:
+            raise ConfigError(
+                f"SamplingParams.temperature is {self.temperature}, below {MIN_TEMPERATURE}; use 0 for greedy"
+            )
+        self._set("top_k", max(0, self.top_k))
+        if self.seed == -1:
+            self._set("seed", None)
+        if self.max_tokens is None:
+            return
+        least = 1 if self.prompt_logprobs is None else 0
+        remedy = "None means up to the context, and prompt_logprobs alone need none"
+        self._set("max_tokens", integer("SamplingParams", "max_tokens", self.max_tokens, least, remedy=remedy))
+        if self.min_tokens > self.max_tokens:
+            raise ConfigError(
+                f"SamplingParams.min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
+                "lower the first or raise the second"
+            )
 
     def _listed(self, name: str) -> tuple[Any, ...]:
         return listed("SamplingParams", name, getattr(self, name))

@@ -82,7 +82,7 @@ def trajectory(
     tokens. Where forwards verify fewer tokens than a block has, the first of it are iterated; the block says which.
     Randomness: that of the parameters' seed; positions are iterated with the noise that decides them in the end.
     """
-    INITIAL_GUESS.read("initial_guess", initial_guess)
+    INITIAL_GUESS.read("trajectory", "initial_guess", initial_guess)
     if block < 1:
         raise ConfigError(f"block is {block}; want 1 token or more")
     params = SamplingParams(temperature=0.0, max_tokens=64) if sampling_params is None else sampling_params
