@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from foredraft.engine.acceptance_model import AcceptanceModel
+from foredraft.engine.acceptance_model import NUM_COMPARED, AcceptanceModel
 from foredraft.tree import DraftTree
 
 
@@ -77,3 +77,38 @@ def test_the_best_nodes_are_those_of_products_along_their_paths(has_scores: bool
         model.proposed(0, tree)
         model.came(0, tree.path_tokens(rng.randrange(16)))
         model.came(0, (99,))
+
+
+# -- heads beside their validation -------------------------------------------------------------------------------------
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, hit_rate: float, num_drafts: int, source: str = "eagle3") -> int:
+    """Warnings of a model that is told 0.5 for eagle3, after drafts behind different tokens."""
+    caplog.clear()
+    model = AcceptanceModel()
+    model.compare_with({"eagle3": 0.5})
+    for number in range(num_drafts):
+        model.proposed(1, DraftTree.chain(number, [1], source=source))
+        model.came(1, [1 if number % 100 < 100 * hit_rate else 2])
+    assert model.is_comparing == (source != "eagle3" or num_drafts < NUM_COMPARED)
+    return len(caplog.records)
+
+
+def test_a_head_far_below_its_validation_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    assert warnings_of(caplog, 0.05, NUM_COMPARED - 1) == 0
+    assert warnings_of(caplog, 0.05, 3 * NUM_COMPARED) == 1
+    assert warnings_of(caplog, 0.2, 3 * NUM_COMPARED) == 0  # worse than in validation, as texts are
+    assert warnings_of(caplog, 0.0, 3 * NUM_COMPARED, "ngram") == 0
+
+
+def test_only_first_drafts_after_different_tokens_count(caplog: pytest.LogCaptureFixture) -> None:
+    model = AcceptanceModel()
+    model.compare_with({"eagle3": 0.5})
+    for _ in range(10 * NUM_COMPARED):  # one rejection, again and again
+        model.proposed(1, DraftTree.chain(7, [1], source="eagle3"))
+        model.came(1, [2])
+    for number in range(2 * NUM_COMPARED):  # another drafter has a part in these
+        model.proposed(1, DraftTree((number, 1, 3), (-1, 0, 0), sources=("", "ngram", "eagle3")))
+        model.came(1, [2])
+    assert not caplog.records
+    assert model.is_comparing

@@ -22,8 +22,8 @@ from foredraft.cli import app
 from foredraft.config.method import methods
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters.heads.eagle import PUBLISHED
+from foredraft.engine import acceptance_model
 from foredraft.errors import CheckpointError, ConfigError, UnsupportedModelError
-from foredraft.heads import expectation
 from foredraft.heads.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from foredraft.heads.eagle import EagleHead, default_streams
 from foredraft.heads.eagle_layouts import TargetFacts, check_fits, read_eagle, write_eagle
@@ -558,7 +558,7 @@ def test_a_head_that_disappoints_is_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Good in training, dead in use: what was stored is held against the first drafts after different tokens."""
-    monkeypatch.setattr(expectation, "NUM_TOKENS", 16)  # of 64
+    monkeypatch.setattr(acceptance_model, "NUM_COMPARED", 16)  # of 64
     found = {}
     for name, head, stored in (
         ("good", trained(1), 0.9),
@@ -591,7 +591,7 @@ def test_a_right_head_is_not_named_on_text_unlike_its_training(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A greedy text that repeats one rejection was once taken for a head of another target."""
-    monkeypatch.setattr(expectation, "NUM_TOKENS", 64)
+    monkeypatch.setattr(acceptance_model, "NUM_COMPARED", 64)
     right = Path(zoo.__file__).parent / "tiny" / name
     tensors = dict(read_checkpoint(right).tensors)
     for key, tensor in tensors.items():

@@ -387,7 +387,7 @@ def test_what_was_trained_is_read_back_and_drafts(tmp_path: Path) -> None:
     head, _ = read_eagle(read_checkpoint(tmp_path), facts)
     assert head.lm_head is None
     assert len(head.vocabulary) == 52
-    assert head.expectation is not None
+    assert head.first_token_acceptance == 0.5
 
 
 # -- data ------------------------------------------------------------------------------------------------------------

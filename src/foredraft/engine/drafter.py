@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from foredraft.engine.budget import Budget
@@ -159,6 +160,8 @@ class Drafter(ABC):
     requires: Requirements = Requirements()
     usual_acceptance: float | None = None
     """Share of drafted tokens that are right after right ones, where all texts are alike: a governor begins with it."""
+    validated_acceptance: Mapping[str, float] = MappingProxyType({})
+    """Share of drafts whose first token the target took when heads were validated, by the name of what drafts."""
     drafts_from_text: bool = False
     """Whether it looks at nothing but the tokens of rows: then it can be tried along texts that are there already."""
 
@@ -259,6 +262,7 @@ class WrappingDrafter(Drafter):
         self.parts = tuple(parts)
         self.requires = Requirements.all_of(part.requires for part in parts)
         self.drafts_from_text = all(part.drafts_from_text for part in parts)
+        self.validated_acceptance = {name: it for part in parts for name, it in part.validated_acceptance.items()}
 
     @property
     def is_shared(self) -> bool:

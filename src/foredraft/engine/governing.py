@@ -12,7 +12,7 @@ from statistics import fmean
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from foredraft.engine.acceptance_model import KINDS
+from foredraft.engine.acceptance_model import KINDS, AcceptanceModel
 from foredraft.engine.cost_model import FEW, MEMORY, SHARE, Average, CostModel
 from foredraft.engine.costs import cost_curve, facts_of, forget_curve
 from foredraft.engine.governor import Governor
@@ -63,6 +63,10 @@ class Governing:
         self._drafter = drafter
         self._scheduler = scheduler
         self._attention = Attention()
+        self._acceptance: AcceptanceModel | None = None  # without a governor, until heads are compared
+        if governor is None and drafter.validated_acceptance:
+            self._acceptance = AcceptanceModel()
+            self._acceptance.compare_with(drafter.validated_acceptance)
         self._allowed: list[Budget] = []
         self._drafts: Seq[DraftTree] = ()  # of the step that runs, whole
         self._followed: list[_Followed] = []  # since the last decision
@@ -122,6 +126,7 @@ class Governing:
     def trimmed(self, rows: Seq[Sequence], trees: list[DraftTree]) -> list[DraftTree]:
         """What is to be verified of drafts."""
         if self._governor is None:
+            self._drafts = trees
             return trees
         start = perf_counter()
         for tree, allowed in zip(trees, self._allowed, strict=True):
@@ -140,6 +145,8 @@ class Governing:
         A forward leaves nothing of Python in the caches of a processor: of several steps at once, this takes less.
         """
         if self._governor is None:
+            if self._acceptance is not None:
+                self._compare(self._acceptance, outputs)
             return
         start = perf_counter()
         if self._attention.is_deciding:
@@ -154,6 +161,18 @@ class Governing:
         if any(output.row.is_finished for output in outputs):
             self._hand_over()
         self._attention.follow(self._own_seconds + perf_counter() - start)
+
+    def _compare(self, acceptance: AcceptanceModel, outputs: Seq[RowOutput]) -> None:
+        """Hold the drafts of a step without a governor against the tokens that have come."""
+        for draft, output in zip(self._drafts, outputs, strict=True):
+            acceptance.proposed(output.row.id, draft)
+            acceptance.came(output.row.id, output.token_ids)
+            if output.row.is_finished:
+                acceptance.forget(output.row.id)
+        if acceptance.num_rows > len(outputs) + MEMORY:  # which were aborted
+            acceptance.keep_only(output.row.id for output in outputs)
+        if not acceptance.is_comparing:
+            self._acceptance = None
 
     def _attend(self, trees: Seq[DraftTree], outputs: Seq[RowOutput], taken: float, rest: float) -> None:
         """Enter a step into the account of what attending to the drafter loses."""
@@ -281,6 +300,8 @@ def new_governor(target: CausalLM, drafter: Drafter, profile: Profile | None = N
     costs = CostModel(cost_curve(target), partial(forget_curve, facts)) if curve is None else CostModel(curve)
     bandit = MethodBandit(drafter, costs) if drafter.arms else None
     governor = Governor(costs) if bandit is None else bandit.governors[drafter.arm]
+    for one in [governor] if bandit is None else bandit.governors:
+        one.acceptance.compare_with(drafter.validated_acceptance)
     if drafter.usual_acceptance is not None:
         for depth in range(1, KINDS + 1):
             governor.acceptance.expect(drafter.name, depth, drafter.usual_acceptance, USUAL_TRIALS)

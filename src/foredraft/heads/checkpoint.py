@@ -30,6 +30,9 @@ WEIGHTS = (
 INDEX = ".index.json"
 
 Shape = tuple[int, ...]
+ACCEPTANCE = "first_token_acceptance"
+"""Key in the config of a head: share of drafts, 0 to 1, whose first token its target took when it was validated."""
+
 MAX_NAMED = 6
 """Tensors that a message names of each kind."""
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.errors import ConfigError
-from foredraft.heads.expectation import Expectation
 from foredraft.heads.layers import MLP, Attention, DecoderLayer, LayerShape, Placed, RMSNorm, Rotary
 from foredraft.heads.vocabulary import DraftVocabulary
 
@@ -92,13 +91,14 @@ class EagleHead(nn.Module):
       vocabulary: tokens that it drafts, for its own output layer or rows of the target's; None for all of the target's.
 
     Attributes:
-      expectation: of its first drafts, where a checkpoint has stored one.
+      first_token_acceptance: share of drafts whose first token the target took in validation, where a checkpoint has
+        stored it.
     """
 
     def __init__(self, shape: EagleShape, vocabulary: DraftVocabulary | None = None) -> None:
         super().__init__()
         self.shape, self.vocabulary = shape, vocabulary
-        self.expectation: Expectation | None = None
+        self.first_token_acceptance: float | None = None
         size, eps = shape.layer.hidden_size, shape.layer.eps
         self.rotary = Rotary(shape.layer)
         self.embed_tokens = nn.Embedding(shape.own_embedding, size) if shape.own_embedding else None

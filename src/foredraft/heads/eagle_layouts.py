@@ -16,10 +16,8 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError
 from foredraft.folders import not_ours
-from foredraft.heads.checkpoint import Checkpoint, fill, integer
+from foredraft.heads.checkpoint import ACCEPTANCE, Checkpoint, fill, integer
 from foredraft.heads.eagle import EagleHead, EagleShape, default_streams
-from foredraft.heads.expectation import KEY as EXPECTED
-from foredraft.heads.expectation import Expectation
 from foredraft.heads.layers import LayerShape
 from foredraft.heads.recognition import FIRST, SHARED_OUTPUT, eagle_generation, eagle_name
 from foredraft.heads.vocabulary import DraftVocabulary
@@ -321,8 +319,21 @@ def read_eagle(
     shape = reader.shape(found, rope_theta)
     head = EagleHead(shape, vocabulary)
     fill(head, tensors, name)
-    head.expectation = Expectation.of(checkpoint.config, name)
+    head.first_token_acceptance = _acceptance_in(checkpoint.config, name)
     return head.eval(), tuple(reader.notes)
+
+
+def _acceptance_in(config: Mapping[str, Any], name: str) -> float | None:
+    """The share of first tokens that the target took in validation; None where none is stored.
+
+    Raises: CheckpointError for a value that is not a share.
+    """
+    stored = config.get(ACCEPTANCE)
+    if stored is None:
+        return None
+    if isinstance(stored, bool) or not isinstance(stored, (int, float)) or not 0.0 <= stored <= 1.0:
+        raise CheckpointError(f"{ACCEPTANCE} is {stored!r} in the config of {name}; it must be a share, 0 to 1")
+    return float(stored)
 
 
 def write_eagle(head: EagleHead, target_name: str = "") -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -360,8 +371,8 @@ def write_eagle(head: EagleHead, target_name: str = "") -> tuple[dict[str, Any],
         },
         "transformer_layer_config": llama,
     }
-    if head.expectation is not None:
-        config[EXPECTED] = head.expectation.stored
+    if head.first_token_acceptance is not None:
+        config[ACCEPTANCE] = head.first_token_acceptance
     tensors = {name: tensor.detach() for name, tensor in head.named_parameters()}
     if not is_fused:
         config |= {

@@ -19,7 +19,7 @@ from foredraft.bench.provenance import provenance
 from foredraft.config.sampling import SamplingParams
 from foredraft.errors import CheckpointError, PromptError
 from foredraft.folders import append_lines, is_no_room, keep_json
-from foredraft.heads.expectation import KEY as EXPECTED
+from foredraft.heads.checkpoint import ACCEPTANCE
 from foredraft.llm import LLM
 from foredraft.loading.info import eos_token_ids
 from foredraft.model.capture import check_width
@@ -205,7 +205,7 @@ class Training:
         return {"tau": found.tokens_per_step, "by_position": found.by_position}
 
     def _ship(self, found: Evaluation, num_tokens: int) -> None:
-        self._recipe.save(self.plan.out, {EXPECTED: found.by_position[0]})
+        self._recipe.save(self.plan.out, {ACCEPTANCE: found.by_position[0]})
         if self.plan.method == "draft_model" and self.llm.tokenizer is not None:
             self.llm.tokenizer.save_pretrained(self.plan.out)
         record = {

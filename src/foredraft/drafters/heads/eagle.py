@@ -159,6 +159,8 @@ class EagleDrafter(HeadDrafter[EagleRows]):
         self.requires = self.states.requires
         uses = {1: "eagle2" if self.growth.tree is None else "eagle", 3: "eagle3"}
         self.name = uses[head.shape.generation]
+        if head.first_token_acceptance is not None:
+            self.validated_acceptance = {self.name: head.first_token_acceptance}
 
     def _grow(self, drafts: Seq[GrowingDraft]) -> None:
         if self._grows_by_rows(len(drafts)) and all(self._grows_at_once(draft) for draft in drafts):

@@ -107,9 +107,6 @@ class EagleRows(CachedStates):
         else:
             for row, result in zip(rows, results, strict=True):
                 self._owe(row, self._streams(result.committed, range(len(result.emitted))), len(result.emitted))
-        if self.head.expectation is not None:
-            for result in results:
-                self.head.expectation.add(result.tree, result.num_accepted)
 
     def _owe(self, row: Sequence, stream: torch.Tensor, num_emitted: int) -> None:
         """Make the entries of the newest committed tokens later."""
