@@ -41,7 +41,6 @@ from foredraft.engine.stats import Steps
 from foredraft.loading.models import load_model
 from foredraft.model.lm import CausalLM
 from foredraft.tree import DraftTree
-from foredraft.tune.counting import num_nodes
 from foredraft.tune.walk import RecordedText, Walk
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 16)
@@ -126,14 +125,14 @@ class Costed:
             budgets = [Budget(min(budget, length)) for budget in budgets]
         elif is_deciding:
             self._hand_over(governor)
-            budgets = governor.budgets(rows, budgets, num_nodes, is_closed=self.is_closed)
+            budgets = governor.budgets(rows, budgets, is_closed=self.is_closed)
         else:
             budgets = governor.habit.budgets(budgets)
         trees = drafts = walk.propose(budgets)
         if governor is not None and not is_deciding:
-            trees = governor.cut(rows, drafts, num_nodes)
+            trees = governor.cut(rows, drafts)
         elif governor is not None:
-            trees = governor.trimmed(rows, drafts, num_nodes)
+            trees = governor.trimmed(rows, drafts)
         elif max_nodes is not None:
             trees = [tree.restricted(range(min(len(tree), max_nodes))) for tree in drafts]
         drafting = DRAFTING_SECONDS[self.workload.drafter] * len(rows) * bool(max(budgets))
@@ -148,7 +147,7 @@ class Costed:
             return
         if is_deciding:
             seconds = {"drafting_seconds": drafting * factor, "other_seconds": verifying * factor}
-            governor.learn(trees, outputs, num_nodes, **seconds)
+            governor.learn(trees, outputs, **seconds)
             return
         self.followed.append((drafts, outputs))
         steps = Steps()
