@@ -17,7 +17,7 @@ from architectures import ALWAYS, ARCHITECTURES, REFUSED
 from foredraft import zoo
 from foredraft.errors import ConfigError
 from foredraft.loading.models import adapter_of, is_zoo, load_model
-from foredraft.model.execution.packing import can_pack
+from foredraft.native.library import library
 from foredraft.testing import governed, ungoverned
 from foredraft.zoo.conversion import weights_file
 
@@ -66,11 +66,11 @@ def _governed() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call() -> Generator[None, object, object]:
-    """Where oneDNN packs nothing (Arm, for instance), tests that ask for packed weights are skipped."""
+    """Where there are no kernels (Arm, for instance), tests that ask for packed weights are skipped."""
     try:
         return (yield)
     except ConfigError as error:
-        if can_pack() or "execution='packed' needs" not in str(error):
+        if library() is not None or "execution='packed' needs" not in str(error):
             raise
         pytest.skip(str(error))
 
@@ -102,7 +102,7 @@ def _smollm2_or_skip(request: pytest.FixtureRequest) -> None:
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """A test of zoo:smollm2 that is skipped fails where the weights are, unless the machine packs nothing."""
     report = yield
-    is_skipped = report.skipped and not hasattr(report, "wasxfail") and can_pack()
+    is_skipped = report.skipped and not hasattr(report, "wasxfail") and library() is not None
     if is_skipped and item.get_closest_marker("smollm2") and NEEDS_SMOLLM2:
         report.outcome = "failed"
         report.longrepr = f"skipped, though the weights of zoo:smollm2 are installed: {report.longrepr}"

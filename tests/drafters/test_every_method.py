@@ -34,7 +34,7 @@ ALIKE = {"nasd", "suffix", "rest", "ngram>token_recycling", "draft_model", "hydr
 """Drafts of other methods are as these: chains and trees of tokens looked up, of a model, and of heads."""
 ALONE = {"ngram", "eagle3"}
 """Of which `make test` sees more than a batch."""
-ELSEWHERE = {("eager", "eagle3"), ("float64", "ngram"), ("no kernels", "draft_model, tree")}
+ELSEWHERE = {("eager", "eagle3"), ("float64", "ngram")}
 """What `make test` runs over stock kernels besides a quick one: chains and trees, of lookups, a model and a head."""
 
 
@@ -87,17 +87,13 @@ def check(cell: Cell, promise: str) -> None:
 
 # -- elsewhere ------------------------------------------------------------------------------------------------------
 
-WAYS = {"eager": ("auto", "eager"), "float64": ("float64", "auto"), "no kernels": ("auto", "packed")}
+WAYS = {"eager": ("auto", "eager"), "float64": ("float64", "auto")}
 """Dtype and execution."""
 
 
 def elsewhere(way: str) -> Study:
     """zoo:tiny by stock kernels."""
-    dtype, execution = WAYS[way]
-    with pytest.MonkeyPatch.context() as patch:
-        if way == "no kernels":
-            patch.setattr(native, "instruction_set", lambda: None)
-        return study(dtype, execution)
+    return study(*WAYS[way])
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ import torch
 from foredraft.drafters.heads.options import pack
 from foredraft.heads.eagle import EagleHead, EagleShape
 from foredraft.heads.layers import LayerShape, Placed
-from foredraft.model.execution.packing import PackedLinear, can_pack
+from foredraft.model.execution.packing import PackedLinear
+from foredraft.native.library import library
 
 
-@pytest.mark.skipif(not can_pack(), reason="nothing is packed here")
+@pytest.mark.skipif(library() is None, reason="nothing is packed here")
 @pytest.mark.parametrize(("generation", "streams"), [(1, (3,)), (3, (0, 1, 2))])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_layers_with_one_input_are_one_product(generation: int, streams: tuple[int, ...], has_bias: bool) -> None:

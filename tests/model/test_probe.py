@@ -21,7 +21,6 @@ from foredraft.errors import ProbeError
 from foredraft.model import lm as model_module
 from foredraft.model.execution.execution import Execution
 from foredraft.model.execution.native_program import NativeProgram
-from foredraft.model.execution.packing import OneDNNMatrix
 from foredraft.model.lm import CausalLM
 from foredraft.model.masks import Masks
 from foredraft.model.nodes import Nodes
@@ -342,8 +341,7 @@ def test_a_layer_with_the_weights_of_another_is_found(dtype: str, monkeypatch: p
 
 
 def test_a_bias_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    for matrix in (NativeMatrix, OneDNNMatrix):
-        with_arguments(matrix, "__init__", lambda call: {"bias": None})(monkeypatch)
+    with_arguments(NativeMatrix, "__init__", lambda call: {"bias": None})(monkeypatch)
     with pytest.raises(ProbeError, match="does not compute in packed execution what it computes eagerly"):
         load(build("starcoder2", torch.bfloat16), "packed")
 

@@ -10,8 +10,8 @@ import torch
 
 from architectures import ARCHITECTURES, VOCAB_SIZE, draft_model, target_model
 from foredraft.model.cache.ragged import KVCache
-from foredraft.model.execution.packing import can_pack
 from foredraft.model.lm import CausalLM, Nodes
+from foredraft.native.library import library
 from foredraft.testing import Trace, reference_node_logits
 from foredraft.tree import DraftTree
 
@@ -36,7 +36,7 @@ def adapter(name: str, attention: str = "", execution: str = "", *, probe: bool 
 
     By default packed, where that can be: in float64 no linear layer is, but attention and lists of nodes are ours.
     """
-    execution = execution or ("packed" if can_pack() else "eager")
+    execution = execution or ("packed" if library() is not None else "eager")
     return CausalLM(target_model(name, attention or first_attention(name)), execution=execution, probe=probe)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.utils import cached_file
 
 from foredraft.errors import ConfigError
-from foredraft.model.execution.packing import cpu_has_bfloat16, packed_dtype
+from foredraft.model.execution.packing import cpu_has_bfloat16
 from foredraft.model.independence import other_products
 from foredraft.native.library import library
 
@@ -102,7 +102,7 @@ def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
     if dtype not in (torch.bfloat16, torch.float16):
         return False
     if device.type == "cpu":
-        return cpu_has_bfloat16() if dtype == torch.bfloat16 else packed_dtype(dtype) == dtype
+        return dtype == torch.bfloat16 and cpu_has_bfloat16()
     if device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.is_available():
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return True
@@ -110,8 +110,7 @@ def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _reads_half(device: torch.device, dtype: torch.dtype, structure: Callable[[], nn.Module] | None) -> bool:
     """Whether kernels of the library multiply every weight of a model on a CPU that has no bfloat16 products."""
-    is_packed = device.type == "cpu" and dtype == torch.bfloat16 and packed_dtype(dtype) is not None
-    if not is_packed or structure is None or library() is None:
+    if device.type != "cpu" or dtype != torch.bfloat16 or structure is None or library() is None:
         return False
     # torch's own products, of experts and of layers of another class, take two to five times as long in bfloat16 there
     model = structure()

@@ -98,7 +98,7 @@ def _loaded(instruction: str) -> Library | None:
                 return Library(file, instruction, origin)
         except (OSError, subprocess.SubprocessError) as error:
             logger.debug("no %s kernels by the %s: %s", instruction, origin, first_line(error))
-    logger.debug("linear layers run through oneDNN, and tokens are chosen by numpy")
+    logger.debug("models run eagerly, and tokens are chosen by numpy")
     return None
 
 

@@ -266,13 +266,6 @@ def test_other_models_run_as_modules(name: str) -> None:
     assert len(drafts_of(DraftModelDrafter(lm, target_vocab_size=V, policy=Fixed(3)))) == 6
 
 
-def test_no_compiler_means_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foredraft.model.execution.execution.library", lambda: None)
-    monkeypatch.setattr("foredraft.model.execution.packing.library", lambda: None)
-    assert adapter().execution.program is None
-    assert drafts_of(drafter())
-
-
 def test_a_model_that_was_written_to_is_packed_again() -> None:
     kind, config = MODELS["llama"]
     model = strengthen(kind(config), 3).eval()

@@ -30,11 +30,11 @@ from foredraft.engine.stopping import StopChecker
 from foredraft.errors import ConfigError, ShapeError, UnsupportedModelError
 from foredraft.law.sampling import SamplingLaw
 from foredraft.model.cache.views import Piece, ViewCache
-from foredraft.model.execution.packing import can_pack
 from foredraft.model.lm import CausalLM, Nodes
 from foredraft.model.support import cache_argument
 from foredraft.model.votes import Voter
 from foredraft.native.build import cpp_compiler
+from foredraft.native.library import library
 from foredraft.testing import compare, toy_model
 from foredraft.tree import DraftTree
 from harness import adapter, first_attention, random_ids, tolerance
@@ -145,7 +145,7 @@ def test_streaming_is_the_model_over_the_kept_keys_at_their_positions(name: str,
 
     Compiled in single precision, in which graphs of this architecture are made once for all tests.
     """
-    if execution != "eager" and not can_pack():
+    if execution != "eager" and library() is None:
         pytest.skip("nothing can be packed here")
     if execution == "compiled" and cpp_compiler() is None:
         pytest.skip("no C++ compiler")
@@ -235,7 +235,7 @@ def columns_of(kept: torch.Tensor, whole: torch.Tensor, length: int, size: int) 
 @torch.inference_mode()
 def test_snapkv_keeps_what_a_naive_reference_keeps(execution: str) -> None:
     """The columns of every layer and head, found again by their keys; and the target's cache stays as it was."""
-    if execution == "packed" and not can_pack():
+    if execution == "packed" and library() is None:
         pytest.skip("nothing can be packed here")
     model = target_model("llama", "eager")
     lm = CausalLM(target_model("llama", "sdpa"), execution=execution)

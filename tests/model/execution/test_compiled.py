@@ -24,16 +24,16 @@ from foredraft.model.execution import compiled_layers
 from foredraft.model.execution.compiled_layers import CompiledLayer, worth_compiling
 from foredraft.model.execution.inductor import Segment
 from foredraft.model.execution.native_program import NativeProgram
-from foredraft.model.execution.packing import can_pack as can_pack_here
 from foredraft.model.lm import CausalLM
 from foredraft.model.nodes import Nodes
 from foredraft.native import library as native
 from foredraft.native.build import cpp_compiler
+from foredraft.native.library import library
 from foredraft.tree import DraftTree
 from programs import forked
 
 pytestmark = [
-    pytest.mark.skipif(not can_pack_here(), reason="only packed models are compiled"),
+    pytest.mark.skipif(library() is None, reason="only packed models are compiled"),
     pytest.mark.skipif(cpp_compiler() is None, reason="no C++ compiler"),
 ]
 

@@ -24,12 +24,12 @@ from foredraft.errors import ConfigError, UnsupportedModelError
 from foredraft.model.execution import execution, packing
 from foredraft.model.execution.attention import GROUPED_SDPA, grouped_sdpa
 from foredraft.model.execution.execution import apply_execution, choose_execution
-from foredraft.model.execution.packing import PackedLinear, cpu_has_bfloat16, embedding_weight, packed_dtype
+from foredraft.model.execution.packing import PackedLinear, cpu_has_bfloat16, embedding_weight, packs
 from foredraft.model.lm import CausalLM, Nodes
 from foredraft.model.reduced import shadow
 from foredraft.native.library import library
 
-can_pack = pytest.mark.skipif(packed_dtype(torch.float32) is None, reason="oneDNN packs nothing here")
+can_pack = pytest.mark.skipif(not packs(torch.float32), reason="no kernels here")
 
 SIZES = {
     "vocab_size": 97,
@@ -131,7 +131,7 @@ class TestChoice:
     def test_auto_packs_on_cpus_only_what_can_be_packed(self) -> None:
         assert choose_execution("auto", "cpu", torch.float64) == "eager"
         assert choose_execution("auto", "cuda", torch.float32) == "eager"
-        if packed_dtype(torch.float32):
+        if packs(torch.float32):
             assert choose_execution("auto", torch.device("cpu"), torch.float32) == "packed"
 
     def test_an_unknown_kind_names_the_nearest(self) -> None:
@@ -144,15 +144,6 @@ class TestChoice:
         with pytest.raises(ConfigError, match="execution='eager'"):
             choose_execution("packed", "cuda", torch.float32)
 
-    def test_bfloat16_is_packed_as_such_only_by_cpus_that_have_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        if packed_dtype(torch.float32) is None:
-            pytest.skip("oneDNN packs nothing here")
-        monkeypatch.setattr(packing, "cpu_has_bfloat16", lambda: True)
-        assert packed_dtype(torch.bfloat16) == torch.bfloat16
-        monkeypatch.setattr(packing, "cpu_has_bfloat16", lambda: False)
-        assert packed_dtype(torch.bfloat16) == torch.float32
-        assert packed_dtype(torch.float64) is None
-
     def test_bfloat16_needs_instructions_for_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(cpu_has_bfloat16(), bool)
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
@@ -163,18 +154,9 @@ class TestChoice:
 
 @can_pack
 class TestMemory:
-    @pytest.mark.parametrize(
-        ("dtype", "release", "bytes_per_weight"),
-        [(torch.float32, False, 4), (torch.float32, True, 0), (torch.bfloat16, False, 4), (torch.bfloat16, True, 2)],
-    )
-    def test_counts_what_packing_takes(
-        self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, release: bool, bytes_per_weight: int
-    ) -> None:
-        """The library's own kernels keep half precision as it is; oneDNN has it in single precision here."""
-        monkeypatch.setattr(packing, "cpu_has_bfloat16", lambda: False)
-        monkeypatch.setattr(packing, "library", lambda: None)
-        assert packing.packing_bytes([nn.Linear(8, 5, dtype=dtype)], release) == 40 * bytes_per_weight
-        monkeypatch.setattr(packing, "library", object)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("release", [False, True])
+    def test_counts_what_packing_takes(self, dtype: torch.dtype, release: bool) -> None:
         kept = 0 if release else dtype.itemsize
         assert packing.packing_bytes([nn.Linear(8, 5, dtype=dtype)], release) == 40 * kept
 
@@ -217,7 +199,7 @@ class TestPacked:
         with pytest.raises(TypeError, match="float64"):
             PackedLinear.of(nn.Linear(8, 5))(torch.zeros(1, 8, dtype=torch.float64))
 
-    def test_float64_stays_as_it_is_and_small_weights_without_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_float64_stays_as_it_is_and_all_weights_without_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_unpacked(build("llama", torch.float64))
         monkeypatch.setattr("foredraft.model.execution.packing.library", lambda: None)
         assert_unpacked(build("llama"))

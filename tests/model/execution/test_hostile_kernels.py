@@ -12,10 +12,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from foredraft.errors import ConfigError
-from foredraft.model.execution import packing
 from foredraft.model.execution.attention import grouped_sdpa
 from foredraft.model.execution.operators import Runner, product
-from foredraft.model.execution.packing import PackedProduct, can_pack
 from foredraft.model.lm import CausalLM
 from foredraft.model.nodes import Nodes
 from foredraft.native import library as native
@@ -93,18 +91,6 @@ def test_a_call_is_perturbed_by_its_kind_alone(name: str, dtype: torch.dtype) ->
     assert torch.equal(run(x), want)
     relative = (found - want).abs().max() / want.abs().max()
     assert 0 < relative <= 4 * torch.finfo(want.dtype).eps
-
-
-@pytest.mark.skipif(not can_pack(), reason="nothing is packed here")
-@pytest.mark.parametrize("num_rows", [3, 100])
-def test_packed_products_are_perturbed(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "instruction_set", lambda: None)
-    packed, x = PackedProduct([layer()]), drawn(num_rows, INPUTS)
-    want = packed(x)
-    with hostile_kernels("steps"):
-        assert torch.equal(packed(x), want) == (num_rows == 100)
-    with hostile_kernels("prompts"):
-        assert torch.equal(packed(x), want) == (num_rows == 3)
 
 
 @pytest.mark.skipif(native.library() is None, reason="no kernels here")
@@ -190,19 +176,11 @@ def test_what_cannot_be_rounded_and_stand_ins_stay() -> None:
         assert layer().to("meta")(torch.empty(2, INPUTS, device="meta")).shape == (2, OUTPUTS)
 
 
-@pytest.mark.parametrize(
-    "execution",
-    ["eager", pytest.param("packed", marks=pytest.mark.skipif(not can_pack(), reason="nothing is packed here"))],
-)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_model_passes_its_probe_and_has_other_logits(
-    execution: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "instruction_set", lambda: None)
-    monkeypatch.setattr(packing, "MIN_ELEMENTS", 0)
+def test_a_model_passes_its_probe_and_has_other_logits(dtype: torch.dtype) -> None:
 
     def logits() -> torch.Tensor:
-        lm = CausalLM(toy_model(dtype=dtype), execution=execution)
+        lm = CausalLM(toy_model(dtype=dtype), execution="eager")
         return lm.forward(Nodes.from_chains([[3, 1, 4, 1, 5]]), lm.new_cache(1))
 
     want = logits()

@@ -1,4 +1,4 @@
-"""Machines where oneDNN packs nothing (Arm, Apple silicon) run eagerly; nothing assumes x86."""
+"""Machines without kernels (Arm, Apple silicon, below AVX2) run eagerly; nothing assumes x86."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import pytest
 import torch
 
 import foredraft
-from foredraft import LLM
+from foredraft import LLM, SamplingParams
 from foredraft.errors import ConfigError
 from foredraft.model.execution import packing
 from foredraft.model.execution.execution import apply_execution, choose_execution
-from foredraft.model.execution.packing import can_pack, cpu_has_bfloat16, packable, packed_dtype
+from foredraft.model.execution.packing import cpu_has_bfloat16, packable, packs
 from foredraft.model.reduced import shadow
+from foredraft.native import library as native
 from foredraft.testing import toy_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,23 +27,31 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.fixture(params=["aarch64", "arm64"])
 def elsewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(packing.platform, "machine", lambda: request.param)
+    monkeypatch.setattr(native, "instruction_set", lambda: None)
     return str(request.param)
 
 
 def test_nothing_is_packed(elsewhere: str) -> None:
-    assert not can_pack()
-    assert [packed_dtype(dtype) for dtype in DTYPES] == [None] * 3
+    assert not any(map(packs, DTYPES))
     assert [choose_execution("auto", "cpu", dtype) for dtype in DTYPES] == ["eager"] * 3
     assert not list(packable(toy_model()))
-    assert apply_execution(shadow(toy_model())).describe() == "eager"
+    execution = apply_execution(shadow(toy_model()))
+    assert execution.describe() == "eager"
+    assert execution.why_not_native().startswith("it runs eagerly, since the library's own kernels need AVX2")
 
 
 def test_packed_is_refused_where_nothing_can_be_packed(elsewhere: str) -> None:
     """It once ran eagerly, calling itself packed."""
-    with pytest.raises(
-        ConfigError, match=rf"on x86, which torch does not have here \({elsewhere}\); .*'eager', or 'auto'"
-    ):
+    with pytest.raises(ConfigError, match=r"needs the library's own kernels.*x86 CPU with AVX2.*'eager', or 'auto'"):
         LLM(toy_model(), execution="packed")
+
+
+def test_rounded_weights_and_heads_run_without_kernels(elsewhere: str) -> None:
+    """A reduced output of rounded weights once could not be packed there."""
+    llm = LLM("zoo:tiny", "eagle3", quantization="int8", dtype="float32")
+    params = SamplingParams(temperature=0, max_tokens=8)
+    found, plain = (each.generate("Once", params)[0].outputs[0] for each in (llm, llm.with_speculative_config(None)))
+    assert found.token_ids == plain.token_ids
 
 
 def test_bfloat16_is_asked_for_and_not_concluded_from_the_name(elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +122,7 @@ def test_the_package_works_where_the_operators_of_x86_are_missing(
     assert done.returncode == 0, done.stderr
     kind, dtype, has_bfloat16, is_equal, length, refused, kernels = json.loads(done.stdout)
     assert (kind, is_equal, length, kernels) == ("eager", True, 24, None)
-    assert machine in refused
+    assert "x86 CPU with AVX2" in refused
     assert has_bfloat16 == (dtype == "bfloat16")
     assert has_onednn or dtype == "float32"
 

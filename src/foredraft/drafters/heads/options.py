@@ -223,7 +223,7 @@ def check_kind(found: Checkpoint, method: str) -> None:
 
 
 def pack(head: nn.Module) -> None:
-    """Run the linear layers of a head that nobody else holds through oneDNN, as those of the target are.
+    """Run the linear layers of a head that nobody else holds by the library's own kernels, as those of the target are.
 
     Layers that are given the same tensor become one product, which reads them in one call.
     """
@@ -235,7 +235,7 @@ def pack(head: nn.Module) -> None:
     shared = {layer for group in together for layer in group}
     groups = [*together, *([layer] for layer in head.modules() if layer not in shared)]
     for group in groups:
-        if packable.issuperset(group) and packing.worth_packing(group):
+        if packable.issuperset(group):
             product = packing.PackedProduct(group)
             for index, layer in enumerate(group):
                 forwards.replace_forward(layer, packing.PackedLinear(product, index))

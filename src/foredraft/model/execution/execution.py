@@ -7,7 +7,6 @@ tensors, and everything this file does is done to the shadow.
 from __future__ import annotations
 
 import logging
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -29,13 +28,11 @@ from foredraft.model.execution.native_program import NativeProgram
 from foredraft.model.execution.packing import (
     PackedLinear,
     PackedProduct,
-    can_pack,
     layers_in_floats,
     packable,
-    packed_dtype,
     packed_products,
     packing_bytes,
-    worth_packing,
+    packs,
 )
 from foredraft.model.execution.sharing import groups, make_ready, read_rows, tied_embedding
 from foredraft.model.execution.tracing import layer_program
@@ -71,13 +68,13 @@ def choose_execution(kind: str, device: torch.device | str, dtype: torch.dtype) 
     check_kind(kind)
     is_cpu = torch.device(device).type == "cpu"
     if kind == "auto":
-        return "packed" if is_cpu and packed_dtype(dtype) else "eager"
+        return "packed" if is_cpu and packs(dtype) else "eager"
     if kind != "eager" and not is_cpu:
         raise ConfigError(f"execution={kind!r} runs on CPUs, and the model is on {device}; use execution='eager'")
-    if kind == "packed" and not can_pack():
+    if kind == "packed" and library() is None:
         raise ConfigError(
-            f"execution='packed' needs oneDNN on x86, which torch does not have here ({platform.machine()}); use "
-            "execution='eager', or 'auto', which takes it"
+            "execution='packed' needs the library's own kernels, which are not here: they need an x86 CPU with AVX2, "
+            "and a C++ compiler or the wheel that has them; use execution='eager', or 'auto', which takes it"
         )
     return kind
 
@@ -124,6 +121,7 @@ class Execution:
         self.compiled: CompiledLayers | None = None
         self.program: NativeProgram | None = None
         self.why_no_program = ""
+        self._lacks_kernels = False  # which is why it runs eagerly
         self._recorded: tuple[Recording, Ends] | None = None
         self._pending: Callable[[], None] | None = None  # what is still to be made before modules run
         self.kernels: Library | None = None  # of attention
@@ -280,12 +278,11 @@ class Execution:
 
         Structure decides: what a layer is, and in which dtype. Attention is for `runs_own_attention` to see.
         """
+        needs = "the library's own kernels need AVX2, a C++ compiler or a wheel with them, and single or half precision"
         if self.kind == "eager":
-            return "it runs eagerly"
+            return f"it runs eagerly, since {needs}" if self._lacks_kernels else "it runs eagerly"
         if self.kernels is None:
-            return (
-                "the library's own kernels need AVX2, a C++ compiler or a wheel with them, and single or half precision"
-            )
+            return needs
         if not self.uses_grouped_attention:
             return "its attention is code of its own"
         if name := next((type(layer).__name__ for _, layer in quantised_layers(self.model)), ""):
@@ -355,7 +352,7 @@ class Execution:
     def _pack(self, release_originals: bool, earlier: Execution | None) -> None:
         known = {} if earlier is None else {id(product.layers[0].weight): product for product in earlier._products}
         layers = list(packable(self.model))
-        found = [group for group in (groups(self.model, layers) if layers else []) if worth_packing(group)]
+        found = groups(self.model, layers) if layers else []
         tied = tied_embedding(self.model) if release_originals and self.kernels is not None else None
         if tied is not None and [self.model.get_output_embeddings()] not in found:  # the table is read as it is
             tied = None
@@ -387,8 +384,8 @@ def apply_execution(
 
     Args:
       shadow_model: from `shadow`, or a model that nobody else holds; its layers are changed in place.
-      kind: "auto" (compiled on x86 where memory allows and a C++ compiler is found, packed where the model is small or
-        there is none, else eager), "eager", "packed" or "compiled".
+      kind: "auto" (with the library's own kernels, compiled where memory allows and a C++ compiler is found, packed
+        where the model is small or there is none; else eager), "eager", "packed" or "compiled".
       release_originals: free each weight once it is packed, in every model that shares it; tied weights
         stay, but for an input embedding whose rows are then read from the packed output embedding. Only for models
         that the library loaded itself.
@@ -410,6 +407,7 @@ def apply_execution(
     execution = Execution(shadow_model, chosen)
     execution._products += packed_products(shadow_model)
     if execution.kind == "eager":
+        execution._lacks_kernels = kind == "auto" and device.type == "cpu" and not packs(compute_dtype(shadow_model))
         # on a CPU it stays transformers' own way, by which the others are judged
         execution.uses_grouped_attention = device.type != "cpu" and use_grouped_sdpa(shadow_model)
         return execution

@@ -1,7 +1,7 @@
-"""Linear layers with weights packed once, for CPUs: for kernels of the library's own, or for oneDNN.
+"""Linear layers with weights packed once, for the library's own kernels on CPUs.
 
-Reading every weight once is the floor of a step. The library's own kernels (`native`) sum every row by itself, and run
-wherever they can be built; oneDNN's, whose sums depend on the number of rows, where there is no C++ compiler.
+Reading every weight once is the floor of a step. The kernels (`native`) sum every row by itself. Where there are none,
+modules run as they are.
 """
 
 from __future__ import annotations
@@ -23,13 +23,6 @@ from foredraft.native.codes import Codes, StoredCodes, Unrounded
 from foredraft.native.library import KINDS, library
 from foredraft.native.packed_matmul import CodesMatrix, NativeMatrix, PackedMatrix, Seen
 
-BATCH_HINT = 16  # a hint of one row packs for another kernel, whose single row has other bits than its many
-MIN_ELEMENTS = 2**18
-"""Of float32 weights that oneDNN multiplies: below, the 15 us that a call into it costs more than torch's own product
-exceed what packing saves. Of bfloat16, torch's product is such a call, too."""
-
-HALVES = (torch.bfloat16, torch.float16)
-
 
 def cpu_has_bfloat16() -> bool:
     """True where the CPU multiplies bfloat16 itself (avx512_bf16, AMX, or Arm's BF16), not by conversion."""
@@ -40,47 +33,9 @@ def cpu_has_bfloat16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def can_pack() -> bool:
-    """Whether weights can be packed on this machine at all: by oneDNN, on x86."""
-    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return has_onednn and platform.machine().lower() in ("x86_64", "amd64")
-
-
-def packed_dtype(dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype in which oneDNN packs weights of ``dtype``, or None where it packs none.
-
-    Half precision without instructions for it is packed as float32: no other kernel here reads the weights once
-    for several rows. The products are then exact and rounded once, at twice the memory.
-    """
-    if not can_pack():
-        return None
-    if dtype == torch.bfloat16 and cpu_has_bfloat16():
-        return torch.bfloat16
-    if dtype == torch.float32 or dtype in HALVES:
-        return torch.float32
-    return None
-
-
-class OneDNNMatrix:
-    """A weight (out, in), packed for oneDNN in the dtype that it multiplies in, and a bias (out,) or None."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        dtype = packed_dtype(weight.dtype)
-        if dtype is None:
-            raise TypeError(f"weights of {weight.dtype} cannot be packed; rebuild the execution")
-        self.compute_dtype = dtype
-        self.num_bytes = weight.numel() * dtype.itemsize
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype).contiguous(), BATCH_HINT)
-        self._bias = None if bias is None else bias.to(dtype)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., in) of `compute_dtype` -> (..., out)."""
-        return _linear(x, self.packed, self._bias, "none", [], "")
-
-    def dense(self) -> torch.Tensor:
-        """The weight (out, in), as it was packed."""
-        dense: torch.Tensor = self.packed.to_dense()
-        return dense
+def packs(dtype: torch.dtype) -> bool:
+    """Whether the library's own kernels run here and multiply weights of this dtype."""
+    return dtype in KINDS and library() is not None
 
 
 class DenseMatrix:
@@ -99,18 +54,19 @@ class DenseMatrix:
         return self.packed
 
 
-Matrix: TypeAlias = OneDNNMatrix | NativeMatrix | CodesMatrix | DenseMatrix
+Matrix: TypeAlias = NativeMatrix | CodesMatrix | DenseMatrix
 
 
 def _matrix(weights: Sequence[torch.Tensor], bias: torch.Tensor | None, seen: Seen) -> Matrix:
-    """Packed for the library's own kernels, or for oneDNN where there are none."""
-    kernels = library() if weights[0].dtype in KINDS else None
-    if kernels is not None:
-        return NativeMatrix(weights, bias, kernels, seen)
-    matrix = OneDNNMatrix(weights[0] if len(weights) == 1 else torch.cat(list(weights)), bias)
-    for number, weight in enumerate(weights):
-        seen(number, weight)
-    return matrix
+    """Packed for the library's own kernels; where there are none, as torch multiplies it."""
+    kernels = library() if weights[0].device.type == "cpu" else None
+    if kernels is None:
+        for number, weight in enumerate(weights):
+            seen(number, weight)
+        return DenseMatrix(weights[0] if len(weights) == 1 else torch.cat(list(weights)), bias)
+    if weights[0].dtype not in KINDS:
+        raise TypeError(f"weights of {weights[0].dtype} cannot be packed; rebuild the execution")
+    return NativeMatrix(weights, bias, kernels, seen)
 
 
 def _codes_matrix(
@@ -128,8 +84,7 @@ def _codes_matrix(
     read = [part.codes() for part in parts]
     for number, (part, codes) in enumerate(zip(parts, read, strict=True)):
         seen(number, part.weight if isinstance(part, Unrounded) else codes)
-    weight = Codes.joined(read).dense().to(dtype)
-    return OneDNNMatrix(weight, bias) if device.type == "cpu" and packed_dtype(dtype) else DenseMatrix(weight, bias)
+    return DenseMatrix(Codes.joined(read).dense().to(dtype), bias)
 
 
 class PackedProduct:
@@ -513,20 +468,9 @@ def row_sums(tensor: torch.Tensor) -> torch.Tensor:
     return rows.view(torch.int64).sum(-1, dtype=torch.int64)
 
 
-if can_pack():  # builds without oneDNN (Apple silicon) lack the operator, and asking for it would break off the import
-    _linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
-
-
 def packing_bytes(layers: Iterable[nn.Module], release_originals: bool) -> int:
     """Memory that packing these layers takes at its height, over what is held now."""
-    total = 0
-    for layer in layers:
-        weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-        dtype = weight.dtype if library() is not None and weight.dtype in KINDS else packed_dtype(weight.dtype)
-        if dtype is not None:
-            kept = 0 if release_originals else weight.dtype.itemsize
-            total += weight.numel() * (dtype.itemsize - weight.dtype.itemsize + kept)
-    return total
+    return 0 if release_originals else sum(layer.weight.nbytes for layer in layers)  # type: ignore[misc]
 
 
 def packable(model: nn.Module) -> Iterator[nn.Module]:
@@ -540,13 +484,5 @@ def packable(model: nn.Module) -> Iterator[nn.Module]:
         weight, bias = layer.weight, layer.bias
         if type(weight) is not nn.Parameter or type(bias) not in (nn.Parameter, type(None)):
             continue
-        if weight.device.type == "cpu" and packed_dtype(weight.dtype):
+        if weight.device.type == "cpu" and packs(weight.dtype):
             yield layer
-
-
-def worth_packing(layers: Sequence[nn.Module]) -> bool:
-    """Whether to pack the product of these layers: always for the library's own kernels, else where that is faster."""
-    weights: list[torch.Tensor] = [layer.weight for layer in layers]  # type: ignore[misc]
-    if library() is not None or packed_dtype(weights[0].dtype) != torch.float32:
-        return True
-    return sum(weight.numel() for weight in weights) >= MIN_ELEMENTS
