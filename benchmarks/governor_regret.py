@@ -31,7 +31,7 @@ from foredraft.bench.provenance import provenance
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.lookup.ngram import NGramDrafter
 from foredraft.drafters.lookup.suffix import SuffixDrafter, SuffixOptions
-from foredraft.engine.budget import Budget
+from foredraft.engine.budget import DraftSize
 from foredraft.engine.cost_model import CostModel
 from foredraft.engine.costs import cost_curve
 from foredraft.engine.drafter import Drafter
@@ -122,7 +122,7 @@ class Costed:
         self.num_steps += 1
         budgets = walk.budgets()
         if governor is None:
-            budgets = [Budget(min(budget, length)) for budget in budgets]
+            budgets = [DraftSize(min(budget, length)) for budget in budgets]
         elif is_deciding:
             self._hand_over(governor)
             budgets = governor.budgets(rows, budgets, is_closed=self.is_closed)

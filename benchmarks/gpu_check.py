@@ -33,8 +33,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -266,7 +265,9 @@ def texts_of(llm: LLM, params: SamplingParams, size: int) -> tuple[list[tuple[in
     return [tuple(result.outputs[0].token_ids) for result in results], accepted
 
 
-def largest_gap(llm: LLM, params: SamplingParams, texts: Seq[Seq[int]], plain: Seq[Seq[int]]) -> float | None:
+def largest_gap(
+    llm: LLM, params: SamplingParams, texts: Sequence[Sequence[int]], plain: Sequence[Sequence[int]]
+) -> float | None:
     """How far apart the law puts the tokens at which texts part from plain ones; None where none do."""
     gaps = []
     for prompt, got, want in zip(TEXTS, texts, plain, strict=True):
@@ -382,7 +383,7 @@ class StepCount:
     by_name: Mapping[str, int]
 
 
-def count_steps(llm: LLM, params: SamplingParams, prompts: Seq[str] = TEXTS[:1]) -> list[StepCount]:
+def count_steps(llm: LLM, params: SamplingParams, prompts: Sequence[str] = TEXTS[:1]) -> list[StepCount]:
     """Count every decode step of a generation."""
     found: list[StepCount] = []
     decode = Engine._decode
@@ -472,7 +473,7 @@ def bits_of(case: BitsCase, bucket: int) -> dict[str, bool]:
     }
 
 
-def bits_cases(device: torch.device, dtype: torch.dtype, shapes: Seq[Mapping[str, int]]) -> Iterator[BitsCase]:
+def bits_cases(device: torch.device, dtype: torch.dtype, shapes: Sequence[Mapping[str, int]]) -> Iterator[BitsCase]:
     """Products, norms and attention of models of these shapes."""
     generator = torch.Generator().manual_seed(0)
 
@@ -650,7 +651,7 @@ def random_model(shape: Mapping[str, int], device: torch.device) -> PreTrainedMo
     return model  # type: ignore[no-any-return]
 
 
-Decoder = Callable[[Model, Seq[Seq[int]], int], Timing]
+Decoder = Callable[[Model, Sequence[Sequence[int]], int], Timing]
 
 
 @dataclass(frozen=True)
@@ -667,16 +668,16 @@ class SpeedArm:
     most_rows: int = 64
 
 
-def by_engine(new_drafter: Callable[[Model, Seq[Seq[int]]], Drafter]) -> Decoder:
+def by_engine(new_drafter: Callable[[Model, Sequence[Sequence[int]]], Drafter]) -> Decoder:
     """Decode with the library."""
 
-    def run(model: Model, prompts: Seq[Seq[int]], num_tokens: int) -> Timing:
+    def run(model: Model, prompts: Sequence[Sequence[int]], num_tokens: int) -> Timing:
         return decode(model, new_drafter(model, prompts), prompts, num_tokens)
 
     return run
 
 
-def decode(model: Model, drafter: Drafter, prompts: Seq[Seq[int]], num_tokens: int) -> Timing:
+def decode(model: Model, drafter: Drafter, prompts: Sequence[Sequence[int]], num_tokens: int) -> Timing:
     """Read all prompts, then take the time of what follows."""
     llm, device = model.llm, model.device
     watch, forward = Stopwatch(device), llm.target.forward
@@ -706,7 +707,7 @@ def decode(model: Model, drafter: Drafter, prompts: Seq[Seq[int]], num_tokens: i
     return Timing(seconds, num_new, num_steps, tuple(watch.milliseconds()), peak_bytes(device), kv_bytes, texts)
 
 
-def plain(model: Model, prompts: Seq[Seq[int]], num_tokens: int) -> Timing:
+def plain(model: Model, prompts: Sequence[Sequence[int]], num_tokens: int) -> Timing:
     found = decode(model, EmptyDrafter(), prompts, num_tokens)
     model.plain_texts[len(prompts)] = found.texts
     return found
@@ -717,12 +718,12 @@ def by_method(config: Any) -> Decoder:
     return by_engine(lambda model, _: model.llm.with_speculative_config(config).drafting.new_drafter())
 
 
-def oracle(model: Model, prompts: Seq[Seq[int]]) -> Drafter:
+def oracle(model: Model, prompts: Sequence[Sequence[int]]) -> Drafter:
     """Drafts four tokens of what plain decoding has said."""
     return PerfectDrafter(model.plain_texts[len(prompts)], 4, vocab_size=model.llm.target.vocab_size)
 
 
-def draft_model(model: Model, _: Seq[Seq[int]]) -> Drafter:
+def draft_model(model: Model, _: Sequence[Sequence[int]]) -> Drafter:
     if not model.name.startswith("random:") and zoo.brings(model.name, "draft"):
         return model.llm.with_speculative_config("draft_model").drafting.new_drafter()
     return DraftModelDrafter(model.draft_model, target_vocab_size=model.llm.target.vocab_size)
@@ -745,7 +746,7 @@ class _Started(StoppingCriteria):  # type: ignore[misc]
 def by_transformers(**options: Any) -> Decoder:
     """Decode by ``model.generate``."""
 
-    def run(model: Model, prompts: Seq[Seq[int]], num_tokens: int) -> Timing:
+    def run(model: Model, prompts: Sequence[Sequence[int]], num_tokens: int) -> Timing:
         longest = max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
@@ -799,7 +800,7 @@ def measure_speed(run: Check, clock: Clock) -> None:
             torch.cuda.empty_cache()
 
 
-def measure_arms(run: Check, model: Model, prompts: Seq[Seq[int]], clock: Clock) -> None:
+def measure_arms(run: Check, model: Model, prompts: Sequence[Sequence[int]], clock: Clock) -> None:
     rows, times = len(prompts), dict[str, list[Timing]]()
     arms = {arm.name: arm for arm in run.speed_arms}
     told = {"model": model.name, "rows": rows}
@@ -888,14 +889,14 @@ class Check:
 
     device: torch.device
     results: Results
-    methods: Seq[str]
-    models: Seq[str]
-    rows: Seq[int]
-    buckets: Seq[int]
-    bits_shapes: Seq[Mapping[str, int]]
-    lengths: Seq[int]
-    growth_rows: Seq[int]
-    speed_arms: Seq[SpeedArm]
+    methods: Sequence[str]
+    models: Sequence[str]
+    rows: Sequence[int]
+    buckets: Sequence[int]
+    bits_shapes: Sequence[Mapping[str, int]]
+    lengths: Sequence[int]
+    growth_rows: Sequence[int]
+    speed_arms: Sequence[SpeedArm]
     num_check_tokens: int
     num_tokens: int
     num_growth_tokens: int
@@ -917,7 +918,7 @@ SECTIONS: dict[str, tuple[Callable[[Check, Clock], None], float]] = {
 """Sections in their order, with the share of the time that is left which each may take."""
 
 
-def read_options(arguments: Seq[str] | None) -> argparse.Namespace:
+def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder of results; else the variable OUT, else a new one in runs/")
     parser.add_argument("--quick", action="store_true", help="two minutes: fewer methods, rows, shapes and repeats")
@@ -967,7 +968,7 @@ def folder_of(options: argparse.Namespace) -> Path:
     return Path("runs") / f"gpu_check-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def main(arguments: Seq[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     options = read_options(arguments)
     device = choose_device(options.device)
     results = Results(folder_of(options))

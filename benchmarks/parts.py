@@ -17,8 +17,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,18 +43,18 @@ from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters import drafter_factory, make_drafter
 from foredraft.drafters.context import DrafterContext
 from foredraft.engine.costs import Forward, filled_cache, median_times, seconds_of
-from foredraft.engine.drafter import Budget, Drafter, Features, StepResult
+from foredraft.engine.drafter import Drafter, DraftSize, Features, StepResult
 from foredraft.engine.engine import EngineConfig
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.engine.stats import StepProfile
 from foredraft.engine.stopping import StopChecker
 from foredraft.folders import keep_json
-from foredraft.law.sampling import SamplingLaw
 from foredraft.loading.defaults import default_keys
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM, Nodes
 from foredraft.retrieval.build import from_tokens
 from foredraft.retrieval.datastore import Datastore
+from foredraft.sampling.distribution import Sampler
 from foredraft.tree import DraftTree
 from foredraft.tune.accepted import Position, by_position
 
@@ -99,7 +98,7 @@ class _Costs:
     drafter_seconds: float = 0.0
     loop_seconds: float = 0.0
 
-    def add(self, noted: Record, run: Run, seconds: Seq[float], loop_seconds: float) -> None:
+    def add(self, noted: Record, run: Run, seconds: Sequence[float], loop_seconds: float) -> None:
         """One run: seconds of each of its forwards."""
         self.num_tokens += run.num_decoded
         self.num_steps += noted.num_steps
@@ -140,7 +139,7 @@ class Efficiency:
         return self.speedup / self.allowed
 
 
-def record(arm: EngineArm, prompt: Seq[int], max_new_tokens: int, sampling: Sampling) -> tuple[Record, Run]:
+def record(arm: EngineArm, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling) -> tuple[Record, Run]:
     """Run a prompt and record every forward after the first emission, as `Run` counts decoding."""
     noted = Record()
     engine = arm.engine
@@ -185,7 +184,7 @@ class Replay:
     Nothing lies between two forwards but setting the lengths, so the sum is what any loop around them must pay.
     """
 
-    def __init__(self, records: Seq[Record]) -> None:
+    def __init__(self, records: Sequence[Record]) -> None:
         self._caches: dict[int, KVCache] = {}
         for noted in records:
             for forward in noted.forwards:
@@ -216,8 +215,8 @@ class Replay:
 
 def efficiencies(
     plain: EngineArm,
-    arms: Seq[EngineArm],
-    prompts: Seq[Seq[int]],
+    arms: Sequence[EngineArm],
+    prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     sampling: Sampling,
     repeats: int = 2,
@@ -234,8 +233,8 @@ def efficiencies(
         if any(noted.num_steps == 0 for noted, _ in notes.values()):
             continue
         replay = Replay([noted for noted, _ in notes.values()])
-        forwards: dict[str, list[Seq[float]]] = {name: [] for name in notes}
-        steps: dict[str, list[Seq[float]]] = {name: [] for name in notes}
+        forwards: dict[str, list[Sequence[float]]] = {name: [] for name in notes}
+        steps: dict[str, list[Sequence[float]]] = {name: [] for name in notes}
         drafts: dict[str, list[float]] = {name: [] for name in notes}
         for arm in [*everyone, *reversed(everyone)] * repeats:
             before = arm.engine.profile.propose_seconds
@@ -253,7 +252,7 @@ def efficiencies(
     return [_efficiency(arm.name, totals[arm.name], base) for arm in arms] if base.num_steps else []
 
 
-def column_medians(rows: Seq[Seq[float]]) -> list[float]:
+def column_medians(rows: Sequence[Sequence[float]]) -> list[float]:
     """The median of every column; all rows are of one length."""
     return [median(column) for column in zip(*rows, strict=True)]
 
@@ -301,7 +300,7 @@ class StepTimes:
         return 1.0 - (self.target_seconds + self.drafter_seconds) / self.step_seconds
 
 
-def profile(arm: EngineArm, prompts: Seq[Seq[int]], max_new_tokens: int, sampling: Sampling) -> StepTimes:
+def profile(arm: EngineArm, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling) -> StepTimes:
     """Profile the decode steps of an arm over some prompts, one at a time; the first step of each is warm-up."""
     engine, total, wall = arm.engine, StepProfile(), 0.0
     before = engine.profile
@@ -341,7 +340,7 @@ class _Stopwatch:
         return timed
 
     @contextmanager
-    def inside(self, models: Seq[CausalLM]) -> Iterator[None]:
+    def inside(self, models: Sequence[CausalLM]) -> Iterator[None]:
         """Count as long as the block runs."""
         with ExitStack() as stack:
             for execution in (model.execution for model in models):
@@ -397,7 +396,7 @@ class DraftCost:
 
 
 def draft_costs(
-    drafter_context: DrafterContext, contexts: Seq[int], datastore_sizes: Seq[int], num_steps: int
+    drafter_context: DrafterContext, contexts: Sequence[int], datastore_sizes: Sequence[int], num_steps: int
 ) -> Iterator[DraftCost]:
     """Every arm at every context over the smallest datastore; then lookups alone at every size of the datastore.
 
@@ -438,7 +437,7 @@ def draft_cost(
         start = perf_counter_ns() - begin
         for _ in range(num_steps):
             begin = perf_counter_ns()
-            (tree,) = drafter.propose([row], [Budget(_LONGEST - 1)])
+            (tree,) = drafter.propose([row], [DraftSize(_LONGEST - 1)])
             proposed.append(perf_counter_ns() - begin)
             result = text.verified(row, tree, ahead)
             begin = perf_counter_ns()
@@ -478,11 +477,11 @@ class PhraseText:
         ids: list[int] = self._phrases[order].ravel()[:count].tolist()
         return ids
 
-    def row(self, context: int, num_steps: int) -> Sequence:
+    def row(self, context: int, num_steps: int) -> Row:
         """A row whose prompt is ``context`` tokens of the text."""
         params = SamplingParams(max_tokens=num_steps * _LONGEST)
         ids, max_length = self.tokens(context), context + num_steps * _LONGEST
-        return Sequence(
+        return Row(
             id=0,
             request_id="0",
             index=0,
@@ -490,12 +489,12 @@ class PhraseText:
             num_prompt_tokens=context,
             params=params,
             seed=1,
-            law=SamplingLaw(params, vocab_size=self.vocab_size, prompt_ids=ids[:1]),
+            law=Sampler(params, vocab_size=self.vocab_size, prompt_ids=ids[:1]),
             max_length=max_length,
             checker=StopChecker(params, (), context, max_length),
         )
 
-    def verified(self, row: Sequence, tree: DraftTree, ahead: Seq[int]) -> StepResult:
+    def verified(self, row: Row, tree: DraftTree, ahead: Sequence[int]) -> StepResult:
         """The outcome of a draft for a target that continues the text, with features that are drawn at random."""
         done = len(row.token_ids)
         future = [ahead[done + depth] for depth in tree.depths]
@@ -505,7 +504,7 @@ class PhraseText:
         row.num_steps += 1
         return StepResult(tree, verdict.path, emitted, _Drawn(future, self.vocab_size, self._draw))
 
-    def documents(self, num_tokens: int) -> Iterable[Seq[int]]:
+    def documents(self, num_tokens: int) -> Iterable[Sequence[int]]:
         """Documents of ``num_tokens`` in all, separators included: frequent phrases and rare ones, a quarter noise."""
         random_ = np.random.default_rng(2)
         while num_tokens > 1:
@@ -525,12 +524,12 @@ class _Drawn(Features):
       future: the text after every node.
     """
 
-    def __init__(self, future: Seq[int], vocab_size: int, draw: random.Random) -> None:
+    def __init__(self, future: Sequence[int], vocab_size: int, draw: random.Random) -> None:
         ranked = min(_NUM_RANKED, vocab_size)
         self._top = torch.stack([torch.randperm(ranked) for _ in future])
         self._choices = tuple(one if draw.random() < _AGREEMENT else draw.randrange(vocab_size) for one in future)
 
-    def top_ids(self, k: int, nodes: Seq[int]) -> torch.Tensor:
+    def top_ids(self, k: int, nodes: Sequence[int]) -> torch.Tensor:
         return self._top[list(nodes), :k]
 
     @property
@@ -651,7 +650,7 @@ class AcceptedLengths:
 
 
 def accepted_lengths(
-    arm: EngineArm, prompts: Iterable[Seq[int]], max_new_tokens: int, sampling: Sampling
+    arm: EngineArm, prompts: Iterable[Sequence[int]], max_new_tokens: int, sampling: Sampling
 ) -> AcceptedLengths:
     """Decode prompts one after another with an arm that drafts chains, and count its steps.
 
@@ -726,12 +725,12 @@ class Parts:
             return load_prompts(self.pair.tokenizer, questions, room)
         ending = replace(self.greedy, ignore_eos=False)
 
-        def answer(ids: Seq[int]) -> tuple[int, ...]:
+        def answer(ids: Sequence[int]) -> tuple[int, ...]:
             return plain.run(ids, options.max_new_tokens, ending).token_ids
 
         return asked_again(self.pair.tokenizer, questions, answer, room)
 
-    def _efficiencies(self, arms: Seq[EngineArm], prompts: Seq[BenchPrompt]) -> list[Efficiency]:
+    def _efficiencies(self, arms: Sequence[EngineArm], prompts: Sequence[BenchPrompt]) -> list[Efficiency]:
         options, plain = self.options, self.arm("none")
         token_ids = [prompt.token_ids for prompt in prompts]
         for arm in (plain, *arms):
@@ -812,7 +811,7 @@ SHOWN = {
 """Fields that the table of each part shows."""
 
 
-def table(part: str, rows: Seq[Mapping[str, Any]]) -> Table:
+def table(part: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     """The rows of a part. Heads are broken at underscores, so that tables fit in 80 columns."""
 
     def column(name: str, form: str) -> Column:
@@ -822,7 +821,7 @@ def table(part: str, rows: Seq[Mapping[str, Any]]) -> Table:
     return Table(part, [column(name, form) for name, form in SHOWN[part].items()], rows, is_wide=True)
 
 
-def main(arguments: Seq[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=SHOWN)
     parser.add_argument("--model", default="zoo:smollm2")

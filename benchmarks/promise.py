@@ -19,8 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -94,7 +93,7 @@ class Said:
         return "" if mine == its else f"{mine} tokens instead of {its}"
 
 
-def said(llm: LLM, prompts: Seq[Seq[int]], params: SamplingParams, batch_size: int) -> list[Said]:
+def said(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams, batch_size: int) -> list[Said]:
     """What an LLM says after prompts, so many at a time. Where it samples, parameters need a seed."""
     asked, rows = replace(params, logprobs=NUM_LOGPROBS), []
     for first in range(0, len(prompts), batch_size):
@@ -116,7 +115,7 @@ def gap_of(row: Said, plain: Said, target: CausalLM, params: SamplingParams) -> 
     return None
 
 
-def tokens_per_step(rows: Seq[Said]) -> float:
+def tokens_per_step(rows: Sequence[Said]) -> float:
     """Of all rows together."""
     steps = sum(row.counts["num_steps"] for row in rows)
     return sum(row.counts["num_steps"] * row.counts["tokens_per_step"] for row in rows) / max(1, steps)
@@ -201,7 +200,7 @@ class Study:
         self,
         model: Any,
         *,
-        prompts: Seq[Seq[int]] = (),
+        prompts: Sequence[Sequence[int]] = (),
         target: CausalLM | None = None,
         **options: Any,
     ) -> None:

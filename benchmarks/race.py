@@ -24,8 +24,7 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain, product
@@ -330,7 +329,7 @@ def _files(model: str) -> list[tuple[str, int, int]]:
 
 
 def prompts_of(
-    target: Path, options: argparse.Namespace, answer: Callable[[tuple[int, ...]], Seq[int]]
+    target: Path, options: argparse.Namespace, answer: Callable[[tuple[int, ...]], Sequence[int]]
 ) -> Iterator[BenchPrompt]:
     """Prompts of the kinds in turn; those that leave no room for the output are left out.
 
@@ -446,7 +445,7 @@ class Worker:
             raise WorkerError(f"{self.launch.name}: {found['error']}; its log is {self._log}")
         return found
 
-    def enter(self, prompts: Seq[Seq[int]], max_new_tokens: int) -> None:
+    def enter(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         """Make its arms, each with the settings that are fastest on these prompts.
 
         Raises: WorkerError.
@@ -478,7 +477,7 @@ class RemoteArm(Arm):
         self.num_rows: int = facts["num_rows"]
         self.cpu_seconds = self.seconds = 0.0
 
-    def run(self, prompt_ids: Seq[Any], max_new_tokens: int, sampling: Sampling) -> Run:
+    def run(self, prompt_ids: Sequence[Any], max_new_tokens: int, sampling: Sampling) -> Run:
         """All prompts of a group, or the first of them for an arm of one row."""
         prompts = [list(ids) for ids in rows_of(prompt_ids)[: self.num_rows]]
         found = self.worker.ask(verb="run", arm=self.facts["name"], prompts=prompts, max_new_tokens=max_new_tokens)
@@ -699,7 +698,9 @@ class RaceOutcome:
             yield from each.shown()
 
 
-def best_of(arms: Seq[RemoteArm], engine: str, kinds: Seq[str], num_rows: int, counts: bool) -> RemoteArm | None:
+def best_of(
+    arms: Sequence[RemoteArm], engine: str, kinds: Sequence[str], num_rows: int, counts: bool
+) -> RemoteArm | None:
     """The arm of an engine that was the fastest on the tuning prompts; None where it has none of these kinds."""
     some = [
         arm
@@ -712,7 +713,7 @@ def best_of(arms: Seq[RemoteArm], engine: str, kinds: Seq[str], num_rows: int, c
     return max(some, key=lambda arm: arm.facts["tuned_tokens_per_second"], default=None)
 
 
-def verdicts(trial: Trial, arms: Seq[RemoteArm]) -> list[EngineRatio]:
+def verdicts(trial: Trial, arms: Sequence[RemoteArm]) -> list[EngineRatio]:
     """This library by every other engine, arm by arm of a kind; batches by the single row of their engine."""
     peers = [name for name in dict.fromkeys(arm.worker.launch.name for arm in arms) if name != OWN]
     sizes = sorted({arm.num_rows for arm in arms})
@@ -754,7 +755,7 @@ class Race:
         self,
         exported: Exported,
         dtype: str,
-        launches: Seq[Launch],
+        launches: Sequence[Launch],
         missing: Mapping[str, str],
         options: argparse.Namespace,
     ) -> None:
@@ -775,7 +776,7 @@ class Race:
             self._stack.close()
             raise
 
-    def _start(self, launches: Seq[Launch], logs: Path) -> None:
+    def _start(self, launches: Sequence[Launch], logs: Path) -> None:
         logs.mkdir(exist_ok=True)
         for launch in launches:
             say(f"starting {launch.name}")
@@ -903,7 +904,7 @@ class Race:
         """Of the driver and all workers."""
         return time.process_time() + sum(worker.cpu_seconds() for worker in self._workers)
 
-    def _idle_shares(self, before: Seq[tuple[float, float, float]], wall: float) -> dict[str, float]:
+    def _idle_shares(self, before: Sequence[tuple[float, float, float]], wall: float) -> dict[str, float]:
         shares = {}
         for worker, (cpu, busy_cpu, busy) in zip(self._workers, before, strict=True):
             idle_cpu = worker.cpu_seconds() - cpu - (worker.busy_cpu_seconds - busy_cpu)
@@ -918,7 +919,7 @@ class Race:
         arms = self._workers[0].arms
         return next(arm.name for arm in arms if arm.facts["kind"] == PLAIN and arm.num_rows == size)
 
-    def _gap(self, ids: Seq[int], output: Seq[int], one: int, other: int) -> float:
+    def _gap(self, ids: Sequence[int], output: Sequence[int], one: int, other: int) -> float:
         """By how much this library's target prefers one token to another, in logits; asked for once."""
         key = tuple(ids), tuple(output), one, other
         if key not in self._gaps:
@@ -1026,7 +1027,7 @@ def race(options: argparse.Namespace) -> int:
     return code
 
 
-def main(arguments: Seq[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         if options.make_peers is not None:

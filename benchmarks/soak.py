@@ -50,7 +50,7 @@ from foredraft.engine.governing import AnyGovernor
 from foredraft.engine.governor import Governor, Patience
 from foredraft.engine.memory import bytes_per_token
 from foredraft.engine.method_bandit import MethodBandit
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.heads.checkpoint import write_checkpoint
 from foredraft.heads.eagle import EagleHead, EagleShape, default_streams
 from foredraft.heads.eagle_layouts import write_eagle
@@ -97,7 +97,7 @@ def with_faults(drafter: Drafter, rng: random.Random, rate: float, found: Counte
     return drafter
 
 
-def nonsense(rng: random.Random, rows: list[Sequence], trees: list[DraftTree]) -> Any:
+def nonsense(rng: random.Random, rows: list[Row], trees: list[DraftTree]) -> Any:
     """What a drafter must not propose."""
     pending = rows[0].pending
     return rng.choice(
@@ -137,7 +137,7 @@ class Asked:
 
     prompt: list[int]
     params: SamplingParams
-    rows: list[Sequence]
+    rows: list[Row]
     is_cut_off: bool = False
 
 
@@ -258,14 +258,14 @@ class Soak:
             print(self.memory[-1], dict(self.counts), f"{len(self.differing)} differ", file=sys.stderr, flush=True)
 
 
-def is_same(row: Sequence, plain: Sequence, asked: Asked) -> bool:
+def is_same(row: Row, plain: Row, asked: Asked) -> bool:
     if asked.is_cut_off and row.finish_reason == "abort":
         return row.output_ids == plain.output_ids[: row.num_output_tokens]
     ends = (row.finish_reason, row.stop_reason) == (plain.finish_reason, plain.stop_reason)
     return ends and row.output_ids == plain.output_ids
 
 
-def told(row: Sequence, plain: Sequence) -> str:
+def told(row: Row, plain: Row) -> str:
     return (
         f"{row.output_ids} ({row.finish_reason}: {row.stop_reason}), alone {plain.output_ids} "
         f"({plain.finish_reason}: {plain.stop_reason})"
@@ -304,7 +304,7 @@ def leftovers(drafter: Drafter, beside: Iterable[object]) -> list[str]:
         if id(each) in seen or isinstance(each, skipped):
             continue
         seen.add(id(each))
-        if isinstance(each, Sequence) or (type(each) is int and FIRST_ID <= each < 2 * FIRST_ID):
+        if isinstance(each, Row) or (type(each) is int and FIRST_ID <= each < 2 * FIRST_ID):
             found.append(f"{place}: {repr(each)[:80]}")
             continue
         if isinstance(each, KVCache) and each.num_rows:

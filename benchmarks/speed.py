@@ -51,8 +51,8 @@ from foredraft.bench.workload import BenchPrompt, load_prompts, read_questions, 
 from foredraft.classic import last_trace
 from foredraft.classic.ngram_assisted import NGramStorage, ngram_assisted_speculative_generate
 from foredraft.classic.sampling import autoregressive_generate, beam_search_generate, speculative_generate
-from foredraft.engine.drafter import Budget, ContextDrafter
-from foredraft.engine.sequence import Sequence as Row
+from foredraft.engine.drafter import ContextDrafter, DraftSize
+from foredraft.engine.row import Row as Row
 from foredraft.errors import ForedraftError
 from foredraft.loading.models import load_model
 from foredraft.tree import DraftTree
@@ -81,7 +81,7 @@ class Wrong(ContextDrafter):
     def __init__(self, vocab_size: int) -> None:
         self._random, self._vocab_size = random.Random(0), vocab_size
 
-    def propose_row(self, row: Row, budget: Budget) -> DraftTree:
+    def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
         tokens = [self._random.randrange(self._vocab_size) for _ in range(min(budget, 10))]
         return DraftTree.chain(row.pending, tokens, source=self.name)
 

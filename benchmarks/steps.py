@@ -49,26 +49,26 @@ from foredraft.model.execution.packing import PackedLinear, dense_weight
 from foredraft.model.execution.rounding import ROUNDINGS, STORED, roundable, take_codes
 from foredraft.model.lm import CausalLM
 from foredraft.model.nodes import Nodes
-from foredraft.native.codes import Codes, Form, StoredCodes, Unrounded, times_halves
+from foredraft.native.codes import Codes, QuantLayout, StoredCodes, Unrounded, times_halves
 
 RAGGED = (60, 400)
 SINGLE, HALF, BYTE, MULTIPLE = torch.float32, torch.float16, torch.uint8, torch.int8
-Q8_0, Q6_K = Form(8, 32, HALF), Form(8, 16, MULTIPLE, None, 4)
-FORMS: dict[str, tuple[Form, Form | None]] = {
+Q8_0, Q6_K = QuantLayout(8, 32, HALF), QuantLayout(8, 16, MULTIPLE, None, 4)
+FORMS: dict[str, tuple[QuantLayout, QuantLayout | None]] = {
     "Q8_0": (Q8_0, Q8_0),
     "Q6_K": (Q6_K, Q6_K),
     "Q5_0": (Q8_0, Q8_0),
-    "Q5_1": (Form(8, 32, HALF, HALF), Q8_0),
-    "Q5_K": (Form(8, 32, MULTIPLE, MULTIPLE, 3), Q6_K),
-    "Q4_0": (Form(4, 32, HALF), Q8_0),
-    "Q4_1": (Form(4, 32, HALF, HALF), Q8_0),
-    "Q4_K": (Form(4, 32, MULTIPLE, MULTIPLE, 3), Q6_K),
-    "gptq": (Form(4, 64, HALF), None),
-    "awq": (Form(4, 64, HALF, BYTE), None),  # and GPTQ with zero points
-    "gptq-8": (Form(8, 64, HALF), None),
-    "ct-int8": (Form(8, 0, SINGLE), None),  # compressed-tensors
-    "ct-int4": (Form(4, 64, SINGLE), None),
-    "ct-int4-zeros": (Form(4, 64, SINGLE, BYTE), None),
+    "Q5_1": (QuantLayout(8, 32, HALF, HALF), Q8_0),
+    "Q5_K": (QuantLayout(8, 32, MULTIPLE, MULTIPLE, 3), Q6_K),
+    "Q4_0": (QuantLayout(4, 32, HALF), Q8_0),
+    "Q4_1": (QuantLayout(4, 32, HALF, HALF), Q8_0),
+    "Q4_K": (QuantLayout(4, 32, MULTIPLE, MULTIPLE, 3), Q6_K),
+    "gptq": (QuantLayout(4, 64, HALF), None),
+    "awq": (QuantLayout(4, 64, HALF, BYTE), None),  # and GPTQ with zero points
+    "gptq-8": (QuantLayout(8, 64, HALF), None),
+    "ct-int8": (QuantLayout(8, 0, SINGLE), None),  # compressed-tensors
+    "ct-int4": (QuantLayout(4, 64, SINGLE), None),
+    "ct-int4-zeros": (QuantLayout(4, 64, SINGLE, BYTE), None),
 }
 """Of a format of files, how layers lie in memory, and the output embedding, which is left as it is by None."""
 
@@ -79,12 +79,12 @@ def load(options: argparse.Namespace) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, options.dtype)).eval()
 
 
-def in_form(layer: torch.nn.Module, form: Form) -> StoredCodes:
+def in_form(layer: torch.nn.Module, form: QuantLayout) -> StoredCodes:
     """The weight of a layer, rounded."""
     if form.half_shift == 0:
         codes = Unrounded(dense_weight(layer), form).codes()
         return StoredCodes.of(Codes(codes.numbers, codes.bits, codes.scales.to(form.scales), codes.zeros, codes.group))
-    codes = Unrounded(dense_weight(layer), Form(form.bits, form.group, SINGLE, form.zeros and SINGLE)).codes()
+    codes = Unrounded(dense_weight(layer), QuantLayout(form.bits, form.group, SINGLE, form.zeros and SINGLE)).codes()
     scales, scale_halves = in_multiples(codes.scales, form.half_shift)
     zeros, zero_halves = (None, None) if codes.zeros is None else in_multiples(codes.zeros, form.half_shift)
     return StoredCodes.of(Codes(codes.numbers, form.bits, scales, zeros, form.group, scale_halves, zero_halves))

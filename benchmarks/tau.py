@@ -26,8 +26,7 @@ import json
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -46,10 +45,10 @@ from foredraft.bench.workload import read_questions
 from foredraft.config.engine import EngineConfig
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.engine.drafter import Budget, ContextDrafter, Drafter
+from foredraft.engine.drafter import ContextDrafter, Drafter, DraftSize
 from foredraft.engine.engine import Engine
-from foredraft.engine.sequence import Sequence
-from foredraft.engine.stats import SequenceStats
+from foredraft.engine.row import Row
+from foredraft.engine.stats import RowStats
 from foredraft.model.lm import CausalLM, Nodes
 from foredraft.train.examples import read_prompts
 from foredraft.tree import DraftTree
@@ -77,7 +76,7 @@ class Found:
       draft_seconds, step_seconds: of one step each.
     """
 
-    kinds: Seq[str]
+    kinds: Sequence[str]
     counts: list[tuple[int, int]] = field(default_factory=list)
     accepted: Counter[int] = field(default_factory=Counter)
     num_drafted: int = 0
@@ -85,7 +84,7 @@ class Found:
     draft_seconds: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
 
-    def add(self, stats: Iterable[SequenceStats]) -> None:
+    def add(self, stats: Iterable[RowStats]) -> None:
         for one in stats:
             self.counts.append((one.num_emitted_tokens, one.num_steps))
             self.accepted.update(one.acceptance_histogram)
@@ -144,7 +143,7 @@ def kept(file: Path | None, cell: dict[str, Any]) -> dict[str, Any] | None:
     return next((record for record in reversed(records) if cell.items() <= record.items()), None)
 
 
-def of_record(kinds: Seq[str], record: dict[str, Any]) -> Found:
+def of_record(kinds: Sequence[str], record: dict[str, Any]) -> Found:
     """Enough of a measurement to compare others with."""
     return Found(kinds, [(emitted, steps) for emitted, steps in record["by_prompt"]])
 
@@ -193,7 +192,7 @@ class SuccessorDrafter(ContextDrafter):
         self.name = name
         self._successors, self._num_nodes = successors, num_nodes
 
-    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+    def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
         tokens, parents, depths = [row.pending], [-1], [0]
         is_chain = self._num_nodes is None
         size, depth = (CHAIN_LENGTH + 1 if self._num_nodes is None else self._num_nodes), int(budget)
@@ -284,20 +283,20 @@ def named(method: str) -> tuple[str, str]:
 
 
 def run(
-    llm: LLM, drafter: Drafter, asked: Seq[Question], params: SamplingParams, *, is_chain: bool, rows: int
+    llm: LLM, drafter: Drafter, asked: Sequence[Question], params: SamplingParams, *, is_chain: bool, rows: int
 ) -> Found:
     """Decode all prompts, so many at a time, with drafts of a fixed budget."""
     found = Found([question.kind for question in asked])
     propose, observe, begun, is_draft = drafter.propose, drafter.observe, [0.0], [False]
 
-    def timed_propose(rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+    def timed_propose(rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         start = time.process_time()
         if begun[0]:
             found.step_seconds.append(start - begun[0])
         begun[0] = start
-        given = [Budget.of(budget) for budget in budgets]
+        given = [DraftSize.of(budget) for budget in budgets]
         if is_chain:
-            given = [Budget(min(CHAIN_LENGTH, one.depth), one.nodes, chains_only=True) for one in given]
+            given = [DraftSize(min(CHAIN_LENGTH, one.depth), one.nodes, chains_only=True) for one in given]
         trees = propose(rows, given)
         is_draft[0] = any(tree.num_draft_tokens for tree in trees)
         if is_draft[0]:
@@ -320,7 +319,7 @@ def run(
     return found
 
 
-def beside(llm: LLM, asked: Seq[Question], plain: Found, found: Found, sampling: Sampling) -> dict[str, Any]:
+def beside(llm: LLM, asked: Sequence[Question], plain: Found, found: Found, sampling: Sampling) -> dict[str, Any]:
     """How many texts are those of plain decoding, and by how much the target prefers one to the other where they part.
 
     Half precision promises equal tokens for chains, and for trees but for near-ties (docs/exactness.md).
@@ -407,7 +406,7 @@ def main() -> None:
                     print(f"    {name} - {options.against}: {gain:+.3f} ({low:+.3f} to {high:+.3f})", flush=True)
 
 
-def setting(llm: LLM, options: argparse.Namespace, asked: Seq[Question], method: str) -> str:
+def setting(llm: LLM, options: argparse.Namespace, asked: Sequence[Question], method: str) -> str:
     """Names all that tau depends on beside the method's name, temperature and nodes."""
     parts = [
         llm.model_info.name,

@@ -8,19 +8,19 @@ Every method works, since every draft is a `DraftTree`; `tree_svg` draws any of 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from foredraft import LLM, SamplingParams
 from foredraft.engine.drafter import StepResult
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.tree import DraftTree
 
 ROW_HEIGHT, LETTER, GAP, MARGIN = 18, 6.6, 26, 8
 
 
-def tree_svg(tree: DraftTree, words: Seq[str], path: Seq[int] = (0,)) -> str:
+def tree_svg(tree: DraftTree, words: Sequence[str], path: Sequence[int] = (0,)) -> str:
     """A drawing of any draft, the root to the left, one line per leaf, accepted nodes filled.
 
     Args:
@@ -79,7 +79,7 @@ def best_step(llm: LLM, prompt: str, max_new_tokens: int) -> StepResult:
     drafter, results = llm.drafting.new_drafter(), list[StepResult]()
     observe = drafter.observe
 
-    def watched(rows: Seq[Sequence], found: Seq[StepResult]) -> None:
+    def watched(rows: Sequence[Row], found: Sequence[StepResult]) -> None:
         results.extend(found)
         observe(rows, found)
 

@@ -19,7 +19,7 @@ from transformers import LogitsProcessor
 
 import foredraft
 from foredraft import LLM, SamplingParams, StructuredOutputs, zoo
-from foredraft.engine.stats import SequenceStats
+from foredraft.engine.stats import RowStats
 from foredraft.errors import ConfigError, ContextLengthError, EngineBusyError, NoTokenError, NumericsError, PromptError
 from foredraft.loading.info import dtype_note
 from foredraft.sessions.outputs import speculative_metrics
@@ -125,7 +125,7 @@ def test_metrics_are_vllms_and_add_up(llm: LLM) -> None:
 
 
 def test_metrics_without_a_draft_are_numbers() -> None:
-    metrics = speculative_metrics(SequenceStats(), 0)
+    metrics = speculative_metrics(RowStats(), 0)
     assert metrics["mean_acceptance_length"] == 1.0
     assert metrics["draft_acceptance_rate"] == 0.0
     assert metrics["acceptance_histogram"] == metrics["num_cut_tokens"] == metrics["num_undrafted_steps"] == {}

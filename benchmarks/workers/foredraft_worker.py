@@ -7,8 +7,7 @@ how much the model prefers one token to another).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -57,7 +56,7 @@ class Own:
         weights = "" if quantization is None else f", {quantization} weights"
         self.numerics = f"{dtype}{weights}, {self._arms.target.execution.describe()}, {exactness} exactness"
 
-    def entries(self, methods: Mapping[str, Mapping[str, Any]], batch_sizes: Seq[int]) -> Iterator[Entry]:
+    def entries(self, methods: Mapping[str, Mapping[str, Any]], batch_sizes: Sequence[int]) -> Iterator[Entry]:
         """Plain decoding and the methods, of one row or of batches; plain decoding of one row is always there."""
         every = {PLAIN: {"method": "none"}, **methods}
         suffix = "" if self.quantization is None else f" {self.quantization}"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -76,7 +75,7 @@ class TransformersArm(Arm):
         self._assistant = assistant
         self.assistant_options = dict(assistant_options or {})
 
-    def run(self, prompt_ids: Seq[Any], max_new_tokens: int, sampling: Sampling) -> Run:
+    def run(self, prompt_ids: Sequence[Any], max_new_tokens: int, sampling: Sampling) -> Run:
         """Of a group, rows of one batch, padded on the left to the longest prompt."""
         prompts = rows_of(prompt_ids)
         width = max(map(len, prompts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def bytes_of(states: RowStates) -> int:
     return sum(each.nbytes for pair in states if pair is not None for each in pair)
 
 
-def shared_length(first: Seq[Any], second: Seq[Any]) -> int:
+def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Length of the longest common beginning, by bisection over slices: (1, 2, 3) and (1, 2, 4, 5) share 2.
 
     Both are of one type: tuples, lists or texts.
@@ -43,7 +43,7 @@ def shared_length(first: Seq[Any], second: Seq[Any]) -> int:
     return low
 
 
-def first_difference(one: Seq[Any], other: Seq[Any]) -> int | None:
+def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int | None:
     """(1, 2, 3) and (1, 2) differ at 2; equal ones nowhere. Both are of one type."""
     place = shared_length(one, other)
     return None if place == len(one) == len(other) else place

@@ -10,7 +10,7 @@ from foredraft import LLM, SamplingParams, SpeculativeConfig
 from foredraft.cli.writers import as_record
 from foredraft.config.acceptance import RULES, TypicalLimits
 from foredraft.config.engine import EngineConfig
-from foredraft.engine.drafter import Budget
+from foredraft.engine.drafter import DraftSize
 from foredraft.engine.engine import Engine
 from foredraft.errors import ConfigError
 from foredraft.model.lm import CausalLM
@@ -47,7 +47,7 @@ def test_what_typical_accepts_is_a_part_of_the_config() -> None:
 
 
 def test_rules_that_take_chains_get_chains() -> None:
-    budgets: list[Budget] = []
+    budgets: list[DraftSize] = []
 
     class Watched(PerfectDrafter):
         def propose(self, rows, given):

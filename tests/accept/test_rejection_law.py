@@ -32,8 +32,8 @@ from foredraft.engine.engine import Engine
 from foredraft.heads.eagle import EagleHead, EagleShape
 from foredraft.heads.layers import LayerShape
 from foredraft.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
-from foredraft.law import noise
 from foredraft.model.lm import CausalLM
+from foredraft.sampling import noise
 from foredraft.testing import perturbed, toy_model
 
 VOCAB_SIZE = 4

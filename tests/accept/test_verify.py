@@ -23,7 +23,7 @@ from torch import Tensor
 from foredraft.accept import rules as verify
 from foredraft.accept.rules import RejectionNoise, Verdict, block, inverse, match, rejection, residual, walk, without
 from foredraft.errors import ProbabilityError, ShapeError, TreeError
-from foredraft.law.noise import Purpose, stream_key, uniform
+from foredraft.sampling.noise import Purpose, stream_key, uniform
 from foredraft.tree import DraftTree
 from mutants import Apply, replaced, with_arguments, with_result
 

@@ -14,12 +14,12 @@ from tau import Found, kept, of_record
 
 from foredraft import LLM, SamplingParams
 from foredraft.bench.trial import Sampling
-from foredraft.engine.stats import SequenceStats
+from foredraft.engine.stats import RowStats
 
 
 def test_tau_positions_and_kinds_of_counts() -> None:
     found = Found(["chat", "maths"])
-    first, second = SequenceStats(), SequenceStats()
+    first, second = RowStats(), RowStats()
     for accepted in (0, 2, 1):
         first.record(3, accepted, accepted + 1)
     second.record(3, 3, 4)

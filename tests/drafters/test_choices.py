@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
 from foredraft.engine.drafter import Drafter, Requirements, StepResult
 from foredraft.engine.engine import Engine
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.model.lm import CausalLM
 from foredraft.testing import decode, toy_model
 from foredraft.tree import DraftTree
@@ -26,11 +26,11 @@ class Probing(Drafter):
     def __init__(self) -> None:
         self.seen: list[tuple[list[int], StepResult, torch.Tensor]] = []
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[int]) -> list[DraftTree]:
         paths = [[5, 6], [7], [5, 8]]
         return [DraftTree.from_paths(row.pending, paths).cut(budget) for row, budget in zip(rows, budgets, strict=True)]
 
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+    def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
             before = row.token_ids[: len(row.token_ids) - len(result.emitted)]
             self.seen.append((before, result, result.features.top_ids(3, range(len(result.tree)))))
@@ -60,7 +60,7 @@ def next_token(
     text: list[int],
     tokens: list[int],
     params: SamplingParams,
-    requests: Seq[tuple[list[int], object]],
+    requests: Sequence[tuple[list[int], object]],
 ) -> int:
     """Plain decoding's choice after a text, under the seed and positions of the row it belongs to."""
     engine = Engine(target, Silent())
@@ -76,5 +76,5 @@ def next_token(
 class Silent(Drafter):
     name = "silent"
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[int]) -> list[DraftTree]:
         return [DraftTree.root(row.pending) for row in rows]

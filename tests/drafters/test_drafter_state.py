@@ -26,7 +26,7 @@ from foredraft.drafters.parts.layer_set import LayerSet
 from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.engine.drafter import Drafter, Features, PromptChunk, Requirements, StepResult
 from foredraft.engine.engine import Engine
-from foredraft.engine.sequence import Sequence as Row
+from foredraft.engine.row import Row as Row
 from foredraft.errors import ConfigError, TokenizerMismatchError
 from foredraft.retrieval.datastore import Datastore
 from foredraft.retrieval.history import OutputHistory

@@ -36,7 +36,7 @@ from foredraft.drafters.lengths import (
     normalised_entropy,
 )
 from foredraft.drafters.lookup.ngram import NGramDrafter
-from foredraft.engine.budget import Budget
+from foredraft.engine.budget import DraftSize
 from foredraft.errors import ConfigError
 from foredraft.tree import DraftPlan, DraftTree
 
@@ -495,7 +495,7 @@ def test_length_is_cap_budget_or_stop_whichever_comes_first(
     policy: LengthPolicy, budget: int, shares: list[float], length: int, asked: list[int]
 ) -> None:
     drafter = Copies(policy, shares)
-    (tree,) = drafter.propose([row()], [Budget(budget)])
+    (tree,) = drafter.propose([row()], [DraftSize(budget)])
     assert (tree.depth, drafter.asked) == (length, asked)
     assert tree.plan is not None
     assert tree.plan.gamma == (2 if shares[1:2] == [0.1] else policy.num_tokens)

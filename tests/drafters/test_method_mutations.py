@@ -45,7 +45,6 @@ from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.drafters.parts.suffix_index import SuffixIndex
 from foredraft.drafters.selfdraft import layer_skip
 from foredraft.engine.drafter import Features, StepResult
-from foredraft.law import sampling
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM
 from foredraft.model.sublayers import SkippableLayers
@@ -53,6 +52,7 @@ from foredraft.retrieval import suffix_tree
 from foredraft.retrieval.automaton import SuffixAutomaton
 from foredraft.retrieval.build import State
 from foredraft.retrieval.suffix_tree import SuffixTree
+from foredraft.sampling import distribution
 from foredraft.tree import DraftTree
 from mutants import (
     Altered,
@@ -311,7 +311,9 @@ COMPOSITION = (
 def _scores_with_other_noise(patch: pytest.MonkeyPatch) -> None:
     """In the search for a layer set only: everybody else draws with the noise of the true positions."""
     other = arguments_changed(lambda call: {"positions": [place - 1 for place in call.positions]})
-    patch.setattr(layer_skip, "sampling", SimpleNamespace(argmax=sampling.argmax, choose=other(sampling.choose)))
+    patch.setattr(
+        layer_skip, "sampling", SimpleNamespace(argmax=distribution.argmax, choose=other(distribution.choose))
+    )
 
 
 def _variants(

@@ -172,7 +172,7 @@ def test_rows_of_a_batch_have_lengths_of_their_own_and_share_the_forwards(
 
 def test_a_fixed_length_computes_no_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy is free where it does not look."""
-    from foredraft.law import sampling as module
+    from foredraft.sampling import distribution as module
 
     def never(*_: Any) -> None:
         raise AssertionError("log_probs was called")

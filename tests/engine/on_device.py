@@ -33,11 +33,11 @@ from foredraft.cli import app
 from foredraft.config.method import methods
 from foredraft.engine import costs
 from foredraft.errors import ConfigError
-from foredraft.law import precision
 from foredraft.loading import models
 from foredraft.model.cache import storage as cache_storage
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM
+from foredraft.sampling import precision
 from foredraft.testing import perturbed, toy_model
 from foredraft.zoo.manifest import root
 from harness import random_ids
@@ -482,9 +482,9 @@ def test_the_classic_functions_say_what_they_say_on_the_cpu(processor: Any, uses
 
 
 def test_the_server_answers() -> None:
-    from foredraft.serve.served import Offer
+    from foredraft.serve.served import ServedModels
 
-    served = Offer.of(["tiny"], ["lookup=ngram", "plain=none"]).over(llm().with_speculative_config("eagle3"))
+    served = ServedModels.of(["tiny"], ["lookup=ngram", "plain=none"]).over(llm().with_speculative_config("eagle3"))
     with running(served) as server:
         found = [ask(server, model) for model in ("tiny", "lookup", "plain")]
     assert found[0] == found[1] == found[2] == on_cpu("greedy")[0].outputs[0].text

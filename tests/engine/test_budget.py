@@ -6,7 +6,7 @@ import copy
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,14 +14,14 @@ from drafting import made
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
-from foredraft.engine.budget import CAUSES, NOTHING_FOUND, Budget, Limits, describe_cuts
+from foredraft.engine.budget import CAUSES, NOTHING_FOUND, DraftSize, Limits, describe_cuts
 from foredraft.engine.cost_model import CostCurve, CostModel
 from foredraft.engine.drafter import ContextDrafter, Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.governor import Governor
 from foredraft.engine.memory import bytes_per_token
-from foredraft.engine.sequence import Sequence
-from foredraft.engine.stats import SequenceStats
+from foredraft.engine.row import Row
+from foredraft.engine.stats import RowStats
 from foredraft.model.lm import CausalLM
 from foredraft.testing import toy_model
 from foredraft.tree import DraftPlan, DraftTree
@@ -30,31 +30,31 @@ TREE = DraftTree((9, 1, 2, 3, 4), (-1, 0, 0, 1, 2))
 
 
 def test_a_number_limits_the_depth_alone() -> None:
-    assert Budget.of(3) == Budget(3) == 3
-    assert (Budget.of(3).depth, Budget.of(3).nodes, Budget.of(3).chains_only) == (3, sys.maxsize, False)
-    budget = Budget(2, 5, chains_only=True)
-    assert Budget.of(budget) is budget
+    assert DraftSize.of(3) == DraftSize(3) == 3
+    assert (DraftSize.of(3).depth, DraftSize.of(3).nodes, DraftSize.of(3).chains_only) == (3, sys.maxsize, False)
+    budget = DraftSize(2, 5, chains_only=True)
+    assert DraftSize.of(budget) is budget
     assert [7, 8, 9][:budget] == [7, 8]
     assert repr(budget) == "Budget(depth=2, nodes=5, chains_only=True, least=0.0)"
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda budget: pickle.loads(pickle.dumps(budget))])
 def test_a_copy_keeps_all_of_it(copied) -> None:
-    assert repr(copied(Budget(2, 5, chains_only=True, least=0.5))) == repr(Budget(2, 5, True, 0.5))
+    assert repr(copied(DraftSize(2, 5, chains_only=True, least=0.5))) == repr(DraftSize(2, 5, True, 0.5))
 
 
 def test_a_governor_takes_depth_away_and_says_what_is_not_worth_drafting() -> None:
-    assert repr(Budget(4, 5, chains_only=True).within(2, 0.25)) == repr(Budget(2, 5, True, 0.25))
-    assert Budget(4).within(9, 0.0).depth == 4
+    assert repr(DraftSize(4, 5, chains_only=True).within(2, 0.25)) == repr(DraftSize(2, 5, True, 0.25))
+    assert DraftSize(4).within(9, 0.0).depth == 4
 
 
 def test_a_draft_is_cut_to_it() -> None:
-    assert Budget(2).cut(TREE) is TREE
-    assert Budget(1).cut(TREE).tokens == (9, 1, 2)
-    assert Budget(2, 4).cut(TREE).tokens == (9, 1, 2, 3)
-    assert Budget(2, 0).cut(TREE).tokens == Budget(0).cut(TREE).tokens == (9,)
-    assert Budget(2, chains_only=True).cut(TREE).tokens == (9, 1, 3)
-    assert Budget(9, 2, chains_only=True).cut(TREE).tokens == (9, 1)
+    assert DraftSize(2).cut(TREE) is TREE
+    assert DraftSize(1).cut(TREE).tokens == (9, 1, 2)
+    assert DraftSize(2, 4).cut(TREE).tokens == (9, 1, 2, 3)
+    assert DraftSize(2, 0).cut(TREE).tokens == DraftSize(0).cut(TREE).tokens == (9,)
+    assert DraftSize(2, chains_only=True).cut(TREE).tokens == (9, 1, 3)
+    assert DraftSize(9, 2, chains_only=True).cut(TREE).tokens == (9, 1)
 
 
 TEXT = [1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 5, 9, 1, 2]
@@ -73,7 +73,7 @@ def drafters() -> dict[str, Drafter]:
 def test_drafters_draft_no_more_than_is_allowed(name: str) -> None:
     """Without waste: chains where chains are wanted, and as deep as before."""
 
-    def draft(budget: Budget) -> DraftTree:
+    def draft(budget: DraftSize) -> DraftTree:
         drafter = drafters()[name]
         engine = Engine(CausalLM(toy_model(16), execution="eager", probe=False), drafter)
         (row,) = engine.add_request(TEXT, SamplingParams(max_tokens=2, temperature=0.0))
@@ -81,10 +81,10 @@ def test_drafters_draft_no_more_than_is_allowed(name: str) -> None:
         (tree,) = drafter.propose([row], [budget])
         return tree
 
-    widest = draft(Budget(3))
+    widest = draft(DraftSize(3))
     assert not widest.is_chain
-    assert len(draft(Budget(3, 4))) == 4 < len(widest)
-    chain = draft(Budget(3, chains_only=True))
+    assert len(draft(DraftSize(3, 4))) == 4 < len(widest)
+    chain = draft(DraftSize(3, chains_only=True))
     assert chain.is_chain
     assert chain.tokens == widest.main_chain().tokens
 
@@ -94,9 +94,9 @@ def test_drafters_draft_no_more_than_is_allowed(name: str) -> None:
 ROOT = DraftTree.root(9)
 
 
-def counted(tree: DraftTree, budget: Budget, error: str = "") -> SequenceStats:
+def counted(tree: DraftTree, budget: DraftSize, error: str = "") -> RowStats:
     """What is counted of one draft within a budget whose depth is that of the text's."""
-    stats = SequenceStats(drafter_error=error)
+    stats = RowStats(drafter_error=error)
     stats.count_cuts(Limits(budget, "budget"), budget, tree, budget.cut(tree))
     return stats
 
@@ -110,10 +110,10 @@ class Eager(ContextDrafter):
         self._length = length
         self._branches = branches
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         return [self.propose_row(row, budget) for row, budget in zip(rows, budgets, strict=True)]
 
-    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+    def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
         paths = [[1, 2, 3], [2, 3, 1]] if self._branches else [[token % 8 for token in range(self._length)]]
         return DraftTree.from_paths(row.pending, paths, source=self.name)
 
@@ -123,11 +123,11 @@ class Silent(ContextDrafter):
 
     name = "silent"
 
-    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+    def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
         return DraftTree.root(row.pending, self.name)
 
 
-def decoded(drafter: Drafter, config: EngineConfig, governor: Governor | None = None, num_tokens: int = 12) -> Sequence:
+def decoded(drafter: Drafter, config: EngineConfig, governor: Governor | None = None, num_tokens: int = 12) -> Row:
     engine = Engine(CausalLM(toy_model(), execution="eager"), drafter, config, governor=governor)
     (row,) = engine.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True))
     list(engine.run())
@@ -137,7 +137,7 @@ def decoded(drafter: Drafter, config: EngineConfig, governor: Governor | None = 
     return row
 
 
-def check_sum(row: Sequence, num_per_step: int) -> SequenceStats:
+def check_sum(row: Row, num_per_step: int) -> RowStats:
     """Every token that was drafted is verified or cut, and every step drafts or says why not."""
     stats = row.stats
     assert stats.num_proposed_tokens == num_per_step * stats.num_steps
@@ -147,15 +147,15 @@ def check_sum(row: Sequence, num_per_step: int) -> SequenceStats:
 
 def test_the_stage_that_cuts_is_the_one_that_counts() -> None:
     """Eight tokens, of which the promise of bits leaves five; then the governor leaves two of them, or none."""
-    draft, stats = DraftTree.chain(9, range(8)), SequenceStats()
-    limits = Limits(Budget(5), "bits")
+    draft, stats = DraftTree.chain(9, range(8)), RowStats()
+    limits = Limits(DraftSize(5), "bits")
     stats.count_cuts(limits, limits.budget, draft, draft.cut(2))
     assert (stats.num_cut_tokens, stats.num_undrafted_steps) == ({"bits": 3, "governor": 3}, {})
     stats.count_cuts(limits, limits.budget, draft, ROOT)
     assert (stats.num_cut_tokens, stats.num_undrafted_steps) == ({"bits": 6, "governor": 8}, {"governor": 1})
     stats.count_cuts(limits, limits.budget, ROOT, ROOT)
     assert stats.num_undrafted_steps == {"governor": 1, NOTHING_FOUND: 1}
-    stats.add(SequenceStats(num_cut_tokens=Counter(bits=1), num_undrafted_steps=Counter(memory=2)))
+    stats.add(RowStats(num_cut_tokens=Counter(bits=1), num_undrafted_steps=Counter(memory=2)))
     assert stats.num_proposed_tokens == 15
     assert describe_cuts(stats.num_cut_tokens, stats.num_undrafted_steps) == (
         "the limit of memory left 2 steps without a draft, the governor cut 8 drafted tokens and left 1 step without "
@@ -166,15 +166,15 @@ def test_the_stage_that_cuts_is_the_one_that_counts() -> None:
 @pytest.mark.parametrize(
     ("tree", "budget", "error", "cause"),
     [
-        (ROOT, Budget(4), "", NOTHING_FOUND),
-        (ROOT, Budget(0), "", "budget"),
-        (ROOT, Budget(4, 1), "", "memory"),
-        (ROOT, Budget(4), "lost", "fault"),
-        (ROOT.planned(DraftPlan(0)), Budget(4), "", "policy"),
-        (ROOT.planned(DraftPlan(3)), Budget(4), "", NOTHING_FOUND),
+        (ROOT, DraftSize(4), "", NOTHING_FOUND),
+        (ROOT, DraftSize(0), "", "budget"),
+        (ROOT, DraftSize(4, 1), "", "memory"),
+        (ROOT, DraftSize(4), "lost", "fault"),
+        (ROOT.planned(DraftPlan(0)), DraftSize(4), "", "policy"),
+        (ROOT.planned(DraftPlan(3)), DraftSize(4), "", NOTHING_FOUND),
     ],
 )
-def test_a_step_without_a_draft_says_why(tree: DraftTree, budget: Budget, error: str, cause: str) -> None:
+def test_a_step_without_a_draft_says_why(tree: DraftTree, budget: DraftSize, error: str, cause: str) -> None:
     stats = counted(tree, budget, error)
     assert (stats.num_cut_tokens, stats.num_undrafted_steps) == ({}, {cause: 1})
     assert cause == NOTHING_FOUND or cause in CAUSES
@@ -183,13 +183,13 @@ def test_a_step_without_a_draft_says_why(tree: DraftTree, budget: Budget, error:
 @pytest.mark.parametrize(
     ("budget", "tokens"),
     [
-        (Budget(2), {}),
-        (Budget(1), {"budget": 2}),
-        (Budget(2, 3), {"memory": 2}),
-        (Budget(1, 9, chains_only=True), {"chains": 2, "budget": 1}),
+        (DraftSize(2), {}),
+        (DraftSize(1), {"budget": 2}),
+        (DraftSize(2, 3), {"memory": 2}),
+        (DraftSize(1, 9, chains_only=True), {"chains": 2, "budget": 1}),
     ],
 )
-def test_a_tree_beyond_its_budget_names_what_limits_that(budget: Budget, tokens: dict[str, int]) -> None:
+def test_a_tree_beyond_its_budget_names_what_limits_that(budget: DraftSize, tokens: dict[str, int]) -> None:
     assert counted(TREE, budget).num_cut_tokens == tokens
 
 
@@ -238,7 +238,7 @@ def test_the_governor_is_a_cause() -> None:
 
 def test_a_fault_is_a_cause() -> None:
     class Faulty(Silent):
-        def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+        def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
             raise RuntimeError("lost")
 
     assert decoded(Faulty(), EngineConfig(contains_faults=True)).stats.num_undrafted_steps == {"fault": 12}

@@ -21,7 +21,7 @@ from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.governing import Governing
 from foredraft.engine.memory import bytes_per_token
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.errors import MOST_CHARACTERS, PromptError, is_fatal, told
 from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.model.lm import CausalLM
@@ -37,7 +37,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 }
 
 
-def raising(drafter: Drafter, verb: str, which: Callable[[list[Sequence]], bool], fault: BaseException) -> Drafter:
+def raising(drafter: Drafter, verb: str, which: Callable[[list[Row]], bool], fault: BaseException) -> Drafter:
     """The drafter, whose verb fails for chosen rows."""
     sound = getattr(drafter, verb)
 

@@ -19,7 +19,7 @@ from foredraft.engine.cost_model import CostModel
 from foredraft.engine.drafter import Drafter, Requirements
 from foredraft.engine.engine import Engine
 from foredraft.engine.governor import Governor
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError, TreeError, as_exception
 from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.testing import check_cache_lengths
@@ -65,7 +65,7 @@ def sound() -> Drafter:
     return made("ngram", 4, prompt_lookup_min=1)
 
 
-def rows_of(drafter: Drafter, governor: Any = None, **others: Any) -> list[Sequence]:
+def rows_of(drafter: Drafter, governor: Any = None, **others: Any) -> list[Row]:
     """All texts, three at a time, the second of which is the victim."""
     engine = Engine(target(), drafter, replace(CONTAINED, **others), governor=governor, prefixes=PrefixStore(8))
     rows = []
@@ -272,7 +272,7 @@ class Proposing(EmptyDrafter):
     def propose(self, rows: Any, budgets: Any) -> Any:
         return [self._draft(row, budget) for row, budget in zip(rows, budgets, strict=True)]
 
-    def _draft(self, row: Sequence, budget: int) -> Any:
+    def _draft(self, row: Row, budget: int) -> Any:
         prompt = tuple(row.token_ids[: row.num_prompt_tokens])
         tokens = tuple(self._texts[prompt][row.num_output_tokens :][: min(budget, 4)])
         is_made = self._makes_all or row.request_id == VICTIM

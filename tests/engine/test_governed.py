@@ -20,7 +20,7 @@ from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine import costs, governing, governor
 from foredraft.engine.cost_model import FEW, CostCurve, CostModel
-from foredraft.engine.costs import Forward, Prices
+from foredraft.engine.costs import Forward, StepCosts
 from foredraft.engine.engine import Engine
 from foredraft.engine.governing import new_governor
 from foredraft.engine.governor import Governor
@@ -291,14 +291,14 @@ def test_a_digit_that_was_damaged_is_measured_again(folder: Path) -> None:
     (file,) = folder.iterdir()
     kept = json.loads(file.read_text())
     facts = costs.facts_of(one)
-    known = Prices.kept(facts)
+    known = StepCosts.kept(facts)
     assert known.curves == (curve,)
     kept["curves"][0]["seconds"]["4"] *= 1000
     file.write_text(json.dumps(kept))
-    assert Prices.kept(facts) is None
+    assert StepCosts.kept(facts) is None
     again = costs.cost_curve(CausalLM(toy_model(64), execution="eager"))
     assert again.seconds[4] < 100 * curve.seconds[4]
-    known = Prices.kept(facts)
+    known = StepCosts.kept(facts)
     assert known.curves == (again,)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.engine.budget import Budget
+from foredraft.engine.budget import DraftSize
 from foredraft.engine.cost_model import CostModel
 from foredraft.engine.governing import LONGEST, Attention, Governing
 from foredraft.engine.governor import Governor
@@ -96,7 +96,7 @@ def test_what_is_learned_at_the_next_decision_is_what_every_step_has_shown(monke
     tree = DraftTree.chain(1, [2, 3], source="x")
     counted, decided = [], 0
     for number in range(200):
-        (budget,) = governing.budgets([row], [Budget(4)])
+        (budget,) = governing.budgets([row], [DraftSize(4)])
         decided += governing.is_deciding
         if governing.is_deciding:
             assert governor.totals.num_steps == number  # all before it are known

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from foredraft.engine.budget import Budget, Habit, _standings, best_counts, weights_of
+from foredraft.engine.budget import DraftSize, Habit, _standings, best_counts, weights_of
 from foredraft.engine.cost_model import CostCurve, CostModel
 from foredraft.engine.governor import Governor
-from foredraft.engine.stats import SequenceStats, Steps
+from foredraft.engine.stats import RowStats, Steps
 from foredraft.tree import DraftTree
 
 FLAT = {1: 22.2, 5: 24.2, 16: 27.8, 32: 32.5, 64: 45.0}
@@ -71,9 +71,9 @@ class World:
             while waiting and len(rows) < self.num_rows:
                 rows.append(SimpleNamespace(id=number, text=waiting.pop(0), place=20, is_finished=False))
                 number += 1
-            budgets = [Budget(LENGTH - row.place - 1) for row in rows]
+            budgets = [DraftSize(LENGTH - row.place - 1) for row in rows]
             if governor is None:
-                budgets = [Budget(min(budget, length)) for budget in budgets]
+                budgets = [DraftSize(min(budget, length)) for budget in budgets]
             else:
                 budgets = governor.budgets(rows, budgets)
             asked = max(budgets)
@@ -166,7 +166,7 @@ def test_a_plain_step_that_is_due_decides_what_follows_it_too() -> None:
     due = []
     for _ in range(40):
         place, one.habit.depth = row.place, 0
-        (budget,) = one.budgets([row], [Budget(8)])
+        (budget,) = one.budgets([row], [DraftSize(8)])
         trees = one.trimmed([row], [Guesser(lambda place: 1.0).draft(text, place, 0, budget)])
         row.place += len(trees[0])
         output: Any = SimpleNamespace(row=row, token_ids=tuple(text[place : row.place]), num_accepted=len(trees[0]) - 1)
@@ -243,7 +243,7 @@ def test_where_nothing_was_drafted_the_speed_is_that_of_plain_decoding() -> None
     rows: list[Any] = [SimpleNamespace(id=0, is_finished=False)]
     output: Any = SimpleNamespace(row=rows[0], token_ids=(5,))
     for seconds in (0.09, 0.05, 0.03, 0.0222, 0.0222):
-        one.budgets(rows, [Budget(8)])
+        one.budgets(rows, [DraftSize(8)])
         tree = DraftTree.root(1)
         one.learn([tree], [output], drafting_seconds=0.0, other_seconds=seconds)
     steps = Steps()
@@ -264,7 +264,7 @@ def test_levels_that_a_drafter_never_makes_are_neither_hoped_for_nor_paid_for() 
     text = list(range(5000))
     place, asked = 20, []
     for _ in range(120):
-        (budget,) = one.budgets(rows, [Budget(64)])
+        (budget,) = one.budgets(rows, [DraftSize(64)])
         asked.append(int(budget))
         tree = guesser.draft(text, place, 0, budget)
         levels = tree.depth
@@ -289,11 +289,11 @@ def test_a_first_draft_that_is_slow_does_not_keep_a_batch_from_drafting() -> Non
     world = CostModel(curve)
     world.after(7000)
     rows: list[Any] = [
-        SimpleNamespace(id=i, is_finished=False, num_remaining_tokens=200, stats=SequenceStats()) for i in range(4)
+        SimpleNamespace(id=i, is_finished=False, num_remaining_tokens=200, stats=RowStats()) for i in range(4)
     ]
     drafted = []
     for number in range(60):
-        budgets = one.budgets(rows, [Budget(3)] * 4, is_closed=True, context=7000)
+        budgets = one.budgets(rows, [DraftSize(3)] * 4, is_closed=True, context=7000)
         asked = max(budgets)
         drafted.append(int(asked))
         drafts = [[next(tokens) for _ in range(asked)] for _ in rows]
@@ -315,7 +315,7 @@ def test_a_row_that_gains_more_than_others_counts_less_at_the_end_of_a_batch() -
     """Both have as many tokens to come, and one makes two in a step: what it gains does not make the batch shorter."""
     one = Governor(CostModel(FLAT))
     fast, slow = (
-        SimpleNamespace(id=i, is_finished=False, num_remaining_tokens=100, stats=SequenceStats()) for i in range(2)
+        SimpleNamespace(id=i, is_finished=False, num_remaining_tokens=100, stats=RowStats()) for i in range(2)
     )
     for _ in range(50):
         fast.stats.record(1, 1, 2)
@@ -323,7 +323,7 @@ def test_a_row_that_gains_more_than_others_counts_less_at_the_end_of_a_batch() -
 
     def value(gains: Sequence[int], *, is_closed: bool) -> float:
         rows: list[Any] = [fast, slow]
-        one.budgets(rows, [Budget(3)] * 2, is_closed=is_closed)
+        one.budgets(rows, [DraftSize(3)] * 2, is_closed=is_closed)
         outputs = [SimpleNamespace(row=row, token_ids=(5,) * (1 + gain)) for row, gain in zip(rows, gains, strict=True)]
         return one.value_of(outputs)  # type: ignore[arg-type]
 
@@ -439,7 +439,7 @@ def test_what_is_worth_drafting_is_half_of_what_one_more_node_costs() -> None:
     assert habit.least == 0.0
     adopt(habit, [scored(0.9, 0.5, 0.1)], [scored(0.9, 0.5)], worth)
     assert habit.least == pytest.approx(0.04 * (4**2 - 3**2) / 2)
-    assert habit.budgets([Budget(8)])[0].least == habit.least
+    assert habit.budgets([DraftSize(8)])[0].least == habit.least
     adopt(habit, [scored(0.4)], [DraftTree.root(1)], worth)
     assert habit.least == pytest.approx(0.04 * (2**2 - 1**2) / 2)
 
@@ -456,10 +456,10 @@ def test_what_cannot_be_cut_is_kept_whole_or_dropped() -> None:
 def test_budgets_are_those_of_the_decision_and_keep_their_other_limits() -> None:
     habit = Habit()
     habit.depth = 3
-    cut, short = habit.budgets([Budget(8, 16, True), Budget(2)])
+    cut, short = habit.budgets([DraftSize(8, 16, True), DraftSize(2)])
     assert (cut.depth, cut.nodes, cut.chains_only, short.depth) == (3, 16, True, 2)
     habit.depth = sys.maxsize
-    assert habit.budgets([Budget(8)]) == [8]
+    assert habit.budgets([DraftSize(8)]) == [8]
 
 
 # -- drafts with scores, between decisions ---------------------------------------------------------------------------
@@ -490,7 +490,7 @@ class Sure:
         plain = spent = 0.0
         for step in range(num_steps):
             is_deciding = step % self.interval == 0
-            (budget,) = one.budgets([row], [Budget(4)]) if is_deciding else one.habit.budgets([Budget(4)])
+            (budget,) = one.budgets([row], [DraftSize(4)]) if is_deciding else one.habit.budgets([DraftSize(4)])
             (score,) = rng.choices([*self.shares], [*self.shares.values()])
             is_right = rng.random() < self.rates[score]
             tree = scored(score) if budget else DraftTree.root(1)

@@ -31,8 +31,8 @@ from foredraft.engine.cost_model import CostModel
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.governor import Governor
-from foredraft.law.history import TokenArray
 from foredraft.model.lm import CausalLM
+from foredraft.sampling.history import TokenArray
 from foredraft.sessions.session import TextStream
 from foredraft.testing import GREEDY, SAMPLED, perturbed, toy_model
 

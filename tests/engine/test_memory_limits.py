@@ -24,7 +24,7 @@ from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.memory import available_on, bytes_per_token
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.cache.storage import RaggedLayer
 from foredraft.model.lm import CausalLM
@@ -48,7 +48,7 @@ def text(number: int, length: int) -> list[int]:
     return (torch.randint(0, VOCAB_SIZE, (19,), generator=generator).tolist() * length)[:length]
 
 
-def run(target: CausalLM, drafter: Drafter, requests: list[Any], **config: Any) -> tuple[list[Sequence], Engine, int]:
+def run(target: CausalLM, drafter: Drafter, requests: list[Any], **config: Any) -> tuple[list[Row], Engine, int]:
     """The rows, and the most bytes that keys and values held after any step."""
     engine = Engine(target, drafter, EngineConfig(max_num_seqs=64, **config))
     rows = [engine.add_request(prompt, given)[0] for prompt, given in requests]
@@ -169,7 +169,7 @@ def run_out_of_memory() -> None:
     target = CausalLM(toy_model(VOCAB_SIZE, max_position_embeddings=4096, **sizes), execution="eager")
     prompt = text(1, 1000)
 
-    def samples(num_rows: int, **config: Any) -> tuple[Engine, list[Sequence]]:
+    def samples(num_rows: int, **config: Any) -> tuple[Engine, list[Row]]:
         engine = Engine(target, made("ngram", 3), EngineConfig(max_num_seqs=64, **config))
         return engine, engine.add_request(prompt, SamplingParams(n=num_rows, max_tokens=4, seed=1, ignore_eos=True))
 

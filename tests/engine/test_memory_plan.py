@@ -30,7 +30,7 @@ from foredraft.engine import memory
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.memory import MemoryUse, available_on, bytes_per_token
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError, ContextLengthError
 from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.model.cache.ragged import KVCache
@@ -66,7 +66,7 @@ def params(number: int, max_tokens: int | None, **others: Any) -> SamplingParams
 
 def run(
     drafter: Drafter, config: EngineConfig, requests: list[tuple[list[int], SamplingParams]]
-) -> tuple[list[Sequence], Engine, int, int]:
+) -> tuple[list[Row], Engine, int, int]:
     """The rows, and the most rows and cells that were in the cache at once."""
     engine = Engine(target(), drafter, config)
     rows = [row for prompt, given in requests for row in engine.add_request(prompt, given)]
@@ -93,7 +93,7 @@ RAGGED = [(text(i, 60 - i % 7), params(i, 12)) for i in range(64)]
 
 
 @cache
-def free_of_plans() -> tuple[list[Sequence], Engine, int, int]:
+def free_of_plans() -> tuple[list[Row], Engine, int, int]:
     return run(EmptyDrafter(), EngineConfig(max_num_seqs=64), RAGGED)
 
 

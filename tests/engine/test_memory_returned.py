@@ -20,7 +20,7 @@ from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine import engine as engine_module
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.model.cache.storage import RaggedLayer
 from foredraft.model.lm import Nodes
 from foredraft.sessions import idle
@@ -68,7 +68,7 @@ def test_rows_that_run_keep_what_they_need() -> None:
     assert row.output_ids == other.output_ids
 
 
-def generate_beside_a_long_row() -> tuple[Engine, list[Sequence], int, int]:
+def generate_beside_a_long_row() -> tuple[Engine, list[Row], int, int]:
     """One row of 3,000 tokens that ends soon, beside 7 short ones; what was held at most, and before they ended."""
     engine = Engine(long_target(), made("ngram", 3, prompt_lookup_min=1), EngineConfig(max_num_seqs=8))
     requests = [(3000, 10), *[(10 + i, 200) for i in range(7)]]

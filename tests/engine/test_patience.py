@@ -25,7 +25,7 @@ from foredraft.engine.cost_model import SHARE, CostModel
 from foredraft.engine.drafter import Drafter, Requirements
 from foredraft.engine.engine import Engine
 from foredraft.engine.governor import TO_LOSE, TO_RETURN, Governor, Patience
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.model.capture import Wanted
 from foredraft.model.lm import CausalLM
 from foredraft.testing import GREEDY, SAMPLED, perturbed, toy_model
@@ -249,7 +249,7 @@ def drafter_of(method: str, lm: CausalLM) -> Drafter:
     return make_drafter(SpeculativeConfig(method, **keys), DrafterContext(lm, small))
 
 
-def run_all(lm: CausalLM, drafter: Drafter, governor: Governor | None = None) -> list[Sequence]:
+def run_all(lm: CausalLM, drafter: Drafter, governor: Governor | None = None) -> list[Row]:
     """Greedy and sampled rows."""
     engine = Engine(lm, drafter, EngineConfig(max_num_seqs=3, prefill_chunk_size=4), governor=governor)
     given = [replace((GREEDY, SAMPLED)[number % 2], max_tokens=30) for number in range(len(PROMPTS))]
@@ -267,7 +267,7 @@ def plain_texts() -> tuple[CausalLM, list[list[int]]]:
 @pytest.mark.parametrize("method", ["ngram", "token_recycling", "draft_model", "layer_skip", "medusa"])
 def test_leaving_at_any_time_changes_no_token(method: str) -> None:
     lm, wanted = plain_texts()
-    rows: list[Sequence] = []
+    rows: list[Row] = []
     for seed in range(2):
         these = run_all(lm, drafter_of(method, lm), Willing(Moody(seed, 0.6, 0.03)))
         assert [row.output_ids for row in these] == wanted

@@ -16,7 +16,7 @@ from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine, EngineConfig
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.testing import GREEDY, SAMPLED, check_cache_lengths, toy_model
 from harness import random_ids
@@ -45,7 +45,7 @@ def alone(number: int, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
     return row.output_ids
 
 
-def traced(drafter: Drafter, chunk: int) -> tuple[list[Sequence], list[tuple[int, int]], list[int]]:
+def traced(drafter: Drafter, chunk: int) -> tuple[list[Row], list[tuple[int, int]], list[int]]:
     """Rows, what every step has read of prompts and said for the two rows that ran before, and drafters' forwards."""
     engine = Engine(target(), drafter, EngineConfig(max_num_seqs=16, prefill_chunk_size=chunk))
     rows = [engine.add_request(random_ids(4, n, VOCAB_SIZE), params(n, 60))[0] for n in range(2)]

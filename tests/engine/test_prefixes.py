@@ -20,7 +20,7 @@ from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import Drafter, Requirements
 from foredraft.engine.engine import Engine
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.model.cache.prefixes import PrefixStore
@@ -45,7 +45,7 @@ def engine(kind: str = "none", prefixes: PrefixStore | None = None, **options: A
     return Engine(target(), DRAFTERS[kind](), EngineConfig(**options), prefixes=prefixes)
 
 
-def answer(engine: Engine, prompt: tuple[int, ...], params: SamplingParams = GREEDY) -> Sequence:
+def answer(engine: Engine, prompt: tuple[int, ...], params: SamplingParams = GREEDY) -> Row:
     (row,) = engine.add_request(prompt, params)
     list(engine.run())
     return row

@@ -22,7 +22,7 @@ from foredraft.drafters.none import EmptyDrafter
 from foredraft.drafters.parts.rank_tree import RankTree
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.model.lm import CausalLM
 from foredraft.testing import check_cache_lengths, perturbed, toy_model
 
@@ -98,7 +98,7 @@ class Request:
 
     prompt: tuple[int, ...]
     params: SamplingParams
-    rows: list[Sequence] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     is_aborted: bool = False
 
     def check(self, lm: CausalLM, config: EngineConfig) -> None:

@@ -19,7 +19,7 @@ from foredraft.drafters.parts import eagle_rows
 from foredraft.engine.engine import Engine
 from foredraft.heads import int8
 from foredraft.heads.eagle import EagleHead, EagleShape
-from foredraft.heads.layers import LayerShape, Placed
+from foredraft.heads.layers import AttentionContext, LayerShape
 from foredraft.heads.vocabulary import DraftVocabulary
 from foredraft.model.execution.packing import unpacked_weight
 from foredraft.model.lm import CausalLM
@@ -141,11 +141,11 @@ def test_a_level_is_near_what_the_module_computes(name: str, dtype: torch.dtype)
 
     cache_of = Given()
     mask = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
-    placed = Placed(*reference.place(torch.arange(7)[None]), mask, cache_of)
+    placed = AttentionContext(*reference.place(torch.arange(7)[None]), mask, cache_of)
     embedded = table[torch.tensor([tokens])].float()
     exact = reference(embedded, reference.features(streams.float()[None]), placed)
     seen = torch.cat([torch.ones(4, 7, dtype=torch.bool), ancestors], 1)
-    placed = Placed(*reference.place(torch.tensor([[7, 7, 8, 8]])), seen[None, None], cache_of)
+    placed = AttentionContext(*reference.place(torch.tensor([[7, 7, 8, 8]])), seen[None, None], cache_of)
     exact_fed = reference(table[torch.tensor([[5, 6, 7, 8]])].float(), outputs[None, [6, 6, 5, 5]], placed)
     for found, wanted in ((outputs, exact[0]), (fed, exact_fed[0])):
         assert float((found - wanted).norm() / wanted.norm()) < 0.03

@@ -27,7 +27,7 @@ from foredraft.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foredraft.heads.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from foredraft.heads.eagle import EagleHead, default_streams
 from foredraft.heads.eagle_layouts import TargetFacts, check_fits, read_eagle, write_eagle
-from foredraft.heads.layers import Placed
+from foredraft.heads.layers import AttentionContext
 from foredraft.heads.vocabulary import DraftVocabulary
 from foredraft.testing import PROMPTS, toy_model
 
@@ -262,7 +262,7 @@ def outputs(head: EagleHead, ids: Tensor) -> Tensor:
     size = len(ids) - 1
     table = model().get_input_embeddings().weight if head.embed_tokens is None else head.embed_tokens.weight
     mask = torch.ones(size, size, dtype=torch.bool).tril()[None, None]
-    placed = Placed(*head.place(torch.arange(size)[None]), mask)
+    placed = AttentionContext(*head.place(torch.arange(size)[None]), mask)
     features = head.features(streams_of(ids[None], head, torch.float64)[:, :-1])
     return head(table[ids[1:]][None], features, placed)[0]
 

@@ -9,7 +9,7 @@ import torch
 
 from foredraft.drafters.heads.options import pack
 from foredraft.heads.eagle import EagleHead, EagleShape
-from foredraft.heads.layers import LayerShape, Placed
+from foredraft.heads.layers import AttentionContext, LayerShape
 from foredraft.model.execution.packing import PackedLinear
 from foredraft.native.library import library
 
@@ -29,7 +29,7 @@ def test_layers_with_one_input_are_one_product(generation: int, streams: tuple[i
     assert (len(products), len(set(map(id, products)))) == (8, 5)
     embedded, features = torch.randn(2, 1, 5, 64).bfloat16()
     mask = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
-    placed = Placed(*head.place(torch.arange(5)[None]), mask)
+    placed = AttentionContext(*head.place(torch.arange(5)[None]), mask)
     with torch.inference_mode():
         want, got = (one(embedded, features, placed) for one in (head, packed))
     torch.testing.assert_close(got, want, atol=0.05, rtol=0.05)

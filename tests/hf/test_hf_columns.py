@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from foredraft.engine.outputs import RowOutput
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.hf.rows import Columns, Endings
 
@@ -71,7 +71,7 @@ def plain(texts: list[list[int]], criteria: StoppingCriteriaList) -> tuple[list[
 
 def output(tokens: list[int], *, values: bool = False) -> RowOutput:
     table = torch.tensor([[float(token)] * VOCAB for token in tokens]).reshape(-1, VOCAB) if values else None
-    return RowOutput(cast("Sequence", None), tuple(tokens), 0, scores=table, logits=table)
+    return RowOutput(cast("Row", None), tuple(tokens), 0, scores=table, logits=table)
 
 
 def replay(texts: list[list[int]], criteria: StoppingCriteriaList, seed: int, **options: Any) -> Columns:

@@ -22,9 +22,9 @@ from transformers import (
 from foredraft import speculate
 from foredraft.config.sampling import SamplingParams
 from foredraft.errors import ShapeError
-from foredraft.hf.processors import AsShown, RowPlace, sampling_fields
+from foredraft.hf.processors import PaddedView, RowPlace, sampling_fields
 from foredraft.hf.rows import InputRow, read_rows
-from foredraft.law.sampling import SamplingLaw, scores
+from foredraft.sampling.distribution import Sampler, scores
 from foredraft.testing import toy_model
 
 VOCAB, EOS, PAD = 64, 7, 3
@@ -96,7 +96,7 @@ def test_random_lists_give_the_same_scores(seed: int) -> None:
     expected = processors(text, logits.clone())
     for index, row in enumerate(read_rows(inputs, mask)):
         fields = sampling_fields(processors, do_sample, RowPlace(index, 3, row, frozenset({EOS}), CPU))
-        law = SamplingLaw(
+        law = Sampler(
             SamplingParams(max_tokens=None, **fields),
             vocab_size=VOCAB,
             eos_token_ids=[EOS],
@@ -163,7 +163,7 @@ def test_what_the_law_does_otherwise_runs_as_it_is(processors: list[Any]) -> Non
     assert fields["logits_processors"]
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
     ids = torch.tensor([[10, 11]])
-    law = SamplingLaw(SamplingParams(**fields), vocab_size=VOCAB, eos_token_ids=[EOS], prompt_ids=[10, 11])
+    law = Sampler(SamplingParams(**fields), vocab_size=VOCAB, eos_token_ids=[EOS], prompt_ids=[10, 11])
     expected = LogitsProcessorList(processors)(ids, logits.clone())
     torch.testing.assert_close(scores(logits, [law], [()]), expected)
 
@@ -177,7 +177,7 @@ def test_a_processor_that_tells_rows_apart_sees_its_own_row() -> None:
             shapes.append(tuple(input_ids.shape))
             return scores + torch.arange(len(scores))[:, None]
 
-    shown = AsShown([ByRow()], place(index=2, num_rows=4))
+    shown = PaddedView([ByRow()], place(index=2, num_rows=4))
     table = torch.tensor([[0.0, 1.0], [5.0, 6.0]])
     assert torch.equal(shown(torch.tensor([[1, 2], [1, 3]]), table), table + 2)
     assert shapes == [(4, 2), (4, 2)]
@@ -195,7 +195,7 @@ def test_processors_may_write_in_place_and_keep_ordinary_tensors() -> None:
 
     with torch.inference_mode():
         given = torch.zeros(1, 4)
-        result = AsShown([InPlace()], place())(torch.tensor([[1]]), given)
+        result = PaddedView([InPlace()], place())(torch.tensor([[1]]), given)
     assert given.tolist() == [[0.0] * 4]
     assert result[0, 0] == 1.0
     assert not kept[0].is_inference()

@@ -13,12 +13,12 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from foredraft.config.sampling import SamplingParams
 from foredraft.engine.accepting import accept_rows, choose_all
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.engine.stopping import StopChecker
-from foredraft.law.sampling import SamplingLaw
 from foredraft.model.capture import Wanted
 from foredraft.model.lm import CausalLM
 from foredraft.model.nodes import FlatNodes, NodeLogits, Nodes
+from foredraft.sampling.distribution import Sampler
 from foredraft.testing import toy_model
 from foredraft.tree import DraftTree
 
@@ -118,10 +118,10 @@ def test_choices_and_verdicts_do_not_depend_on_the_form_of_logits(rule: str, tem
     rows = []
     for i, (temperature, prefix) in enumerate(zip(temperatures, PREFIXES, strict=True)):
         params = SamplingParams(temperature=temperature, top_p=0.9)
-        law = SamplingLaw(params, vocab_size=64, prompt_ids=prefix)
+        law = Sampler(params, vocab_size=64, prompt_ids=prefix)
         law.seed = i
         checker = StopChecker(params, (), len(prefix), 99)
-        rows.append(Sequence(i, str(i), 0, [*prefix, TREES[i].tokens[0]], len(prefix), params, i, law, 99, checker))
+        rows.append(Row(i, str(i), 0, [*prefix, TREES[i].tokens[0]], len(prefix), params, i, law, 99, checker))
     counts, width = list(map(len, TREES)), max(map(len, TREES))
     values = torch.randn(sum(counts), 64, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     flat = FlatNodes(counts, width, values.device)

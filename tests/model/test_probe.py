@@ -191,7 +191,7 @@ IN_TREES_ONLY = {mutation.apply for mutation in MUTATIONS if not mutation.in_cha
 NOT_SEEN_AT_LOAD = {
     "KVCache.kept and rollback": "only drafters that share the target's cache write over committed columns",
     "KVCache.swap, fork, remove, reorder": "rows that come and go; a probe decodes two rows from beginning to end",
-    "Engine, SamplingLaw, StopChecker": "they work on logits, which are right",
+    "Engine, Sampler, StopChecker": "they work on logits, which are right",
 }
 """Faults of other lists, which no comparison of logits at load time can show, and why; their own tests find them."""
 

@@ -9,7 +9,7 @@ import torch
 
 from foredraft.model.nodes import Nodes
 from foredraft.model.reference import (
-    Rehearsal,
+    ProbePlan,
     hide_parents,
     relative_error,
     sampled,
@@ -49,7 +49,7 @@ def test_faults_are_made_in_one_row() -> None:
 
 def test_texts_follow_what_is_committed() -> None:
     """Row 0 keeps two of four tokens of a chain, then a branch of a tree; row 1 two tokens, then a branch."""
-    rehearsal = Rehearsal.whole(1000, 0, (shift_positions,))
+    rehearsal = ProbePlan.whole(1000, 0, (shift_positions,))
     first, second, copy = rehearsal.prefixes
     assert (len(first), len(second)) == (5, 8)
     assert copy == first
@@ -65,7 +65,7 @@ def test_texts_follow_what_is_committed() -> None:
 
 @pytest.mark.parametrize("vocab_size", [2, 3, 5, 64, 1000])
 def test_chains_need_no_other_plain_texts_than_trees(vocab_size: int) -> None:
-    trees = Rehearsal.of_trees(vocab_size, 1, (show_everything, shift_positions))
+    trees = ProbePlan.of_trees(vocab_size, 1, (show_everything, shift_positions))
     chains = trees.as_chains()
     known = {text for row in trees.texts(trees.steps[0]) for text in row}
     assert {text for row in chains.texts(chains.steps[0]) for text in row} <= known

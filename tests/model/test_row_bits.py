@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -44,7 +44,7 @@ def long_lm(name: str, dtype: torch.dtype, execution: str = "auto") -> CausalLM:
 
 
 def run(
-    lm: CausalLM, drafter: Drafter, prompts: Seq[Seq[int]], params: SamplingParams, config: EngineConfig
+    lm: CausalLM, drafter: Drafter, prompts: Sequence[Sequence[int]], params: SamplingParams, config: EngineConfig
 ) -> list[tuple[list[int], torch.Tensor]]:
     """Tokens and raw logits (N, V) of every prompt."""
     engine = Engine(lm, drafter, config)
@@ -65,7 +65,7 @@ def drafters(texts: list[list[int]], vocab_size: int) -> dict[str, Drafter]:
     return {f"{kind.name} {depth}": kind(texts, depth, vocab_size=vocab_size) for kind, depth in kinds}
 
 
-def check_bits(lm: CausalLM, prompts: Seq[Seq[int]], params: SamplingParams, config: EngineConfig) -> None:
+def check_bits(lm: CausalLM, prompts: Sequence[Sequence[int]], params: SamplingParams, config: EngineConfig) -> None:
     """Every drafter gives the logits of plain decoding alone to the last bit: in a batch, and each by turns alone."""
     plain = [run(lm, EmptyDrafter(), [prompt], params, config)[0] for prompt in prompts]
     texts = [[*prompt, *tokens] for prompt, (tokens, _) in zip(prompts, plain, strict=True)]

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from foredraft.engine.features import largest_ids
-from foredraft.law import choice, noise
-from foredraft.law.choice import GumbelTopK
-from foredraft.law.support import Warper
 from foredraft.native import sample_kernels as kernels
+from foredraft.sampling import choice, noise
+from foredraft.sampling.choice import GumbelTopK
+from foredraft.sampling.filters import LogitsFilter
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 needs_kernels = pytest.mark.skipif(kernels.kernels() is None, reason="no C++ compiler here")
@@ -59,7 +59,7 @@ def test_the_same_tokens_win_under_keyed_noise(dtype: torch.dtype, temperature: 
         for named in (None, names):
             found = kernels.gumbel_best(table, temperature, keys, k, named)
             columns = None if named is None else named.numpy()
-            best, sums = GumbelTopK(Warper(temperature), table, keys, k, columns).run()
+            best, sums = GumbelTopK(LogitsFilter(temperature), table, keys, k, columns).run()
             assert found[0].tolist() == best.tolist()
             torch.testing.assert_close(found[1], torch.from_numpy(sums), rtol=1e-13, atol=1e-13)
         found = kernels.gumbel_best(table, temperature, keys, k)

@@ -22,7 +22,7 @@ from foredraft.retrieval import datastore as datastore_of
 from foredraft.retrieval.build import ShardLimits, append, build, from_tokens
 from foredraft.retrieval.corpus import PIECE_CHARACTERS, CorpusFile, cut, find_files
 from foredraft.retrieval.datastore import SHORTER_WEIGHT, Datastore, Lookup, known_end
-from foredraft.retrieval.growth import ESCAPE, Shape
+from foredraft.retrieval.growth import ESCAPE, TreeLimits
 from foredraft.retrieval.manifest import DatastoreManifest, fingerprint_of
 from foredraft.retrieval.shard import decode, encode, width_of
 
@@ -116,7 +116,7 @@ def test_a_lookup_equals_brute_force(
         assert length == 0
         return
     assert (match.length, match.num_hits) == (length, num_hits)
-    tree = match.trie.tree(99, Shape(num_nodes, 4))
+    tree = match.trie.tree(99, TreeLimits(num_nodes, 4))
     assert {tree.path_tokens(node): tree.scores[node] for node in range(1, len(tree))} == pytest.approx(nodes)
     if shard_tokens == 1000:  # one shard: positions are the definition's, so the order is too
         assert [tree.path_tokens(node) for node in range(1, len(tree))] == list(nodes)
@@ -126,12 +126,12 @@ def test_limits_of_shape_hold(tmp_path: Path) -> None:
     from_tokens([[1, 2, 3], [1, 2, 4], [1, 2, 4], [1, 5, 6], [1, 7, 8]], tmp_path, vocab_size=9)
     trie = Datastore.open(tmp_path).query([1], Lookup(match_min=1)).trie
     paths = lambda shape: [tree.path_tokens(n) for tree in [trie.tree(1, shape)] for n in range(1, len(tree))]  # noqa: E731
-    assert paths(Shape(9, 2)) == [(2,), (2, 4), (7,), (7, 8), (5,), (5, 6), (2, 3)]
-    assert paths(Shape(9, 2, 1)) == [(2,), (2, 4)]
-    assert paths(Shape(9, 2, 2)) == [(2,), (2, 4), (7,), (7, 8), (2, 3)]
-    assert paths(Shape(9, 1)) == [(2,), (7,), (5,)]
-    assert paths(Shape(3, 2)) == [(2,), (2, 4)]
-    assert paths(Shape(9, 2, min_score=0.3)) == [(2,), (2, 4)]
+    assert paths(TreeLimits(9, 2)) == [(2,), (2, 4), (7,), (7, 8), (5,), (5, 6), (2, 3)]
+    assert paths(TreeLimits(9, 2, 1)) == [(2,), (2, 4)]
+    assert paths(TreeLimits(9, 2, 2)) == [(2,), (2, 4), (7,), (7, 8), (2, 3)]
+    assert paths(TreeLimits(9, 1)) == [(2,), (7,), (5,)]
+    assert paths(TreeLimits(3, 2)) == [(2,), (2, 4)]
+    assert paths(TreeLimits(9, 2, min_score=0.3)) == [(2,), (2, 4)]
 
 
 def test_many_hits_keep_their_proportions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_many_hits_keep_their_proportions(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(datastore_of, "ESCAPE", 0.0)
     match = Datastore.open(tmp_path).query([1], Lookup(match_min=1, max_hits=100))
     assert match is not None
-    tree = match.trie.tree(1, Shape(9, 2))
+    tree = match.trie.tree(1, TreeLimits(9, 2))
     assert match.num_hits == 300
     assert dict(zip(tree.tokens[1:], tree.scores[1:], strict=True)) == pytest.approx({2: 0.75, 3: 0.25})
 
@@ -152,7 +152,7 @@ def test_ids_take_the_narrowest_width_that_leaves_a_separator(vocab_size: int, w
     assert decode(np.frombuffer(encode(ids, width), np.uint8), width).tolist() == ids
     from_tokens([ids, [*ids, 0]], tmp_path, vocab_size=vocab_size)
     match = Datastore.open(tmp_path).query(ids, Lookup(few_hits=0))
-    assert (match.length, match.trie.tree(1, Shape(9, 3)).tokens[1:]) == (3, (0,))
+    assert (match.length, match.trie.tree(1, TreeLimits(9, 3)).tokens[1:]) == (3, (0,))
 
 
 def test_ids_beyond_the_vocabulary_match_nothing(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foredraft.llm import LLM
-from foredraft.serve.served import Offer, Served
+from foredraft.serve.served import Served, ServedModels
 from foredraft.serve.settings import ServerSettings
 from serving import MODEL, SETTINGS, Running, running
 
@@ -21,7 +21,7 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="session")
 def served(llm: LLM) -> Served:
-    return Offer.of(["tiny", "alias"], SETTINGS).over(llm)
+    return ServedModels.of(["tiny", "alias"], SETTINGS).over(llm)
 
 
 @pytest.fixture(scope="module")

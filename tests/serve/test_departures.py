@@ -16,10 +16,10 @@ import pytest
 
 from foredraft.llm import LLM
 from foredraft.serve.answering import answer
-from foredraft.serve.backend import Ticket
+from foredraft.serve.backend import QueuedRequest
 from foredraft.serve.bridge import Bridge
 from foredraft.serve.completions import read_completion
-from foredraft.serve.served import Offer
+from foredraft.serve.served import ServedModels
 from foredraft.serve.settings import ServerSettings
 from serving import MODEL, SETTINGS, Running, running
 
@@ -71,7 +71,7 @@ def test_a_request_is_open_until_it_is_counted(running_server: Running, monkeypa
     assert isinstance(bridge, Bridge)
     ended = bridge._metrics.ended
 
-    def counting(ticket: Ticket, has_failed: bool) -> None:
+    def counting(ticket: QueuedRequest, has_failed: bool) -> None:
         were_open.append(ticket in bridge._open)
         ended(ticket, has_failed)
 
@@ -163,7 +163,7 @@ def test_a_server_that_has_ended_is_let_go() -> None:
 
     def serve() -> list[weakref.ref[Any]]:
         llm = LLM(MODEL, "draft_model", max_num_seqs=4)
-        with running(Offer.of(["tiny"], SETTINGS).over(llm)) as server:
+        with running(ServedModels.of(["tiny"], SETTINGS).over(llm)) as server:
             assert server.post("/v1/completions", prompt="a", max_tokens=2, verify=True).status_code == 200
             assert server.post("/v1/completions", prompt="a", logprobs=99).status_code == 400
             assert server.events("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})

@@ -23,13 +23,13 @@ from foredraft.config.sampling import SamplingParams
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.serve.app import Application
-from foredraft.serve.backend import Ticket
+from foredraft.serve.backend import QueuedRequest
 from foredraft.serve.errors import ApiError, stopping
 from foredraft.serve.metrics import ClusterMetrics
 from foredraft.serve.ray.affinity import Affinity
 from foredraft.serve.ray.config import ClusterConfig
 from foredraft.serve.ray.failover import CALLER, Called, Caller, ClusterBridge
-from foredraft.serve.ray.messages import Begun, Distant, Facts, Lost, Message, News, Taken, Work
+from foredraft.serve.ray.messages import Accepted, Delta, Distant, Facts, Failed, Message, ReplicaRequest, Started
 from foredraft.serve.ray.replica import Replica
 from foredraft.serve.served import Served
 from foredraft.serve.settings import FailoverSettings, ServerSettings
@@ -55,7 +55,7 @@ class Breaking:
 
     def __init__(self, replicas: Sequence[Replica], lives: Sequence[int | None]) -> None:
         self.facts: Facts | None = replicas[0].facts
-        self.works: list[Work] = []
+        self.works: list[ReplicaRequest] = []
         self.when_changed: Callable[[Facts], None] = lambda facts: None
         self._replicas, self._lives = replicas, lives
 
@@ -63,16 +63,16 @@ class Breaking:
         self.facts = facts
         self.when_changed(facts)
 
-    async def generate(self, work: Work) -> AsyncGenerator[Message, None]:
+    async def generate(self, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
         life = self._lives[min(len(self.works), len(self._lives) - 1)]
         replica = self._replicas[len(self.works) % len(self._replicas)]
         self.works.append(work)
         async with aclosing(replica.generate(work)) as messages:
             async for message in messages:
                 if life == 0:
-                    raise Lost("the replica was lost")
+                    raise Failed("the replica was lost")
                 yield message
-                if life is not None and not isinstance(message, (Taken, Begun)) and message != News():
+                if life is not None and not isinstance(message, (Accepted, Started)) and message != Delta():
                     life -= 1
 
 
@@ -116,7 +116,7 @@ async def _ask(fleet: Any, params: SamplingParams, metrics: ClusterMetrics, sett
     bridge = ClusterBridge(fleet, metrics, settings or FailoverSettings(retry_seconds=0.0))
     llm: Any = fleet.facts.llms["tiny"]
     ids = llm.tokenizer(PROMPT)["input_ids"]
-    ticket = Ticket(llm, [{"prompt": PROMPT, "prompt_token_ids": ids}], [params])
+    ticket = QueuedRequest(llm, [{"prompt": PROMPT, "prompt_token_ids": ids}], [params])
     bridge.submit(ticket)
     answered = Answered()
     async with asyncio.timeout(600):
@@ -193,7 +193,7 @@ def test_no_text_goes_on_with_other_weights(replicas: list[Replica]) -> None:
     fleet = Breaking(replicas, [2, None])
 
     class Others(Breaking):
-        async def generate(self, work: Work) -> AsyncGenerator[Message, None]:
+        async def generate(self, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
             changed = replacing_weights(work) if work.output_ids else work
             async with aclosing(fleet.generate(changed)) as messages:
                 async for message in messages:
@@ -233,7 +233,7 @@ def test_a_replica_without_the_way_of_drafting_takes_its_default(replicas: list[
     (expected,) = plain.generate(PROMPT, params)
 
     class Renamed(Breaking):
-        async def generate(self, work: Work) -> AsyncGenerator[Message, None]:
+        async def generate(self, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
             async with aclosing(super().generate(replace(work, name="gone"))) as messages:
                 async for message in messages:
                     yield message
@@ -245,19 +245,19 @@ def test_a_full_queue_sends_away_the_newest_of_who_fills_it(replicas: list[Repli
     """A client with few requests gets its place; one with as many as anybody is told to come again."""
 
     class Busy(Breaking):
-        async def generate(self, work: Work) -> AsyncGenerator[Message, None]:
+        async def generate(self, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
             await asyncio.sleep(60)
-            yield News()
+            yield Delta()
 
     async def run() -> None:
         fleet = Busy(replicas, [None])
         bridge = ClusterBridge(fleet, ClusterMetrics("tiny"))
         llm: Any = replicas[0].facts.llms["tiny"]
 
-        def arrive(client: str) -> Ticket:
+        def arrive(client: str) -> QueuedRequest:
             CALLER.set(Caller(client=client))
             bridge.check_room(1, 20, None)
-            ticket = Ticket(llm, [{"prompt_token_ids": [1]}], [SamplingParams()])
+            ticket = QueuedRequest(llm, [{"prompt_token_ids": [1]}], [SamplingParams()])
             bridge.submit(ticket)
             return ticket
 
@@ -280,7 +280,7 @@ def test_a_full_queue_sends_away_the_newest_of_who_fills_it(replicas: list[Repli
     asyncio.run(run())
 
 
-def replacing_weights(work: Work) -> Work:
+def replacing_weights(work: ReplicaRequest) -> ReplicaRequest:
     return replace(work, weights="others")
 
 
@@ -290,12 +290,12 @@ def test_a_replica_that_is_silent_is_left(replicas: list[Replica], plain: LLM) -
     (expected,) = plain.generate(PROMPT, params)
 
     class Hanging(Breaking):
-        async def generate(self, work: Work) -> AsyncGenerator[Message, None]:
+        async def generate(self, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
             is_first = not self.works
             async with aclosing(super().generate(work)) as messages:
                 async for message in messages:
                     yield message
-                    if is_first and isinstance(message, News) and message.deltas:
+                    if is_first and isinstance(message, Delta) and message.deltas:
                         await asyncio.sleep(30)
 
     answered = ask(Hanging(replicas, [None]), params, FailoverSettings(stall_timeout=3.0, retry_seconds=0.0))

@@ -19,14 +19,24 @@ from typing import Any
 import pytest
 
 from foredraft.config.sampling import SamplingParams
-from foredraft.engine.stats import SequenceStats
+from foredraft.engine.stats import RowStats
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
-from foredraft.serve.backend import Ticket
+from foredraft.serve.backend import QueuedRequest
 from foredraft.serve.errors import ApiError
 from foredraft.serve.metrics import ClusterMetrics
 from foredraft.serve.ray.failover import CALLER, SILENT_SECONDS, Caller, ClusterBridge
-from foredraft.serve.ray.messages import Begun, Ended, Message, News, Refused, Route, Sent, Taken, Work
+from foredraft.serve.ray.messages import (
+    Accepted,
+    Delta,
+    Finished,
+    Message,
+    Rejected,
+    ReplicaRequest,
+    Route,
+    Routed,
+    Started,
+)
 from foredraft.serve.ray.replica import Replica
 from foredraft.serve.served import Served
 from foredraft.serve.settings import FailoverSettings
@@ -74,11 +84,11 @@ class Script:
     name: str
     rows: int = 100
     hangs_after: int | None = None
-    works: list[Work] = field(default_factory=list)
+    works: list[ReplicaRequest] = field(default_factory=list)
     is_hung: bool = False
     num_open: int = 0
 
-    async def messages(self, work: Work) -> AsyncGenerator[Message, None]:
+    async def messages(self, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
         self.works.append(work)
         self.num_open += 1
         try:
@@ -93,7 +103,7 @@ class Script:
             self.num_open -= 1
 
 
-def _said(name: str, work: Work) -> list[Message]:
+def _said(name: str, work: ReplicaRequest) -> list[Message]:
     """Numbers up to LENGTH, from where others have stopped.
 
     A whole result follows, of which the ingress hands on what it has not written down itself.
@@ -103,9 +113,9 @@ def _said(name: str, work: Work) -> list[Message]:
         StreamOutput("", 0, 0, f"{n} ", (), FrozenList([n]), 0, "length" if n == LENGTH - 1 else None, None, (f"{n} ",))
         for n in range(done, LENGTH)
     ]
-    news = [News((delta,), SequenceStats(), 0) for delta in deltas]
-    ended = Ended((_result(),), SequenceStats(), 0)
-    return [Taken(name), Begun(name, work.fingerprint), *news, ended]
+    news = [Delta((delta,), RowStats(), 0) for delta in deltas]
+    ended = Finished((_result(),), RowStats(), 0)
+    return [Accepted(name), Started(name, work.fingerprint), *news, ended]
 
 
 def _result() -> RequestOutput:
@@ -120,16 +130,16 @@ class Scripted:
     def __init__(self, facts: Any, scripts: Sequence[Script]) -> None:
         self.facts, self.scripts = facts, scripts
 
-    async def generate(self, work: Work) -> AsyncGenerator[Message, None]:
+    async def generate(self, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
         while True:
             if self.scripts:
-                yield Sent("")
+                yield Routed("")
             fitting = [one for one in self.scripts if one.name not in work.avoided] or list(self.scripts)
             free = [one for one in fitting if one.num_open < one.rows]
             if free:
                 break
             await asyncio.sleep(0.5)
-        yield Sent(free[0].name)
+        yield Routed(free[0].name)
         async for message in free[0].messages(work):
             yield message
 
@@ -151,13 +161,13 @@ class House:
         self.bridge = ClusterBridge(self.fleet, ClusterMetrics("tiny"), settings)  # type: ignore[arg-type]
         self.llm = llm
 
-    def submit(self, client: str = "") -> Ticket:
+    def submit(self, client: str = "") -> QueuedRequest:
         CALLER.set(Caller(client=client))
-        ticket = Ticket(self.llm, [{"prompt_token_ids": [1]}], [SamplingParams(max_tokens=LENGTH)])
+        ticket = QueuedRequest(self.llm, [{"prompt_token_ids": [1]}], [SamplingParams(max_tokens=LENGTH)])
         self.bridge.submit(ticket)
         return ticket
 
-    async def hear(self, ticket: Ticket) -> Got:
+    async def hear(self, ticket: QueuedRequest) -> Got:
         got = Got()
         while (news := await ticket.news()) is not None:
             for delta in news:
@@ -293,7 +303,7 @@ def test_what_a_replica_says_when_it_wakes_is_not_heard() -> None:
         waking, heard = asyncio.Event(), []
 
         class Waking(Script):
-            async def messages(self, work: Work) -> AsyncGenerator[Message, None]:
+            async def messages(self, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
                 said = _said(self.name, work)
                 for message in said[:4]:
                     yield message
@@ -364,23 +374,23 @@ def llm() -> LLM:
     return LLM("zoo:tiny", max_num_seqs=8)
 
 
-def _work(replica: Replica, **changes: Any) -> Work:
+def _work(replica: Replica, **changes: Any) -> ReplicaRequest:
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, seed=1)
     facts = replica.facts
     given = {"prompts": ({"prompt_token_ids": [1, 2, 3]},), "params": (params,), **changes}
-    return Work("", "tiny", weights=facts.weights, fingerprint=facts.fingerprint, **given)
+    return ReplicaRequest("", "tiny", weights=facts.weights, fingerprint=facts.fingerprint, **given)
 
 
-async def _all(replica: Replica, work: Work) -> list[Message]:
+async def _all(replica: Replica, work: ReplicaRequest) -> list[Message]:
     return [message async for message in replica.generate(work)]
 
 
 def test_a_replica_says_at_once_that_it_has_a_request(llm: LLM) -> None:
     replica = Replica(lambda: Served({"tiny": llm}), "tiny", "name")
     said = asyncio.run(_all(replica, _work(replica)))
-    assert said[0] == Taken("name")
-    assert isinstance(said[1], Begun)
-    assert isinstance(said[-1], Ended)
+    assert said[0] == Accepted("name")
+    assert isinstance(said[1], Started)
+    assert isinstance(said[-1], Finished)
 
 
 def test_steps_travel_together(llm: LLM) -> None:
@@ -389,7 +399,7 @@ def test_steps_travel_together(llm: LLM) -> None:
     for seconds, wants_news in ((0.0, True), (1e9, True), (1e9, False)):
         replica = Replica(lambda: Served({"tiny": llm}), "tiny", "name", message_seconds=seconds)
         said = asyncio.run(_all(replica, _work(replica, wants_news=wants_news)))
-        news = [message for message in said if isinstance(message, News) and message.deltas]
+        news = [message for message in said if isinstance(message, Delta) and message.deltas]
         ids.append([token for message in news for delta in message.deltas for token in delta.token_ids])
         counts.append(len(news))
     assert ids[0] == ids[1] == ids[2]
@@ -415,8 +425,8 @@ def test_a_step_that_does_not_end_is_told(llm: LLM) -> None:
     finally:
         go.set()
         del llm.step
-    assert said[0] == Taken("name")
-    assert isinstance(said[-1], Refused)
+    assert said[0] == Accepted("name")
+    assert isinstance(said[-1], Rejected)
     assert said[-1].may_work_elsewhere
 
 
@@ -427,7 +437,7 @@ def test_the_route_of_a_request_stays_in_its_process(llm: LLM) -> None:
         assert work.route is not None
         thread = threading.Thread(target=work.route.tell, args=["there"])
         thread.start()
-        assert await work.route.sent() == Sent("there")
+        assert await work.route.sent() == Routed("there")
         thread.join()
         assert pickle.loads(pickle.dumps(work)) == _work(replica)
 
@@ -439,7 +449,7 @@ def test_a_full_replica_is_not_waited_for_as_if_it_had_the_request(monkeypatch: 
     pytest.importorskip("ray", reason="Ray is not installed")
     from foredraft.serve.ray import router
 
-    class Replica(router.Telling):
+    class Replica(router.ReportingReplica):
         replica_id = SimpleNamespace(unique_id="full")
 
         def __init__(self) -> None:
@@ -452,13 +462,13 @@ def test_a_full_replica_is_not_waited_for_as_if_it_had_the_request(monkeypatch: 
         result = SimpleNamespace(get_rejection_response=respond)
         monkeypatch.setattr(router.RunningReplica, "try_send_request", lambda *args: result)
         route = Route()
-        work = Work("", "tiny", ({"prompt_token_ids": [1]},), (), "w", "f", route=route)
+        work = ReplicaRequest("", "tiny", ({"prompt_token_ids": [1]},), (), "w", "f", route=route)
         request: Any = SimpleNamespace(args=[work])
         told = Replica().try_send_request(request, True)
         assert (await told.get_rejection_response()).accepted is accepted
         route.tell("end")
         names = []
-        while (sent := await route.sent()) != Sent("end"):
+        while (sent := await route.sent()) != Routed("end"):
             names.append(sent.replica)
         return names
 
@@ -485,7 +495,7 @@ def test_full_replicas_are_asked_again_after_a_pause(monkeypatch: pytest.MonkeyP
         names = [ReplicaID(name, DeploymentID("engine")) for name in ("one", "two")]
         replicas = [SimpleNamespace(replica_id=name, replica_metadata={}) for name in names]
         router._replicas, router._replicas_list = dict(zip(names, replicas, strict=True)), replicas
-        work = Work("", "tiny", ({"prompt_token_ids": [1]},), (), "w", "f")
+        work = ReplicaRequest("", "tiny", ({"prompt_token_ids": [1]},), (), "w", "f")
         waiting = PendingRequest(
             args=[work], kwargs={}, metadata=RequestMetadata(request_id="", internal_request_id="")
         )

@@ -64,7 +64,7 @@ def test_the_command_line_gives_the_limit_to_the_model(
         return SimpleNamespace(run_until_end=lambda: True)
 
     monkeypatch.setattr("foredraft.cli.serve.load_llm", lambda *_, **options: given.update(options))
-    monkeypatch.setattr("foredraft.serve.served.Offer.over", lambda *_: None)
+    monkeypatch.setattr("foredraft.serve.served.ServedModels.over", lambda *_: None)
     monkeypatch.setattr("foredraft.serve.server.Server", run)
     result = CliRunner().invoke(app, ["serve", MODEL, *options])
     assert result.exit_code == 0, result.output

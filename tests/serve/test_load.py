@@ -26,7 +26,7 @@ from foredraft.serve.backend import deliver_all
 from foredraft.serve.completions import KNOWN
 from foredraft.serve.fields import IGNORED, REFUSED, WITHOUT_EFFECT
 from foredraft.serve.responses import KNOWN as OF_RESPONSES
-from foredraft.serve.served import Offer, Served
+from foredraft.serve.served import Served, ServedModels
 from foredraft.structured.grammars import Grammars
 from serving import MODEL, SETTINGS, Running, running
 
@@ -139,7 +139,7 @@ def soak(start: Callable[..., Running], num_requests: int, llm: LLM) -> None:
     In four parts, after each of which nothing is left and memory is read; of the last one, which nobody leaves early,
     figures are what clients have counted.
     """
-    served = Offer.of(["tiny"], SETTINGS).over(llm)
+    served = ServedModels.of(["tiny"], SETTINGS).over(llm)
     lookup: Any = served.names["lookup"]._runner.engine.drafter
     sound, draw = lookup.propose_row, random.Random(0)
 

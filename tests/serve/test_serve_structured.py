@@ -14,7 +14,7 @@ import pytest
 
 from foredraft.config.sampling import SamplingParams
 from foredraft.llm import LLM
-from foredraft.serve.served import Offer
+from foredraft.serve.served import ServedModels
 from schemas import HOSTILE, is_valid, random_schema
 from serving import Running, running
 
@@ -147,7 +147,10 @@ def test_two_hundred_schemas_on_a_real_model(temperature: int) -> None:
     llm = LLM("zoo:smollm2", "none", max_num_seqs=8, num_cached_prefixes=8, prefill_chunk_size=64)
     draw = random.Random(200)
     schemas = [random_schema(draw) for _ in range(200)]
-    with running(Offer.of(["grammar"], ["default=suffix+eagle3"]).over(llm)) as server, ThreadPoolExecutor(8) as pool:
+    with (
+        running(ServedModels.of(["grammar"], ["default=suffix+eagle3"]).over(llm)) as server,
+        ThreadPoolExecutor(8) as pool,
+    ):
 
         def ask(number: int, **fields: Any) -> Answered:
             wanted: dict[str, Any] = {

@@ -21,7 +21,7 @@ from foredraft.drafters.lookup.ngram import NGramDrafter
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.errors import (
     ConfigError,
     ContextLengthError,
@@ -72,7 +72,7 @@ BAD_PROMPTS = [
 def test_a_bad_prompt_is_refused_and_harms_nobody(prompt: Any, error: type[ForedraftError], message: str) -> None:
     """Before, between and after good ones, in the middle of decoding."""
     engine = Engine(target(), drafter())
-    rows: list[Sequence] = []
+    rows: list[Row] = []
     for good in PROMPTS:
         with pytest.raises(error, match=message):
             engine.add_request(prompt, GREEDY)
@@ -155,7 +155,7 @@ def poisoned() -> CausalLM:
 class DraftsPoison(NGramDrafter):
     """Hangs the poisonous token under every pending one, beside a sound chain."""
 
-    def propose_row(self, row: Sequence, budget: int) -> DraftTree:
+    def propose_row(self, row: Row, budget: int) -> DraftTree:
         chain = super().propose_row(row, budget)
         paths = [chain.path_tokens(leaf) for leaf in chain.leaves]
         return DraftTree.from_paths(row.pending, [(POISON, POISON)[:budget], *paths])

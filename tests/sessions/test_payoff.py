@@ -11,13 +11,13 @@ import pytest
 from foredraft import LLM, SamplingParams
 from foredraft.config.engine import Promise
 from foredraft.engine.budget import NOTHING_FOUND
-from foredraft.engine.stats import SequenceStats
+from foredraft.engine.stats import RowStats
 from foredraft.sessions.payoff import MIN_STEPS, PayoffWatch, unsaid
 from foredraft.testing import toy_model
 
 
-def stats(num_steps: int, num_tokens: int, *, num_drafted: int = 100) -> SequenceStats:
-    counts = SequenceStats(num_steps=num_steps, num_emitted_tokens=num_tokens, num_draft_tokens=num_drafted)
+def stats(num_steps: int, num_tokens: int, *, num_drafted: int = 100) -> RowStats:
+    counts = RowStats(num_steps=num_steps, num_emitted_tokens=num_tokens, num_draft_tokens=num_drafted)
     counts.num_accepted_draft_tokens = num_tokens - num_steps
     counts.num_spec_steps = num_steps if num_drafted else 0
     if not num_drafted:
@@ -53,7 +53,7 @@ def test_who_does_not_draft_hears_nothing(caplog: pytest.LogCaptureFixture, meth
 
 def test_a_method_that_is_kept_from_drafting_is_told_by_what(caplog: pytest.LogCaptureFixture) -> None:
     """A method that one node per step had cut to nothing was once said to have found nothing to draft."""
-    counts = SequenceStats(
+    counts = RowStats(
         num_steps=80,
         num_emitted_tokens=80,
         num_cut_tokens=Counter(bits=160),
@@ -70,7 +70,7 @@ def test_a_method_that_is_kept_from_drafting_is_told_by_what(caplog: pytest.LogC
 
 def test_a_governor_that_waits_is_told_and_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "foredraft")
-    counts = SequenceStats(
+    counts = RowStats(
         num_steps=MIN_STEPS,
         num_emitted_tokens=MIN_STEPS,
         num_cut_tokens=Counter(governor=40),

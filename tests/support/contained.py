@@ -14,7 +14,7 @@ from foredraft.drafters.parts.layer_set import LayerSet
 from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.testing import check_cache_lengths
 from toys import VOCAB_SIZE, small, target
 
@@ -36,7 +36,7 @@ def params(number: int, **others: Any) -> SamplingParams:
     return SamplingParams(temperature=temperature, max_tokens=14, seed=number, ignore_eos=True, **others)
 
 
-def run(drafter: Drafter, config: EngineConfig = CONTAINED, given: Any = params, **others: Any) -> list[Sequence]:
+def run(drafter: Drafter, config: EngineConfig = CONTAINED, given: Any = params, **others: Any) -> list[Row]:
     """All rows, three at a time; ``others`` are arguments of the engine."""
     engine = Engine(target(), drafter, config, **others)
     rows = [engine.add_request(text, given(number))[0] for number, text in enumerate(TEXTS)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import Drafter
 from foredraft.heads.eagle import EagleHead, EagleShape, default_streams
-from foredraft.heads.layers import LayerShape, Placed
+from foredraft.heads.layers import AttentionContext, LayerShape
 from foredraft.heads.vocabulary import DraftVocabulary
 from foredraft.model.lm import CausalLM
 from foredraft.testing import GREEDY, PROMPTS, SAMPLED, decode, toy_model
@@ -91,7 +91,7 @@ def unrolled_outputs(head: EagleHead, ids: Tensor, num_steps: int) -> list[Tenso
     for step in range(num_steps):
         shifted = torch.nn.functional.pad(ids[:, 1 + step :], (0, 1 + step))
         positions = torch.arange(size).expand(rows, -1) + step
-        placed = Placed(*head.place(positions), block_mask(size, step), cache)
+        placed = AttentionContext(*head.place(positions), block_mask(size, step), cache)
         features = head(torch.nn.functional.embedding(shifted, embedding), features, placed)
         outputs.append(features)
     return outputs

@@ -14,7 +14,7 @@ from foredraft.accept.rules import Verdict
 from foredraft.drafters.parts.rows import CachedRow
 from foredraft.engine import accepting as accept
 from foredraft.engine import decoding
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.engine.stopping import StopChecker
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM, Nodes
@@ -249,7 +249,7 @@ def overlooks_the_end_inside_a_draft(patch: pytest.MonkeyPatch) -> None:
 
 def ends_one_token_late(patch: pytest.MonkeyPatch) -> None:
     """The budget counts drafted tokens and forgets the bonus."""
-    patch.setattr(Sequence, "num_remaining_tokens", property(lambda row: row.max_length - len(row.token_ids) + 1))
+    patch.setattr(Row, "num_remaining_tokens", property(lambda row: row.max_length - len(row.token_ids) + 1))
     check = StopChecker.check
 
     def late(self: StopChecker, token: int) -> Any:
@@ -261,15 +261,15 @@ def ends_one_token_late(patch: pytest.MonkeyPatch) -> None:
 
 def forgets_history(patch: pytest.MonkeyPatch) -> None:
     """Emitted tokens never reach the counts of the law when there are several."""
-    extend = Sequence.extend
+    extend = Row.extend
 
-    def wrong(self: Sequence, tokens: Any) -> None:
+    def wrong(self: Row, tokens: Any) -> None:
         if len(tokens) == 1:
             extend(self, tokens)
         else:
             self.token_ids.extend(tokens)
 
-    patch.setattr(Sequence, "extend", wrong)
+    patch.setattr(Row, "extend", wrong)
 
 
 # -- the drafter's own cache, which costs speed and never tokens -----------------------------------------------------

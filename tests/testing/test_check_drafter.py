@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -17,8 +17,8 @@ import mutations
 from foredraft import LLM, SamplingParams
 from foredraft.drafters.lookup.ngram import NGramDrafter, NGramOptions
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.engine.budget import Budget
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.budget import DraftSize
+from foredraft.engine.row import Row
 from foredraft.errors import ForedraftError
 from foredraft.model.lm import Nodes
 from foredraft.testing import check_drafter, toy_model
@@ -81,35 +81,35 @@ class _Around(NGramDrafter):
 
 
 class DraftsTooDeep(_Around):
-    def propose_row(self, row: Sequence, budget: int) -> DraftTree:
+    def propose_row(self, row: Row, budget: int) -> DraftTree:
         return DraftTree.chain(row.pending, range(budget + 1))
 
 
 class StartsElsewhere(_Around):
-    def propose_row(self, row: Sequence, budget: int) -> DraftTree:
+    def propose_row(self, row: Row, budget: int) -> DraftTree:
         return DraftTree.root(row.pending + 1)
 
 
 class TouchesTheText(_Around):
-    def propose_row(self, row: Sequence, budget: int) -> DraftTree:
+    def propose_row(self, row: Row, budget: int) -> DraftTree:
         row.token_ids[0] += 1
         return DraftTree.root(row.pending)
 
 
 class LosesARow(_Around):
-    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[int]) -> list[DraftTree]:
         return super().propose(rows, budgets)[:1]
 
 
 class AsksTheTarget(_Around):
-    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[int]) -> list[DraftTree]:
         lm = target()
         lm.forward(Nodes.from_chains([[1]]), lm.new_cache(1))
         return super().propose(rows, budgets)
 
 
 class LeavesTheVocabulary(_Around):
-    def propose_row(self, row: Sequence, budget: int) -> DraftTree:
+    def propose_row(self, row: Row, budget: int) -> DraftTree:
         return DraftTree.chain(row.pending, [10_000][:budget])
 
 
@@ -139,7 +139,7 @@ def test_a_drafter_that_drafts_nothing_shows_nothing(capsys: pytest.CaptureFixtu
 
 def test_a_tree_of_lists_passes_and_decodes(capsys: pytest.CaptureFixture[str]) -> None:
     class OfLists(_Around):
-        def propose_row(self, row: Sequence, budget: int) -> DraftTree:
+        def propose_row(self, row: Row, budget: int) -> DraftTree:
             return DraftTree([row.pending, 1, 2], [-1, 0, 0])  # type: ignore[arg-type]
 
     assert check_drafter(OfLists, target(), depths=(2,)).num_trees > 0
@@ -158,12 +158,12 @@ class _Keeping(_Around):
         super().__init__(depth)
         self.kept: Any = {}
 
-    def start(self, rows: Seq[Sequence]) -> None:
+    def start(self, rows: Sequence[Row]) -> None:
         super().start(rows)
         for row in rows:
             self.keep_of(row)
 
-    def keep_of(self, row: Sequence) -> None:
+    def keep_of(self, row: Row) -> None:
         self.kept[row.id] = 1
 
 
@@ -174,12 +174,12 @@ class KeepsIds(_Keeping):
 class DropsOnlyDrafted(_Keeping):
     """Drops what it knows of rows that were drafted for; a row may end before that."""
 
-    def propose_row(self, row: Sequence, budget: int) -> DraftTree:
+    def propose_row(self, row: Row, budget: int) -> DraftTree:
         self.kept.setdefault(row.id, 0)
         self.kept[row.id] += 1
         return super().propose_row(row, budget)
 
-    def forget(self, rows: Seq[Sequence]) -> None:
+    def forget(self, rows: Sequence[Row]) -> None:
         super().forget(rows)
         for row in rows:
             if self.kept.get(row.id, 0) > 1:
@@ -187,27 +187,27 @@ class DropsOnlyDrafted(_Keeping):
 
 
 class KeepsRows(_Keeping):
-    def keep_of(self, row: Sequence) -> None:
+    def keep_of(self, row: Row) -> None:
         self.kept.setdefault("rows", []).append(row)
 
 
 class KeepsRowsDeepInside(_Keeping):
-    def keep_of(self, row: Sequence) -> None:
+    def keep_of(self, row: Row) -> None:
         self.kept["later"] = SimpleNamespace(calls=deque([partial(print, row)]))
 
 
 class KeepsPairs(_Keeping):
-    def keep_of(self, row: Sequence) -> None:
+    def keep_of(self, row: Row) -> None:
         self.kept[(row.id, "state")] = None
 
 
 class KeepsANumberOfTorch(_Keeping):
-    def keep_of(self, row: Sequence) -> None:
+    def keep_of(self, row: Row) -> None:
         self.kept["ids"] = torch.tensor([row.id])
 
 
 class KeepsAMethod(_Keeping):
-    def keep_of(self, row: Sequence) -> None:
+    def keep_of(self, row: Row) -> None:
         self.kept["extend"] = row.extend
 
 
@@ -224,7 +224,7 @@ def test_a_drafter_that_breaks_only_where_it_is_governed_is_found_out() -> None:
     class Shallow(_Around):
         """Takes a budget that a governor has cut for an error."""
 
-        def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+        def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
             assert budget.least == 0.0, "governed"
             return replace(
                 chain := DraftTree.chain(row.pending, [1, 2][:budget]), scores=tuple(0.5**i for i in range(len(chain)))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -399,7 +398,7 @@ class Counting:
     def __init__(self, source: TargetFeatures) -> None:
         self._source, self.num_asked = source, 0
 
-    def of(self, examples: Seq[Example]) -> list[Streams]:
+    def of(self, examples: Sequence[Example]) -> list[Streams]:
         self.num_asked += len(examples)
         return self._source.of(examples)
 

@@ -19,7 +19,7 @@ from foredraft.bench.workload import BenchPrompt
 from foredraft.cli import app
 from foredraft.drafters.lookup.suffix import SuffixDrafter
 from foredraft.engine.cost_model import CostCurve
-from foredraft.engine.costs import Prices
+from foredraft.engine.costs import StepCosts
 from foredraft.engine.engine import Engine
 from foredraft.engine.profiles import Profile
 from foredraft.errors import ConfigError
@@ -43,8 +43,8 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 CHEAP, DEAR = {1: 0.020, 2: 0.021, 5: 0.024, 17: 0.036}, {1: 0.020, 2: 0.030, 5: 0.038, 17: 0.12}
 
 
-def prices(*curves: dict[int, float]) -> Prices:
-    return Prices(tuple(CostCurve(seconds, 256) for seconds in curves), is_steady=True)
+def prices(*curves: dict[int, float]) -> StepCosts:
+    return StepCosts(tuple(CostCurve(seconds, 256) for seconds in curves), is_steady=True)
 
 
 def arm(title: str, *texts: tuple[int, int], length: int = 4, method: str = "ngram") -> SettingCounts:
@@ -205,7 +205,7 @@ def test_the_same_counts_and_prices_have_the_same_choice() -> None:
 def _given_prices(monkeypatch: pytest.MonkeyPatch) -> None:
     """A curve that nobody measures, and no time beside it."""
 
-    def given(*_: Any, **__: Any) -> Prices:
+    def given(*_: Any, **__: Any) -> StepCosts:
         known = prices({**CHEAP, 64: 0.05}, {**CHEAP, 64: 0.06})
         known.host_seconds, known.drafting = 1e-4, {name: dict.fromkeys(LENGTHS, 1e-5) for name in ("ngram", "suffix")}
         known.drafting |= {f"token_recycling, {nodes} nodes": {1: 1e-4} for nodes in (4, 8, 16)}
@@ -277,13 +277,13 @@ def test_what_the_budget_has_no_room_for_is_named(tmp_path: Path) -> None:
 def test_prices_are_kept_with_their_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
     facts = {"model": "x"}
-    assert Prices.kept(facts) is None
-    known = Prices((CostCurve(CHEAP, 256, 1e-7),), 1e-4, {"ngram": {4: 1e-5}}, "today", is_steady=False)
+    assert StepCosts.kept(facts) is None
+    known = StepCosts((CostCurve(CHEAP, 256, 1e-7),), 1e-4, {"ngram": {4: 1e-5}}, "today", is_steady=False)
     known.keep(facts)
-    assert Prices.kept(facts) == known
+    assert StepCosts.kept(facts) == known
     (file,) = (tmp_path / "costs").iterdir()
     file.write_text(file.read_text().replace("0.02", "0.01"))
-    assert Prices.kept(facts) is None
+    assert StepCosts.kept(facts) is None
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from foredraft import LLM, SamplingParams
 from foredraft.bench.workload import BenchPrompt
 from foredraft.cli import app
 from foredraft.engine.cost_model import CostCurve
-from foredraft.engine.costs import Prices
+from foredraft.engine.costs import StepCosts
 from foredraft.engine.governing import new_governor
 from foredraft.engine.governor import Governor
 from foredraft.engine.profiles import Profile
@@ -58,8 +58,8 @@ def text(*steps: tuple[int, int]) -> Counts:
     return Counts(found, sum(kept + 1 for _, kept in steps))
 
 
-def prices(drafting: dict[int, float]) -> Prices:
-    return Prices((CURVE,), drafting={"ngram": drafting})
+def prices(drafting: dict[int, float]) -> StepCosts:
+    return StepCosts((CURVE,), drafting={"ngram": drafting})
 
 
 def test_rates_are_those_of_what_was_tried() -> None:

@@ -19,7 +19,7 @@ from foredraft.cli.layer_search import SearchOptions
 from foredraft.drafters.lengths import Fixed
 from foredraft.drafters.parts.layer_set import LayerSet
 from foredraft.drafters.parts.self_draft import SelfDrafter
-from foredraft.engine.budget import Budget
+from foredraft.engine.budget import DraftSize
 from foredraft.errors import ConfigError, NothingAcceptedError
 from foredraft.llm import LLM
 from foredraft.loading.models import load_tokenizer
@@ -255,8 +255,8 @@ def test_a_set_under_which_nothing_is_accepted_is_never_written(
     objective: str, model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where drafts were cut to nothing, the best of the useless sets was once written, with 0.00 accepted."""
-    cut = Budget.cut
-    monkeypatch.setattr(Budget, "cut", lambda budget, tree: cut(budget, tree).cut(0))
+    cut = DraftSize.cut
+    monkeypatch.setattr(DraftSize, "cut", lambda budget, tree: cut(budget, tree).cut(0))
     out = tmp_path / "set.json"
     result = run(*options(model, prompts, out, "--trials", "3", "--objective", objective))
     assert result.exit_code == 2

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from foredraft import LLM, SamplingParams
 from foredraft.cli import app
 from foredraft.errors import ConfigError
-from foredraft.serve.served import Offer
+from foredraft.serve.served import ServedModels
 from foredraft.verify import LLMSubject, ServerSubject, TransformersSubject, verify, verifying
 from foredraft.verify.draws import FEWEST, draw
 from foredraft.verify.generation import generation_config, without_advice
@@ -304,7 +304,7 @@ def test_a_server_of_this_library_is_held_to_the_tokens_of_plain_decoding_in_its
     """
     monkeypatch.setattr(verifying, "draw", partial(draw, num_samples=FEWEST))
     llm = LLM("zoo:tiny", "suffix", dtype="float32", prefill_chunk_size=3)
-    with running(Offer.of(["tiny"], []).over(llm)) as server:
+    with running(ServedModels.of(["tiny"], []).over(llm)) as server:
         subject = ServerSubject(server.server.address)
         assert (subject.prefill_chunk_size, subject.is_keyed) == (3, True)
         found = verify(LLM("zoo:tiny", dtype="float32"), QUESTIONS, subject, max_tokens=6, budget_seconds=1e6)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from foredraft.config.drafting import DraftOptions, draft_length
-from foredraft.config.method import Method
-from foredraft.config.options import option, whole
-from foredraft.engine.drafter import ContextDrafter
-from foredraft.tree import DraftTree
-
-if TYPE_CHECKING:
-    from foredraft.drafters.context import DrafterContext
-    from foredraft.engine.sequence import Sequence
+from foredraft.drafting import (
+    ContextDrafter,
+    DrafterContext,
+    DraftOptions,
+    DraftTree,
+    Method,
+    Row,
+    draft_length,
+    option,
+    whole,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,7 @@ class EchoDrafter(ContextDrafter):
     def __init__(self, distance: int, length: int) -> None:
         self.distance, self.length = distance, length
 
-    def propose_row(self, row: Sequence, budget: int) -> DraftTree:
+    def propose_row(self, row: Row, budget: int) -> DraftTree:
         copy = row.token_ids[-self.distance :]
         return DraftTree.chain(row.pending, (copy * self.length)[: min(self.length, budget)], source=self.name)
 

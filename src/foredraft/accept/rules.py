@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from foredraft.config.acceptance import TypicalLimits
 from foredraft.errors import ProbabilityError, ShapeError, TreeError
-from foredraft.law.noise import Purpose, stream_key, uniform
+from foredraft.sampling.noise import Purpose, stream_key, uniform
 from foredraft.tree import DraftTree
 
 TargetProbs = Callable[[int], Tensor] | Tensor

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from time import perf_counter
@@ -15,8 +14,8 @@ from foredraft.engine import governing
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine, EngineConfig
 from foredraft.engine.outputs import RowOutput
-from foredraft.engine.sequence import Sequence
-from foredraft.engine.stats import SequenceStats
+from foredraft.engine.row import Row
+from foredraft.engine.stats import RowStats
 from foredraft.loading.info import Loaded, eos_token_ids
 from foredraft.loading.models import adapter_of, is_zoo
 from foredraft.loading.pairing import Pairing
@@ -35,7 +34,7 @@ class Emissions:
         self.times.append(perf_counter())
         self.counts.append(count)
 
-    def as_run(self, token_ids: Seq[int], stats: SequenceStats | None = None) -> Run:
+    def as_run(self, token_ids: Sequence[int], stats: RowStats | None = None) -> Run:
         first, last = self.times[0], self.times[-1]
         steps = tuple(later - earlier for earlier, later in pairwise(self.times))
         return Run(tuple(token_ids), self.counts[0], first - self.started, last - first, stats, steps)
@@ -68,7 +67,7 @@ class EngineArm(Arm):
             governor=governing.new_governor(target, drafter) if is_governed else None,
         )
 
-    def run(self, prompt_ids: Seq[Any], max_new_tokens: int, sampling: Sampling) -> Run:
+    def run(self, prompt_ids: Sequence[Any], max_new_tokens: int, sampling: Sampling) -> Run:
         """Of a group, rows of batches of ``max_num_seqs``.
 
         Raises: what a row ended with, if that is an error.
@@ -83,10 +82,10 @@ class EngineArm(Arm):
                 emissions.add(len(output.token_ids))
         return replace(emissions.as_run(row.output_ids, row.stats), trace=tuple(row.trace))
 
-    def _run_group(self, prompts: Seq[Seq[int]], max_new_tokens: int, sampling: Sampling) -> Run:
+    def _run_group(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling) -> Run:
         """One batch after another; the time of each starts when all of its rows have entered."""
         size = self.engine.config.max_num_seqs
-        rows: list[Sequence] = []
+        rows: list[Row] = []
         num_first, entering, decoding = 0, 0.0, 0.0
         for start in range(0, len(prompts), size):
             began = perf_counter()
@@ -102,7 +101,7 @@ class EngineArm(Arm):
                 self._step()
             entering, decoding = entering + entered - began, decoding + perf_counter() - entered
             rows += batch
-        stats = SequenceStats.pooled(row.stats for row in rows)
+        stats = RowStats.pooled(row.stats for row in rows)
         texts = tuple(tuple(row.output_ids) for row in rows)
         return Run(tuple(chain.from_iterable(texts)), num_first, entering, decoding, stats, rows=texts)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from foredraft.beginnings import first_difference
@@ -14,7 +13,7 @@ from foredraft.testing.divergence import token_gap
 MAX_FLOAT32_GAP = 1e-4
 """Largest gap at which two float32 computations may choose differently (DESIGN 7.5)."""
 
-Gap = Callable[[Seq[int], Seq[int], int, int], float]
+Gap = Callable[[Sequence[int], Sequence[int], int, int], float]
 """Of a prompt, the text so far and two tokens: by how much the model prefers one to the other, in logits."""
 
 
@@ -63,7 +62,7 @@ class Equality:
         return not self.divergences or self.largest_gap < near_tie
 
 
-def check(trial: Trial, gap: Gap, reference: str, arms: Seq[str]) -> list[Equality]:
+def check(trial: Trial, gap: Gap, reference: str, arms: Sequence[str]) -> list[Equality]:
     """Compare the arms' first outputs with the reference's, row by row.
 
     An arm of one row beside a batch is compared as far as it goes: it ends where the model ends it, a batch does not.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -133,7 +132,7 @@ class Methods:
             raise ConfigError(f"no prompt leaves room for {settings.max_new_tokens} tokens in {room} of context")
         return prompts
 
-    def run(self, candidates: Seq[MethodCandidate], on_prompt: Callable[[MethodsOutcome], None]) -> MethodsOutcome:
+    def run(self, candidates: Sequence[MethodCandidate], on_prompt: Callable[[MethodsOutcome], None]) -> MethodsOutcome:
         """Compare all that apply.
 
         Args:
@@ -160,7 +159,7 @@ class Methods:
         trial = interleave(arms, self.prompts, settings.sampling, settings.max_new_tokens, settings.repeats, note)
         return outcome(trial)
 
-    def _contenders(self, candidates: Seq[MethodCandidate]) -> tuple[list[Contender], list[RefusedMethod]]:
+    def _contenders(self, candidates: Sequence[MethodCandidate]) -> tuple[list[Contender], list[RefusedMethod]]:
         """The candidates whose drafter can be made, each started once; and the others with their reason."""
         contenders: list[Contender] = []
         refused = []
@@ -209,7 +208,7 @@ class Methods:
     # -- figures -----------------------------------------------------------------------------------------------
 
     def _outcome(
-        self, trial: Trial, plain: Contender, contenders: Seq[Contender], refused: Seq[RefusedMethod]
+        self, trial: Trial, plain: Contender, contenders: Sequence[Contender], refused: Sequence[RefusedMethod]
     ) -> MethodsOutcome:
         judged = [one.candidate.name for one in contenders if self._is_judged(one)]
         gap = gap_of(self.target, trial.sampling)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ class Table:
     """
 
     title: str
-    columns: Seq[Column]
+    columns: Sequence[Column]
     rows: Iterable[Any]
     is_wide: bool = False
 

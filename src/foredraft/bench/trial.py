@@ -9,8 +9,7 @@ import random
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 
 from foredraft.bench.workload import BenchPrompt
 from foredraft.config.sampling import SamplingParams
-from foredraft.engine.stats import SequenceStats, StepTrace
+from foredraft.engine.stats import RowStats, StepTrace
 from foredraft.machine import collector_paused
 
 T = TypeVar("T")
@@ -79,7 +78,7 @@ class Run:
     num_first: int
     first_seconds: float
     decode_seconds: float
-    stats: SequenceStats | None = None
+    stats: RowStats | None = None
     step_seconds: tuple[float, ...] = ()
     trace: tuple[StepTrace, ...] = ()
     rows: tuple[tuple[int, ...], ...] = ()
@@ -105,17 +104,17 @@ class Arm(ABC):
     name: str
 
     @abstractmethod
-    def run(self, prompt_ids: Seq[Any], max_new_tokens: int, sampling: Sampling) -> Run:
+    def run(self, prompt_ids: Sequence[Any], max_new_tokens: int, sampling: Sampling) -> Run:
         """Continue one prompt, or a group of prompts where the arm is one of batches; see `rows_of`."""
 
 
-def rows_of(prompt_ids: Seq[Any]) -> list[Seq[int]]:
+def rows_of(prompt_ids: Sequence[Any]) -> list[Sequence[int]]:
     """The prompts of a group, (1, 2) is one row, ((1, 2), (3,)) are two."""
     is_group = len(prompt_ids) > 0 and not isinstance(prompt_ids[0], int)
     return list(prompt_ids) if is_group else [prompt_ids]
 
 
-def in_groups(prompts: Seq[BenchPrompt], size: int) -> list[BenchPrompt]:
+def in_groups(prompts: Sequence[BenchPrompt], size: int) -> list[BenchPrompt]:
     """Groups of so many prompts, each in the place of one; the last group is filled up from the beginning."""
     ids = [prompt.token_ids for prompt in prompts]
     return [
@@ -143,9 +142,9 @@ class Trial:
         """The output of an arm's first run of every prompt."""
         return [runs[0].token_ids for runs in self.runs[arm]]
 
-    def stats(self, arm: str) -> SequenceStats:
+    def stats(self, arm: str) -> RowStats:
         """The engine's counters over all prompts and runs."""
-        return SequenceStats.pooled(run.stats for runs in self.runs[arm] for run in runs if run.stats is not None)
+        return RowStats.pooled(run.stats for runs in self.runs[arm] for run in runs if run.stats is not None)
 
     def seconds_per_token(self, arm: str) -> list[float]:
         """Seconds per decoded token of every prompt: the median over its runs; NaN where nothing was left to decode."""
@@ -188,8 +187,8 @@ class Comparison:
 
 
 def interleave(
-    arms: Seq[Arm],
-    prompts: Seq[BenchPrompt],
+    arms: Sequence[Arm],
+    prompts: Sequence[BenchPrompt],
     sampling: Sampling,
     max_new_tokens: int,
     repeats: int = 1,
@@ -234,7 +233,7 @@ def prompt_ratios(trial: Trial, arm: str, base: str) -> list[float | None]:
 
 
 def bootstrap(
-    values: Seq[T], figure: Callable[[Seq[T]], float], num_resamples: int = _NUM_RESAMPLES
+    values: Sequence[T], figure: Callable[[Sequence[T]], float], num_resamples: int = _NUM_RESAMPLES
 ) -> tuple[float, float]:
     """95 % percentile interval of a figure over values, such as one per prompt, drawn anew with replacement.
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -79,10 +78,10 @@ def select(questions: Iterable[Question], num_prompts: int, *, copying: bool = F
 
 def prompts_of_kinds(
     tokenizer: Any,
-    questions: Seq[Question],
-    kinds: Seq[str] | None,
+    questions: Sequence[Question],
+    kinds: Sequence[str] | None,
     room: int | None,
-    answer: Callable[[tuple[int, ...]], Seq[int]],
+    answer: Callable[[tuple[int, ...]], Sequence[int]],
 ) -> Iterator[BenchPrompt]:
     """Prompts of the kinds in turn, one after another as they are asked for.
 
@@ -111,7 +110,7 @@ def prompts_of_kinds(
     return (prompt for turn in zip_longest(*map(of, wanted)) for prompt in turn if prompt is not None)
 
 
-def load_prompts(tokenizer: Any, questions: Seq[Question], max_length: int | None = None) -> list[BenchPrompt]:
+def load_prompts(tokenizer: Any, questions: Sequence[Question], max_length: int | None = None) -> list[BenchPrompt]:
     """Turn questions into prompts in the tokenizer's chat format; those of the kind "copy" become passage + beginning.
 
     Token ids stay as they are given.
@@ -131,8 +130,8 @@ def load_prompts(tokenizer: Any, questions: Seq[Question], max_length: int | Non
 
 def asked_again(
     tokenizer: Any,
-    questions: Seq[Question],
-    answer: Callable[[tuple[int, ...]], Seq[int]],
+    questions: Sequence[Question],
+    answer: Callable[[tuple[int, ...]], Sequence[int]],
     max_length: int | None = None,
 ) -> list[BenchPrompt]:
     """Conversations that hold a question, the model's own answer, and the question again.
@@ -176,7 +175,7 @@ def _encode(tokenizer: Any, raw: str | None, question: str) -> tuple[int, ...]:
     return tuple(tokenizer(raw, add_special_tokens=False)["input_ids"])
 
 
-def repeated_share(outputs: Iterable[Seq[int]], size: int = _REPEATED) -> float:
+def repeated_share(outputs: Iterable[Sequence[int]], size: int = _REPEATED) -> float:
     """Share of tokens that lie inside an n-gram which occurs more than once in the same output.
 
     (1, 2, 1, 2, 3) with size 2: (1, 2) occurs twice and covers four of five tokens: 0.8.

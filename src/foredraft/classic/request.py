@@ -9,7 +9,7 @@ from typing import Any
 from foredraft.classic.reader import Readable
 from foredraft.config.keywords import whole_number
 from foredraft.config.sampling import SamplingParams
-from foredraft.engine.sequence import as_ids, check_prompt
+from foredraft.engine.row import as_ids, check_prompt
 from foredraft.engine.stopping import StopChecker
 from foredraft.errors import ConfigError
 

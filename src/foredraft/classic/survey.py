@@ -20,7 +20,7 @@ from foredraft.model.cache.ragged import KVCache
 from foredraft.model.capture import Wanted
 from foredraft.model.nodes import Nodes
 from foredraft.retrieval import datastore
-from foredraft.retrieval.growth import Shape
+from foredraft.retrieval.growth import TreeLimits
 from foredraft.tree import DraftTree
 
 
@@ -290,7 +290,7 @@ class Datastore:
         if not token_list:
             raise ConfigError("token_list is empty; give the end of the text, one token or more")
         match = self._datastore.query(list(token_list))
-        shape = Shape(choices + 1, datastore.Lookup.depth)
+        shape = TreeLimits(choices + 1, datastore.Lookup.depth)
         tree = DraftTree.root(token_list[-1]) if match is None else match.trie.tree(token_list[-1], shape)
         ranks, width = _ranks(tree)
         return (

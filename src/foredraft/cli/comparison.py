@@ -13,7 +13,7 @@ import torch
 from foredraft.beginnings import first_difference
 from foredraft.cli.writers import fates, pooled, ratio
 from foredraft.config.sampling import SamplingParams
-from foredraft.engine.stats import SequenceStats
+from foredraft.engine.stats import RowStats
 from foredraft.llm import LLM
 from foredraft.machine import cpu_name
 from foredraft.sessions.outputs import RequestOutput
@@ -227,7 +227,7 @@ class DemoReport:
         return ratio(sum(lane.num_tokens for lane in self.drafting), self.counts.num_steps)
 
     @property
-    def counts(self) -> SequenceStats:
+    def counts(self) -> RowStats:
         """What became of all drafts."""
         return pooled([lane.output for lane in self.drafting if lane.output is not None])
 

@@ -10,7 +10,7 @@ from foredraft.cli.writers import fates, pooled, ratio
 from foredraft.config.keywords import check_unicode
 from foredraft.config.sampling import SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
-from foredraft.engine.stats import SequenceStats
+from foredraft.engine.stats import RowStats
 from foredraft.errors import ConfigError, ContextLengthError
 from foredraft.llm import LLM, SpeculativeLike
 from foredraft.sessions.outputs import RequestOutput, StreamOutput
@@ -62,7 +62,7 @@ class ChatTotals:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_tokens: int = 0
-    counts: SequenceStats = field(default_factory=SequenceStats)
+    counts: RowStats = field(default_factory=RowStats)
     decode_seconds: float = 0.0
     is_lossless: bool = True
     plain_seconds: float = 0.0

@@ -157,11 +157,11 @@ def _lookup(depth: int) -> Lookup:
 
 
 def _answer(match: Match | None, ids: list[int], tokenizer: Any, num_nodes: int, depth: int) -> dict[str, Any]:
-    from foredraft.retrieval.growth import Shape
+    from foredraft.retrieval.growth import TreeLimits
 
     if match is None:
         return {"match": "", "match_tokens": 0, "num_hits": 0, "continuations": []}
-    tree = match.trie.tree(ids[-1], Shape(num_nodes, depth))
+    tree = match.trie.tree(ids[-1], TreeLimits(num_nodes, depth))
     leaves = [(tree.path_tokens(leaf), (tree.scores or ())[leaf]) for leaf in tree.leaves if leaf]
     return {
         "match": tokenizer.decode(ids[-match.length :]),

@@ -136,7 +136,7 @@ def serve(
     """
     with exit_codes():
         try:
-            from foredraft.serve.served import Offer, default_share, with_kv_limit
+            from foredraft.serve.served import ServedModels, default_share, with_kv_limit
             from foredraft.serve.server import Server
         except ModuleNotFoundError as error:
             raise ConfigError(
@@ -163,7 +163,7 @@ def serve(
             log_requests=enable_log_requests,
         )
         template = None if chat_template is None else read_text(chat_template)
-        offer = Offer.of(names, drafting_setting or (), template)
+        offer = ServedModels.of(names, drafting_setting or (), template)
         config = drafting.config(chosen, loading.profile_file)
         chunk_size = _chunk_size(loading.device) if prefill_chunk_size is None else prefill_chunk_size
         kept = {

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from foredraft.cli.running import put_json
 from foredraft.engine.budget import describe_cuts
-from foredraft.engine.stats import SequenceStats
+from foredraft.engine.stats import RowStats
 
 if TYPE_CHECKING:
     from foredraft.cli.prompts import Asked
@@ -143,10 +143,10 @@ def summary(outputs: Sequence[RequestOutput], *, is_sampled: bool = True) -> str
     return ", ".join(parts)
 
 
-def pooled(outputs: Sequence[RequestOutput]) -> SequenceStats:
+def pooled(outputs: Sequence[RequestOutput]) -> RowStats:
     """What became of the drafts of all prompts."""
-    return SequenceStats.pooled(
-        SequenceStats(
+    return RowStats.pooled(
+        RowStats(
             num_steps=counts["num_steps"],
             num_spec_steps=counts["num_spec_steps"],
             num_draft_tokens=counts["num_draft_tokens"],
@@ -158,7 +158,7 @@ def pooled(outputs: Sequence[RequestOutput]) -> SequenceStats:
     )
 
 
-def fates(counts: SequenceStats) -> dict[str, Any]:
+def fates(counts: RowStats) -> dict[str, Any]:
     """What became of drafted tokens, under the names of ``metrics.speculative_decoding``."""
     return {
         "draft_acceptance_rate": counts.draft_acceptance_rate,
@@ -175,7 +175,7 @@ def ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def drafted(counts: SequenceStats) -> list[str]:
+def drafted(counts: RowStats) -> list[str]:
     """What was drafted, accepted and cut, for people; nothing of plain decoding."""
     if not counts.num_proposed_tokens and not counts.num_undrafted_steps:
         return []

@@ -57,7 +57,7 @@ class Method:
     aliases: tuple[str, ...] = ()
     sign: str = ""
     sample: Mapping[str, Any] = field(default_factory=dict)
-    recognizes: Callable[[Contents], bool] | None = None
+    recognizes: Callable[[CheckpointFacts], bool] | None = None
     head: str = ""
     model_is_optional: bool = False
 
@@ -195,7 +195,7 @@ _MAX_HEADER_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
-class Contents:
+class CheckpointFacts:
     """What lies in a folder.
 
     Args:
@@ -207,7 +207,7 @@ class Contents:
     names: frozenset[str] = field(default_factory=frozenset)
 
     @classmethod
-    def of(cls, model: object) -> Contents | None:
+    def of(cls, model: object) -> CheckpointFacts | None:
         """Of a folder, or of a hub id that has been fetched before; None for anything else. Asks no hub."""
         if not isinstance(model, (str, os.PathLike)):
             return None
@@ -225,11 +225,11 @@ class Contents:
 
 def recognized(model: object) -> Method | None:
     """The method whose drafter lies in this folder; None where it is none that any method knows."""
-    contents = Contents.of(model)
+    contents = CheckpointFacts.of(model)
     return None if contents is None else recognized_in(contents)
 
 
-def recognized_in(contents: Contents) -> Method | None:
+def recognized_in(contents: CheckpointFacts) -> Method | None:
     """The method whose drafter this is; None where it is none that any method knows."""
     known = (method for method in methods().values() if method.recognizes is not None)
     return next((method for method in known if method.recognizes and method.recognizes(contents)), None)

@@ -8,15 +8,14 @@ import math
 from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from foredraft.config.drafting import GOVERNED, policy_choice
 from foredraft.config.options import Options, number, one_of, option, whole
-from foredraft.engine.drafter import Budget, ContextDrafter, StepResult
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.drafter import ContextDrafter, DraftSize, StepResult
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.lazy import Lazy
 from foredraft.tree import DraftPlan, DraftTree
@@ -70,7 +69,7 @@ class LengthPolicy:
                 f"length_policy {self.name!r} has no mode {mode!r}; choose one of {', '.join(self.modes)}"
             )
 
-    def longest(self, row: Sequence) -> int:
+    def longest(self, row: Row) -> int:
         """The most tokens to draft in this step."""
         return self.num_tokens
 
@@ -78,7 +77,7 @@ class LengthPolicy:
         """Whether ``stop`` is called before the token after ``depth`` of them."""
         return self.looks_at != NOTHING
 
-    def stop(self, row: Sequence, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
+    def stop(self, row: Row, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
         """Lower ``plan.gamma`` to the length at which the draft is to end, as far as that is known.
 
         Args:
@@ -88,10 +87,10 @@ class LengthPolicy:
             at the confidence.
         """
 
-    def update(self, row: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def update(self, row: Row, num_drafted: int, num_accepted: int) -> None:
         """Take in the outcome: depth of the draft, and how many tokens of one path were accepted."""
 
-    def forget(self, row: Sequence) -> None:
+    def forget(self, row: Row) -> None:
         """Drop the state of a row that has finished."""
         self._state_of.pop(row.id, None)
 
@@ -113,11 +112,11 @@ class Heuristic(LengthPolicy):
 
     name = "heuristic"
 
-    def longest(self, row: Sequence) -> int:
+    def longest(self, row: Row) -> int:
         length: int = self._state_of.get(row.id, self.num_tokens)
         return length
 
-    def update(self, row: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def update(self, row: Row, num_drafted: int, num_accepted: int) -> None:
         length = self.longest(row)
         if num_accepted < num_drafted:
             self._state_of[row.id] = max(1, length - 1)
@@ -145,12 +144,12 @@ class Bass(LengthPolicy):
         super().__post_init__()
         self._length = self.num_tokens
 
-    def longest(self, row: Sequence) -> int:
+    def longest(self, row: Row) -> int:
         if self._outcomes:
             self._end_round()
         return self._length
 
-    def update(self, row: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def update(self, row: Row, num_drafted: int, num_accepted: int) -> None:
         if num_drafted:
             self._outcomes.append((num_drafted, num_accepted))
 
@@ -181,7 +180,7 @@ class Confidence(LengthPolicy):
 
     draft_threshold: float = 0.4
 
-    def stop(self, row: Sequence, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
+    def stop(self, row: Row, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
         if not confidence(log_probs) >= self.draft_threshold:
             plan.gamma = depth + 1
 
@@ -228,7 +227,7 @@ class Egag(LengthPolicy):
     def looks(self, depth: int) -> bool:
         return depth == 0 or self.length_policy_mode == "calibrated"
 
-    def stop(self, row: Sequence, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
+    def stop(self, row: Row, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
         state = self._state_of.get(row.id)
         if state is None:
             state = self._state_of[row.id] = _EgagState()
@@ -292,21 +291,21 @@ class AdaEDL(LengthPolicy):
         check_weight("acceptance_momentum", self.acceptance_momentum)
         check_weight("threshold_momentum", self.threshold_momentum)
 
-    def threshold(self, row: Sequence) -> Threshold:
+    def threshold(self, row: Row) -> Threshold:
         """The threshold of a row."""
         if row.id not in self._state_of:
             self._state_of[row.id] = Threshold(self.draft_threshold, self.target_acceptance_rate)
         threshold: Threshold = self._state_of[row.id]
         return threshold
 
-    def stop(self, row: Sequence, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
+    def stop(self, row: Row, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
         nats = entropy(log_probs)
         if plan.entropy is None:
             plan.entropy = by_vocabulary(nats, log_probs)
         if depth and 1.0 - math.sqrt(self.entropy_scale * nats) < self.threshold(row).value:
             plan.gamma = depth
 
-    def update(self, row: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def update(self, row: Row, num_drafted: int, num_accepted: int) -> None:
         self.threshold(row).follow(self, "paper", num_drafted, num_accepted)
 
 
@@ -341,7 +340,7 @@ class Acceptance(LengthPolicy):
         check_weight("acceptance_momentum", self.acceptance_momentum)
         check_weight("threshold_momentum", self.threshold_momentum)
 
-    def threshold(self, row: Sequence) -> Threshold:
+    def threshold(self, row: Row) -> Threshold:
         """The threshold of a row."""
         if row.id not in self._state_of:
             published = 0.8 if row.law.is_greedy else 0.5
@@ -350,11 +349,11 @@ class Acceptance(LengthPolicy):
         threshold: Threshold = self._state_of[row.id]
         return threshold
 
-    def stop(self, row: Sequence, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
+    def stop(self, row: Row, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
         if not confidence(log_probs) >= self.threshold(row).value:
             plan.gamma = depth + 1
 
-    def update(self, row: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def update(self, row: Row, num_drafted: int, num_accepted: int) -> None:
         self.threshold(row).follow(self, self.length_policy_mode, num_drafted, num_accepted)
 
 
@@ -562,18 +561,18 @@ class PlannedDrafter(ContextDrafter, Generic[State]):
         self._plans: dict[int, DraftPlan] = {}  # by row, of the step that is drafted for
 
     @abstractmethod
-    def new_state(self, row: Sequence) -> State:
+    def new_state(self, row: Row) -> State:
         """The state of a row that begins, which is kept until it is forgotten."""
 
-    def start(self, rows: Seq[Sequence]) -> None:
+    def start(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._state_of[row.id] = self.new_state(row)
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         trees = super().propose(rows, budgets)
         return [tree.planned(self._plans.pop(row.id, None)) for tree, row in zip(trees, rows, strict=True)]
 
-    def length(self, row: Sequence, budget: int, log_shares: Callable[[int], Tensor | None] | None = None) -> int:
+    def length(self, row: Row, budget: int, log_shares: Callable[[int], Tensor | None] | None = None) -> int:
         """The draft length within ``budget``, of a draft that is known beforehand.
 
         Args:
@@ -601,11 +600,11 @@ class PlannedDrafter(ContextDrafter, Generic[State]):
             depth = min(depth + 1, plan.gamma)
         return depth
 
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+    def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
             self.length_policy.update(row, result.tree.depth, result.num_accepted)
 
-    def forget(self, rows: Seq[Sequence]) -> None:
+    def forget(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self.length_policy.forget(row)
             self._state_of.pop(row.id, None)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from foredraft.config.method import Method
 from foredraft.config.options import Options
-from foredraft.engine.drafter import Budget, Drafter
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.drafter import Drafter, DraftSize
+from foredraft.engine.row import Row
 from foredraft.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class EmptyDrafter(Drafter):
     name = "none"
     drafts_from_text = True
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         return [DraftTree.root(row.token_ids[-1], self.name) for row in rows]
 
 

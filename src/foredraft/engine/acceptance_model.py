@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
@@ -170,7 +169,7 @@ class AcceptanceModel:
                 draft.is_newest = False
             row.drafts.append(_Open(tree))
 
-    def came(self, row_id: int, tokens: Seq[int]) -> None:
+    def came(self, row_id: int, tokens: Sequence[int]) -> None:
         """These tokens have followed in the text of a row."""
         row = self._rows.get(row_id)
         if row is not None:
@@ -363,13 +362,13 @@ class AcceptanceModel:
         return rate
 
 
-def _eighth(scores: Seq[float], parent: int, node: int) -> int:
+def _eighth(scores: Sequence[float], parent: int, node: int) -> int:
     """The drafter's own estimate in eighths, as a negative number."""
     eighth = int(_stated(scores, parent, node) * KINDS)
     return -1 - (eighth if eighth < KINDS else KINDS - 1)
 
 
-def _stated(scores: Seq[float], parent: int, node: int) -> float:
+def _stated(scores: Sequence[float], parent: int, node: int) -> float:
     """The drafter's own estimate for a node, given its parent."""
     above, own = scores[parent], scores[node]
     if own >= above:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import torch
 
 from foredraft.accept.rules import RejectionNoise, Verdict, block, match, rejection, typical, walk
 from foredraft.config.acceptance import BLOCK, RULES, STANDARD, TYPICAL, TypicalLimits
-from foredraft.engine.sequence import Sequence
-from foredraft.law.sampling import argmax, choose, choose_at, probs
+from foredraft.engine.row import Row
 from foredraft.model.nodes import Logits, NodeLogits
+from foredraft.sampling.distribution import argmax, choose, choose_at, probs
 from foredraft.tree import DraftTree
 from foredraft.upload import upload
 
@@ -23,8 +23,8 @@ BY_DRAFT = {STANDARD.name: rejection, BLOCK.name: block}
 
 def accept_rows(
     rule: str,
-    rows: Seq[Sequence],
-    trees: Seq[DraftTree],
+    rows: Sequence[Row],
+    trees: Sequence[DraftTree],
     logits: Logits,
     choices: Choices | None = None,
     limits: TypicalLimits | None = None,
@@ -55,7 +55,7 @@ def accept_rows(
 
 
 def _accept_sampled(
-    rule: str, row: Sequence, tree: DraftTree, logits: torch.Tensor, limits: TypicalLimits | None
+    rule: str, row: Row, tree: DraftTree, logits: torch.Tensor, limits: TypicalLimits | None
 ) -> Verdict:
     def target_probs(node: int) -> torch.Tensor:
         return probs(logits[node : node + 1], [row.law], [tree.path_tokens(node)])[0]
@@ -66,7 +66,7 @@ def _accept_sampled(
     return BY_DRAFT[rule](tree, target_probs, noise)
 
 
-def choose_all(rows: Seq[Sequence], trees: Seq[DraftTree], logits: Logits) -> Choices:
+def choose_all(rows: Sequence[Row], trees: Sequence[DraftTree], logits: Logits) -> Choices:
     """The token that decoding would emit after every node, accepted or not: one call for all nodes of all rows."""
     listed = as_list(logits)
     choices = _argmaxes(rows, trees, listed)
@@ -79,7 +79,7 @@ def choose_all(rows: Seq[Sequence], trees: Seq[DraftTree], logits: Logits) -> Ch
 
 
 def match_rows(
-    rows: Seq[Sequence], trees: Seq[DraftTree], logits: Logits, choices: Choices | None = None
+    rows: Sequence[Row], trees: Sequence[DraftTree], logits: Logits, choices: Choices | None = None
 ) -> list[Verdict]:
     """Walk every tree with the target's own tokens: one choice per visited node, all rows at once.
 
@@ -114,7 +114,7 @@ def match_rows(
     return [verdicts[i] for i in range(len(rows))]
 
 
-def _match_one(row: Sequence, tree: DraftTree, logits: torch.Tensor) -> Verdict:
+def _match_one(row: Row, tree: DraftTree, logits: torch.Tensor) -> Verdict:
     """`match_rows` of one row on the CPU, whose nodes have the logits (N, V): of those that are visited alone."""
     law, length = row.law, len(row.token_ids)
     path: list[int] = []
@@ -133,7 +133,7 @@ def as_list(logits: Logits) -> NodeLogits:
     return NodeLogits(logits.flatten(0, 1), [logits.shape[1]] * logits.shape[0])
 
 
-def _argmaxes(rows: Seq[Sequence], trees: Seq[DraftTree], logits: NodeLogits) -> dict[int, tuple[int, ...]]:
+def _argmaxes(rows: Sequence[Row], trees: Sequence[DraftTree], logits: NodeLogits) -> dict[int, tuple[int, ...]]:
     """The tokens after all nodes of the rows whose choice is the argmax, by row."""
     plain = [i for i, row in enumerate(rows) if row.law.is_argmax]
     if not plain:
@@ -146,7 +146,7 @@ def _argmaxes(rows: Seq[Sequence], trees: Seq[DraftTree], logits: NodeLogits) ->
 
 
 def _choose(
-    rows: Seq[Sequence], logits: NodeLogits, nodes: Seq[tuple[int, int]], paths: Seq[tuple[int, ...]]
+    rows: Sequence[Row], logits: NodeLogits, nodes: Sequence[tuple[int, int]], paths: Sequence[tuple[int, ...]]
 ) -> list[int]:
     """The target's tokens at (row, node) pairs, the draft tokens that lead to each given."""
     places = [logits.starts[i] + node for i, node in nodes]

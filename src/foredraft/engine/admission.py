@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
 from foredraft.config.structured import StructuredOutputs
 from foredraft.engine.prediction import Prediction
-from foredraft.engine.sequence import Sequence, as_ids, check_prompt
+from foredraft.engine.row import Row, as_ids, check_prompt
 from foredraft.engine.stopping import StopChecker
 from foredraft.errors import ConfigError
-from foredraft.law.noise import fresh_seed, mix
-from foredraft.law.sampling import SamplingLaw
+from foredraft.sampling.distribution import Sampler
+from foredraft.sampling.noise import fresh_seed, mix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,13 +50,13 @@ class Admission:
 
     def rows(
         self,
-        prompt_ids: Seq[int],
+        prompt_ids: Sequence[int],
         params: SamplingParams,
         request_id: str | None,
-        history_ids: Seq[int] | None,
-        output_ids: Seq[Seq[int]],
+        history_ids: Sequence[int] | None,
+        output_ids: Sequence[Sequence[int]],
         longest: int = 0,
-    ) -> list[Sequence]:
+    ) -> list[Row]:
         """The ``params.n`` rows of a request; see `Engine.add_request`."""
         prompt = as_ids(prompt_ids)
         if output_ids and len(output_ids) != params.n:
@@ -87,7 +86,7 @@ class Admission:
         context = self.target.long_context if offset else self.target.context_length
         return self.max_model_len if context is None else min(self.max_model_len, context)
 
-    def _continue(self, row: Sequence, output_ids: list[int]) -> None:
+    def _continue(self, row: Row, output_ids: list[int]) -> None:
         """Let a row have said something already, which is replayed before it goes on.
 
         Raises: PromptError for ids outside the vocabulary; ConfigError for an output that had ended before, or that its
@@ -123,9 +122,9 @@ class Admission:
             )
         return Prediction(given, start)
 
-    def _law(self, params: SamplingParams, prompt: list[int], history_ids: Seq[int] | None, seed: int) -> SamplingLaw:
+    def _law(self, params: SamplingParams, prompt: list[int], history_ids: Sequence[int] | None, seed: int) -> Sampler:
         wanted = params.structured_outputs
-        law = SamplingLaw(
+        law = Sampler(
             params,
             vocab_size=self.target.vocab_size,
             eos_token_ids=self.eos_token_ids,
@@ -140,19 +139,19 @@ class Admission:
     def _row(
         self,
         prompt: list[int],
-        law: SamplingLaw,
+        law: Sampler,
         request_id: str,
         index: int,
         prediction: Prediction | None,
         offset: int,
-    ) -> Sequence:
+    ) -> Row:
         params, length, limit = law.params, len(prompt), self.limit_of(offset)
         if params.max_tokens is not None:
             wanted = length + params.max_tokens
         else:
             wanted = limit if self.most_planned is None else max(self.most_planned, length + 1)
         max_length = min(wanted, limit)
-        return Sequence(
+        return Row(
             id=next(self.ids),
             request_id=request_id,
             index=index,

@@ -6,8 +6,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
 
@@ -32,7 +31,7 @@ CAUSES: Mapping[str, str] = {
 """What keeps tokens from being drafted or verified, and how it is called in messages."""
 
 
-class Budget(int):
+class DraftSize(int):
     """How much may be drafted for one row in one step. As a number it is the depth.
 
     Args:
@@ -60,13 +59,13 @@ class Budget(int):
         return int(self)
 
     @classmethod
-    def of(cls, budget: int) -> Budget:
+    def of(cls, budget: int) -> DraftSize:
         """The budget itself, or one that limits the depth alone."""
-        return budget if isinstance(budget, Budget) else cls(budget)
+        return budget if isinstance(budget, DraftSize) else cls(budget)
 
-    def within(self, depth: int, least: float) -> Budget:
+    def within(self, depth: int, least: float) -> DraftSize:
         """As much of it as a governor wants."""
-        return Budget(min(self.depth, depth), self.nodes, self.chains_only, least)
+        return DraftSize(min(self.depth, depth), self.nodes, self.chains_only, least)
 
     def width(self, num_branches: int) -> int:
         """How many of the wanted siblings are worth drafting."""
@@ -93,18 +92,18 @@ class Limits(NamedTuple):
       nodes: of its number of nodes.
     """
 
-    budget: Budget
+    budget: DraftSize
     depth: str
     nodes: str = "memory"
 
-    def stages(self, budget: Budget, draft: DraftTree) -> Iterator[tuple[str, int]]:
+    def stages(self, budget: DraftSize, draft: DraftTree) -> Iterator[tuple[str, int]]:
         """Tokens that are left of a draft within a budget, cause by cause."""
         if budget.chains_only:
             draft = draft.main_chain()
             yield "chains", len(draft) - 1
         yield self.depth if draft.depth > budget.depth else self.nodes, len(budget.cut(draft)) - 1
 
-    def why_nothing(self, budget: Budget, draft: DraftTree) -> str:
+    def why_nothing(self, budget: DraftSize, draft: DraftTree) -> str:
         """The cause of an empty draft."""
         if budget.depth == 0:
             return self.depth
@@ -150,7 +149,7 @@ APART = 0.1
 """Of the steps that are left to a batch: a row that is ahead by so many ends last 1/e as often as the last."""
 
 
-def weights_of(num_left: Seq[float], share: float) -> list[float]:
+def weights_of(num_left: Sequence[float], share: float) -> list[float]:
     """How much a token of every row counts where no request waits for the place of a row that ends.
 
     The batch takes as long as the row that ends last. Tokens of the others make later steps cheaper only by what a row
@@ -170,7 +169,7 @@ def weights_of(num_left: Seq[float], share: float) -> list[float]:
     return [ahead + rest * last for last in lasts]
 
 
-def best_counts(found: Seq[Chances], worth: Worth, *, are_chains: bool = False) -> tuple[list[int], float]:
+def best_counts(found: Sequence[Chances], worth: Worth, *, are_chains: bool = False) -> tuple[list[int], float]:
     """How many of the likeliest nodes of every row pay, the root not counted; and the tokens that they gain."""
     ranked = found[0]
     if len(found) > 1:
@@ -209,7 +208,7 @@ class Habit:
         self._standings: set[int] = set()
         self._known: dict[tuple[int, ...], list[int]] = {}  # parents -> nodes that are kept, of trees without scores
 
-    def adopt(self, trees: Seq[DraftTree], kept: Seq[DraftTree], worth: Worth) -> None:
+    def adopt(self, trees: Sequence[DraftTree], kept: Sequence[DraftTree], worth: Worth) -> None:
         """Take over what was decided of drafts.
 
         Args:
@@ -239,14 +238,14 @@ class Habit:
         elif lengths:
             self._length = max(self._length, *lengths)
 
-    def budgets(self, budgets: list[Budget]) -> list[Budget]:
+    def budgets(self, budgets: list[DraftSize]) -> list[DraftSize]:
         """What may be drafted for every row."""
         depth, least = self.depth, self.least
         if depth == sys.maxsize and not least:
             return budgets
         return [budget.within(depth, least) for budget in budgets]
 
-    def cut(self, trees: Seq[DraftTree]) -> list[DraftTree]:
+    def cut(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
         """The parts of drafts that are verified."""
         return [self._cut(tree) for tree in trees]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
@@ -68,7 +67,7 @@ class CostCurve:
         )
 
     @classmethod
-    def mean(cls, curves: Seq[CostCurve]) -> CostCurve:
+    def mean(cls, curves: Sequence[CostCurve]) -> CostCurve:
         """Several measurements of one curve, as far as all of them went."""
         first = curves[0]
         shared = [count for count in first.seconds if all(count in curve.seconds for curve in curves)]

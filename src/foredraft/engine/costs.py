@@ -6,8 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -77,7 +76,7 @@ def seconds_of(call: Callable[..., Any], device: torch.device, *args: Any, **kwa
 
 
 @torch.inference_mode()
-def forward_times(forwards: Seq[Forward], repeats: int, *, warm_ups: int = 1) -> list[list[float]]:
+def forward_times(forwards: Sequence[Forward], repeats: int, *, warm_ups: int = 1) -> list[list[float]]:
     """Seconds of every forward, ``repeats`` times each: interleaved, after rounds of warm-up."""
     times: list[list[float]] = [[] for _ in forwards]
     for number in range(warm_ups + repeats):
@@ -88,14 +87,14 @@ def forward_times(forwards: Seq[Forward], repeats: int, *, warm_ups: int = 1) ->
     return times
 
 
-def median_times(forwards: Seq[Forward], repeats: int) -> list[float]:
+def median_times(forwards: Sequence[Forward], repeats: int) -> list[float]:
     """The median of `forward_times` for every forward."""
     return [median(taken) for taken in forward_times(forwards, repeats)]
 
 
 def forward_curve(
     target: CausalLM,
-    counts: Seq[int],
+    counts: Sequence[int],
     context: int,
     repeats: int,
     *,
@@ -139,7 +138,7 @@ def _wait(device: torch.device) -> None:
 
 
 @dataclass
-class Prices:
+class StepCosts:
     """Seconds of what steps of a model consist of, as they were measured on this machine and are kept there.
 
     Args:
@@ -213,7 +212,7 @@ def prices_of(
     *,
     is_fresh: bool = False,
     say: Callable[[str, int, int], None] = lambda *_: None,
-) -> Prices:
+) -> StepCosts:
     """The prices of a target on this machine: those that are kept, else measured now, in about two seconds a curve.
 
     They hold for the same shapes, dtype, execution, number of threads and versions. What was measured while the machine
@@ -224,7 +223,7 @@ def prices_of(
       is_fresh: measure anew.
     """
     facts = facts_of(target)
-    found = (None if is_fresh else Prices.kept(facts)) or Prices()
+    found = (None if is_fresh else StepCosts.kept(facts)) or StepCosts()
     if found.is_settled(num_curves):
         return found
     missing = num_curves - len(found.curves) if found.is_steady else num_curves
@@ -293,7 +292,7 @@ def measure_curve(target: CausalLM, seconds: float = 2.0) -> tuple[CostCurve, bo
     return CostCurve(curve, context, per_token), has_worked and max(map(_spread, ratios)) <= BUSY
 
 
-def _spread(values: Seq[float]) -> float:
+def _spread(values: Sequence[float]) -> float:
     """The median distance from the median, by it."""
     middle = median(values)
     return median(abs(value - middle) for value in values) / middle

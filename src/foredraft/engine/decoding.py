@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from foredraft.engine.drafter import StepResult
 from foredraft.engine.outputs import RowOutput, logprobs_of
 from foredraft.engine.wrappers import with_forced
 from foredraft.errors import as_exception, is_fatal, told
-from foredraft.law import sampling
+from foredraft.sampling import distribution
 from foredraft.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from foredraft.engine.features import Features
     from foredraft.engine.forwards import Forwards
     from foredraft.engine.governing import Governing
-    from foredraft.engine.sequence import Sequence
+    from foredraft.engine.row import Row
     from foredraft.engine.stopping import Finish, StopChecker
     from foredraft.model.nodes import Logits
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def propose(
-    rows: Seq[Sequence], drafter: Drafter, forwards: Forwards, governing: Governing, max_nodes: int
+    rows: Sequence[Row], drafter: Drafter, forwards: Forwards, governing: Governing, max_nodes: int
 ) -> list[DraftTree]:
     """One draft per row, as much of it as is verified.
 
@@ -53,7 +53,7 @@ def propose(
     return found
 
 
-def undrafted(row: Sequence) -> DraftTree:
+def undrafted(row: Row) -> DraftTree:
     """The draft of a row that goes without the drafter: none."""
     row.stats.num_undrafted_steps["governor"] += 1
     return DraftTree.root(row.pending)
@@ -63,7 +63,7 @@ def undrafted(row: Sequence) -> DraftTree:
 
 
 def emit(
-    rows: Seq[Sequence], trees: Seq[DraftTree], verdicts: Seq[Verdict], logits: Logits, config: EngineConfig
+    rows: Sequence[Row], trees: Sequence[DraftTree], verdicts: Sequence[Verdict], logits: Logits, config: EngineConfig
 ) -> list[RowOutput]:
     """Append what was decided to every row; the outputs of the step."""
     return [
@@ -73,7 +73,7 @@ def emit(
 
 
 def emit_row(
-    row: Sequence, tree: DraftTree, verdict: Verdict, logits: Logits, place: int, config: EngineConfig
+    row: Row, tree: DraftTree, verdict: Verdict, logits: Logits, place: int, config: EngineConfig
 ) -> RowOutput:
     """Append the accepted tokens and the bonus to a row, count them, and end the row where it ends.
 
@@ -89,7 +89,7 @@ def emit_row(
     has_failed = verdict.next_token < 0
     row.is_in_doubt = has_failed and not row.is_in_doubt
     is_lost = has_failed and not row.is_in_doubt
-    error = sampling.failure(logits[place][verdict.path[-1]], row.law) if is_lost else None
+    error = distribution.failure(logits[place][verdict.path[-1]], row.law) if is_lost else None
     decided = [tree.tokens[node] for node in verdict.path[1:]] + ([] if has_failed else [verdict.next_token])
     tokens, finish, fault = _until_the_end(row.checker, decided)
     if fault is not None:
@@ -107,7 +107,7 @@ def emit_row(
         output = replace(
             output,
             logprobs=logprobs_of(row, tokens, chosen_from, paths),
-            scores=sampling.scores(chosen_from, [row.law] * len(nodes), paths) if config.output_scores else None,
+            scores=distribution.scores(chosen_from, [row.law] * len(nodes), paths) if config.output_scores else None,
             logits=chosen_from.float() if config.output_logits else None,
         )
     row.record(tree, accepted, len(tokens))
@@ -119,7 +119,9 @@ def emit_row(
     return output
 
 
-def _until_the_end(checker: StopChecker, tokens: Seq[int]) -> tuple[list[int], Finish | None, BaseException | None]:
+def _until_the_end(
+    checker: StopChecker, tokens: Sequence[int]
+) -> tuple[list[int], Finish | None, BaseException | None]:
     """The tokens up to the one that ends the row, that included, and why it ends.
 
     Or those before the one whose text cannot be read, and what the tokenizer has raised: as many as plain decoding has.
@@ -139,10 +141,10 @@ def _until_the_end(checker: StopChecker, tokens: Seq[int]) -> tuple[list[int], F
 
 def observe(
     drafter: Drafter,
-    trees: Seq[DraftTree],
-    paths: Seq[tuple[int, ...]],
-    outputs: Seq[RowOutput],
-    features: Seq[Features],
+    trees: Sequence[DraftTree],
+    paths: Sequence[tuple[int, ...]],
+    outputs: Sequence[RowOutput],
+    features: Sequence[Features],
 ) -> None:
     """Tell the drafter of the rows that go on: what was accepted of their drafts, and what the target computed."""
     going_on = [i for i, output in enumerate(outputs) if output.token_ids and not output.row.is_finished]

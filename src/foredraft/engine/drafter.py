@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from foredraft.engine.budget import Budget
+from foredraft.engine.budget import DraftSize
 from foredraft.engine.features import NO_FEATURES, Features
 from foredraft.tree import DraftTree
 
 if TYPE_CHECKING:
-    from foredraft.engine.sequence import Sequence
+    from foredraft.engine.row import Row
     from foredraft.model.cache.ragged import KVCache
     from foredraft.model.lm import CausalLM
 
 __all__ = [
     "NO_FEATURES",
-    "Budget",
     "ContextDrafter",
+    "DraftSize",
     "Drafter",
     "Features",
     "OwnCache",
@@ -149,7 +148,7 @@ class OwnCache:
 class Drafter(ABC):
     """Proposes continuations. The output of the engine does not depend on it, only the speed does.
 
-    A row is a `Sequence`; ``row.token_ids`` ends with the pending token. State of a row is keyed by ``row.id``. The
+    A row is a `Row`; ``row.token_ids`` ends with the pending token. State of a row is keyed by ``row.id``. The
     life of a row: ``recall`` if an earlier row has left the beginning of its prompt, ``read`` for every chunk of the
     rest (of drafters that want features of prompts), ``start`` (or ``fork``, for another sample of a prompt) when the
     prompt is in the target's cache; then ``propose`` and ``observe`` alternately, with any subset of the started rows
@@ -167,7 +166,7 @@ class Drafter(ABC):
 
     @property
     def is_shared(self) -> bool:
-        """Whether a request may be drafted for by what others have said: not where it has a salt (`Sequence`)."""
+        """Whether a request may be drafted for by what others have said: not where it has a salt (`Row`)."""
         return False
 
     is_free: bool = False
@@ -188,11 +187,11 @@ class Drafter(ABC):
         nothing that is not finite (`KVCache.erase`): 0 * NaN is NaN, in masked columns, too.
         """
 
-    def own_caches(self) -> Seq[OwnCache]:
+    def own_caches(self) -> Sequence[OwnCache]:
         """The caches that it keeps beside the target's, to be counted in plans of memory; asked once it is bound."""
         return ()
 
-    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+    def recall(self, row: Row, memory: object, num_tokens: int) -> int:
         """Take over what ``keep`` has left of a row whose first ``num_tokens`` tokens are those of this prompt.
 
         Args:
@@ -201,24 +200,24 @@ class Drafter(ABC):
         """
         return 0 if self.requires.reads_prompts else num_tokens
 
-    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+    def read(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         """Take in the next part of prompts, in order and without gaps; of drafters that want features of prompts."""
 
-    def start(self, rows: Seq[Sequence]) -> None:
+    def start(self, rows: Sequence[Row]) -> None:
         """Take in rows whose prompts, all but the last token, are in the target's cache."""
 
-    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+    def fork(self, row: Row, copies: Sequence[Row]) -> None:
         """Take in further samples of the prompt of ``row``, which has just started."""
         self.start(copies)
 
     @abstractmethod
-    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         """One draft per row within its budget, whose depth may be 0; its root is ``row.token_ids[-1]``.
 
         The engine cuts what is deeper, wider or larger than allowed; a drafter that looks at its budget wastes no work.
         """
 
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+    def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         """Learn from a step. ``row.token_ids`` already holds the emitted tokens."""
 
     @property
@@ -226,14 +225,14 @@ class Drafter(ABC):
         """Whether it is to be told of steps: where it does something then."""
         return getattr(self.observe, "__func__", None) is not Drafter.observe
 
-    def keep(self, row: Sequence) -> object:
+    def keep(self, row: Row) -> object:
         """Memory of a row that is about to be forgotten, for prompts that begin like it; None for nothing.
 
         Called by engines that keep the cache of such rows, too, and hand both out together.
         """
         return None
 
-    def forget(self, rows: Seq[Sequence]) -> None:
+    def forget(self, rows: Sequence[Row]) -> None:
         """Drop the state of rows that have finished, normally or not, some of them before they had started."""
 
 
@@ -241,12 +240,12 @@ class ContextDrafter(Drafter):
     """A drafter that looks at one row at a time; batching is inherited."""
 
     @abstractmethod
-    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+    def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
         """A draft for one row within its budget, of depth 1 or more."""
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         return [
-            self.propose_row(row, Budget.of(budget)) if budget > 0 else DraftTree.root(row.token_ids[-1], self.name)
+            self.propose_row(row, DraftSize.of(budget)) if budget > 0 else DraftTree.root(row.token_ids[-1], self.name)
             for row, budget in zip(rows, budgets, strict=True)
         ]
 
@@ -258,7 +257,7 @@ class WrappingDrafter(Drafter):
       parts: the other drafters.
     """
 
-    def __init__(self, parts: Seq[Drafter]) -> None:
+    def __init__(self, parts: Sequence[Drafter]) -> None:
         self.parts = tuple(parts)
         self.requires = Requirements.all_of(part.requires for part in parts)
         self.drafts_from_text = all(part.drafts_from_text for part in parts)
@@ -275,19 +274,19 @@ class WrappingDrafter(Drafter):
     def own_caches(self) -> list[OwnCache]:
         return [own for part in self.parts for own in part.own_caches()]
 
-    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+    def read(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         for part in self.parts:
             if part.requires.reads_prompts:
                 part.read(rows, chunks)
 
-    def start(self, rows: Seq[Sequence]) -> None:
+    def start(self, rows: Sequence[Row]) -> None:
         for part in self.parts:
             part.start(rows)
 
-    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+    def fork(self, row: Row, copies: Sequence[Row]) -> None:
         for part in self.parts:
             part.fork(row, copies)
 
-    def forget(self, rows: Seq[Sequence]) -> None:
+    def forget(self, rows: Sequence[Row]) -> None:
         for part in self.parts:
             part.forget(rows)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from time import perf_counter
 from types import FrameType
@@ -23,8 +22,8 @@ from foredraft.engine.governing import AnyGovernor, Governing
 from foredraft.engine.logprobs import TokenLogprobs
 from foredraft.engine.memory import PREFIX_DIVISOR, MemoryPlan, MemoryUse
 from foredraft.engine.outputs import RowOutput
+from foredraft.engine.row import Row
 from foredraft.engine.scheduler import Scheduler
-from foredraft.engine.sequence import Sequence
 from foredraft.engine.stats import Clock, StepProfile
 from foredraft.engine.wrappers import GuardedDrafter, JoiningDrafter
 from foredraft.errors import ConfigError, EngineBusyError
@@ -131,18 +130,18 @@ class Engine:
 
     def add_request(
         self,
-        prompt_ids: Seq[int],
+        prompt_ids: Sequence[int],
         params: SamplingParams,
         request_id: str | None = None,
         *,
-        history_ids: Seq[int] | None = None,
-        output_ids: Seq[Seq[int]] = (),
+        history_ids: Sequence[int] | None = None,
+        output_ids: Sequence[Sequence[int]] = (),
         longest: int = 0,
-    ) -> list[Sequence]:
+    ) -> list[Row]:
         """Queue a prompt; returns its ``params.n`` rows, which share the prefill.
 
         Args:
-          history_ids: the prompt as the row's processors are to see it; see `SamplingLaw`.
+          history_ids: the prompt as the row's processors are to see it; see `Sampler`.
           output_ids: what each sample has said already: with the same seed it goes on to the text that was begun.
           longest: tokens of the longest prompt of its batch, where that decides on the frequencies of longrope.
 
@@ -158,7 +157,7 @@ class Engine:
         self._scheduler.queue(rows, are_alike=not output_ids)
         return rows
 
-    def abort(self, request_id: str) -> list[Sequence]:
+    def abort(self, request_id: str) -> list[Row]:
         """End every row of a request, queued or running; returns those that were ended."""
         with self._exclusive():
             ended = self._scheduler.withdraw(request_id)
@@ -166,7 +165,7 @@ class Engine:
                 row.finish_reason = "abort"
             return ended
 
-    def abort_row(self, row: Sequence, reason: str = "abort") -> None:
+    def abort_row(self, row: Row, reason: str = "abort") -> None:
         """End one row that decodes; the other samples of its request go on."""
         with self._exclusive():
             if row in self._scheduler.decoding:
@@ -187,17 +186,17 @@ class Engine:
         return len(self._scheduler.running)
 
     @property
-    def running_rows(self) -> list[Sequence]:
+    def running_rows(self) -> list[Row]:
         """Rows in the cache, in its order: those that decode come first."""
         return self._scheduler.running
 
     @property
-    def decoding_rows(self) -> list[Sequence]:
+    def decoding_rows(self) -> list[Row]:
         """Rows whose prompt is in the cache, in cache order."""
         return self._scheduler.decoding
 
     @property
-    def waiting_rows(self) -> list[Sequence]:
+    def waiting_rows(self) -> list[Row]:
         """Rows that no step has touched yet."""
         return [each for row in self._scheduler.waiting for each in (row, *row.forks)]
 
@@ -230,7 +229,7 @@ class Engine:
         while self.has_unfinished:
             yield self.step()
 
-    def _read(self, rows: list[Sequence]) -> None:
+    def _read(self, rows: list[Row]) -> None:
         """Read the next chunks of the prompts of neighbouring rows."""
         start = perf_counter()
         chunks = [self._scheduler.next_chunk(row) for row in rows]
@@ -253,7 +252,7 @@ class Engine:
         self._scheduler.start([row for row in rows if row.is_prefilled])
         self.profile.prefill_seconds += perf_counter() - start
 
-    def _decode(self, rows: list[Sequence]) -> list[RowOutput]:
+    def _decode(self, rows: list[Row]) -> list[RowOutput]:
         """One round over the rows that decode."""
         clock = Clock(self.profile)
         is_plain = all(row.is_plain and not row.drafts_itself for row in rows)
@@ -291,7 +290,7 @@ class Engine:
                 self._scheduler.leave_drafter()
         return outputs
 
-    def _erase_doubtful(self, rows: list[Sequence]) -> None:
+    def _erase_doubtful(self, rows: list[Row]) -> None:
         """Zero what lies behind the committed columns of rows in doubt, which may not be finite."""
         for slot, row in enumerate(rows):
             if row.is_in_doubt:
@@ -300,7 +299,7 @@ class Engine:
     # -- memory ------------------------------------------------------------------------------------------------
 
     @cached_property
-    def own_caches(self) -> Seq[OwnCache]:
+    def own_caches(self) -> Sequence[OwnCache]:
         """Caches that the drafter keeps beside the target's."""
         return self._drafting.own_caches()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from foredraft.errors import ConfigError
@@ -33,15 +33,15 @@ class Features:
     Raises: ConfigError for what ``Drafter.requires`` does not name.
     """
 
-    def last_hidden(self, nodes: Seq[int]) -> torch.Tensor:
+    def last_hidden(self, nodes: Sequence[int]) -> torch.Tensor:
         """The input of the output embedding at these nodes: (len(nodes), H)."""
         raise _not_required("last_hidden")
 
-    def layer_input(self, layer: int, nodes: Seq[int]) -> torch.Tensor:
+    def layer_input(self, layer: int, nodes: Sequence[int]) -> torch.Tensor:
         """The input of a decoder layer at these nodes: (len(nodes), H)."""
         raise _not_required("layer_inputs")
 
-    def top_ids(self, k: int, nodes: Seq[int]) -> torch.Tensor:
+    def top_ids(self, k: int, nodes: Sequence[int]) -> torch.Tensor:
         """The likeliest next tokens after these nodes by the raw logits, best first: int64 (len(nodes), k or V)."""
         raise _not_required("prompt_logits")
 
@@ -53,11 +53,11 @@ class Features:
         """
         raise _not_required("choices")
 
-    def at(self, nodes: Seq[int]) -> Features:
+    def at(self, nodes: Sequence[int]) -> Features:
         """Features whose node i is ``nodes[i]`` here."""
         return _FeaturesAt(self, nodes)
 
-    def places(self, nodes: Seq[int]) -> tuple[NodeLogits, list[int]] | None:
+    def places(self, nodes: Sequence[int]) -> tuple[NodeLogits, list[int]] | None:
         """Where the logits of these nodes stand among those of all rows of a forward, if they do."""
         return None
 
@@ -68,17 +68,17 @@ NO_FEATURES = Features()
 class _FeaturesAt(Features):
     """Features under other numbers."""
 
-    def __init__(self, features: Features, nodes: Seq[int]) -> None:
+    def __init__(self, features: Features, nodes: Sequence[int]) -> None:
         self._features = features
         self._nodes = nodes
 
-    def last_hidden(self, nodes: Seq[int]) -> torch.Tensor:
+    def last_hidden(self, nodes: Sequence[int]) -> torch.Tensor:
         return self._features.last_hidden([self._nodes[node] for node in nodes])
 
-    def layer_input(self, layer: int, nodes: Seq[int]) -> torch.Tensor:
+    def layer_input(self, layer: int, nodes: Sequence[int]) -> torch.Tensor:
         return self._features.layer_input(layer, [self._nodes[node] for node in nodes])
 
-    def top_ids(self, k: int, nodes: Seq[int]) -> torch.Tensor:
+    def top_ids(self, k: int, nodes: Sequence[int]) -> torch.Tensor:
         return self._features.top_ids(k, [self._nodes[node] for node in nodes])
 
     @property
@@ -86,7 +86,7 @@ class _FeaturesAt(Features):
         choices = self._features.choices
         return tuple(choices[node] for node in self._nodes)
 
-    def places(self, nodes: Seq[int]) -> tuple[NodeLogits, list[int]] | None:
+    def places(self, nodes: Sequence[int]) -> tuple[NodeLogits, list[int]] | None:
         return self._features.places([self._nodes[node] for node in nodes])
 
 
@@ -109,15 +109,15 @@ class RowFeatures(Features):
         self._row = row
         self._choices = choices
 
-    def last_hidden(self, nodes: Seq[int]) -> torch.Tensor:
+    def last_hidden(self, nodes: Sequence[int]) -> torch.Tensor:
         states = self._output.last_hidden
         return super().last_hidden(nodes) if states is None else _selected(states[self._row], nodes)
 
-    def layer_input(self, layer: int, nodes: Seq[int]) -> torch.Tensor:
+    def layer_input(self, layer: int, nodes: Sequence[int]) -> torch.Tensor:
         states = self._output.layer_inputs.get(layer)
         return super().layer_input(layer, nodes) if states is None else _selected(states[self._row], nodes)
 
-    def top_ids(self, k: int, nodes: Seq[int]) -> torch.Tensor:
+    def top_ids(self, k: int, nodes: Sequence[int]) -> torch.Tensor:
         logits = self._output.logits[self._row]
         if not len(logits):  # a prompt of which no logits were wanted
             return super().top_ids(k, nodes)
@@ -127,7 +127,7 @@ class RowFeatures(Features):
     def choices(self) -> tuple[int, ...]:
         return super().choices if self._choices is None else self._choices[self._row]
 
-    def places(self, nodes: Seq[int]) -> tuple[NodeLogits, list[int]] | None:
+    def places(self, nodes: Sequence[int]) -> tuple[NodeLogits, list[int]] | None:
         logits = self._output.logits
         if not isinstance(logits, nodes_of.NodeLogits):
             return None
@@ -135,7 +135,7 @@ class RowFeatures(Features):
         return logits, [start + node for node in nodes]
 
 
-def top_ids_of(features: Seq[Features], k: int, nodes: Seq[Seq[int]]) -> torch.Tensor:
+def top_ids_of(features: Sequence[Features], k: int, nodes: Sequence[Sequence[int]]) -> torch.Tensor:
     """`Features.top_ids` of several rows, one row after the other: all at once where they are of one forward.
 
     Args:
@@ -151,13 +151,13 @@ def top_ids_of(features: Seq[Features], k: int, nodes: Seq[Seq[int]]) -> torch.T
     return _best_at(of_all.values, k, [node for place in found if place is not None for node in place[1]])
 
 
-def _best_at(logits: torch.Tensor, k: int, nodes: Seq[int]) -> torch.Tensor:
+def _best_at(logits: torch.Tensor, k: int, nodes: Sequence[int]) -> torch.Tensor:
     """Ids of the k largest of some rows of (N, V), or of as many as there are, best first."""
     found = sample_kernels.best(logits, min(k, logits.shape[-1]), nodes)  # without a copy
     return largest_ids(_selected(logits, nodes), k) if found is None else found
 
 
-def _selected(values: torch.Tensor, nodes: Seq[int]) -> torch.Tensor:
+def _selected(values: torch.Tensor, nodes: Sequence[int]) -> torch.Tensor:
     """Rows of (N, ...), without a copy where these are the first ones."""
     if list(nodes) == list(range(len(nodes))):
         return values[: len(nodes)]

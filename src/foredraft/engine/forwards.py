@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from foredraft.config.engine import Promise
-from foredraft.engine.budget import Budget, Limits
+from foredraft.engine.budget import DraftSize, Limits
 from foredraft.engine.drafter import Requirements
 from foredraft.model.capture import Output, Wanted
 from foredraft.model.nodes import Nodes
@@ -17,7 +17,7 @@ from foredraft.tree import DraftTree
 if TYPE_CHECKING:
     from foredraft.config.acceptance import AcceptanceRule
     from foredraft.config.engine import EngineConfig
-    from foredraft.engine.sequence import Sequence
+    from foredraft.engine.row import Row
     from foredraft.model.cache.ragged import KVCache
     from foredraft.model.lm import CausalLM
 
@@ -52,7 +52,7 @@ class Forwards:
         """How what is verified is accepted."""
         return self._config.rule
 
-    def limits(self, rows: Seq[Sequence], max_nodes: int) -> list[Limits]:
+    def limits(self, rows: Sequence[Row], max_nodes: int) -> list[Limits]:
         """Limits of the drafts of every row: accepted tokens and the bonus together fit what is left of it.
 
         A draft stays within what the promise covers and what the rule of acceptance and the model take. A row in doubt
@@ -74,10 +74,12 @@ class Forwards:
                 depth, cause = wanted, "request"
             if row.is_in_doubt:
                 depth, cause = 0, "doubt"
-            found.append(Limits(Budget(depth, nodes, not takes_trees), cause, of_nodes))
+            found.append(Limits(DraftSize(depth, nodes, not takes_trees), cause, of_nodes))
         return found
 
-    def read(self, chunks: Seq[Seq[int]], first_row: int, *, keeps_logits: bool = False, shows: bool = True) -> Output:
+    def read(
+        self, chunks: Sequence[Sequence[int]], first_row: int, *, keeps_logits: bool = False, shows: bool = True
+    ) -> Output:
         """Run the next tokens of prompts in neighbouring rows. Logits only where they or the drafter want them.
 
         Args:
@@ -91,7 +93,7 @@ class Forwards:
             keep=None if keeps_logits or (shows and self._keeps_prompt_logits) else slice(0, 0),
         )
 
-    def verify(self, trees: Seq[DraftTree], *, shows: bool = True) -> Output:
+    def verify(self, trees: Sequence[DraftTree], *, shows: bool = True) -> Output:
         """Run drafts, one for each of the first rows; logits of every node, and what the drafter wants if `shows`."""
         wanted = self._wanted if shows else Wanted()
         with self._helpers.watched() if self._helpers is not None else nullcontext():

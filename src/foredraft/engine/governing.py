@@ -20,14 +20,14 @@ from foredraft.engine.method_bandit import MethodBandit
 from foredraft.engine.stats import Steps
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as Seq
+    from collections.abc import Sequence
 
-    from foredraft.engine.budget import Budget
+    from foredraft.engine.budget import DraftSize
     from foredraft.engine.drafter import Drafter
     from foredraft.engine.outputs import RowOutput
     from foredraft.engine.profiles import Profile
+    from foredraft.engine.row import Row
     from foredraft.engine.scheduler import Scheduler
-    from foredraft.engine.sequence import Sequence
     from foredraft.engine.stats import Clock
     from foredraft.model.lm import CausalLM
     from foredraft.tree import DraftTree
@@ -67,8 +67,8 @@ class Governing:
         if governor is None and drafter.validated_acceptance:
             self._acceptance = AcceptanceModel()
             self._acceptance.compare_with(drafter.validated_acceptance)
-        self._allowed: list[Budget] = []
-        self._drafts: Seq[DraftTree] = ()  # of the step that runs, whole
+        self._allowed: list[DraftSize] = []
+        self._drafts: Sequence[DraftTree] = ()  # of the step that runs, whole
         self._followed: list[_Followed] = []  # since the last decision
         self._own_seconds = 0.0  # of the step that runs, before it verifies
 
@@ -81,7 +81,7 @@ class Governing:
         """Whether a row that comes in now has the drafter."""
         return self._governor is None or self._governor.patience.welcomes()
 
-    def leaves(self, rows: Seq[Sequence]) -> bool:
+    def leaves(self, rows: Sequence[Row]) -> bool:
         """Whether these rows, all that run, are to go on without the drafter; it knows no more of them then."""
         if self._governor is None or not self._governor.patience.ends():
             return False
@@ -103,7 +103,7 @@ class Governing:
         if self._governor is not None:
             self._governor.patience.rested(num_rows, sum(clock.laps.values()))
 
-    def budgets(self, rows: Seq[Sequence], budgets: list[Budget]) -> list[Budget]:
+    def budgets(self, rows: Sequence[Row], budgets: list[DraftSize]) -> list[DraftSize]:
         """What may be drafted for every row."""
         if self._governor is None:
             return budgets
@@ -123,7 +123,7 @@ class Governing:
         self._own_seconds = perf_counter() - start
         return self._allowed
 
-    def trimmed(self, rows: Seq[Sequence], trees: list[DraftTree]) -> list[DraftTree]:
+    def trimmed(self, rows: Sequence[Row], trees: list[DraftTree]) -> list[DraftTree]:
         """What is to be verified of drafts."""
         if self._governor is None:
             self._drafts = trees
@@ -139,7 +139,7 @@ class Governing:
         self._own_seconds += perf_counter() - start
         return trees
 
-    def learn(self, trees: Seq[DraftTree], outputs: Seq[RowOutput], clock: Clock) -> None:
+    def learn(self, trees: Sequence[DraftTree], outputs: Sequence[RowOutput], clock: Clock) -> None:
         """Take in what a step has brought, and what it has cost; between two decisions that waits for the next one.
 
         A forward leaves nothing of Python in the caches of a processor: of several steps at once, this takes less.
@@ -162,7 +162,7 @@ class Governing:
             self._hand_over()
         self._attention.follow(self._own_seconds + perf_counter() - start)
 
-    def _compare(self, acceptance: AcceptanceModel, outputs: Seq[RowOutput]) -> None:
+    def _compare(self, acceptance: AcceptanceModel, outputs: Sequence[RowOutput]) -> None:
         """Hold the drafts of a step without a governor against the tokens that have come."""
         for draft, output in zip(self._drafts, outputs, strict=True):
             acceptance.proposed(output.row.id, draft)
@@ -174,7 +174,7 @@ class Governing:
         if not acceptance.is_comparing:
             self._acceptance = None
 
-    def _attend(self, trees: Seq[DraftTree], outputs: Seq[RowOutput], taken: float, rest: float) -> None:
+    def _attend(self, trees: Sequence[DraftTree], outputs: Sequence[RowOutput], taken: float, rest: float) -> None:
         """Enter a step into the account of what attending to the drafter loses."""
         assert self._governor is not None
         drafts = any(len(tree) > 1 for tree in trees)
@@ -208,9 +208,9 @@ class _Followed(NamedTuple):
       own_seconds: of governing before it verified.
     """
 
-    drafts: Seq[DraftTree]
-    trees: Seq[DraftTree]
-    outputs: Seq[RowOutput]
+    drafts: Sequence[DraftTree]
+    trees: Sequence[DraftTree]
+    outputs: Sequence[RowOutput]
     laps: Mapping[str, float]
     own_seconds: float
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,10 @@ from foredraft.engine.stats import Pace, Steps, Totals
 from foredraft.tree import DraftTree
 
 if TYPE_CHECKING:
-    from foredraft.engine.budget import Budget
+    from foredraft.engine.budget import DraftSize
     from foredraft.engine.cost_model import CostModel
     from foredraft.engine.outputs import RowOutput
-    from foredraft.engine.sequence import Sequence
+    from foredraft.engine.row import Row
 
 
 TO_LOSE = 16.0
@@ -179,12 +179,12 @@ class Governor:
 
     def budgets(
         self,
-        rows: Seq[Sequence],
-        budgets: Seq[Budget],
+        rows: Sequence[Row],
+        budgets: Sequence[DraftSize],
         *,
         is_closed: bool = False,
         context: float = 0.0,
-    ) -> list[Budget]:
+    ) -> list[DraftSize]:
         """What may be drafted for every row: what was allowed, or less.
 
         Args:
@@ -202,7 +202,7 @@ class Governor:
         self._asked_depth = min(self._depth(rows, budgets, cap), cap) if cap else 0
         return [budget.within(self._asked_depth, self.habit.least) for budget in budgets]
 
-    def _depth(self, rows: Seq[Sequence], budgets: Seq[Budget], cap: int) -> int:
+    def _depth(self, rows: Sequence[Row], budgets: Sequence[DraftSize], cap: int) -> int:
         num_rows = len(rows)
         cost, probe = self.costs.draft(num_rows, cap), min(cap, PROBE_DEPTH)
         if cost is None:
@@ -216,7 +216,7 @@ class Governor:
         self._is_probing = self._affords(self._cost_of_probe(num_rows, probe))
         return probe if self._is_probing else 0
 
-    def _expected_depth(self, rows: Seq[Sequence], budgets: Seq[Budget], cap: int, cost: float) -> int:
+    def _expected_depth(self, rows: Sequence[Row], budgets: Sequence[DraftSize], cap: int, cost: float) -> int:
         """How deep drafts are to be, 0 where none are expected to pay; more than any where depth is nearly free.
 
         Args:
@@ -243,7 +243,7 @@ class Governor:
             verifying = self.costs.verify(num_rows, (depth + 1) * num_rows) / plain - 1.0
         return (drafting if self.costs.knows_drafting else min(drafting, 1.0)) + min(verifying, 1.0)
 
-    def _best_depth(self, rows: Seq[Sequence], budgets: Seq[Budget], cap: int, price: float) -> int:
+    def _best_depth(self, rows: Sequence[Row], budgets: Sequence[DraftSize], cap: int, price: float) -> int:
         """The depth of which most is to be expected, 0 where that is nothing."""
         num_rows = len(rows)
         most = min(cap, self._reach) if self._is_at_end else cap
@@ -288,7 +288,7 @@ class Governor:
 
     # -- before verifying ------------------------------------------------------------------------------------------
 
-    def trimmed(self, rows: Seq[Sequence], trees: Seq[DraftTree]) -> list[DraftTree]:
+    def trimmed(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
         """The parts of drafts that are worth verifying."""
         self._hold(rows, trees)
         deepest = max(tree.depth for tree in trees)
@@ -308,7 +308,7 @@ class Governor:
         self.habit.adopt(trees, kept, worth)
         return self._probed(trees, kept) if all(len(tree) == 1 for tree in kept) else kept
 
-    def cut(self, rows: Seq[Sequence], trees: Seq[DraftTree]) -> list[DraftTree]:
+    def cut(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
         """The parts of drafts that are verified in a step between two decisions."""
         if not any(tree.scores is not None and len(tree) > 1 and not tree.is_whole for tree in trees):
             return self.habit.cut(trees)
@@ -317,7 +317,7 @@ class Governor:
             worth = self._worths[len(rows)] = self._worth(len(rows))
         return _parts(trees, self._best(rows, trees, worth))
 
-    def _hold(self, rows: Seq[Sequence], trees: Seq[DraftTree]) -> None:
+    def _hold(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> None:
         """Keep drafts until their texts have come."""
         if self.acceptance.num_rows > len(rows) + MEMORY:  # which were aborted
             self._begun &= {row.id for row in rows}
@@ -335,14 +335,14 @@ class Governor:
 
         return worth
 
-    def _whole_or_none(self, rows: Seq[Sequence], trees: Seq[DraftTree], worth: Worth) -> list[DraftTree]:
+    def _whole_or_none(self, rows: Sequence[Row], trees: Sequence[DraftTree], worth: Worth) -> list[DraftTree]:
         """All drafts as they are where that pays, else none."""
         gained = sum(sum(self.acceptance.by_depth(row.id, tree.depth)) for row, tree in zip(rows, trees, strict=True))
         if gained > worth(sum(map(len, trees)), False):
             return list(trees)
         return [DraftTree.root(tree.tokens[0], tree.source) for tree in trees]
 
-    def _best(self, rows: Seq[Sequence], trees: Seq[DraftTree], worth: Worth) -> list[Chances]:
+    def _best(self, rows: Sequence[Row], trees: Sequence[DraftTree], worth: Worth) -> list[Chances]:
         """The nodes of every draft that pay."""
         found = [self.acceptance.best_nodes(row.id, tree) for row, tree in zip(rows, trees, strict=True)]
         if len(rows) > 1:
@@ -356,7 +356,7 @@ class Governor:
     def _weights_for(self, num_rows: int) -> list[float]:
         return self._weights if len(self._weights) == num_rows else [1.0] * num_rows
 
-    def _note_shape(self, rows: Seq[Sequence], trees: Seq[DraftTree], kept: Seq[Chances]) -> None:
+    def _note_shape(self, rows: Sequence[Row], trees: Sequence[DraftTree], kept: Sequence[Chances]) -> None:
         """Remember how wide trees are once they are cut, and how much of the chance of a level the rest has."""
         widths: dict[int, float] = {}
         covered: dict[int, float] = {}
@@ -373,7 +373,7 @@ class Governor:
             for known, value in ((self._widths, max(width, 1.0)), (self._coverage, share)):
                 known[level] = ROW_MEMORY * known.get(level, value) + (1.0 - ROW_MEMORY) * value
 
-    def _probed(self, trees: Seq[DraftTree], kept: list[DraftTree]) -> list[DraftTree]:
+    def _probed(self, trees: Sequence[DraftTree], kept: list[DraftTree]) -> list[DraftTree]:
         """What is verified where no draft seems to pay; mostly nothing.
 
         What a draft costs to verify is believed of a curve only until some were verified: a curve that is wrong must
@@ -393,8 +393,8 @@ class Governor:
 
     def learn(
         self,
-        trees: Seq[DraftTree],
-        outputs: Seq[RowOutput],
+        trees: Sequence[DraftTree],
+        outputs: Sequence[RowOutput],
         *,
         drafting_seconds: float,
         other_seconds: float,
@@ -428,7 +428,7 @@ class Governor:
         self._credit += SHARE * steps.num_steps
         self._pace.add(steps, self._plain_seconds)
 
-    def follow(self, outputs: Seq[RowOutput], drafts: Seq[DraftTree] = ()) -> None:
+    def follow(self, outputs: Sequence[RowOutput], drafts: Sequence[DraftTree] = ()) -> None:
         """Hold drafts against the tokens that have come, whoever drafted them.
 
         Args:
@@ -443,13 +443,13 @@ class Governor:
                 self.acceptance.forget(row.id)
                 self._begun.discard(row.id)
 
-    def value_of(self, outputs: Seq[RowOutput]) -> float:
+    def value_of(self, outputs: Sequence[RowOutput]) -> float:
         """Tokens that a step has brought, those of drafts as far as they make the batch end sooner."""
         weights = self._weights_for(len(outputs))
         gained = [weight * (len(output.token_ids) - 1) for weight, output in zip(weights, outputs, strict=True)]
         return len(outputs) + sum(gained)
 
-    def leave(self, rows: Seq[Sequence]) -> None:
+    def leave(self, rows: Sequence[Row]) -> None:
         """Drop what is known of rows alone, which go on without the drafter."""
         for row in rows:
             self.acceptance.forget(row.id)
@@ -506,12 +506,12 @@ class Governor:
         return max(1.0, self.gain(num_rows)) * num_rows / self._plain(num_rows)
 
 
-def _steps_left(row: Sequence) -> float:
+def _steps_left(row: Row) -> float:
     """Steps that a row has before it, at most, at the pace that it had so far."""
     return row.num_remaining_tokens * (row.stats.num_steps + FEW) / (row.stats.num_emitted_tokens + FEW)
 
 
-def _parts(trees: Seq[DraftTree], kept: Seq[Chances]) -> list[DraftTree]:
+def _parts(trees: Sequence[DraftTree], kept: Sequence[Chances]) -> list[DraftTree]:
     """Drafts with the nodes that are kept of them."""
     return [
         tree if len(nodes) + 1 == len(tree) else tree.restricted([0, *sorted(node for _, node in nodes)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ class TokenLogprobs:
 
     @classmethod
     def of(
-        cls, tokens: Seq[int], log_probs: torch.Tensor, k: int, wanted: Seq[int] | None = None
+        cls, tokens: Sequence[int], log_probs: torch.Tensor, k: int, wanted: Sequence[int] | None = None
     ) -> list[TokenLogprobs]:
         """Read off rows (len(tokens), V) of log-probabilities; rank 1 is the most likely token.
 
@@ -57,7 +57,7 @@ class TokenLogprobs:
         ]
 
 
-def raw_logprobs(tokens: Seq[int], logits: torch.Tensor, k: int) -> list[TokenLogprobs]:
+def raw_logprobs(tokens: Sequence[int], logits: torch.Tensor, k: int) -> list[TokenLogprobs]:
     """Log-probabilities of tokens by the model alone, of float32 sums.
 
     Args:

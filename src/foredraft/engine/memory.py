@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from foredraft.model.nodes import Nodes
 if TYPE_CHECKING:
     from foredraft.config.engine import EngineConfig
     from foredraft.engine.drafter import Drafter, OwnCache
-    from foredraft.engine.sequence import Sequence
+    from foredraft.engine.row import Row
     from foredraft.model.cache.ragged import KVCache
     from foredraft.model.lm import CausalLM
 
@@ -47,7 +47,9 @@ class MemoryUse:
     prefix_bytes: int = 0
 
     @classmethod
-    def of(cls, plan: MemoryPlan | None, cache: KVCache, own_caches: Seq[OwnCache], prefix_bytes: int = 0) -> MemoryUse:
+    def of(
+        cls, plan: MemoryPlan | None, cache: KVCache, own_caches: Sequence[OwnCache], prefix_bytes: int = 0
+    ) -> MemoryUse:
         """As it is now, of the cache of a target, and those of its drafter."""
         allocated = sum(each.num_bytes for each in (cache, *(own.cache for own in own_caches)))
         if plan is None:
@@ -71,7 +73,7 @@ class MemoryPlan:
     Raises: ConfigError for a plan that does not hold one row of any length.
     """
 
-    def __init__(self, num_bytes: int, target: CausalLM, own_caches: Seq[OwnCache] = (), share: str = "") -> None:
+    def __init__(self, num_bytes: int, target: CausalLM, own_caches: Sequence[OwnCache] = (), share: str = "") -> None:
         self.num_bytes = num_bytes
         of_target = bytes_per_token(target)
         of_drafter = sum(own.column_bytes for own in own_caches if own.most_columns is None)
@@ -112,7 +114,7 @@ class MemoryPlan:
             each.limit(plan.max_cells)
         return plan
 
-    def fits(self, rows: Seq[Sequence], room: int = 0) -> bool:
+    def fits(self, rows: Sequence[Row], room: int = 0) -> bool:
         """Whether these may be in the cache together, each with ``room`` further tokens, as far as it can grow.
 
         Three rows of 100, 30 and 190 tokens count as three of 256: 190 and a step of drafts, by steps of 64.
@@ -120,11 +122,11 @@ class MemoryPlan:
         longest = max((min(len(row.token_ids) + room, row.max_length) for row in rows), default=0)
         return len(rows) * self._columns(longest) <= self.max_cells
 
-    def share(self, lengths: Seq[int]) -> float:
+    def share(self, lengths: Sequence[int]) -> float:
         """Of the plan that rows of these lengths count as."""
         return len(lengths) * self._columns(max(lengths)) / self.max_cells if lengths else 0.0
 
-    def max_nodes(self, lengths: Seq[int]) -> int:
+    def max_nodes(self, lengths: Sequence[int]) -> int:
         """Largest number of nodes of a draft so that the cache need not grow beyond the plan.
 
         Args:

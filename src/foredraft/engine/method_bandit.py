@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from foredraft.engine.cost_model import SHARE
@@ -10,11 +10,11 @@ from foredraft.engine.governor import Governor, Patience
 from foredraft.engine.stats import Totals
 
 if TYPE_CHECKING:
-    from foredraft.engine.budget import Budget, Habit
+    from foredraft.engine.budget import DraftSize, Habit
     from foredraft.engine.cost_model import CostModel
     from foredraft.engine.drafter import Drafter
     from foredraft.engine.outputs import RowOutput
-    from foredraft.engine.sequence import Sequence
+    from foredraft.engine.row import Row
     from foredraft.engine.stats import Steps
     from foredraft.tree import DraftTree
 
@@ -38,7 +38,7 @@ class _Turns:
         self._left = 2 * TURN
         self._turn = 2 * TURN  # steps of the last turn
 
-    def choose(self, gains: Seq[float]) -> None:
+    def choose(self, gains: Sequence[float]) -> None:
         """The arm for the next step, where a turn has ended, by the speed of every arm."""
         if self._left > 0:
             return
@@ -101,12 +101,12 @@ class MethodBandit:
 
     def budgets(
         self,
-        rows: Seq[Sequence],
-        budgets: Seq[Budget],
+        rows: Sequence[Row],
+        budgets: Sequence[DraftSize],
         *,
         is_closed: bool = False,
         context: float = 0.0,
-    ) -> list[Budget]:
+    ) -> list[DraftSize]:
         """Choose who drafts; what may be drafted for every row."""
         size = len(rows).bit_length()
         if size not in self._turns_of:
@@ -118,18 +118,18 @@ class MethodBandit:
     def _gains(self) -> list[float]:
         return [governor.gain(self._num_rows) for governor in self.governors]
 
-    def trimmed(self, rows: Seq[Sequence], trees: Seq[DraftTree]) -> list[DraftTree]:
+    def trimmed(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
         """The parts of drafts that are worth verifying."""
         return self._current.trimmed(rows, trees)
 
-    def cut(self, rows: Seq[Sequence], trees: Seq[DraftTree]) -> list[DraftTree]:
+    def cut(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
         """The parts of drafts that are verified in a step between two decisions, see `Governor.cut`."""
         return self._current.cut(rows, trees)
 
     def learn(
         self,
-        trees: Seq[DraftTree],
-        outputs: Seq[RowOutput],
+        trees: Sequence[DraftTree],
+        outputs: Sequence[RowOutput],
         *,
         drafting_seconds: float,
         other_seconds: float,
@@ -145,17 +145,17 @@ class MethodBandit:
         self._current.follow_steps(steps)
         self._turns.count(steps.num_steps)
 
-    def follow(self, outputs: Seq[RowOutput], drafts: Seq[DraftTree] = ()) -> None:
+    def follow(self, outputs: Sequence[RowOutput], drafts: Sequence[DraftTree] = ()) -> None:
         """Hold drafts against the tokens that have come, see `Governor.follow`."""
         self._current.follow(outputs, drafts)
         for governor in self._others:
             governor.follow(outputs)
 
-    def value_of(self, outputs: Seq[RowOutput]) -> float:
+    def value_of(self, outputs: Sequence[RowOutput]) -> float:
         """Tokens that a step has brought, see `Governor.value_of`."""
         return self._current.value_of(outputs)
 
-    def leave(self, rows: Seq[Sequence]) -> None:
+    def leave(self, rows: Sequence[Row]) -> None:
         """Drop what is known of rows alone, see `Governor.leave`."""
         for governor in self.governors:
             governor.leave(rows)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from foredraft.engine.logprobs import TokenLogprobs
-from foredraft.engine.sequence import Sequence
-from foredraft.law import sampling
+from foredraft.engine.row import Row
+from foredraft.sampling import distribution
 
 if TYPE_CHECKING:
     from foredraft.tree import DraftTree
@@ -25,7 +25,7 @@ class RowOutput:
     ``scores`` and ``logits``, where the engine keeps them, are float32 (tokens, V): what each token was chosen from.
     """
 
-    row: Sequence
+    row: Row
     token_ids: tuple[int, ...]
     num_accepted: int
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -37,11 +37,11 @@ class RowOutput:
 
 
 def logprobs_of(
-    row: Sequence, tokens: Seq[int], logits: torch.Tensor, paths: Seq[tuple[int, ...]]
+    row: Row, tokens: Sequence[int], logits: torch.Tensor, paths: Sequence[tuple[int, ...]]
 ) -> tuple[TokenLogprobs, ...]:
     """Log-probabilities of tokens, as many as the row's parameters ask for; empty when they ask for none."""
     k = row.params.logprobs
     if k is None:
         return ()
-    table = sampling.log_probs(logits, [row.law] * len(tokens), paths)
+    table = distribution.log_probs(logits, [row.law] * len(tokens), paths)
     return tuple(TokenLogprobs.of(tokens, table, k, row.params.logprob_token_ids))

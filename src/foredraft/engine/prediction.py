@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 PREDICTION = "prediction"
 """Name of what proposed its tokens."""
@@ -36,7 +36,7 @@ class Prediction:
       start: where in a row its output begins.
     """
 
-    def __init__(self, tokens: Seq[int], start: int) -> None:
+    def __init__(self, tokens: Sequence[int], start: int) -> None:
         self.tokens = tuple(tokens)
         self._start = start
         self._num_seen = start
@@ -53,7 +53,7 @@ class Prediction:
         other.tokens, other._places = self.tokens, self._places
         return other
 
-    def draft(self, token_ids: Seq[int], depth: int) -> tuple[int, ...]:
+    def draft(self, token_ids: Sequence[int], depth: int) -> tuple[int, ...]:
         """What is likely to follow a row, which has grown since the last call; ``depth`` tokens at most."""
         for end in range(self._num_seen + 1, len(token_ids) + 1):
             self._follow(token_ids, end)
@@ -62,7 +62,7 @@ class Prediction:
             return ()
         return self.tokens[self._place : self._place + min(2 * self._agreed, LONGEST, depth)]
 
-    def _follow(self, token_ids: Seq[int], end: int) -> None:
+    def _follow(self, token_ids: Sequence[int], end: int) -> None:
         """Take in the token before ``end``."""
         place = self._place
         if place is not None and place < len(self.tokens) and self.tokens[place] == token_ids[end - 1]:
@@ -71,7 +71,7 @@ class Prediction:
             self._place, self._agreed = self._find(token_ids, end)
         self._last = self._last if self._place is None else self._place
 
-    def _find(self, token_ids: Seq[int], end: int) -> tuple[int | None, int]:
+    def _find(self, token_ids: Sequence[int], end: int) -> tuple[int | None, int]:
         """The likeliest place after an output, and how many tokens lead there; None where nothing near or sure does.
 
         Of a prediction "a b c d" and an output "a x c" the place is 3, before "d", and "c" alone leads there.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, islice, takewhile
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from foredraft.config.engine import EngineConfig
     from foredraft.engine.drafter import Drafter
     from foredraft.engine.memory import MemoryPlan
-    from foredraft.engine.sequence import Sequence
+    from foredraft.engine.row import Row
     from foredraft.engine.stats import StepProfile
     from foredraft.model.cache.prefixes import PrefixStore
     from foredraft.model.cache.ragged import KVCache
@@ -67,27 +66,27 @@ class Scheduler:
         self._plan = plan
         self._prefixes = prefixes
         self._owner = owner
-        self.waiting: deque[Sequence] = deque()
-        self.ended: list[Sequence] = []  # before they decoded, which nobody was told yet
+        self.waiting: deque[Row] = deque()
+        self.ended: list[Row] = []  # before they decoded, which nobody was told yet
         self.num_decoding = 0
-        self._rows: list[Sequence] = []
-        self._due: set[Sequence] = set()  # that have not had their chunk in this round
+        self._rows: list[Row] = []
+        self._due: set[Row] = set()  # that have not had their chunk in this round
         self._has_read = False  # since rows have last had their turn
 
     @property
-    def running(self) -> list[Sequence]:
+    def running(self) -> list[Row]:
         """Rows that are in the cache."""
         return list(self._rows)
 
     @property
-    def decoding(self) -> list[Sequence]:
+    def decoding(self) -> list[Row]:
         return self._rows[: self.num_decoding]
 
     @property
-    def prefilling(self) -> list[Sequence]:
+    def prefilling(self) -> list[Row]:
         return self._rows[self.num_decoding :]
 
-    def slot_of(self, row: Sequence) -> int:
+    def slot_of(self, row: Row) -> int:
         """The place of a row in the cache."""
         return self._rows.index(row)
 
@@ -100,7 +99,7 @@ class Scheduler:
         """Largest number of nodes of a draft: what the plan leaves behind the longest row, a step of it at least."""
         return sys.maxsize if self._plan is None else max(1, self._plan.max_nodes(self._cache.lengths))
 
-    def queue(self, rows: list[Sequence], *, are_alike: bool) -> None:
+    def queue(self, rows: list[Row], *, are_alike: bool) -> None:
         """Let the samples of a request wait: together for one reading of their prompt where all they have is alike."""
         if are_alike:
             rows[0].forks = rows[1:]
@@ -108,7 +107,7 @@ class Scheduler:
         self.ended += [row for row in rows if row.is_finished]
         self.waiting += [row for row in rows if not row.is_finished]
 
-    def take_ended(self) -> list[Sequence]:
+    def take_ended(self) -> list[Row]:
         """Rows that have ended without a step, when they came or when they were read; each once."""
         ended, self.ended = self.ended, []
         return ended
@@ -128,7 +127,7 @@ class Scheduler:
             profile.num_preemptions += 1
         if not self.waiting:
             return
-        admitted: list[Sequence] = []
+        admitted: list[Row] = []
         for row in islice(self.waiting, self._config.max_num_seqs - len(self._rows)):
             if not self._fits([*self._rows, *admitted, row], HEADROOM):
                 break
@@ -146,17 +145,17 @@ class Scheduler:
         # those of one token, and those that earlier rows have left whole
         self.start([row for row in admitted if row.is_prefilled])
 
-    def _fits(self, rows: list[Sequence], room: int) -> bool:
+    def _fits(self, rows: list[Row], room: int) -> bool:
         """Whether they may be in the cache together; one alone always may, since others have been refused."""
         return self._plan is None or len(rows) == 1 or self._plan.fits(rows, room)
 
-    def _too_many(self) -> Sequence | None:
+    def _too_many(self) -> Row | None:
         """The row that came last, where all of them together have grown too long."""
         if self._plan is None or not self._rows or self._fits(self._rows, 0):
             return None
         return max(self._rows, key=lambda row: row.id)
 
-    def _send_back(self, row: Sequence) -> None:
+    def _send_back(self, row: Row) -> None:
         """Let a row leave its slot and wait before all others, until its prompt is read and its output replayed."""
         self._drafter.forget([row])
         self._remove(row, erase=row.is_in_doubt)
@@ -164,7 +163,7 @@ class Scheduler:
         row.stats.num_preemptions += 1
         self.waiting.appendleft(row)
 
-    def _recall(self, row: Sequence) -> int:
+    def _recall(self, row: Row) -> int:
         """Take over what is known of the prompt's beginning, as far as the drafter can go on: so many tokens."""
         row.num_changes = self._target.num_changes
         grain, remembered = self._grain, partial(self._drafter.recall, row)
@@ -193,7 +192,7 @@ class Scheduler:
 
     # -- reading prompts ---------------------------------------------------------------------------------------
 
-    def to_read(self) -> list[Sequence]:
+    def to_read(self) -> list[Row]:
         """Neighbours in the cache that read a chunk in this step; none where the rows that decode have it."""
         prefilling = self.prefilling
         self._due.intersection_update(prefilling)
@@ -212,16 +211,16 @@ class Scheduler:
         self._due.difference_update(together)
         return together
 
-    def _kind_of_chunk(self, row: Sequence) -> tuple[bool, bool]:
+    def _kind_of_chunk(self, row: Row) -> tuple[bool, bool]:
         """Whether the next chunk is one of few nodes, which other kernels read than long ones: its bits may not depend
         on what is read beside it. And whether logits of it are wanted."""
         return self._chunk_length(row) <= MOST_NODES, row.learns_logprobs
 
-    def next_chunk(self, row: Sequence) -> list[int]:
+    def next_chunk(self, row: Row) -> list[int]:
         """The tokens that a row reads next."""
         return row.token_ids[row.num_prefilled : row.num_prefilled + self._chunk_length(row)]
 
-    def _chunk_length(self, row: Sequence) -> int:
+    def _chunk_length(self, row: Row) -> int:
         """Tokens of the next chunk. Those that were generated are replayed as chains, by the kernels of steps.
 
         Of a prompt of 600 tokens, and 90 said after it, chunks of 512: 512, 87, 64, 26; the last token is pending.
@@ -233,7 +232,7 @@ class Scheduler:
 
     # -- decoding ----------------------------------------------------------------------------------------------
 
-    def start(self, rows: Seq[Sequence]) -> None:
+    def start(self, rows: Sequence[Row]) -> None:
         """Let rows whose prompts are in the cache decode, with the other samples of their requests.
 
         Those that are to generate nothing end here.
@@ -248,7 +247,7 @@ class Scheduler:
             if forks:
                 self._drafter.fork(row, forks)
 
-    def _end_read(self, rows: Seq[Sequence]) -> None:
+    def _end_read(self, rows: Sequence[Row]) -> None:
         """End rows that only had to be read, with the other samples of their requests."""
         for row in rows:
             for each in (row, *row.forks):
@@ -257,7 +256,7 @@ class Scheduler:
             row.forks = []
             self.retire(row)
 
-    def _enter(self, row: Sequence) -> list[Sequence]:
+    def _enter(self, row: Row) -> list[Row]:
         """Move a row to those that decode, with its forks, which are returned; those without a slot wait for one."""
         slot = self.num_decoding
         self._swap(self.slot_of(row), slot)
@@ -277,7 +276,7 @@ class Scheduler:
         row.forks = []
         return entered
 
-    def _hand_down(self, row: Sequence, slot: int, waiting: Seq[Sequence]) -> None:
+    def _hand_down(self, row: Row, slot: int, waiting: Sequence[Row]) -> None:
         """Leave one copy of a prompt that was read to the samples without a slot, so that none reads it again.
 
         It comes besides the plan for memory, as kept prefixes do, until the last of them has a slot.
@@ -289,7 +288,7 @@ class Scheduler:
             for each in waiting:
                 each.beginning = beginning
 
-    def to_decode(self) -> list[Sequence]:
+    def to_decode(self) -> list[Row]:
         """Rows that decode, those without drafts last: drafters that draft in their cache draft for the first ones."""
         last = [row for row in self.decoding if not row.has_drafter]
         if len(last) < self.num_decoding:
@@ -305,13 +304,13 @@ class Scheduler:
 
     # -- leaving -----------------------------------------------------------------------------------------------
 
-    def retire(self, row: Sequence) -> None:
+    def retire(self, row: Row) -> None:
         """Take a row out of the cache, and leave what it has there to later ones."""
         self._keep(row)
         self._drafter.forget([row])
         self._remove(row, erase=row.finish_reason in (None, "error"))
 
-    def withdraw(self, request_id: str) -> list[Sequence]:
+    def withdraw(self, request_id: str) -> list[Row]:
         """Take out the rows of a request, wherever they are; all that were taken out."""
         waiting = [row for row in self.waiting if row.request_id == request_id]
         for row in waiting:
@@ -342,7 +341,7 @@ class Scheduler:
         if self._prefixes is not None:
             self._prefixes.clear()
 
-    def _keep(self, row: Sequence) -> None:
+    def _keep(self, row: Row) -> None:
         """Leave what a row has in the caches, unless it may be wrong or is of other weights."""
         is_doubtful = row.is_in_doubt or row.finish_reason == "error"
         if self._prefixes is None or is_doubtful or row.num_changes != self._target.num_changes:
@@ -354,7 +353,7 @@ class Scheduler:
         tokens = row.token_ids[:length]
         self._prefixes.keep(tokens, self._cache, slot, num_columns, remember, owner, _salt_of(row))
 
-    def _remove(self, row: Sequence, *, erase: bool) -> None:
+    def _remove(self, row: Row, *, erase: bool) -> None:
         """Take a row out of the cache; ``erase`` what it wrote where that may not be finite."""
         slot = self.slot_of(row)
         if erase:
@@ -373,6 +372,6 @@ class Scheduler:
         self._rows[slot], self._rows[other] = self._rows[other], self._rows[slot]
 
 
-def _salt_of(row: Sequence) -> object:
+def _salt_of(row: Row) -> object:
     """Key of rows that may reuse each other's prefixes: the salt, and where positions begin."""
     return (row.cache_salt, row.offset) if row.offset else row.cache_salt

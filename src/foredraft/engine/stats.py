@@ -16,7 +16,7 @@ from foredraft.engine.cost_model import RATE
 from foredraft.engine.prediction import PREDICTION
 
 if TYPE_CHECKING:
-    from foredraft.engine.budget import Budget, Limits
+    from foredraft.engine.budget import DraftSize, Limits
     from foredraft.tree import DraftTree
 
 
@@ -41,7 +41,7 @@ class StepTrace:
 
 
 @dataclass
-class SequenceStats:
+class RowStats:
     """Counters of one row.
 
     Attributes:
@@ -85,7 +85,7 @@ class SequenceStats:
             self.num_accepted_draft_tokens += num_accepted
             self.acceptance_histogram[num_accepted] += 1
 
-    def count_cuts(self, limits: Limits, budget: Budget, draft: DraftTree, tree: DraftTree) -> None:
+    def count_cuts(self, limits: Limits, budget: DraftSize, draft: DraftTree, tree: DraftTree) -> None:
         """Count what was cut from the draft of a step, or why the step has none.
 
         Of eight tokens the promise of bits leaves five, and the governor none. That counts three tokens for the
@@ -111,14 +111,14 @@ class SequenceStats:
             self.num_undrafted_steps[last_cause] += 1
 
     @classmethod
-    def pooled(cls, several: Iterable[SequenceStats]) -> SequenceStats:
+    def pooled(cls, several: Iterable[RowStats]) -> RowStats:
         """The counters of several rows together."""
         total = cls()
         for one in several:
             total.add(one)
         return total
 
-    def add(self, other: SequenceStats) -> None:
+    def add(self, other: RowStats) -> None:
         """Pool another row's counters into this one."""
         self.num_steps += other.num_steps
         self.num_spec_steps += other.num_spec_steps
@@ -182,7 +182,7 @@ class StepProfile:
     commit_seconds: float = 0.0
     observe_seconds: float = 0.0
     emit_seconds: float = 0.0
-    ended: SequenceStats = field(default_factory=SequenceStats)
+    ended: RowStats = field(default_factory=RowStats)
 
     @property
     def decode_seconds(self) -> float:

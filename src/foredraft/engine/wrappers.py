@@ -4,8 +4,7 @@ beside it the drafts that requests bring along: what they predict, and what a gr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from foredraft.config.keywords import has_items, whole_number
-from foredraft.engine.budget import CAUSES, Budget
+from foredraft.engine.budget import CAUSES, DraftSize
 from foredraft.engine.drafter import (
     Drafter,
     OwnCache,
@@ -25,12 +24,12 @@ from foredraft.engine.drafter import (
 )
 from foredraft.engine.prediction import PREDICTION
 from foredraft.errors import ConfigError, ProbabilityError, TreeError, described, is_fatal
-from foredraft.law.precision import double_device
+from foredraft.sampling.precision import double_device
 from foredraft.tree import DraftPlan, DraftTree
 
 if TYPE_CHECKING:
     from foredraft.config.acceptance import AcceptanceRule
-    from foredraft.engine.sequence import Sequence
+    from foredraft.engine.row import Row
     from foredraft.model.cache.ragged import KVCache
     from foredraft.model.lm import CausalLM
 
@@ -114,18 +113,18 @@ class GuardedDrafter(WrappingDrafter):
                 )
         return found
 
-    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+    def recall(self, row: Row, memory: object, num_tokens: int) -> int:
         if not row.has_drafter:
             return num_tokens
         return self._try([row], partial(self._recalled, row, memory, num_tokens), num_tokens)
 
-    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+    def read(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         self._tell(super().read, rows, chunks)
 
-    def start(self, rows: Seq[Sequence]) -> None:
+    def start(self, rows: Sequence[Row]) -> None:
         self._tell(super().start, rows)
 
-    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+    def fork(self, row: Row, copies: Sequence[Row]) -> None:
         if row.stats.drafter_error:
             self._give_up(copies, row.stats.drafter_error)
         elif row.is_plain:
@@ -134,7 +133,7 @@ class GuardedDrafter(WrappingDrafter):
         else:
             self._try([row, *copies], partial(self._drafter.fork, row, copies), None)
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         asked = self._with_drafts(rows)
         none: list[Any] = []
         of_rows, of_budgets = _at(asked, rows, budgets)
@@ -145,29 +144,29 @@ class GuardedDrafter(WrappingDrafter):
         fitting = dict(zip(asked, drafts, strict=False))
         return [self._fitting(row, place, fitting.get(place)) for place, row in enumerate(rows)]
 
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+    def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         self._tell(self._drafter.observe, rows, results)
 
-    def keep(self, row: Sequence) -> object:
+    def keep(self, row: Row) -> object:
         return self._try([row], partial(self._drafter.keep, row), None) if row.has_drafter else None
 
-    def forget(self, rows: Seq[Sequence]) -> None:
+    def forget(self, rows: Sequence[Row]) -> None:
         self._tell(super().forget, rows)
 
     # -- faults ------------------------------------------------------------------------------------------------
 
-    def _with_drafts(self, rows: Seq[Sequence]) -> list[int]:
+    def _with_drafts(self, rows: Sequence[Row]) -> list[int]:
         """Places of the rows that the drafter is told of."""
         return [i for i, row in enumerate(rows) if row.has_drafter]
 
-    def _tell(self, verb: Callable[..., None], rows: Seq[Sequence], *others: Seq[Any]) -> None:
+    def _tell(self, verb: Callable[..., None], rows: Sequence[Row], *others: Sequence[Any]) -> None:
         """Call a verb for the rows that have drafts, with their entries of other lists."""
         with_drafts = self._with_drafts(rows)
         if with_drafts:
             of_rows, *of_others = _at(with_drafts, rows, *others)
             self._try(of_rows, partial(verb, of_rows, *of_others), None)
 
-    def _try(self, rows: Seq[Sequence], call: Callable[[], T], otherwise: T) -> T:
+    def _try(self, rows: Sequence[Row], call: Callable[[], T], otherwise: T) -> T:
         lengths = list(self._cache.lengths)
         try:
             result = call()
@@ -179,12 +178,12 @@ class GuardedDrafter(WrappingDrafter):
             self._contain(rows, fault)
             return otherwise
 
-    def _contain(self, rows: Seq[Sequence], fault: BaseException) -> None:
+    def _contain(self, rows: Sequence[Row], fault: BaseException) -> None:
         if is_fatal(fault) or not self._contains_faults:
             raise fault
         self._give_up(rows, described(fault))
 
-    def _give_up(self, rows: Seq[Sequence], reason: str) -> None:
+    def _give_up(self, rows: Sequence[Row], reason: str) -> None:
         for row in rows:
             row.stats.drafter_error = row.stats.drafter_error or reason
         if not self._has_warned:
@@ -203,7 +202,7 @@ class GuardedDrafter(WrappingDrafter):
                 raise
             logger.debug("drafter %r could not forget rows after a fault: %s", self.name, described(fault))
 
-    def _recalled(self, row: Sequence, memory: object, num_tokens: int) -> int:
+    def _recalled(self, row: Row, memory: object, num_tokens: int) -> int:
         """Number of tokens of a prompt that need not be read, of those that there are."""
         known = self._drafter.recall(row, memory, num_tokens)
         try:
@@ -216,7 +215,7 @@ class GuardedDrafter(WrappingDrafter):
             )
         return number
 
-    def _proposed(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[Any]:
+    def _proposed(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[Any]:
         """Something for each of the rows."""
         if self._arm is not None:
             self._drafter.choose_arm(self._arm)
@@ -229,7 +228,7 @@ class GuardedDrafter(WrappingDrafter):
             raise TreeError(f"{len(drafts)} drafts for {len(rows)} rows")
         return drafts
 
-    def _fitting(self, row: Sequence, place: int, draft: Any) -> DraftTree:
+    def _fitting(self, row: Row, place: int, draft: Any) -> DraftTree:
         """The draft of a row where it fits, else the empty one."""
         if not row.has_drafter:
             return DraftTree.root(row.pending)
@@ -241,7 +240,7 @@ class GuardedDrafter(WrappingDrafter):
                 self._cache.erase(place, self._cache.lengths[place])
             return DraftTree.root(row.pending)
 
-    def _checked(self, row: Sequence, tree: Any) -> DraftTree:
+    def _checked(self, row: Row, tree: Any) -> DraftTree:
         """The draft, which begins with the pending token and has tokens that the target can read.
 
         Raises: TreeError, ProbabilityError.
@@ -286,7 +285,7 @@ ROUNDING = 0.01
 """Distance of the total of a distribution from 1: eight bits of a bfloat16, and a little more."""
 
 
-def _at(places: Seq[int], *lists: Seq[Any]) -> tuple[Seq[Any], ...]:
+def _at(places: Sequence[int], *lists: Sequence[Any]) -> tuple[Sequence[Any], ...]:
     """The entries of lists at some places, without a copy where these are all."""
     if len(places) == len(lists[0]):
         return lists
@@ -333,10 +332,10 @@ class JoiningDrafter(WrappingDrafter):
         self._vocab_size = target.vocab_size if target.vocab_size < target.num_embeddings else None
         super().bind(target, cache)
 
-    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+    def recall(self, row: Row, memory: object, num_tokens: int) -> int:
         return self._drafter.recall(row, memory, num_tokens)
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         trees = list(self._drafter.propose(rows, budgets))
         for place, (row, tree, budget) in enumerate(zip(rows, trees, budgets, strict=True)):
             matching = row.law.matching
@@ -350,7 +349,7 @@ class JoiningDrafter(WrappingDrafter):
             trees[place] = matching.legal(tree) if matching is not None and tree.probs is None else tree
         return trees
 
-    def _joined(self, predicted: Seq[int], tree: DraftTree, budget: Budget) -> DraftTree:
+    def _joined(self, predicted: Sequence[int], tree: DraftTree, budget: DraftSize) -> DraftTree:
         chain = DraftTree.chain(tree.tokens[0], predicted, source=PREDICTION)
         if len(tree) == 1 or budget.chains_only or not self._rule.keeps_tokens:
             return chain.planned(tree.plan)
@@ -362,7 +361,7 @@ class JoiningDrafter(WrappingDrafter):
     def observes(self) -> bool:
         return self._drafter.observes
 
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+    def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         if not self._drafter.observes:
             return
         self._drafter.observe(
@@ -373,16 +372,16 @@ class JoiningDrafter(WrappingDrafter):
             ],
         )
 
-    def keep(self, row: Sequence) -> object:
+    def keep(self, row: Row) -> object:
         return self._drafter.keep(row)
 
-    def forget(self, rows: Seq[Sequence]) -> None:
+    def forget(self, rows: Sequence[Row]) -> None:
         super().forget(rows)
         for row in rows:
             self._proposed.pop(row.id, None)
 
 
-def with_forced(row: Sequence, tree: DraftTree, budget: Budget, rule: AcceptanceRule, num_rows: int = 1) -> DraftTree:
+def with_forced(row: Row, tree: DraftTree, budget: DraftSize, rule: AcceptanceRule, num_rows: int = 1) -> DraftTree:
     """A draft with the tokens that the grammar of its row forces: they are right, whatever is measured of drafts.
 
     Beyond them come a few that the grammar's choices led to before, where a row has seen that these are mostly right.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.errors import ConfigError
-from foredraft.heads.layers import MLP, Attention, DecoderLayer, LayerShape, Placed, RMSNorm, Rotary
+from foredraft.heads.layers import MLP, Attention, AttentionContext, DecoderLayer, LayerShape, RMSNorm, Rotary
 from foredraft.heads.vocabulary import DraftVocabulary
 
 
@@ -140,7 +140,7 @@ class EagleHead(nn.Module):
         fused: Tensor = self.fc(streams)
         return fused
 
-    def forward(self, embedded: Tensor, features: Tensor, placed: Placed) -> Tensor:
+    def forward(self, embedded: Tensor, features: Tensor, placed: AttentionContext) -> Tensor:
         """One step.
 
         Args:
@@ -190,7 +190,7 @@ class FusedLayer(nn.Module):
         self.mlp = MLP(shape.layer)
         self._normed_residual = shape.norm_before_residual
 
-    def forward(self, embedded: Tensor, features: Tensor, placed: Placed) -> Tensor:
+    def forward(self, embedded: Tensor, features: Tensor, placed: AttentionContext) -> Tensor:
         """(B, N, H) twice -> (B, N, H)."""
         normed = self.hidden_norm(features)
         residual = normed if self._normed_residual else features

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple, cast
 
@@ -34,7 +33,7 @@ class RankingNoise(NamedTuple):
       law: top-k (0 for all), temperature, top-p and min-p.
     """
 
-    keys: Seq[int]
+    keys: Sequence[int]
     law: tuple[int, float, float, float]
 
 
@@ -64,7 +63,7 @@ class Int8Head:
         self._kept: list[object] = [table]
         hidden_norm = layer.hidden_norm if isinstance(layer, FusedLayer) else None
         norms = (head.embed_norm, head.input_norm, layer.input_layernorm, hidden_norm)
-        products: tuple[Seq[nn.Module], ...] = (
+        products: tuple[Sequence[nn.Module], ...] = (
             [head.fc],
             attention.sharing_input,
             [attention.o_proj],
@@ -98,7 +97,7 @@ class Int8Head:
     def feed(
         self,
         nodes: Nodes,
-        lengths: Seq[int],
+        lengths: Sequence[int],
         keys: torch.Tensor,
         values: torch.Tensor,
         given: torch.Tensor,
@@ -146,7 +145,7 @@ class Int8Head:
         values: torch.Tensor,
         names: torch.Tensor | None,
         *,
-        owed: tuple[Seq[int], torch.Tensor] | None = None,
+        owed: tuple[Sequence[int], torch.Tensor] | None = None,
         depth: int,
         branches: int,
         beam: int,
@@ -256,7 +255,7 @@ def _norms(head: EagleHead) -> list[nn.Module]:
     return [module for module in head.modules() if "norm" in type(module).__name__.lower()]
 
 
-def _matrix(layers: Seq[nn.Module], kernels: Library) -> CodesMatrix:
+def _matrix(layers: Sequence[nn.Module], kernels: Library) -> CodesMatrix:
     """Of layers with one input, as one."""
     weights = [packing.unpacked_weight(layer) for layer in layers]
     biases = [cast("torch.Tensor | None", layer.bias) for layer in layers]

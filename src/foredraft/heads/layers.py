@@ -138,7 +138,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Placed:
+class AttentionContext:
     """Where the nodes of a forward stand, and what they may look at.
 
     Args:
@@ -174,7 +174,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(shape.head_dim, shape.eps) if shape.has_head_norms else None
         self.k_norm = RMSNorm(shape.head_dim, shape.eps) if shape.has_head_norms else None
 
-    def forward(self, x: Tensor, placed: Placed) -> Tensor:
+    def forward(self, x: Tensor, placed: AttentionContext) -> Tensor:
         """(B, N, in) -> (B, N, H)."""
         queries, keys, values = (self._by_head(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
@@ -237,7 +237,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.eps)
         self.mlp = MLP(shape)
 
-    def forward(self, x: Tensor, placed: Placed) -> Tensor:
+    def forward(self, x: Tensor, placed: AttentionContext) -> Tensor:
         """(B, N, H) -> (B, N, H)."""
         x = x + self.self_attn(x if self.input_layernorm is None else self.input_layernorm(x), placed)
         mixed: Tensor = x + self.mlp(self.post_attention_layernorm(x))

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foredraft.errors import CheckpointError
-from foredraft.heads.layers import DecoderLayer, LayerShape, Placed, RMSNorm, Rotary
+from foredraft.heads.layers import AttentionContext, DecoderLayer, LayerShape, RMSNorm, Rotary
 from foredraft.heads.vocabulary import DraftVocabulary
 
 OutputLayer = Callable[[Tensor], Tensor]
@@ -92,12 +92,12 @@ class PrefixLayer(nn.Module):
         self.layer = DecoderLayer(shape)
         self.norm = RMSNorm(shape.hidden_size, shape.eps)
 
-    def placed(self, positions: Tensor, dtype: torch.dtype, mask: Tensor | None, cache: Any = None) -> Placed:
-        """Where hidden states stand: positions (B, N), and what they may look at; see `Placed`."""
+    def placed(self, positions: Tensor, dtype: torch.dtype, mask: Tensor | None, cache: Any = None) -> AttentionContext:
+        """Where hidden states stand: positions (B, N), and what they may look at; see `AttentionContext`."""
         cos, sin = self.rotary(positions, dtype)
-        return Placed(cos, sin, mask, cache)
+        return AttentionContext(cos, sin, mask, cache)
 
-    def forward(self, hidden: Tensor, placed: Placed) -> Tensor:
+    def forward(self, hidden: Tensor, placed: AttentionContext) -> Tensor:
         """(B, N, H) -> (B, N, H)."""
         normed: Tensor = self.norm(self.layer(hidden, placed))
         return normed

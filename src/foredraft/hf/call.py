@@ -13,13 +13,13 @@ import torch
 
 from foredraft.config.sampling import SamplingParams
 from foredraft.engine.engine import Engine
-from foredraft.engine.sequence import Sequence as EngineRow
-from foredraft.engine.stats import SequenceStats
+from foredraft.engine.row import Row as EngineRow
+from foredraft.engine.stats import RowStats
 from foredraft.hf.processors import RowPlace, is_shared, sampling_fields
 from foredraft.hf.rows import Columns, Endings, InputRow
-from foredraft.law.noise import mix
-from foredraft.law.sampling import SamplingLaw, scores
 from foredraft.model.lm import CausalLM, Nodes
+from foredraft.sampling.distribution import Sampler, scores
+from foredraft.sampling.noise import mix
 
 logger = logging.getLogger("foredraft")
 
@@ -28,7 +28,7 @@ TAIL_CHUNK = 512
 
 
 @dataclass(frozen=True)
-class Wishes:
+class GenerateRequest:
     """The decoding that one call of ``generate`` asks for.
 
     Args:
@@ -66,7 +66,7 @@ class Call:
       columns: where the result is collected.
     """
 
-    def __init__(self, engine: Engine, lock: threading.RLock, wishes: Wishes, columns: Columns) -> None:
+    def __init__(self, engine: Engine, lock: threading.RLock, wishes: GenerateRequest, columns: Columns) -> None:
         self._engine = engine
         self._lock = lock
         self._wishes = wishes
@@ -91,9 +91,9 @@ class Call:
             self._params += [params] * params.n
 
     @property
-    def stats(self) -> SequenceStats:
+    def stats(self) -> RowStats:
         """Counters of all rows."""
-        pooled = SequenceStats()
+        pooled = RowStats()
         for row in self._rows:
             pooled.add(row.stats)
         return pooled
@@ -163,7 +163,7 @@ class Call:
         row, target = self._wishes.rows[index], self._engine.target
         with self._lock:
             logits = tail(target, [*row.token_ids, *text], padding, self._rows[index].offset)
-        law = SamplingLaw(
+        law = Sampler(
             self._params[index],
             vocab_size=target.vocab_size,
             eos_token_ids=self._engine.eos_token_ids,

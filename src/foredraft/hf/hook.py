@@ -25,10 +25,10 @@ from foredraft.config.sampling import SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.engine import Engine
-from foredraft.engine.stats import SequenceStats
+from foredraft.engine.stats import RowStats
 from foredraft.errors import ConfigError, CopyError, PromptError
 from foredraft.hf import refusals
-from foredraft.hf.call import Call, Wishes
+from foredraft.hf.call import Call, GenerateRequest
 from foredraft.hf.refusals import GenerateArguments
 from foredraft.hf.rows import Columns, Endings, check_positions, read_rows
 from foredraft.loading.adapters import ADAPTERS, Adapter
@@ -103,7 +103,7 @@ class Speculation:
         runs_by: tuple[str, str | None, str] = ("auto", None, "auto"),
     ) -> None:
         self.config = config
-        self.stats = SequenceStats()
+        self.stats = RowStats()
         self._streamer, self._tokenizer = streamer, tokenizer
         self._runs_by = runs_by
         self._lock = forking.lock()
@@ -220,7 +220,7 @@ class Speculation:
             governor = drafting.governor(adapter.target, drafter)
             engine = Engine(adapter.target, drafter, engine_config, eos_token_ids=eos, governor=governor)
         seed = int(torch.randint(0, 2**63 - 1, ())) if config.do_sample else None
-        wishes = Wishes(rows, processors, seed, endings, input_ids.device)
+        wishes = GenerateRequest(rows, processors, seed, endings, input_ids.device)
         call = Call(engine, adapter.lock, wishes, columns)
         call.run()
         call.fill_tails()

@@ -18,7 +18,7 @@ from transformers.generation import logits_process as hf
 
 from foredraft.config.sampling import MIN_TEMPERATURE, SamplingParams
 from foredraft.hf.rows import InputRow
-from foredraft.law.processors import checked_scores
+from foredraft.sampling.processors import checked_scores
 
 Fields = dict[str, Any]
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -45,7 +45,7 @@ class RowPlace:
 def sampling_fields(processors: Sequence[Processor], do_sample: bool, place: RowPlace) -> Fields:
     """Fields of `SamplingParams` that mean the same as the list.
 
-    Exactness: transformers' own values; see `foredraft.law.sampling`.
+    Exactness: transformers' own values; see `foredraft.sampling.distribution`.
     """
     begin, fields = _beginning(processors, place)
     end = len(processors)
@@ -55,7 +55,7 @@ def sampling_fields(processors: Sequence[Processor], do_sample: bool, place: Row
     else:
         fields["temperature"] = 0.0
     if begin < end:
-        fields["logits_processors"] = (AsShown(processors[begin:end], place),)
+        fields["logits_processors"] = (PaddedView(processors[begin:end], place),)
     return fields
 
 
@@ -215,7 +215,7 @@ _ROW_BY_ROW = frozenset(
 """Processors that treat every row alike, whichever it is."""
 
 
-class AsShown:
+class PaddedView:
     """A row's processors, shown what transformers would show: padded text, ordinary tensors, the row at its own place.
 
     A processor that may tell rows apart is called with as many rows as the batch has, all of them copies of this one;

@@ -108,7 +108,7 @@ def check_positions(
 
 
 @dataclass(eq=False)
-class Ahead:
+class LookaheadBuffer:
     """The tokens of a row beyond the last complete column; scores and logits are (V,) per token."""
 
     tokens: deque[int] = field(default_factory=deque)
@@ -180,7 +180,7 @@ class Columns:
         self._pad = pad_token_id
         self._streamer = streamer
         self._keeps_scores, self._keeps_logits = keeps_scores, keeps_logits
-        self._ahead = [Ahead() for _ in input_ids]
+        self._ahead = [LookaheadBuffer() for _ in input_ids]
         self.columns: list[list[int]] = []
         self.scores: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -329,7 +328,7 @@ def announce(
     logger.info("%s", line)
 
 
-def announce_notes(name: str, methods: Seq[str]) -> None:
+def announce_notes(name: str, methods: Sequence[str]) -> None:
     """Log what people should know of a model of the zoo and these methods."""
     for note in zoo.manifest(name).notes_about(methods):
         logger.info("%s: %s", name, note)

@@ -25,7 +25,7 @@ from foredraft.loading.layouts import LAYOUTS, check_optional, codes_of, setting
 from foredraft.model.execution.forwards import replacement
 from foredraft.model.execution.packing import PackedLinear, named_weights
 from foredraft.model.execution.rounding import roundable, take_codes
-from foredraft.native.codes import Codes, Form, Kind, StoredCodes
+from foredraft.native.codes import Codes, Kind, QuantLayout, StoredCodes
 
 # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ def load_codes(location: str, revision: str | None, config: Any, dtype: torch.dt
 
 
 def _stored(
-    settings: Mapping[str, Any], layer: str, parts: Mapping[str, torch.Tensor], form: Form, shape: torch.Size
+    settings: Mapping[str, Any], layer: str, parts: Mapping[str, torch.Tensor], form: QuantLayout, shape: torch.Size
 ) -> StoredCodes:
     """The weight of a layer, unpacked when it is wanted."""
     kept: list[Codes] = []  # while it is read piece by piece

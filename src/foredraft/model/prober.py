@@ -26,8 +26,8 @@ from foredraft.model.reference import (
     NUM_ROWS,
     WINDOW,
     LinearSamples,
+    ProbePlan,
     Reference,
-    Rehearsal,
     epsilon,
     plain_forwards,
     sampled,
@@ -138,7 +138,7 @@ class Prober:
         self._lm = lm
         self._is_packed = is_packed
         self._seed = seed
-        self._rehearsal = Rehearsal.of_trees(lm.vocab_size, seed, (show_everything, shift_positions))
+        self._rehearsal = ProbePlan.of_trees(lm.vocab_size, seed, (show_everything, shift_positions))
         self._layers: tuple[int, ...] = ()
         self._dtype: torch.dtype | None = None
         self._seconds = 0.0
@@ -207,7 +207,7 @@ class Prober:
           noise: that is known already.
         """
         lm, faults = self._lm, [fault for _, fault in FAULTS]
-        rehearsal = Rehearsal.whole(lm.vocab_size, seed, faults)
+        rehearsal = ProbePlan.whole(lm.vocab_size, seed, faults)
         small = representative(lm, self._layers, self._dtype, WINDOW)
         layers = [small.layers[index] for index in self._layers]
         reference = self._plain(small.shadow, layers, rehearsal, small.dtype, once_more=True)
@@ -325,7 +325,7 @@ class Prober:
     def _remedy(self) -> str:
         return 'dtype="float32"' if self._lm.execution.kind == "eager" else 'execution="eager"'
 
-    def _execute(self, rehearsal: Rehearsal, control: int, must_show: Sequence[str] = ()) -> Check:
+    def _execute(self, rehearsal: ProbePlan, control: int, must_show: Sequence[str] = ()) -> Check:
         """Hold a rehearsal against plain forwards, and the same with a fault in every row.
 
         Args:
@@ -353,7 +353,7 @@ class Prober:
         self,
         model: PreTrainedModel,
         layers: Sequence[torch.nn.Module],
-        rehearsal: Rehearsal,
+        rehearsal: ProbePlan,
         dtype: torch.dtype,
         *,
         once_more: bool,
@@ -368,7 +368,7 @@ class Prober:
             raise ProbeError(f"{self._lm.name} gives NaN for plain text in {_name(dtype)}; {cause}.")
         return reference
 
-    def _run(self, rehearsal: Rehearsal, lm: CausalLM) -> dict[str, torch.Tensor]:
+    def _run(self, rehearsal: ProbePlan, lm: CausalLM) -> dict[str, torch.Tensor]:
         try:
             results = rehearsal.run(lm.forward, lm.new_cache(len(rehearsal.prefixes), capacity=64, rounds=False))
         except Exception as error:

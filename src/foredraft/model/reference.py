@@ -96,14 +96,14 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class ProbePlan:
     """Ragged rows of text, and the steps that go on from them."""
 
     prefixes: tuple[Text, ...]
     steps: tuple[Step, ...]
 
     @classmethod
-    def whole(cls, vocab_size: int, seed: int, faults: Sequence[Fault]) -> Rehearsal:
+    def whole(cls, vocab_size: int, seed: int, faults: Sequence[Fault]) -> ProbePlan:
         """Chains of which a part is rejected, a single token, trees of which a branch is kept, and what follows it.
 
         Args:
@@ -126,13 +126,13 @@ class Rehearsal:
         return cls((first, second, *(first,) * copies), steps)
 
     @classmethod
-    def of_trees(cls, vocab_size: int, seed: int, faults: Sequence[Fault]) -> Rehearsal:
+    def of_trees(cls, vocab_size: int, seed: int, faults: Sequence[Fault]) -> ProbePlan:
         """Trees, and the same trees once more with a fault in each row."""
         prefixes, tree = _drawn(vocab_size, seed)
         trees = (tree(BUSHY), tree(FLAT))
         return cls(prefixes, (Step("trees", trees), Step("faults", trees, faults=tuple(enumerate(faults)))))
 
-    def as_chains(self) -> Rehearsal:
+    def as_chains(self) -> ProbePlan:
         """The deepest path of every tree as a chain: texts that the trees have, too."""
         step = self.steps[0]
         paths = [max(map(tree.path, tree.leaves), key=len) for tree in step.trees]
@@ -232,7 +232,7 @@ class Reference:
 def plain_forwards(
     model: PreTrainedModel,
     layers: Sequence[nn.Module],
-    rehearsal: Rehearsal,
+    rehearsal: ProbePlan,
     epsilon: float,
     device: torch.device,
     *,

@@ -74,14 +74,14 @@ class SkippableLayers:
         without_attention, without_mlp = set(attention), set(mlp)
         for index, part in enumerate(self._parts):
             if index in without_attention and index in without_mlp:
-                _replace(part.layer, self._outputs, PassesOn)
+                _replace(part.layer, self._outputs, Identity)
                 continue
             if index in without_attention:
-                _replace(part.attention, self._outputs, AddsNothing)
+                _replace(part.attention, self._outputs, ZeroResidual)
             if index in without_mlp:
                 for module in part.mlp[:-1]:
-                    _replace(module, self._outputs, PassesOn)  # so that the last one sees the width of the stream
-                _replace(part.mlp[-1], self._outputs, AddsNothing)
+                    _replace(module, self._outputs, Identity)  # so that the last one sees the width of the stream
+                _replace(part.mlp[-1], self._outputs, ZeroResidual)
         if self._changed is not None:
             self._changed()
 
@@ -105,14 +105,14 @@ class LeftOut:
         raise NotImplementedError
 
 
-class PassesOn(LeftOut):
+class Identity(LeftOut):
     """Returns what it is given."""
 
     def instead(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
 
-class AddsNothing(LeftOut):
+class ZeroResidual(LeftOut):
     """Returns zeros."""
 
     def instead(self, x: torch.Tensor) -> torch.Tensor:

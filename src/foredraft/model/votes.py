@@ -45,7 +45,7 @@ def attention_votes(query: torch.Tensor, key: torch.Tensor, scaling: float | Non
     return F.avg_pool1d(votes[:, None], POOLING, stride=1, padding=POOLING // 2)[:, 0]
 
 
-class Voter:
+class SnapKVScorer:
     """Takes votes from a model, by running the last tokens of a row once more.
 
     The votes are taken inside of the attention function that the adapter registers, so the model must run its

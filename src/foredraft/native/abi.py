@@ -124,7 +124,7 @@ class Layer(ctypes.Structure):
     _fields_ = (*_of(Address, "program given inputs"), *_of(Integer, "num_inputs form cache"))
 
 
-class Form(ctypes.Structure):
+class AttentionShape(ctypes.Structure):
     """Layers that run attention alike."""
 
     _fields_ = (*_of(Integer, "heads group size value_size kind window"), ("scale", Float))

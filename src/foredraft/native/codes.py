@@ -14,7 +14,7 @@ Kind: TypeAlias = tuple[int, int, str]
 
 
 @dataclass(frozen=True)
-class Form:
+class QuantLayout:
     """How whole numbers stand for a weight: as the attributes of `Codes`, of scales and zeros the dtype.
 
     Args:
@@ -87,13 +87,13 @@ class Codes:
         return -(2 ** (self.bits - 1)) * self.scales.float() if self.zeros is None else _begins(self.scales, self.zeros)
 
     @property
-    def form(self) -> Form:
+    def form(self) -> QuantLayout:
         """How they lie in memory."""
         scales, zeros = self.scales.dtype, None if self.zeros is None else self.zeros.dtype
         if self.scale_halves is None:
-            return Form(self.bits, self.group, scales, zeros)
+            return QuantLayout(self.bits, self.group, scales, zeros)
         shift = shift_of(self.scales.shape[1], self.scale_halves.shape[1])
-        return Form(self.bits, self.group, torch.int8, None if zeros is None else torch.int8, shift)
+        return QuantLayout(self.bits, self.group, torch.int8, None if zeros is None else torch.int8, shift)
 
     def stored(self) -> tuple[torch.Tensor | None, ...]:
         """Scales, zeros, and the halves of both, as they lie in memory: with halves in whole numbers of these."""
@@ -142,12 +142,12 @@ class Unrounded:
     """
 
     weight: torch.Tensor
-    form: Form
+    form: QuantLayout
 
     @classmethod
     def of(cls, weight: torch.Tensor, bits: int, group: int = 0, *, has_zeros: bool = False) -> Unrounded:
         """Arguments as of `Codes.rounded`. What the zeros are, and the dtype of scales, is seen in a sample."""
-        form = Form(bits, group, torch.float32)
+        form = QuantLayout(bits, group, torch.float32)
         if has_zeros:
             sample = _grouped(weight.detach()[:: -(-len(weight) // SAMPLE)], group)
             tried = [_form_between(sample, bits, group, are_whole) for are_whole in (True, False)]
@@ -183,7 +183,7 @@ class StoredCodes:
     """
 
     shape: torch.Size
-    form: Form
+    form: QuantLayout
     read: Callable[[int, int], Codes]
 
     @classmethod
@@ -256,15 +256,15 @@ def _ends(groups: torch.Tensor, are_whole: bool) -> tuple[torch.Tensor, torch.Te
     return (low.clamp(max=0), high.clamp(min=0)) if are_whole else (low, high)
 
 
-def _form_between(sample: torch.Tensor, bits: int, group: int, are_whole: bool) -> Form:
+def _form_between(sample: torch.Tensor, bits: int, group: int, are_whole: bool) -> QuantLayout:
     """Scales in half precision lose nothing to speak of unless most weights are tiny, or huge."""
     low, high = _ends(sample, are_whole)
     is_half = 2**-12 < (high - low).median() / (2**bits - 1) < 2**12
     scales = torch.float16 if is_half else torch.float32
-    return Form(bits, group, scales, torch.uint8 if are_whole else scales)
+    return QuantLayout(bits, group, scales, torch.uint8 if are_whole else scales)
 
 
-def _rounded(groups: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _rounded(groups: torch.Tensor, form: QuantLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Numbers, scales and zeros of (out, groups, inputs)."""
     if form.zeros is not None:
         return _between(groups, form)
@@ -273,7 +273,7 @@ def _rounded(groups: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tens
     return (groups / steps[..., None]).round_().clamp_(1 - half, half - 1).add_(half), steps, None
 
 
-def _between(groups: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _between(groups: torch.Tensor, form: QuantLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same by the smallest and the largest weight of a group."""
     most, are_whole = 2**form.bits - 1, form.zeros == torch.uint8
     low, high = _ends(groups, are_whole)

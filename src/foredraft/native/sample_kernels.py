@@ -87,7 +87,7 @@ def gumbel_best(
       names: int64 (V,), the tokens that columns stand for; None for their own numbers.
 
     Returns: columns int64 and these sums float64, (M, k); -1 and -inf where there are none, and in bad rows.
-    Exactness: the sums that are largest among those of all tokens, in float64; see `foredraft.law.noise`.
+    Exactness: the sums that are largest among those of all tokens, in float64; see `foredraft.sampling.noise`.
     """
     table = _table(scores) if 0 < k <= MOST_BEST else None
     if table is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -59,7 +59,7 @@ class SuffixAutomaton:
         """Number of states."""
         return len(self._link)
 
-    def extend(self, tokens: Seq[int]) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         """Take in the tokens of the text that are new since the last call."""
         for place in range(self.num_tokens, len(tokens)):
             self._append(tokens[place])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
@@ -105,7 +104,7 @@ class ShardLimits:
 
 
 def build(
-    corpora: Seq[str | Path],
+    corpora: Sequence[str | Path],
     tokenizer: PreTrainedTokenizerBase,
     out: str | Path,
     *,
@@ -149,7 +148,7 @@ def build(
 
 def append(
     folder: str | Path,
-    corpora: Seq[str | Path],
+    corpora: Sequence[str | Path],
     tokenizer: PreTrainedTokenizerBase,
     *,
     field: str = "text",
@@ -256,7 +255,7 @@ class _Builder:
             self._tokens.close()
         self._path("tokens").unlink()  # of the shard that would be next
 
-    def _take(self, batch: Seq[TextPiece]) -> None:
+    def _take(self, batch: Sequence[TextPiece]) -> None:
         texts = [piece.text for piece in batch]
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         for piece, ids in zip(batch, encoded["input_ids"], strict=True):
@@ -338,7 +337,7 @@ def _record(path: Path) -> FileRecord:
 
 
 def from_tokens(
-    documents: Iterable[Seq[int] | npt.NDArray[np.integer[Any]]],
+    documents: Iterable[Sequence[int] | npt.NDArray[np.integer[Any]]],
     out: str | Path,
     *,
     vocab_size: int,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,7 +219,7 @@ def cut(text: str) -> list[str]:
     return [*pieces, text]
 
 
-def find_files(corpora: Seq[str | Path], field: str = "text") -> list[CorpusFile]:
+def find_files(corpora: Sequence[str | Path], field: str = "text") -> list[CorpusFile]:
     """The files of a corpus: those named, and everything that looks like text in the directories named.
 
     Raises: CorpusError for a path that does not exist, and when there is nothing to read.

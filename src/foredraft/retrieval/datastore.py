@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -100,7 +100,7 @@ class Datastore:
         manifest.check_files(path, checksums=checksums)
         return cls(path, manifest)
 
-    def query(self, context: Seq[int], how: Lookup | None = None) -> Match | None:
+    def query(self, context: Sequence[int], how: Lookup | None = None) -> Match | None:
         """The continuations of the longest end of ``context`` that is known; None when not even the shortest is.
 
         Ids that the datastore cannot hold (a padded vocabulary) match nothing.
@@ -177,7 +177,7 @@ _NONE = Interval(0, 0)
 _FEW = 64  # hits that are looked for among others
 
 
-def known_end(tokens: Seq[int], vocab_size: int) -> Seq[int]:
+def known_end(tokens: Sequence[int], vocab_size: int) -> Sequence[int]:
     """The tokens after the last one outside the vocabulary."""
     for place in range(len(tokens) - 1, -1, -1):
         if not 0 <= tokens[place] < vocab_size:

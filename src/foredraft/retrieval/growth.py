@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush, heappushpop
 from typing import Any, NamedTuple, Protocol
 
@@ -39,7 +38,7 @@ class CandidateSource(Protocol):
         """
 
 
-class Root(NamedTuple):
+class GrowthRoot(NamedTuple):
     """Where a source stands at the end of the text. ``score`` is 1 unless the source is less sure of the whole."""
 
     source: CandidateSource
@@ -47,7 +46,7 @@ class Root(NamedTuple):
     score: float = 1.0
 
 
-class Shape(NamedTuple):
+class TreeLimits(NamedTuple):
     """Limits of a tree.
 
     Args:
@@ -63,7 +62,7 @@ class Shape(NamedTuple):
     min_score: float = 0.0
 
 
-def grow(pending: int, roots: Seq[Root], shape: Shape, name: str = "") -> DraftTree:
+def grow(pending: int, roots: Sequence[GrowthRoot], shape: TreeLimits, name: str = "") -> DraftTree:
     """The nodes with the highest scores, within the limits of ``shape``; parents stand before children.
 
     What several sources propose at one node is merged: the token gets the highest of its scores, each given
@@ -73,7 +72,7 @@ def grow(pending: int, roots: Seq[Root], shape: Shape, name: str = "") -> DraftT
     """
     max_nodes, max_depth, max_branches, min_score = shape
     tokens, parents, depths, scores = [pending], [-1], [0], [1.0]
-    places: list[tuple[Root, ...]] = [tuple(roots)]
+    places: list[tuple[GrowthRoot, ...]] = [tuple(roots)]
     heap: list[tuple[float, int, int, int, _Found]] = []
     best: list[float] = []  # scores of the best candidates so far, as many as there may be nodes: a heap
     newest = age = 0
@@ -104,20 +103,20 @@ class _Found(NamedTuple):
     score: float
     recency: int
     token: int
-    stands: tuple[Root, ...]
+    stands: tuple[GrowthRoot, ...]
 
 
 _ROUNDING = 1 - 1e-9
 """Sources get a floor that is lower by this: scaling there and back must not lose what lies on it."""
 
 
-def _merged(roots: Seq[Root], score: float, floor: float) -> Seq[_Found]:
+def _merged(roots: Sequence[GrowthRoot], score: float, floor: float) -> Sequence[_Found]:
     """Candidates of all sources with a score of ``floor`` or more, equal tokens as one."""
     merged: dict[int, _Found] = {}
     for source, place, own in roots:
         factor = score / own
         for reached, recency, token, after in source.candidates(place, floor / factor * _ROUNDING):
-            stands: tuple[Root, ...] = (Root(source, after, reached),)
+            stands: tuple[GrowthRoot, ...] = (GrowthRoot(source, after, reached),)
             known = merged.get(token)
             if known is None:
                 merged[token] = _Found(reached * factor, recency, token, stands)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from foredraft import forking
 from foredraft.errors import DatastoreError, TokenizerMismatchError, described
 from foredraft.folders import not_ours, replacing
 from foredraft.retrieval.growth import Candidate
-from foredraft.retrieval.suffix_tree import WIDTH, Spot, SuffixTree
+from foredraft.retrieval.suffix_tree import WIDTH, SuffixMatch, SuffixTree
 
 _FORMAT = "foredraft-history-1"
 
@@ -61,7 +61,7 @@ class OutputHistory:
 
     # -- taking in and forgetting ----------------------------------------------------------------------------------
 
-    def add(self, tokens: Seq[int]) -> None:
+    def add(self, tokens: Sequence[int]) -> None:
         """Remember an output; of one longer than `MAX_TOKENS`, only the end."""
         data = _packed(tokens[max(0, len(tokens) - MAX_TOKENS) :])
         if not data or not self.max_outputs:
@@ -76,7 +76,7 @@ class OutputHistory:
             while len(self._outputs) > self.max_outputs or self.num_tokens > MAX_TOKENS:
                 self._forget_one()
 
-    def touch(self, spot: Spot) -> None:
+    def touch(self, spot: SuffixMatch) -> None:
         """Note that something a lookup found was right: its output is forgotten later."""
         with self._lock:
             if spot.node.owner in self._outputs:
@@ -94,13 +94,13 @@ class OutputHistory:
 
     # -- looking up ------------------------------------------------------------------------------------------------
 
-    def match(self, context: Seq[int], shortest: int = 1) -> Spot | None:
+    def match(self, context: Sequence[int], shortest: int = 1) -> SuffixMatch | None:
         """The longest end of ``context``, up to half the depth, that was followed by something; None without one."""
         data = _packed(context[-(self.max_depth // 2) :])
         with self._lock:
             return self.tree.longest(data, shortest)
 
-    def candidates(self, spot: Spot, floor: float = 0.0) -> list[Candidate]:
+    def candidates(self, spot: SuffixMatch, floor: float = 0.0) -> list[Candidate]:
         """The tokens that have followed, scored by their counts."""
         with self._lock:
             return [one for one in self.tree.candidates(spot) if one.score >= floor]
@@ -169,5 +169,5 @@ class OutputHistory:
             self.add(tokens[start:end])
 
 
-def _packed(tokens: Seq[int]) -> bytes:
+def _packed(tokens: Sequence[int]) -> bytes:
     return np.asarray(tokens, dtype=">u4").tobytes()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import mmap
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -38,7 +37,7 @@ def width_of(vocab_size: int) -> int:
     return width
 
 
-def encode(ids: npt.NDArray[np.integer] | Seq[int], width: int) -> bytes:
+def encode(ids: npt.NDArray[np.integer] | Sequence[int], width: int) -> bytes:
     """Token ids as big-endian bytes, which compare like the ids themselves."""
     wide = np.asarray(ids, dtype=">u4").reshape(-1, 1).view(np.uint8)
     return wide[:, 4 - width :].tobytes()

@@ -30,7 +30,7 @@ class Node:
         self.owner = owner
 
 
-class Spot(NamedTuple):
+class SuffixMatch(NamedTuple):
     """A place in the tree: ``offset`` bytes into the label of ``node``; its string; the score of the path to it.
 
     It holds as long as the tree has not changed since ``version``; after that, its string is looked up again.
@@ -83,18 +83,18 @@ class SuffixTree:
         if parent is not None:
             _merge_only_child(node)
 
-    def candidates(self, spot: Spot) -> list[Candidate]:
+    def candidates(self, spot: SuffixMatch) -> list[Candidate]:
         """The tokens that have followed, scored by their counts."""
         found = spot if spot.version == self.version else self._walk(spot.string, spot.score)
         return [] if found is None else self._candidates(found)
 
-    def _candidates(self, spot: Spot) -> list[Candidate]:
+    def _candidates(self, spot: SuffixMatch) -> list[Candidate]:
         node, offset, string, score, version = spot
         length = len(string) // WIDTH
         if offset < len(node.label):
             token = node.label[offset : offset + WIDTH]
             share = score * node.count * length / (node.count * length + ESCAPE)
-            after = Spot(node, offset + WIDTH, string + token, share, version)
+            after = SuffixMatch(node, offset + WIDTH, string + token, share, version)
             return [Candidate(share, node.recent, int.from_bytes(token, "big"), after)]
         if not node.children:
             again = self.longest(string[-(len(string) // 2 // WIDTH * WIDTH) :], 1, score) if length > 1 else None
@@ -106,17 +106,17 @@ class SuffixTree:
                 weight * child.count,
                 child.recent,
                 int.from_bytes(first, "big"),
-                Spot(child, WIDTH, string + first, weight * child.count, version),
+                SuffixMatch(child, WIDTH, string + first, weight * child.count, version),
             )
             for first, child in node.children.items()
         ]
 
-    def longest(self, data: bytes, shortest: int, score: float = 1.0) -> Spot | None:
+    def longest(self, data: bytes, shortest: int, score: float = 1.0) -> SuffixMatch | None:
         """The longest end of a string that was followed by something; None without one.
 
         By bisection: what follows a string follows its ends too.
         """
-        best: Spot | None = None
+        best: SuffixMatch | None = None
         low, high = shortest, len(data) // WIDTH
         while low <= high:
             middle = (low + high) // 2
@@ -127,7 +127,7 @@ class SuffixTree:
                 best, low = spot, middle + 1
         return best
 
-    def _walk(self, string: bytes, score: float) -> Spot | None:
+    def _walk(self, string: bytes, score: float) -> SuffixMatch | None:
         """Where a string ends in the tree; None where it does not occur, or ends everything it occurs in."""
         node, place = self.root, 0
         while True:
@@ -137,14 +137,16 @@ class SuffixTree:
             rest = len(string) - place
             if rest < len(child.label):
                 return (
-                    Spot(child, rest, string, score, self.version) if child.label.startswith(string[place:]) else None
+                    SuffixMatch(child, rest, string, score, self.version)
+                    if child.label.startswith(string[place:])
+                    else None
                 )
             if not string.startswith(child.label, place):
                 return None
             place += len(child.label)
             node = child
             if place == len(string):
-                return Spot(node, len(node.label), string, score, self.version) if node.children else None
+                return SuffixMatch(node, len(node.label), string, score, self.version) if node.children else None
 
 
 def _common(first: bytes, second: bytes) -> int:

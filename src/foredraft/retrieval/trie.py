@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from foredraft.retrieval.growth import Candidate, Shape
+from foredraft.retrieval.growth import Candidate, TreeLimits
 from foredraft.retrieval.shard import PADDING, decode
 from foredraft.tree import DraftTree
 
@@ -64,7 +64,7 @@ class ContinuationTrie:
         """The share of the occurrences that a score stands for; the escape is left out, so all of them are 1."""
         return score * self._total / (self._total - self._escape)
 
-    def tree(self, pending: int, shape: Shape, name: str = "") -> DraftTree:
+    def tree(self, pending: int, shape: TreeLimits, name: str = "") -> DraftTree:
         """The heaviest nodes within the limits of ``shape``; equal weights by recency, parents first."""
         max_nodes, max_depth, max_branches, min_score = shape
         wanted = max_nodes - 1

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response
 
 from foredraft.beginnings import shared_length
-from foredraft.serve.backend import Ticket
+from foredraft.serve.backend import QueuedRequest
 from foredraft.serve.errors import ApiError
 from foredraft.sessions.outputs import FrozenList, StreamOutput, speculative_metrics
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from foredraft.serve.asking import Asking
+    from foredraft.serve.asking import ParsedRequest
     from foredraft.serve.backend import Backend
-    from foredraft.serve.form import Form
+    from foredraft.serve.form import ResponseFormat
     from foredraft.serve.settings import ServerSettings
     from foredraft.sessions.outputs import RequestOutput, StreamOutput
 
@@ -32,19 +32,19 @@ KEEP_ALIVE = b": keep-alive\n\n"
 CLIENT_LEFT = 499
 
 
-class Departed(Exception):
+class ClientDisconnected(Exception):
     """The client has left, or takes nothing any more."""
 
 
-class Exchange:
+class RequestHandler:
     """A request in the engine, and the client that waits for its answer.
 
     Args:
       receive: of ASGI; the body has been read, so that all that comes is the departure of the client.
     """
 
-    def __init__(self, bridge: Backend, asking: Asking, receive: Receive) -> None:
-        self.ticket = Ticket(asking.llm, asking.prompts, [asking.params] * len(asking.prompts))
+    def __init__(self, bridge: Backend, asking: ParsedRequest, receive: Receive) -> None:
+        self.ticket = QueuedRequest(asking.llm, asking.prompts, [asking.params] * len(asking.prompts))
         self.ticket.wants_news, self.ticket.wants_trees = asking.streams, asking.returns_drafts
         self._bridge = bridge
         self._deadline = self.ticket.arrived + asking.timeout
@@ -98,14 +98,14 @@ class Exchange:
     async def news(self) -> list[StreamOutput] | None:
         """What the next steps bring; nothing after a silence, see `wake_after`; None at the end.
 
-        Raises: Departed; what has ended the request.
+        Raises: ClientDisconnected; what has ended the request.
         """
         news: list[StreamOutput] | None = []
         if not self._departure.done():
             news = await self.ticket.news()
             self._heard = perf_counter()
         if self._departure.done():
-            raise Departed
+            raise ClientDisconnected
         return news
 
     async def collect(self) -> list[RequestOutput]:
@@ -121,7 +121,7 @@ class Exchange:
             replace(given, seed=output.outputs[0].seed, num_speculative_tokens=0)
             for given, output in zip(first.params, outputs, strict=True)
         ]
-        self.ticket = Ticket(first.llm, first.prompts, params)
+        self.ticket = QueuedRequest(first.llm, first.prompts, params)
         self.ticket.wants_news = False
         await self.begin()
 
@@ -139,13 +139,15 @@ async def _departure(receive: Receive) -> None:
         pass
 
 
-async def answer(bridge: Backend, asking: Asking, form: Form, settings: ServerSettings, receive: Receive) -> Response:
+async def answer(
+    bridge: Backend, asking: ParsedRequest, form: ResponseFormat, settings: ServerSettings, receive: Receive
+) -> Response:
     """Run a request, and answer it.
 
     Raises: ApiError, PromptError and the like, before anything was sent.
     """
     bridge.check_room(asking.num_prompt_tokens, settings.max_queued_requests, settings.max_queued_tokens)
-    exchange = Exchange(bridge, asking, receive)
+    exchange = RequestHandler(bridge, asking, receive)
     try:
         async with exchange.within_its_time():
             await exchange.begin()
@@ -157,7 +159,7 @@ async def answer(bridge: Backend, asking: Asking, form: Form, settings: ServerSe
             if asking.verifies:
                 await exchange.again(outputs)
                 beside |= verdict_of(outputs, await exchange.collect())
-    except Departed:
+    except ClientDisconnected:
         return Response(status_code=CLIENT_LEFT)
     finally:
         if not asking.streams:
@@ -175,7 +177,9 @@ class EventStream(Response):
       keep_alive: seconds of silence after which a comment is sent.
     """
 
-    def __init__(self, exchange: Exchange, asking: Asking, form: Form, keep_alive: float) -> None:
+    def __init__(
+        self, exchange: RequestHandler, asking: ParsedRequest, form: ResponseFormat, keep_alive: float
+    ) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **asking.warning}
         super().__init__(media_type="text/event-stream", headers=headers)
         self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
@@ -189,15 +193,15 @@ class EventStream(Response):
             try:
                 async with self._exchange.within_its_time():
                     await self._send_all(send)
-            except Departed:
+            except ClientDisconnected:
                 raise
             except Exception as error:
                 if self._is_sending:
-                    raise Departed from None
+                    raise ClientDisconnected from None
                 await self._put_last(send, *self._form.failure(ApiError.of(error)))
             else:
                 await self._put_last(send)
-        except Departed:
+        except ClientDisconnected:
             return
         finally:
             self._exchange.end()
@@ -231,12 +235,12 @@ class EventStream(Response):
             self._last_put = perf_counter()
 
     async def _put_last(self, send: Send, *pieces: bytes) -> None:
-        """Raises: Departed where the client takes nothing within the time of the request."""
+        """Raises: ClientDisconnected where the client takes nothing within the time of the request."""
         try:
             async with asyncio.timeout(self._exchange.left):
                 await self._put(send, *pieces, self._form.last, more=False)
         except TimeoutError:
-            raise Departed from None
+            raise ClientDisconnected from None
 
 
 class Intervals:
@@ -292,7 +296,7 @@ def joined(first: StreamOutput, second: StreamOutput) -> StreamOutput:
 DETAILED = ("by_drafter", "num_proposed_tokens", "num_cut_tokens", "num_undrafted_steps")
 
 
-def usage_of(ticket: Ticket) -> dict[str, Any]:
+def usage_of(ticket: QueuedRequest) -> dict[str, Any]:
     """Tokens of a request, up to now. A prompt counts once, however many texts it has.
 
     Tokens that the request had predicted count as completion where they were accepted, as they would have anyway.
@@ -314,7 +318,7 @@ def usage_of(ticket: Ticket) -> dict[str, Any]:
     }
 
 
-def counts_of(ticket: Ticket, detail: str) -> dict[str, Any]:
+def counts_of(ticket: QueuedRequest, detail: str) -> dict[str, Any]:
     """``metrics.speculative_decoding`` in vLLM's shape, all texts of the request together; nothing unless asked for.
 
     Beside vLLM's fields: ``tokens_per_step``, ``lossless``, ``exactness``, the method, and what the governor says.

@@ -19,12 +19,12 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from foredraft import __version__
 from foredraft.errors import ForedraftError
 from foredraft.serve.answering import CLIENT_LEFT, answer
-from foredraft.serve.asking import Asking
+from foredraft.serve.asking import ParsedRequest
 from foredraft.serve.chat import OF_TEMPLATES, conversation, read_chat, template_options
 from foredraft.serve.completions import read_completion
 from foredraft.serve.errors import ApiError, ModelChanged, loading, stopping
 from foredraft.serve.fields import REFUSED, Fields, shown, warning_of, wrong_field
-from foredraft.serve.form import Form
+from foredraft.serve.form import ResponseFormat
 from foredraft.serve.guards import REQUEST_ID, Drain, Hosts, Keys, Targets
 from foredraft.serve.responses import read_response
 from foredraft.serve.strict_json import strict_json
@@ -34,7 +34,7 @@ from foredraft.views.token_view import page
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from foredraft.serve.backend import Backend, Figures
+    from foredraft.serve.backend import Backend, MetricsBackend
     from foredraft.serve.served import Served
     from foredraft.serve.settings import ServerSettings
 
@@ -58,7 +58,7 @@ OF_TOKENS = frozenset({
 })  # fmt: skip
 """Fields of ``/tokenize``."""
 
-Reader = Callable[[dict[str, Any], Any, Any], tuple[Asking, Form]]
+Reader = Callable[[dict[str, Any], Any, Any], tuple[ParsedRequest, ResponseFormat]]
 
 
 class Application:
@@ -68,7 +68,7 @@ class Application:
       bridge: to the engine; ``served`` is there once it is ready.
     """
 
-    def __init__(self, bridge: Backend, settings: ServerSettings, metrics: Figures) -> None:
+    def __init__(self, bridge: Backend, settings: ServerSettings, metrics: MetricsBackend) -> None:
         self.served: Served | None = None
         self.is_stopping = False
         self._bridge, self._settings, self._metrics = bridge, settings, metrics

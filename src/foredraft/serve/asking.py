@@ -58,7 +58,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Asking:
+class ParsedRequest:
     """A request for text.
 
     Args:
@@ -116,7 +116,7 @@ class Asking:
 
 def read_asking(
     given: Fields, served: Served, settings: ServerSettings, forced: dict[str, Any] | None = None, **params: Any
-) -> Asking:
+) -> ParsedRequest:
     """All but the prompts, which take a tokenizer.
 
     Args:
@@ -152,7 +152,7 @@ def read_asking(
         raise ApiError(
             400, "stream_interval joins steps, and return_drafts tells of each; leave one out", "stream_interval"
         )
-    return Asking(
+    return ParsedRequest(
         model=model or served.name,
         llm=llm,
         prompts=(),
@@ -254,7 +254,9 @@ def read_params(sent: dict[str, Any], tokenizer: Any, defaults: Mapping[str, Any
         raise ApiError(400, message, field[0] if field and field[0] in sent else None) from None
 
 
-def with_prompts(asking: Asking, prompts: Sequence[dict[str, Any]], served: Served, settings: ServerSettings) -> Asking:
+def with_prompts(
+    asking: ParsedRequest, prompts: Sequence[dict[str, Any]], served: Served, settings: ServerSettings
+) -> ParsedRequest:
     """The request with its prompts.
 
     Raises: ApiError where there are none, more than the server allows, or one without room for a new token.

@@ -32,10 +32,10 @@ class Backend(Protocol):
     def check_room(self, num_prompt_tokens: int, max_requests: int | None, max_tokens: int | None) -> None:
         """Raises: ApiError (429) where as many requests, or tokens of their prompts, wait as may."""
 
-    def submit(self, ticket: Ticket) -> None:
+    def submit(self, ticket: QueuedRequest) -> None:
         """Take a request in."""
 
-    def abandon(self, ticket: Ticket) -> None:
+    def abandon(self, ticket: QueuedRequest) -> None:
         """End a request; one that has ended stays as it is."""
 
     def abort_all(self, error: ApiError) -> None:
@@ -45,7 +45,7 @@ class Backend(Protocol):
         """Work no more; say whether nothing of this process computes any more, after `timeout` seconds at most."""
 
 
-class Figures(Protocol):
+class MetricsBackend(Protocol):
     """What is counted of all requests."""
 
     rejected: Any
@@ -55,7 +55,7 @@ class Figures(Protocol):
         """What Prometheus reads."""
 
 
-def check_tokens(waiting: Sequence[Ticket], num_prompt_tokens: int, max_tokens: int | None) -> None:
+def check_tokens(waiting: Sequence[QueuedRequest], num_prompt_tokens: int, max_tokens: int | None) -> None:
     """Raises: ApiError (429) where prompts of as many tokens wait as may."""
     num_tokens = sum(ticket.num_prompt_tokens for ticket in waiting)
     if max_tokens is not None and waiting and num_tokens + num_prompt_tokens > max_tokens:
@@ -63,7 +63,7 @@ def check_tokens(waiting: Sequence[Ticket], num_prompt_tokens: int, max_tokens: 
         raise ApiError(429, message, None, "queue_full")
 
 
-class Ticket:
+class QueuedRequest:
     """One request on its way through the engine, which brings news of it step by step.
 
     Args:
@@ -112,13 +112,13 @@ class Ticket:
         return self.stream.outputs()
 
 
-def deliver_all(came: Sequence[tuple[Ticket, News]]) -> None:
+def deliver_all(came: Sequence[tuple[QueuedRequest, News]]) -> None:
     """Hand on what has come for requests of one event loop, from the thread of the engine, and wake it once."""
     if came:
         with suppress(RuntimeError):  # the loop has ended, and who waited with it
             came[0][0]._loop.call_soon_threadsafe(_put_all, came)
 
 
-def _put_all(came: Sequence[tuple[Ticket, News]]) -> None:
+def _put_all(came: Sequence[tuple[QueuedRequest, News]]) -> None:
     for ticket, news in came:
         ticket._news.put_nowait(news)

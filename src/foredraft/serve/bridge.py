@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from foredraft.errors import ForedraftError
-from foredraft.serve.backend import News, Ticket, check_tokens, deliver_all
+from foredraft.serve.backend import News, QueuedRequest, check_tokens, deliver_all
 from foredraft.serve.errors import ApiError
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ class Bridge:
         self._load, self._metrics = load, metrics
         self._llms: Sequence[LLM] = ()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._open: dict[Ticket, None] = {}
-        self._queued: list[Ticket] = []  # as far as the asyncio side knows
+        self._open: dict[QueuedRequest, None] = {}
+        self._queued: list[QueuedRequest] = []  # as far as the asyncio side knows
         self._is_stopping = False
         self._num_running = 0
         self._step_began: float | None = None
@@ -76,12 +76,12 @@ class Bridge:
             )
         check_tokens(self._queued, num_prompt_tokens, max_tokens)
 
-    def submit(self, ticket: Ticket) -> None:
+    def submit(self, ticket: QueuedRequest) -> None:
         """Send a request to the engine."""
         self._queued.append(ticket)
         self._inbox.put(partial(self._begin, ticket))
 
-    def abandon(self, ticket: Ticket) -> None:
+    def abandon(self, ticket: QueuedRequest) -> None:
         """End a request before the next step; one that has ended stays as it is."""
         ticket.is_abandoned = True
         self._inbox.put(partial(self._end, ticket))
@@ -120,7 +120,7 @@ class Bridge:
             while True:
                 self._inbox.get_nowait()()
 
-    def _begin(self, ticket: Ticket) -> None:
+    def _begin(self, ticket: QueuedRequest) -> None:
         if ticket.is_abandoned:
             ticket.is_queued = False
             return
@@ -146,7 +146,7 @@ class Bridge:
 
     def _hand_out(self) -> None:
         num_waiting = 0
-        came: list[tuple[Ticket, News]] = []
+        came: list[tuple[QueuedRequest, News]] = []
         for ticket in list(self._open):
             assert ticket.stream is not None
             news = ticket.stream.take()
@@ -166,14 +166,14 @@ class Bridge:
         self._metrics.load(self._num_running, num_waiting)
         deliver_all(came)  # last, so that figures are up to date for whoever has an answer
 
-    def _fail(self, ticket: Ticket, error: Exception) -> None:
+    def _fail(self, ticket: QueuedRequest, error: Exception) -> None:
         """End a request with an error."""
         if not isinstance(error, (ApiError, ForedraftError)):
             logger.error("a request ended in an error", exc_info=error)
         self._end(ticket, has_failed=True)
         ticket.deliver(error)
 
-    def _end(self, ticket: Ticket, has_failed: bool = False) -> None:
+    def _end(self, ticket: QueuedRequest, has_failed: bool = False) -> None:
         """Leave nothing of a request in the engine."""
         ticket.is_queued = False
         if ticket in self._open and ticket.stream is not None:

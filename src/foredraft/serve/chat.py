@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from foredraft.config.foreign import Foreign
 from foredraft.config.keywords import check_unicode
 from foredraft.errors import ConfigError, GrammarError, PromptError
-from foredraft.serve.asking import Asking, read_asking, read_form, with_prompts
+from foredraft.serve.asking import ParsedRequest, read_asking, read_form, with_prompts
 from foredraft.serve.calls import message_of
 from foredraft.serve.errors import ApiError
 from foredraft.serve.fields import REFUSED, SHARED, Fields, shown, text_of, wrong_field
@@ -58,7 +58,7 @@ PARTS_APART = "\n"
 PASSED_ON = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
 
 
-def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[Asking, ChatForm]:
+def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[ParsedRequest, ChatForm]:
     """The request of a body, and the shape of its answer.
 
     Raises: as `read_conversation`.
@@ -73,7 +73,7 @@ def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) ->
     return asking, ChatForm(asking, served, tools, has_functions, text, echo)
 
 
-def read_conversation(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[Asking, Tools]:
+def read_conversation(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[ParsedRequest, Tools]:
     """What a body asks for, and the tools that the model may call.
 
     Writes and reads the prompt, which takes time: not to be called in the event loop.
@@ -239,7 +239,7 @@ class ChatForm(ChoicesForm):
 
     def __init__(
         self,
-        asking: Asking,
+        asking: ParsedRequest,
         served: Served,
         tools: Tools,
         has_functions: bool,

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from foredraft.config.foreign import Foreign
-from foredraft.serve.asking import Asking, read_asking, with_prompts
+from foredraft.serve.asking import ParsedRequest, read_asking, with_prompts
 from foredraft.serve.errors import ApiError
 from foredraft.serve.fields import REFUSED, SHARED, Fields, wrong_field
 from foredraft.serve.form import ChoicesForm
@@ -27,7 +27,9 @@ COMPLETION_REFUSED = {
 }
 
 
-def read_completion(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[Asking, CompletionForm]:
+def read_completion(
+    body: dict[str, Any], served: Served, settings: ServerSettings
+) -> tuple[ParsedRequest, CompletionForm]:
     """Reads prompts, which takes time: not to be called in the event loop.
 
     Raises: ApiError, PromptError.
@@ -81,7 +83,7 @@ class CompletionForm(ChoicesForm):
     prefix = "cmpl"
     kinds = ("text_completion", "text_completion")
 
-    def __init__(self, asking: Asking, served: Served, echo: bool, of_prompt: int | None) -> None:
+    def __init__(self, asking: ParsedRequest, served: Served, echo: bool, of_prompt: int | None) -> None:
         super().__init__(asking, served)
         self._echo, self._most_of_prompt = echo, of_prompt
         self._learns_prompt = asking.params.prompt_logprobs is not None

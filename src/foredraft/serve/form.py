@@ -12,7 +12,7 @@ from foredraft.serve.tokens import TokenNames
 from foredraft.views.token_view import Drafts
 
 if TYPE_CHECKING:
-    from foredraft.serve.asking import Asking
+    from foredraft.serve.asking import ParsedRequest
     from foredraft.serve.errors import ApiError
     from foredraft.serve.served import Served
     from foredraft.sessions.outputs import RequestOutput, StreamOutput
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DONE = b"data: [DONE]\n\n"
 
 
-class Form(ABC):
+class ResponseFormat(ABC):
     """Makes what a client is told of a request.
 
     Attributes:
@@ -74,7 +74,7 @@ def parts_of(delta: StreamOutput, by_token: bool) -> list[slice]:
     return [slice(i, i + 1) for i in range(length)] if by_token else [slice(0, length)]
 
 
-class ChoicesForm(Form):
+class ChoicesForm(ResponseFormat):
     """Answers that are lists of choices.
 
     Attributes:
@@ -86,7 +86,7 @@ class ChoicesForm(Form):
     prefix: ClassVar[str]
     kinds: ClassVar[tuple[str, str]]
 
-    def __init__(self, asking: Asking, served: Served) -> None:
+    def __init__(self, asking: ParsedRequest, served: Served) -> None:
         self._asking = asking
         self._fingerprint = served.fingerprint
         self._names = TokenNames(served.llm.tokenizer, asking.names_ids)

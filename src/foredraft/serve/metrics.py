@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM
-    from foredraft.serve.backend import Ticket
+    from foredraft.serve.backend import QueuedRequest
     from foredraft.sessions.outputs import StreamOutput
 
 
@@ -57,7 +57,7 @@ class Metrics:
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
         self._model = model
-        self._last: dict[tuple[Ticket, int, int], float] = {}
+        self._last: dict[tuple[QueuedRequest, int, int], float] = {}
         self.running = self._gauge("num_requests_running", "Rows that are in the cache.")
         self.waiting = self._gauge("num_requests_waiting", "Requests that no step has touched yet.")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts of requests that have started.")
@@ -98,13 +98,13 @@ class Metrics:
         self.running.set(num_running)
         self.waiting.set(num_waiting)
 
-    def started(self, ticket: Ticket) -> None:
+    def started(self, ticket: QueuedRequest) -> None:
         """A step has touched a request."""
         self._queue.observe(perf_counter() - ticket.arrived)
         self.prompt_tokens.inc(ticket.num_prompt_tokens)
         self.queries.inc(ticket.num_prompt_tokens)
 
-    def emitted(self, ticket: Ticket, news: Sequence[StreamOutput]) -> None:
+    def emitted(self, ticket: QueuedRequest, news: Sequence[StreamOutput]) -> None:
         """Steps have brought a request tokens."""
         now = perf_counter()
         for delta in news:
@@ -119,7 +119,7 @@ class Metrics:
             if delta.finish_reason is not None:
                 del self._last[row]
 
-    def ended(self, ticket: Ticket, has_failed: bool) -> None:
+    def ended(self, ticket: QueuedRequest, has_failed: bool) -> None:
         """A request is over."""
         assert ticket.stream is not None
         for row in [row for row in self._last if row[0] is ticket]:

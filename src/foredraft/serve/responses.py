@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from foredraft.config.foreign import Foreign
-from foredraft.serve.asking import Asking
+from foredraft.serve.asking import ParsedRequest
 from foredraft.serve.chat import KNOWN as OF_CHAT
 from foredraft.serve.chat import read_conversation, read_messages
 from foredraft.serve.errors import ApiError
 from foredraft.serve.fields import SAMPLING, Fields, wrong_field
-from foredraft.serve.form import Form, event, parts_of
+from foredraft.serve.form import ResponseFormat, event, parts_of
 from foredraft.serve.tools import refuse_custom
 
 if TYPE_CHECKING:
-    from foredraft.serve.asking import Asking
+    from foredraft.serve.asking import ParsedRequest
     from foredraft.serve.errors import ApiError
     from foredraft.serve.served import Served
     from foredraft.serve.settings import ServerSettings
@@ -73,7 +73,7 @@ OF_FUNCTIONS = ("name", "description", "parameters", "strict")
 ITEMS = "'message', 'function_call' or 'function_call_output'"
 
 
-def read_response(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[Asking, ResponseForm]:
+def read_response(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[ParsedRequest, ResponseForm]:
     """Writes and reads the prompt, which takes time: not to be called in the event loop.
 
     Raises: ApiError, PromptError.
@@ -183,7 +183,7 @@ TEXT = {"type": "text"}
 """The form of texts that have none."""
 
 
-class ResponseForm(Form):
+class ResponseForm(ResponseFormat):
     """Shape of the answers of ``/v1/responses``: what one text says, and the calls in it.
 
     Args:
@@ -191,7 +191,7 @@ class ResponseForm(Form):
       told: fields of the request that its answer repeats.
     """
 
-    def __init__(self, asking: Asking, served: Served, tools: Tools, told: dict[str, Any]) -> None:
+    def __init__(self, asking: ParsedRequest, served: Served, tools: Tools, told: dict[str, Any]) -> None:
         self._by_token = asking.by_token
         self._reader = tools.reader()
         self._num_events = 0

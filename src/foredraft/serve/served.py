@@ -224,7 +224,7 @@ def default_share(num_engines: int) -> str:
 
 
 @dataclass(frozen=True)
-class Offer:
+class ServedModels:
     """Names that requests may ask for, read before any weight is.
 
     Args:
@@ -238,7 +238,7 @@ class Offer:
     chat_template: str | None = None
 
     @classmethod
-    def of(cls, names: Sequence[str], given: Sequence[str] = (), chat_template: str | None = None) -> Offer:
+    def of(cls, names: Sequence[str], given: Sequence[str] = (), chat_template: str | None = None) -> ServedModels:
         """What a user gave.
 
         Args:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from foredraft.llm import LLM
-    from foredraft.serve.backend import Backend, Figures
+    from foredraft.serve.backend import Backend, MetricsBackend
     from foredraft.serve.served import Served
     from foredraft.serve.settings import ServerSettings
 
@@ -50,7 +50,7 @@ HEAD_SECONDS = 20.0
 """From the begin of a connection, or the end of an answer, until the head of the next request is there."""
 
 
-def one_engine(load: Callable[[], Sequence[LLM]], name: str) -> tuple[Backend, Figures]:
+def one_engine(load: Callable[[], Sequence[LLM]], name: str) -> tuple[Backend, MetricsBackend]:
     """An engine in this process."""
     metrics = Metrics(name)
     return Bridge(load, metrics), metrics
@@ -78,7 +78,7 @@ class Server(uvicorn.Server):
         host: str = "127.0.0.1",
         port: int = 8000,
         say: Callable[[str], None] = print,
-        make: Callable[[Callable[[], Sequence[LLM]], str], tuple[Backend, Figures]] = one_engine,
+        make: Callable[[Callable[[], Sequence[LLM]], str], tuple[Backend, MetricsBackend]] = one_engine,
         wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     ) -> None:
         self._load, self._settings, self._say = load, settings, say

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar, overload
 
 from foredraft.engine.prediction import PREDICTION
-from foredraft.engine.stats import SequenceStats, StepTrace
+from foredraft.engine.stats import RowStats, StepTrace
 
 if TYPE_CHECKING:
     from foredraft.config.engine import Promise
@@ -231,7 +231,7 @@ def _shortened(value: object) -> str:
     return f"{value[: _SHOWN_CHARACTERS - 3]!r}..."
 
 
-def speculative_metrics(stats: SequenceStats, num_spec_tokens: int, is_lossless: bool = True) -> dict[str, Any]:
+def speculative_metrics(stats: RowStats, num_spec_tokens: int, is_lossless: bool = True) -> dict[str, Any]:
     """vLLM's ``metrics.speculative_decoding``, with tau, the number of steps and ``lossless`` beside it.
 
     ``mean_acceptance_length`` counts the bonus and averages over steps that drafted (1.0 when none did);
@@ -268,7 +268,7 @@ def speculative_metrics(stats: SequenceStats, num_spec_tokens: int, is_lossless:
     }
 
 
-def _by_drafter(stats: SequenceStats) -> dict[str, dict[str, int]]:
+def _by_drafter(stats: RowStats) -> dict[str, dict[str, int]]:
     """Draft tokens proposed by each of several drafters, and how many of them were accepted."""
     return {
         name: {"num_draft_tokens": count, "num_accepted_draft_tokens": stats.accepted_by[name]}

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from foredraft.engine.budget import NOTHING_FOUND, counted, describe_cuts
-from foredraft.engine.stats import SequenceStats
+from foredraft.engine.stats import RowStats
 
 logger = logging.getLogger("foredraft")
 
@@ -40,10 +40,10 @@ class PayoffWatch:
 
     def __init__(self, method: str, num_draft_tokens: int, model: str = "MODEL") -> None:
         self._method, self._model = method, model
-        self._total = SequenceStats()
+        self._total = RowStats()
         self._is_done = method == "none" or num_draft_tokens == 0
 
-    def ended(self, stats: SequenceStats) -> None:
+    def ended(self, stats: RowStats) -> None:
         """Count a row that has ended."""
         if self._is_done or _is_quiet.get() or stats.num_emitted_tokens < MIN_ROW_TOKENS:
             return

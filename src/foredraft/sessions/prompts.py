@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from foredraft.config.keywords import check_unicode, has_items, whole_number
 from foredraft.config.sampling import SamplingParams
 from foredraft.errors import ConfigError, ForedraftError, PromptError, described
-from foredraft.law.noise import mix
+from foredraft.sampling.noise import mix
 from foredraft.sessions.templates import TemplateFailure, rendered_chat
 
 _SEED_BITS = 53  # of drawn seeds, so that every JSON reader can report and repeat them

@@ -6,8 +6,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from types import TracebackType
 from typing import Any, NoReturn
@@ -15,7 +14,7 @@ from typing import Any, NoReturn
 from foredraft.config.sampling import SamplingParams
 from foredraft.engine.engine import Engine
 from foredraft.engine.exclusive_use import ExclusiveUse
-from foredraft.engine.stats import SequenceStats, StepProfile
+from foredraft.engine.stats import RowStats, StepProfile
 from foredraft.errors import CopyError, EngineBusyError, PromptError
 from foredraft.model.default_device import makes_on_cpu
 from foredraft.sessions.idle import IdleWatch
@@ -78,7 +77,7 @@ class Runner:
         return self._engine.num_running
 
     @makes_on_cpu
-    def open(self, prompts: Seq[Prompt], params: Seq[Callable[[int], SamplingParams]]) -> Session:
+    def open(self, prompts: Sequence[Prompt], params: Sequence[Callable[[int], SamplingParams]]) -> Session:
         """Queue the prompts of one call, all of them or, when one is refused, none.
 
         Args:
@@ -281,7 +280,7 @@ class Stream(Iterator[StreamOutput]):
         return sum(request.texts[0].row.num_cached_tokens for request in self._session.requests)
 
     @property
-    def stats(self) -> SequenceStats:
+    def stats(self) -> RowStats:
         """Counters of all texts together."""
         return self._session.stats
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from foredraft.config.sampling import SamplingParams
 from foredraft.engine.engine import Engine, RowOutput, TokenLogprobs
 from foredraft.engine.prediction import PREDICTION
-from foredraft.engine.stats import SequenceStats
+from foredraft.engine.stats import RowStats
 from foredraft.engine.wrappers import GRAMMAR, GUESSED
 from foredraft.errors import as_exception, is_fatal, told
 from foredraft.sessions.outputs import (
@@ -28,7 +28,7 @@ from foredraft.sessions.outputs import (
 from foredraft.sessions.prompts import Prompt
 
 if TYPE_CHECKING:
-    from foredraft.engine.sequence import Sequence
+    from foredraft.engine.row import Row
 
 
 OF_REQUESTS = (PREDICTION, GRAMMAR, GUESSED)
@@ -50,7 +50,7 @@ class TextStream:
       started, ended: when its first decode step began and its newest one ended.
     """
 
-    def __init__(self, row: Sequence) -> None:
+    def __init__(self, row: Row) -> None:
         self.row = row
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
@@ -95,7 +95,7 @@ class TextStream:
             return False
         return True
 
-    def read(self, tokens: Seq[int], sources: Seq[str]) -> None:
+    def read(self, tokens: Sequence[int], sources: Sequence[str]) -> None:
         """Append tokens and take in their text, of each that which its source has proposed.
 
         Raises: what the tokenizer raises; the text of the tokens before the one that it cannot read is taken in then.
@@ -172,7 +172,7 @@ class TextStream:
         return tuple(segments)
 
 
-def _overlap(text: str, stops: Seq[str]) -> int:
+def _overlap(text: str, stops: Sequence[str]) -> int:
     """Length of the longest end of ``text`` that begins a stop string: "ab" overlaps "bc" by 1."""
     longest = 0
     for stop in stops:
@@ -207,7 +207,7 @@ class Session:
       num_spec_tokens: K, for the metrics.
     """
 
-    def __init__(self, requests: Seq[Request], engine: Engine, num_spec_tokens: int) -> None:
+    def __init__(self, requests: Sequence[Request], engine: Engine, num_spec_tokens: int) -> None:
         self.requests = list(requests)
         self.news: deque[StreamOutput] = deque()
         self.failure: BaseException | None = None
@@ -259,7 +259,7 @@ class Session:
         return next((text.error for text in texts if text.error is not None), None)
 
     @property
-    def stats(self) -> SequenceStats:
+    def stats(self) -> RowStats:
         """Counters of all texts together."""
         return _pooled(self.requests)
 
@@ -343,7 +343,7 @@ class Session:
             seed=int(request.params.seed or 0),
         )
 
-    def _table(self, request: Request, entries: Seq[TokenLogprobs]) -> list[dict[int, Logprob]] | None:
+    def _table(self, request: Request, entries: Sequence[TokenLogprobs]) -> list[dict[int, Logprob]] | None:
         """Log-probabilities of tokens; None where the request asks for none."""
         return None if request.params.logprobs is None else [self._logprobs(entry) for entry in entries]
 
@@ -391,9 +391,9 @@ class Session:
         return {"estimated_speedup": speed, "decision": self._governor.describe()}
 
 
-def _pooled(requests: Seq[Request]) -> SequenceStats:
+def _pooled(requests: Sequence[Request]) -> RowStats:
     """Counters of all texts of some requests."""
-    stats = SequenceStats()
+    stats = RowStats()
     for request in requests:
         for text in request.texts:
             stats.add(text.row.stats)

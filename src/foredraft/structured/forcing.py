@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as Seq
+    from collections.abc import Sequence
 
     from llguidance import LLMatcher, LLTokenizer
 
@@ -31,7 +31,7 @@ class Vocabulary:
       eos_token_ids: tokens that end an output; they are never part of forced text.
     """
 
-    def __init__(self, tokenizer: LLTokenizer, eos_token_ids: Seq[int]) -> None:
+    def __init__(self, tokenizer: LLTokenizer, eos_token_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         size = -(-tokenizer.vocab_size // 32) * 32  # masks are words of 32 tokens
         first, length = np.full(size, _NO_BYTE, dtype=np.int16), np.zeros(size, dtype=np.int32)
@@ -47,12 +47,12 @@ class Vocabulary:
         self._first, self._length = first.reshape(-1, 32), length.reshape(-1, 32)
         self.tokens = lru_cache(MOST_TEXTS)(self._tokens)
 
-    def text(self, tokens: Seq[int]) -> bytes | None:
+    def text(self, tokens: Sequence[int]) -> bytes | None:
         """Tokens as bytes; None where one of them is no text."""
         texts = [self._bytes[token] for token in tokens]
         return b"".join(texts) if all(texts) else None
 
-    def lengths(self, tokens: Seq[int]) -> list[int]:
+    def lengths(self, tokens: Sequence[int]) -> list[int]:
         """Bytes of each token."""
         return [len(self._bytes[token]) for token in tokens]
 
@@ -135,7 +135,7 @@ class Run:
         return tokens[:kept]
 
 
-def _window(longest: Seq[int]) -> int:
+def _window(longest: Sequence[int]) -> int:
     """Forced bytes that are looked at, by the longest token that may come first."""
     return LEAST_WINDOW + 2 * longest[0]
 
@@ -168,7 +168,7 @@ class Place:
         """The same place, with a matcher of its own."""
         return Place(self._vocabulary, self.matcher.deep_copy(), self.last, self._run)
 
-    def after(self, tokens: Seq[int]) -> Place | None:
+    def after(self, tokens: Sequence[int]) -> Place | None:
         """The place after tokens; None where they do not match."""
         matcher = self.matcher.deep_copy()
         if matcher.try_consume_tokens([*tokens]) < len(tokens) or matcher.is_error():

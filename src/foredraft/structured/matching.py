@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -76,7 +75,7 @@ class Matching:
       fault: what ended it: a limit of the grammar's cost, or an output that does not match. Nothing is allowed then.
     """
 
-    def __init__(self, compiled: Compiled, eos_token_ids: Seq[int], vocab_size: int) -> None:
+    def __init__(self, compiled: Compiled, eos_token_ids: Sequence[int], vocab_size: int) -> None:
         self.fault: GrammarError | None = None
         self._compiled, self._is_alone = compiled, False
         self._eos = frozenset(eos_token_ids)
@@ -102,7 +101,7 @@ class Matching:
         assert place is not None
         return place
 
-    def extend(self, tokens: Seq[int]) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         """Take in tokens of the output."""
         if self._has_ended or self.fault is not None:
             return
@@ -119,7 +118,7 @@ class Matching:
         self._text += text
         self._bits.clear()
 
-    def only(self, path: Seq[int]) -> int | None:
+    def only(self, path: Sequence[int]) -> int | None:
         """The one token that may follow the output and a path, where the grammar forces it."""
         if self._has_ended or self.fault is not None or self._eos.intersection(path):
             return None
@@ -127,7 +126,7 @@ class Matching:
         forced = () if place is None or place.matcher.is_error() else place.forced()
         return forced[0] if forced else None
 
-    def allowed(self, path: Seq[int]) -> np.ndarray | None:
+    def allowed(self, path: Sequence[int]) -> np.ndarray | None:
         """Bool (V,): the tokens that may follow the output and a path; None where the matcher gives up.
 
         Nothing may follow a path that does not match.
@@ -220,7 +219,7 @@ class Matching:
             return None
         return self._chosen.get(self._choice(bits, path))
 
-    def _learn(self, text: Seq[int]) -> None:
+    def _learn(self, text: Sequence[int]) -> None:
         """Take in what came of choices, and of guesses, drafted or not."""
         for length, token in enumerate(text):
             path = tuple(text[:length])
@@ -251,12 +250,12 @@ class Matching:
         """What is the same in all choices that are the same, by the mask after a path."""
         return hash((bits.tobytes(), (*self._text[-NUM_BEFORE:], *path)[-NUM_BEFORE:]))
 
-    def _before_eos(self, tokens: Seq[int]) -> Seq[int]:
+    def _before_eos(self, tokens: Sequence[int]) -> Sequence[int]:
         """Tokens up to the first EOS, that left out."""
         end = next((place for place, token in enumerate(tokens) if token in self._eos), len(tokens))
         return tokens[:end]
 
-    def _after(self, path: Seq[int]) -> Place | None:
+    def _after(self, path: Sequence[int]) -> Place | None:
         """The place after a path; None where that does not match."""
         key = tuple(path)
         if key not in self._places:
@@ -265,7 +264,7 @@ class Matching:
             self._places[key] = None if place is None else place.after(key[known:])
         return self._places[key]
 
-    def _has_failed(self, place: Place, path: Seq[int]) -> bool:
+    def _has_failed(self, place: Place, path: Sequence[int]) -> bool:
         """Whether nothing works in place of the matcher after a path, which has given up.
 
         After the output itself, that is a fault. A draft has none: it may never be chosen. Its logits tell nothing, and
@@ -295,7 +294,7 @@ class Matching:
         self._bits.clear()
         return True
 
-    def _why_not(self, text: Seq[int]) -> GrammarError:
+    def _why_not(self, text: Sequence[int]) -> GrammarError:
         """Why the committed output cannot go on with these tokens."""
         matcher = self._committed.matcher.deep_copy()
         for token in text:

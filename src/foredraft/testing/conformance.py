@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from foredraft.beginnings import shared_length
 from foredraft.config.engine import EngineConfig
@@ -21,12 +21,12 @@ from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine import governing
 from foredraft.engine.cost_model import CostModel
-from foredraft.engine.drafter import Budget, Drafter, PromptChunk, StepResult, WrappingDrafter
+from foredraft.engine.drafter import Drafter, DraftSize, PromptChunk, StepResult, WrappingDrafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.governing import AnyGovernor
 from foredraft.engine.governor import Governor
 from foredraft.engine.method_bandit import MethodBandit
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.model.lm import CausalLM
 from foredraft.tree import DraftTree
 
@@ -74,7 +74,7 @@ class Shown:
             "accepted; no state outlived its rows"
         )
 
-    def add_drafts(self, trees: Seq[DraftTree]) -> None:
+    def add_drafts(self, trees: Sequence[DraftTree]) -> None:
         """Count proposals."""
         for tree in trees:
             if len(tree) > 1:
@@ -83,7 +83,7 @@ class Shown:
                 self.num_chains += tree.is_chain
                 self.num_trees += not tree.is_chain
 
-    def add_run(self, rows: Seq[Sequence], *, is_governed: bool) -> None:
+    def add_run(self, rows: Sequence[Row], *, is_governed: bool) -> None:
         """Count the rows of a run that has ended."""
         self.num_runs += 1
         self.num_rows += len(rows)
@@ -107,13 +107,13 @@ class _Watched(WrappingDrafter):
         self._started: set[int] = set()
         self._num_read: dict[int, int] = {}
 
-    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+    def recall(self, row: Row, memory: object, num_tokens: int) -> int:
         num_recalled = self.drafter.recall(row, memory, num_tokens)
         require(0 <= num_recalled <= num_tokens, f"{self.name} recalls {num_recalled} tokens of {num_tokens}")
         self._num_read[row.id] = num_recalled
         return num_recalled
 
-    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+    def read(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         require(self.requires.reads_prompts, f"{self.name} reads prompts and wants nothing of them")
         for row, chunk in zip(rows, chunks, strict=True):
             known = self._num_read.get(row.id, 0)
@@ -121,7 +121,7 @@ class _Watched(WrappingDrafter):
             self._num_read[row.id] = known + chunk.num_tokens
         super().read(rows, chunks)
 
-    def start(self, rows: Seq[Sequence]) -> None:
+    def start(self, rows: Sequence[Row]) -> None:
         for row in rows:
             known, wanted = self._num_read.pop(row.id, 0), row.num_prompt_tokens - 1
             require(
@@ -131,13 +131,13 @@ class _Watched(WrappingDrafter):
         self._started |= {row.id for row in rows}
         super().start(rows)
 
-    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+    def fork(self, row: Row, copies: Sequence[Row]) -> None:
         require(row.id in self._started, f"fork of row {row.id}, which never started")
         require(all(copy.token_ids == row.token_ids for copy in copies), "fork: the copies have other tokens")
         self._started |= {copy.id for copy in copies}
         super().fork(row, copies)
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         before = [list(row.token_ids) for row in rows]
         trees = self.drafter.propose(rows, budgets)
         require(len(trees) == len(rows), f"{self.name}: {len(trees)} drafts for {len(rows)} rows")
@@ -157,7 +157,7 @@ class _Watched(WrappingDrafter):
     def choose_arm(self, arm: int) -> None:
         self.drafter.choose_arm(arm)
 
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+    def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
             ends_well = tuple(row.token_ids[-len(result.emitted) :]) == result.emitted
             require(ends_well, f"observe: row {row.id} does not end with what was emitted, {result.emitted}")
@@ -165,10 +165,10 @@ class _Watched(WrappingDrafter):
             require(path == list(result.emitted[: len(path)]), "observe: the accepted path is not what was emitted")
         self.drafter.observe(rows, results)
 
-    def keep(self, row: Sequence) -> object:
+    def keep(self, row: Row) -> object:
         return self.drafter.keep(row)
 
-    def forget(self, rows: Seq[Sequence]) -> None:
+    def forget(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._num_read.pop(row.id, None)
         self._started -= {row.id for row in rows}
@@ -188,9 +188,9 @@ def require(holds: bool, message: str) -> None:
 def decode(
     target: CausalLM,
     drafter: Drafter,
-    requests: Seq[tuple[Seq[int], SamplingParams]],
+    requests: Sequence[tuple[Sequence[int], SamplingParams]],
     *,
-    eos_token_ids: Seq[int] = (),
+    eos_token_ids: Sequence[int] = (),
     config: EngineConfig | None = None,
     abort: str | None = None,
     governor: AnyGovernor | None = None,
@@ -265,7 +265,7 @@ def _state_of_rows(drafter: Drafter) -> Iterator[str]:
                 yield place
         elif id(value) not in seen:
             seen.add(id(value))
-            if isinstance(value, Sequence):
+            if isinstance(value, Row):
                 yield place
             elif isinstance(value, (torch.Tensor, np.ndarray)):
                 if _holds_ids(value):
@@ -339,7 +339,9 @@ SAMPLED = SamplingParams(max_tokens=14, temperature=0.9, top_p=0.95, seed=1234)
 PENALISED = replace(SAMPLED, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.4, min_tokens=4)
 
 
-def check_drafter(make_drafter: MakeDrafter, target: CausalLM, *, depths: Iterable[int] = (1, 2, 3, 4, 5, 6)) -> Shown:
+def check_drafter(
+    make_drafter: MakeDrafter, target: CausalLM | PreTrainedModel, *, depths: Iterable[int] = (1, 2, 3, 4, 5, 6)
+) -> Shown:
     """Every property that a drafter and the engine around it must have, on one target; prints what was shown.
 
     Token equality with the plain loop, greedy and sampled, for every depth, alone and in a ragged batch whose rows
@@ -350,11 +352,13 @@ def check_drafter(make_drafter: MakeDrafter, target: CausalLM, *, depths: Iterab
 
     Args:
       make_drafter: depth -> a fresh drafter.
-      target: the model to draft for; any size, its vocabulary holds at least ten tokens.
+      target: the model to draft for, of transformers or adapted; any size, its vocabulary holds at least ten tokens.
     Returns: counts of what was decoded and drafted, which are printed as well.
     Raises: AssertionError; the message names the drafter, the setting and both texts. TreeError, ConfigError and the
       like for drafts and returns that do not fit their rows.
     """
+    if not isinstance(target, CausalLM):
+        target = CausalLM(target)
     *shallower, deepest = sorted(set(depths))
     made: list[Drafter] = []
     shown = Shown(make_drafter(deepest).name)
@@ -490,7 +494,7 @@ def _words(params: SamplingParams) -> str:
     return "greedy" if params.temperature == 0 else f"temperature {params.temperature}, seed {params.seed}"
 
 
-def _differ(setting: str, got: Seq[int], want: Seq[int]) -> str:
+def _differ(setting: str, got: Sequence[int], want: Sequence[int]) -> str:
     place = shared_length(list(got), list(want))
     is_cut = place == min(len(got), len(want))
     where = f"lengths {len(got)} and {len(want)}" if is_cut else f"first at output token {place}"

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from foredraft.beginnings import shared_length
 from foredraft.config.sampling import SamplingParams
-from foredraft.law.noise import mix, row_key, token_bits, unit
-from foredraft.law.sampling import SamplingLaw, log_probs
 from foredraft.model.lm import CausalLM, Nodes
+from foredraft.sampling.distribution import Sampler, log_probs
+from foredraft.sampling.noise import mix, row_key, token_bits, unit
 from foredraft.testing.conformance import Trace
 
 NEAR_TIES: Mapping[torch.dtype, float] = {
@@ -47,7 +46,7 @@ class Divergence:
 
 
 def divergences(
-    target: CausalLM, requests: Seq[tuple[Seq[int], SamplingParams]], trace: Trace, plain: Trace
+    target: CausalLM, requests: Sequence[tuple[Sequence[int], SamplingParams]], trace: Trace, plain: Trace
 ) -> list[Divergence]:
     """Locate every difference between two traces of the same requests, one per row.
 
@@ -68,8 +67,8 @@ def divergences(
 
 def token_gap(
     target: CausalLM,
-    prompt: Seq[int],
-    output: Seq[int],
+    prompt: Sequence[int],
+    output: Sequence[int],
     params: SamplingParams,
     sample: int,
     tokens: tuple[int, int],
@@ -89,9 +88,9 @@ def token_gap(
 
 
 def _law_after(
-    params: SamplingParams, target: CausalLM, prompt: Seq[int], output: Seq[int], logits: torch.Tensor
+    params: SamplingParams, target: CausalLM, prompt: Sequence[int], output: Sequence[int], logits: torch.Tensor
 ) -> torch.Tensor:
-    law = SamplingLaw(params, vocab_size=target.vocab_size, prompt_ids=list(prompt))
+    law = Sampler(params, vocab_size=target.vocab_size, prompt_ids=list(prompt))
     law.extend(output)
     return log_probs(logits, [law], [()])
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from foredraft.engine.drafter import Budget, Drafter
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.drafter import Drafter, DraftSize
+from foredraft.engine.row import Row
 from foredraft.tree import DraftTree
 
 
@@ -112,23 +111,23 @@ class PerfectDrafter(Drafter):
     name = "perfect"
 
     def __init__(
-        self, texts: Iterable[Seq[int]], num_speculative_tokens: int, *, vocab_size: int, num_branches: int = 1
+        self, texts: Iterable[Sequence[int]], num_speculative_tokens: int, *, vocab_size: int, num_branches: int = 1
     ) -> None:
         self._texts = [tuple(text) for text in texts]
         self._num_tokens = num_speculative_tokens
         self._num_branches = num_branches
         self._vocab_size = vocab_size
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         return [self._tree(row, min(budget, self._num_tokens)) for row, budget in zip(rows, budgets, strict=True)]
 
-    def _tree(self, row: Sequence, depth: int) -> DraftTree:
+    def _tree(self, row: Row, depth: int) -> DraftTree:
         future = self._future(row)[:depth]
         wrong = ([token + shift for token in future] for shift in range(1, self._num_branches))
         decoys = [(*future[:i], tokens[i] % self._vocab_size) for tokens in wrong for i in range(len(future))]
         return DraftTree.from_paths(row.pending, [*decoys, future], source=self.name)
 
-    def _future(self, row: Sequence) -> tuple[int, ...]:
+    def _future(self, row: Row) -> tuple[int, ...]:
         known = tuple(row.token_ids)
         matches = (text for text in self._texts if text[: len(known)] == known)
         return next(matches, known)[len(known) :]
@@ -139,5 +138,5 @@ class WrongDrafter(PerfectDrafter):
 
     name = "wrong"
 
-    def _future(self, row: Sequence) -> tuple[int, ...]:
+    def _future(self, row: Row) -> tuple[int, ...]:
         return tuple((token + 1) % self._vocab_size for token in super()._future(row))

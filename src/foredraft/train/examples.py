@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -108,7 +107,7 @@ def prompt_ids(asked: TrainingPrompt, tokenizer: Any, *, is_raw: bool = False) -
 
 
 def example_of(
-    asked: TrainingPrompt, tokenizer: Any, eos_token_ids: Seq[int], max_length: int, *, is_raw: bool = False
+    asked: TrainingPrompt, tokenizer: Any, eos_token_ids: Sequence[int], max_length: int, *, is_raw: bool = False
 ) -> Example:
     """A prompt and its answer as token ids, with EOS where the answer ended, cut to ``max_length`` tokens."""
     prompt = prompt_ids(asked, tokenizer, is_raw=is_raw)
@@ -123,7 +122,7 @@ def key_of(parts: Iterable[int | str]) -> str:
     return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:16]
 
 
-def _end_of(tokenizer: Any, eos_token_ids: Seq[int]) -> int:
+def _end_of(tokenizer: Any, eos_token_ids: Sequence[int]) -> int:
     own = tokenizer.eos_token_id
     return int(own) if own in eos_token_ids or not eos_token_ids else eos_token_ids[0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -33,7 +33,7 @@ after the final norm."""
 class FeatureSource(Protocol):
     """Where features come from."""
 
-    def of(self, examples: Seq[Example]) -> list[Streams]: ...
+    def of(self, examples: Sequence[Example]) -> list[Streams]: ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TargetFeatures:
     target: CausalLM
     layers: tuple[int, ...]
 
-    def of(self, examples: Seq[Example]) -> list[Streams]:
+    def of(self, examples: Sequence[Example]) -> list[Streams]:
         """All of them in one forward."""
         last = self.target.num_layers
         wanted = Wanted(last in self.layers, tuple(sorted(set(self.layers) - {last})))
@@ -80,7 +80,7 @@ class FeatureCache:
       layers: that are wanted.
     """
 
-    def __init__(self, source: FeatureSource, folder: Path, layers: Seq[int]) -> None:
+    def __init__(self, source: FeatureSource, folder: Path, layers: Sequence[int]) -> None:
         self._source, self._folder, self._layers = source, folder, tuple(layers)
         self._open = _Shard()
         self._places: dict[str, tuple[str, int, int]] = {}
@@ -93,7 +93,7 @@ class FeatureCache:
     def __contains__(self, example: Example) -> bool:
         return example.key in self._places
 
-    def of(self, examples: Seq[Example]) -> list[Streams]:
+    def of(self, examples: Sequence[Example]) -> list[Streams]:
         if any(example.key not in self._places for example in examples):
             self._read_index()
         missing = [example for example in examples if example.key not in self._places]

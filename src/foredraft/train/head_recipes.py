@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from foredraft.heads.eagle import EagleHead
 from foredraft.heads.eagle_layouts import write_eagle
-from foredraft.heads.layers import Placed
+from foredraft.heads.layers import AttentionContext
 from foredraft.heads.medusa_hydra import HydraHeads, MedusaHeads
 from foredraft.heads.medusa_hydra_layouts import write_hydra, write_medusa
 from foredraft.heads.vocabulary import DraftVocabulary
@@ -236,7 +236,7 @@ def unrolled(head: EagleHead, features: Tensor, embedded: Tensor, entries: Tenso
     attention = UnrolledAttention()
 
     def after(fed: Tensor, given: Tensor, at: Tensor, step: int) -> Tensor:
-        placed = Placed(*head.place(at + step), (columns <= at[..., None])[:, None], attention)
+        placed = AttentionContext(*head.place(at + step), (columns <= at[..., None])[:, None], attention)
         with seen_by(attention):
             found: Tensor = head(fed, given, placed)
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ def distilled(
     law: Tensor,
     rows: Tensor,
     weights: Tensor,
-    counts: Seq[int],
+    counts: Sequence[int],
     variation: float = 0.0,
 ) -> list[Part]:
     """Soft cross entropy against the target's law, of several heads or steps one after the other, summed.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class Texts:
     tokens: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, examples: Seq[Example], depths: int, device: torch.device) -> Texts | None:
+    def of(cls, examples: Sequence[Example], depths: int, device: torch.device) -> Texts | None:
         """None where no text has a token to draft."""
         first = torch.tensor([max(0, example.prompt_length - 2) for example in examples])
         lengths = torch.tensor([len(example.token_ids) for example in examples])
@@ -117,7 +117,7 @@ class TargetParts:
     num_layers: int
     layer: LayerShape
     eos_token_ids: tuple[int, ...]
-    layers: Seq[dict[str, Tensor]] = ()
+    layers: Sequence[dict[str, Tensor]] = ()
     context: int = 2048
 
     @property
@@ -186,7 +186,7 @@ class Recipe(ABC):
         target: TargetParts,
         vocabulary: DraftVocabulary,
         weights: tuple[float, ...],
-        streams: Seq[int] = (),
+        streams: Sequence[int] = (),
         depths: int = 0,
     ) -> None:
         self.module, self.weights = module, weights
@@ -195,7 +195,7 @@ class Recipe(ABC):
         self._laws = Laws(target.output, vocabulary)
         self._depths = depths or len(weights)
 
-    def parts(self, examples: Seq[Example], streams: Seq[Streams]) -> list[Part]:
+    def parts(self, examples: Sequence[Example], streams: Sequence[Streams]) -> list[Part]:
         """Losses along texts side by side, by step or head; none where every answer is too short.
 
         Args:

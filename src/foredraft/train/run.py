@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -266,7 +265,7 @@ def chain_config(method: str, folder: Path, depth: int = DEPTH) -> dict[str, Any
     return {**config, "speculative_token_tree": "x".join(["1"] * depth)}
 
 
-def measure(llm: LLM, config: dict[str, Any], prompts: Seq[Seq[int]], max_new_tokens: int = 48) -> Evaluation:
+def measure(llm: LLM, config: dict[str, Any], prompts: Sequence[Sequence[int]], max_new_tokens: int = 48) -> Evaluation:
     """Decode prompts greedily with a config.
 
     Args:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +39,7 @@ _LAYER = (
 )
 
 
-def parts_of(target: CausalLM, eos_token_ids: Seq[int]) -> TargetParts:
+def parts_of(target: CausalLM, eos_token_ids: Sequence[int]) -> TargetParts:
     """What recipes take of a target, in its dtype.
 
     Raises: UnsupportedModelError for a target whose logits are not a plain product of its last hidden states.
@@ -74,10 +73,10 @@ def _is_plain(layer: Any) -> bool:
     return isinstance(layer, nn.Linear) and getattr(layer, "bias", None) is None
 
 
-class _Layers(Seq[dict[str, Tensor]]):
+class _Layers(Sequence[dict[str, Tensor]]):
     """Decoder layers of a target, whose tensors are unpacked when they are asked for."""
 
-    def __init__(self, layers: Seq[Any]) -> None:
+    def __init__(self, layers: Sequence[Any]) -> None:
         self._layers = layers
 
     def __len__(self) -> int:
@@ -88,7 +87,7 @@ class _Layers(Seq[dict[str, Tensor]]):
         return {name: _weight(modules[name]) for name in _LAYER}
 
 
-def _layers(target: CausalLM) -> Seq[dict[str, Tensor]]:
+def _layers(target: CausalLM) -> Sequence[dict[str, Tensor]]:
     """The tensors of the decoder layers, where they are built as Llama's are; else none."""
     for layer in target.layers:
         parts = {name: part for name, part in layer.named_modules() if not list(part.children())}

@@ -6,8 +6,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -105,7 +104,7 @@ class Trainer:
         self,
         recipe: Recipe,
         features: FeatureSource,
-        examples: Seq[Example],
+        examples: Sequence[Example],
         schedule: Schedule,
         folder: Path,
         autocast: torch.dtype | None = None,
@@ -217,7 +216,7 @@ class Trainer:
             seconds=self.progress.seconds + time.monotonic() - self._started,
         )
 
-    def _learn(self, texts: Seq[Example], num_tokens: int, batch: Seq[Example]) -> list[Part]:
+    def _learn(self, texts: Sequence[Example], num_tokens: int, batch: Sequence[Example]) -> list[Part]:
         """Add the gradients of texts side by side, by answer token of their batch."""
         streams = self._features.of(texts)  # by the target, which refuses to be cast
         with self._casting():
@@ -247,7 +246,7 @@ class Trainer:
             return nullcontext()
         return torch.autocast(self._parameters[0].device.type, dtype=self._autocast)
 
-    def _refuse(self, what: str, batch: Seq[Example]) -> None:
+    def _refuse(self, what: str, batch: Sequence[Example]) -> None:
         keys = ", ".join(example.key for example in batch)
         raise NumericsError(
             f"{what} at step {self.progress.step + 1} (examples {keys}); the checkpoint before it is whole: lower "
@@ -255,7 +254,7 @@ class Trainer:
         )
 
 
-def side_by_side(examples: Seq[Example], forward_tokens: int) -> list[list[Example]]:
+def side_by_side(examples: Sequence[Example], forward_tokens: int) -> list[list[Example]]:
     """Examples in groups that share a forward: the longer ones first, as many as the longest leaves room for.
 
     Args:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from foredraft.bench.outcome import MIN_PROMPTS
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.engine.cost_model import CostCurve
-from foredraft.engine.costs import Prices
+from foredraft.engine.costs import StepCosts
 from foredraft.tune.counting import PLAIN, Setting, SettingCounts
 from foredraft.tune.walk import Counts
 
@@ -58,7 +57,7 @@ class Choice:
     ranked: tuple[Ranked, ...]
     chosen: Ranked
     ties: tuple[Ranked, ...]
-    prices: Prices
+    prices: StepCosts
     num_rows: int = 1
 
     @cached_property
@@ -172,7 +171,7 @@ class Choice:
         }
 
 
-def choose(arms: Seq[SettingCounts], prices: Prices, *, num_rows: int = 1, seed: int = 0) -> Choice:
+def choose(arms: Sequence[SettingCounts], prices: StepCosts, *, num_rows: int = 1, seed: int = 0) -> Choice:
     """The fastest arm, or the simplest of those that nothing tells from it.
 
     Args:
@@ -204,7 +203,7 @@ def choose(arms: Seq[SettingCounts], prices: Prices, *, num_rows: int = 1, seed:
     return Choice(tuple(found[i] for i in order), found[chosen], ties, prices, num_rows)
 
 
-def _seconds(arm: SettingCounts, prices: Prices, curve: CostCurve, num_rows: int) -> list[float]:
+def _seconds(arm: SettingCounts, prices: StepCosts, curve: CostCurve, num_rows: int) -> list[float]:
     """In which an arm writes every text. The other rows of a batch are taken to verify as many nodes."""
 
     def verifying(nodes: int, counts: Counts) -> float:
@@ -229,7 +228,7 @@ def _speeds(seconds: Times) -> Times:
     return speeds
 
 
-def _complexity(place: int, setting: Setting, arms: Seq[SettingCounts]) -> tuple[Any, ...]:
+def _complexity(place: int, setting: Setting, arms: Sequence[SettingCounts]) -> tuple[Any, ...]:
     """Plain decoding first; no second model before one; the order of methods; the governor, which looks after other
     texts, before a fixed size; short drafts before long ones."""
     if setting is PLAIN:
@@ -248,7 +247,7 @@ def _tokens(arm: SettingCounts) -> float:
     return _total(arm.counts, "num_tokens") / _total(arm.counts, "num_steps")
 
 
-def _total(counts: Seq[Counts], name: str) -> int:
+def _total(counts: Sequence[Counts], name: str) -> int:
     return sum(getattr(one, name) for one in counts)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, quantiles
 from threading import Event
@@ -15,9 +14,9 @@ from foredraft.config.drafting import FIXED
 from foredraft.config.engine import EngineConfig
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.engine.budget import Budget
+from foredraft.engine.budget import DraftSize
 from foredraft.engine.cost_model import CostCurve, CostModel
-from foredraft.engine.costs import Prices
+from foredraft.engine.costs import StepCosts
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.governor import Governor
@@ -76,7 +75,7 @@ class SettingCounts:
     """A setting, and the steps that every text takes with it.
 
     Args:
-      priced_as: under what its drafting is kept in `Prices`.
+      priced_as: under what its drafting is kept in `StepCosts`.
     """
 
     setting: Setting
@@ -106,7 +105,7 @@ def settings_of(title: str, given: Mapping[str, Any], *, is_walked: bool) -> lis
     return found or [Setting(title, fixed)]
 
 
-def _up_to(sizes: Seq[int], most: int) -> list[int]:
+def _up_to(sizes: Sequence[int], most: int) -> list[int]:
     return sorted({most, *(size for size in sizes if size < most)})
 
 
@@ -114,7 +113,11 @@ def _up_to(sizes: Seq[int], most: int) -> list[int]:
 
 
 def walked(
-    target: CausalLM, drafter: Callable[[], Drafter], settings: Seq[Setting], texts: Seq[RecordedText], prices: Prices
+    target: CausalLM,
+    drafter: Callable[[], Drafter],
+    settings: Sequence[Setting],
+    texts: Sequence[RecordedText],
+    prices: StepCosts,
 ) -> Iterator[SettingCounts]:
     """The arms of a method whose drafts depend on tokens alone, one by one.
 
@@ -129,7 +132,7 @@ def walked(
 class _Walked:
     """One setting along the texts, one after another."""
 
-    def __init__(self, walk: Walk, setting: Setting, governor: Governor | None, prices: Prices) -> None:
+    def __init__(self, walk: Walk, setting: Setting, governor: Governor | None, prices: StepCosts) -> None:
         self._walk, self._setting, self._governor, self._prices = walk, setting, governor, prices
         self._curve = prices.mean()
         self._longest: int = SpeculativeConfig.parse(setting.config).num_speculative_tokens
@@ -156,7 +159,7 @@ class _Walked:
 
     def _step(self) -> tuple[CountedStep, int]:
         walk, governor = self._walk, self._governor
-        budgets = [self._within(Budget.of(budget)) for budget in walk.budgets()]
+        budgets = [self._within(DraftSize.of(budget)) for budget in walk.budgets()]
         if governor is not None:
             context = float(len(walk.rows[0].token_ids))
             budgets = governor.budgets(walk.rows, budgets, context=context)
@@ -177,8 +180,8 @@ class _Walked:
         step = CountedStep(len(trees[0]), levels, trees[0].depth, output.num_accepted)
         return step, len(output.token_ids)
 
-    def _within(self, budget: Budget) -> Budget:
-        return Budget(min(budget.depth, self._longest), self._setting.nodes or budget.nodes)
+    def _within(self, budget: DraftSize) -> DraftSize:
+        return DraftSize(min(budget.depth, self._longest), self._setting.nodes or budget.nodes)
 
 
 # -- with the target ---------------------------------------------------------------------------------------------------
@@ -188,8 +191,8 @@ def decoded(
     target: CausalLM,
     drafter: Callable[[], Drafter],
     setting: Setting,
-    texts: Seq[RecordedText],
-    prices: Prices,
+    texts: Sequence[RecordedText],
+    prices: StepCosts,
     say: Callable[[int], None] = lambda _: None,
     interrupted: Event | None = None,
 ) -> SettingCounts:
@@ -227,7 +230,7 @@ def decoded(
     return SettingCounts(setting, counts, setting.name)
 
 
-def alone(target: CausalLM, drafter: Drafter, texts: Seq[RecordedText], curve: CostCurve) -> tuple[float, float]:
+def alone(target: CausalLM, drafter: Drafter, texts: Sequence[RecordedText], curve: CostCurve) -> tuple[float, float]:
     """Seconds of a step that are spent on drafting, and those beside drafting and verifying, of one row at a time.
 
     They are taken by what the same steps verify in, so that a busy machine does not make them dearer than the curve.
@@ -257,13 +260,13 @@ def _timed(engine: Engine, text: RecordedText, curve: CostCurve) -> list[tuple[f
     return found[1:] or found
 
 
-def spread(texts: Seq[RecordedText], most: int) -> list[RecordedText]:
+def spread(texts: Sequence[RecordedText], most: int) -> list[RecordedText]:
     """So many of them at most, evenly, the first one among them."""
     number = min(most, len(texts))
     return [texts[place * len(texts) // number] for place in range(number)]
 
 
-def undisturbed(seconds: Seq[float]) -> float:
+def undisturbed(seconds: Sequence[float]) -> float:
     """The mean of all but the dearest steps.
 
     No median: a union that asks its head in every second step takes neither what one kind of step takes nor the other.
@@ -273,7 +276,11 @@ def undisturbed(seconds: Seq[float]) -> float:
 
 
 def record(
-    target: CausalLM, prompts: Seq[tuple[str, tuple[int, ...]]], params: Any, eos: Seq[int], say: Callable[[int], None]
+    target: CausalLM,
+    prompts: Sequence[tuple[str, tuple[int, ...]]],
+    params: Any,
+    eos: Sequence[int],
+    say: Callable[[int], None],
 ) -> list[RecordedText]:
     """Decode plainly, several rows at a time.
 

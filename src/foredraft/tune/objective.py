@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +16,7 @@ from foredraft.drafters.parts.layer_set import LayerSet, skipping
 from foredraft.engine.budget import describe_cuts
 from foredraft.engine.costs import CONTEXT, Forward, filled_cache, median_times
 from foredraft.engine.drafter import Drafter
-from foredraft.engine.stats import SequenceStats
+from foredraft.engine.stats import RowStats
 from foredraft.errors import ConfigError
 from foredraft.model.lm import CausalLM
 from foredraft.tune.walk import decoded_rows
@@ -50,9 +49,9 @@ class Score:
     cuts: str = ""
 
     @classmethod
-    def of(cls, rows: Iterable[SequenceStats], layer_set: LayerSet, value: float, low: float, high: float) -> Score:
+    def of(cls, rows: Iterable[RowStats], layer_set: LayerSet, value: float, low: float, high: float) -> Score:
         """The score of a set with which the counters of these rows came about."""
-        stats = SequenceStats.pooled(rows)
+        stats = RowStats.pooled(rows)
         return cls(
             value,
             stats.draft_acceptance_rate,
@@ -103,7 +102,7 @@ class Task:
 
 
 def beside_plain(
-    target: CausalLM, drafters: Mapping[str, Drafter], prompts: Seq[BenchPrompt], max_new_tokens: int, repeats: int
+    target: CausalLM, drafters: Mapping[str, Drafter], prompts: Sequence[BenchPrompt], max_new_tokens: int, repeats: int
 ) -> Trial:
     """The prompts with every drafter and plainly ("plain"), one row, greedily, interleaved."""
     arms = [EngineArm(name, target, drafter) for name, drafter in {"plain": EmptyDrafter(), **drafters}.items()]

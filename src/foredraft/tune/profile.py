@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from threading import Event
 from typing import TYPE_CHECKING
 
 from foredraft.bench.trial import Sampling, Trial, bootstrap
 from foredraft.bench.workload import BenchPrompt
 from foredraft.engine.cost_model import CostCurve
-from foredraft.engine.costs import Prices, facts_of, forward_curve
+from foredraft.engine.costs import StepCosts, facts_of, forward_curve
 from foredraft.engine.profiles import BestLength, Profile
 from foredraft.errors import ConfigError
 from foredraft.tune.counting import Setting, alone, decoded
@@ -24,13 +23,13 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 NUM_RESAMPLES = 400
 
 
-def share_of_drafts(texts: Seq[Counts]) -> float:
+def share_of_drafts(texts: Sequence[Counts]) -> float:
     """Of the steps of these texts, those that drafted."""
     num_drafted = sum(count for text in texts for step, count in text.steps.items() if step.depth)
     return num_drafted / sum(text.num_steps for text in texts)
 
 
-def expected_speed(texts: Seq[Counts], prices: Prices, title: str, curve: CostCurve, length: int) -> float:
+def expected_speed(texts: Sequence[Counts], prices: StepCosts, title: str, curve: CostCurve, length: int) -> float:
     """Speed by plain decoding with drafts of this length: tokens per step by what steps cost.
 
     Steps that found nothing to draft are plain ones. Drafting for a batch is reckoned row by row.
@@ -50,20 +49,22 @@ def expected_speed(texts: Seq[Counts], prices: Prices, title: str, curve: CostCu
     return (1.0 + share * gained) * (plain + host) / (step + host)
 
 
-def best_length(texts: Seq[Counts], prices: Prices, title: str, curve: CostCurve) -> BestLength:
+def best_length(texts: Sequence[Counts], prices: StepCosts, title: str, curve: CostCurve) -> BestLength:
     """The best length at one batch and context, with what is to be expected of it."""
     lengths = range(min(len(rates(texts)), max(WIDTHS) - 1) + 1)
     speeds = {length: expected_speed(texts, prices, title, curve, length) if length else 1.0 for length in lengths}
     best = max(speeds, key=speeds.__getitem__)
 
-    def speed(some: Seq[Counts]) -> float:
+    def speed(some: Sequence[Counts]) -> float:
         return expected_speed(some, prices, title, curve, best) if best else 1.0
 
     low, high = bootstrap(texts, speed, num_resamples=NUM_RESAMPLES)
     return BestLength(curve.num_rows, curve.context, best, speeds[best], low, high)
 
 
-def nearest_setting(found: Seq[BestLength], prompts: Seq[BenchPrompt], max_new_tokens: int) -> BestLength | None:
+def nearest_setting(
+    found: Sequence[BestLength], prompts: Sequence[BenchPrompt], max_new_tokens: int
+) -> BestLength | None:
     """That of one row at the context which is nearest to that of prompts halfway through their answers."""
     context = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts) + max_new_tokens / 2
     of_one_row = [one for one in found if one.num_rows == 1]
@@ -77,7 +78,7 @@ def measured_speed(trial: Trial) -> tuple[float, float, float]:
         for place in range(len(trial.prompts))
     ]
 
-    def speed(some: Seq[tuple[float, ...]]) -> float:
+    def speed(some: Sequence[tuple[float, ...]]) -> float:
         return sum(plain for plain, _ in some) / sum(drafting for _, drafting in some)
 
     return speed(seconds), *bootstrap(seconds, speed)
@@ -88,11 +89,11 @@ def measure(
     method: str,
     new_drafter: Callable[[int], Drafter],
     longest: int,
-    prompts: Seq[BenchPrompt],
+    prompts: Sequence[BenchPrompt],
     *,
     max_new_tokens: int,
-    batch_sizes: Seq[int],
-    contexts: Seq[int],
+    batch_sizes: Sequence[int],
+    contexts: Sequence[int],
     repeats: int,
     say: Callable[[str], None] = lambda _: None,
     interrupted: Event | None = None,
@@ -116,7 +117,7 @@ def measure(
     say("decoding the prompts")
     params = Sampling(ignore_eos=True).params(max_new_tokens)
     texts = [RecordedText(prompt.category, tuple(prompt.token_ids), (), params) for prompt in prompts]
-    prices, setting = Prices(tuple(curves)), Setting(method, {"method": method})
+    prices, setting = StepCosts(tuple(curves)), Setting(method, {"method": method})
     drafting: dict[int, float] = prices.drafting.setdefault(setting.name, {})
     single = next((one for one in curves if one.num_rows == 1), None)
     single = single or forward_curve(target, WIDTHS, contexts[0], repeats, of=min)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Event
 from typing import Any
@@ -17,9 +16,9 @@ from foredraft.drafters.parts.candidates import Parents
 from foredraft.drafters.parts.rank_tree import MAX_SIBLINGS, Ranks, RankTree
 from foredraft.engine.cost_model import CostCurve
 from foredraft.engine.costs import CONTEXT, forward_curve, seconds_of
-from foredraft.engine.drafter import Budget, Requirements
+from foredraft.engine.drafter import DraftSize, Requirements
 from foredraft.engine.engine import Engine
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.model.capture import Wanted
 from foredraft.model.lm import CausalLM, Nodes
@@ -83,7 +82,7 @@ def _accepted(ranks: Ranks, paths: set[Ranks]) -> int:
 def measured_hits(
     target: CausalLM,
     drafter: MultiHeadDrafter,
-    prompts: Seq[Seq[int]],
+    prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     interrupted: Event | None = None,
 ) -> Hits:
@@ -108,7 +107,7 @@ def measured_hits(
 def watched_hits(
     target: CausalLM,
     drafter: Any,
-    prompts: Seq[Seq[int]],
+    prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     depth: int,
     interrupted: Event | None = None,
@@ -126,9 +125,9 @@ def watched_hits(
     comb = [(0,) * above + (rank,) for above in range(depth) for rank in range(MAX_SIBLINGS)]
     drafter.growth.use(RankTree.of(comb, "all candidates of the best path"))
     propose = drafter.propose
-    notes: list[tuple[Sequence, int, DraftTree]] = []
+    notes: list[tuple[Row, int, DraftTree]] = []
 
-    def noted(rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+    def noted(rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         trees: list[DraftTree] = propose(rows, budgets)
         notes.extend((row, len(row.token_ids), tree) for row, tree in zip(rows, trees, strict=True))
         return trees
@@ -144,7 +143,7 @@ def watched_hits(
     return Hits(tuple(found), depth, are_whole=False)
 
 
-def _ranks_in(tree: DraftTree, text: Seq[int]) -> Ranks:
+def _ranks_in(tree: DraftTree, text: Sequence[int]) -> Ranks:
     """At which ranks a text goes through a tree, up to the first that is not 0."""
     ranks: list[int] = []
     node = 0
@@ -161,7 +160,7 @@ def _ranks_in(tree: DraftTree, text: Seq[int]) -> Ranks:
 
 
 @torch.inference_mode()
-def _ranks_of(target: CausalLM, drafter: MultiHeadDrafter, row: Sequence, num_heads: int) -> list[Ranks]:
+def _ranks_of(target: CausalLM, drafter: MultiHeadDrafter, row: Row, num_heads: int) -> list[Ranks]:
     """Of every place from which something that was generated can be guessed."""
     tokens, first = row.token_ids, max(0, row.num_prompt_tokens - 2)
     states = states_along(target, drafter.requires, tokens)
@@ -182,7 +181,7 @@ def _ranks_of(target: CausalLM, drafter: MultiHeadDrafter, row: Sequence, num_he
 
 
 @torch.inference_mode()
-def states_along(target: CausalLM, requires: Requirements, tokens: Seq[int]) -> torch.Tensor:
+def states_along(target: CausalLM, requires: Requirements, tokens: Sequence[int]) -> torch.Tensor:
     """What heads read of the target after every token of a text, (T, H), read chunk by chunk."""
     wanted, cache, parts = Wanted(requires.last_hidden, requires.layer_inputs), target.new_cache(1), []
     for start in range(0, len(tokens), _CHUNK):
@@ -222,7 +221,7 @@ def sizes_to_measure(most: int) -> list[int]:
 
 
 def measured_costs(
-    target: CausalLM, drafter: Any, tree: RankTree, prompt: Seq[int], repeats: int = 9
+    target: CausalLM, drafter: Any, tree: RankTree, prompt: Sequence[int], repeats: int = 9
 ) -> tuple[CostCurve, CostCurve]:
     """Time verifications and proposals of every size of a tree, after 256 tokens of context.
 
@@ -248,7 +247,7 @@ def measured_costs(
     draft = {}
     with torch.inference_mode():
         for size in sizes:
-            budgets = [Budget(tree.depth, size)] * len(rows)
+            budgets = [DraftSize(tree.depth, size)] * len(rows)
             times = [seconds_of(drafter.propose, target.device, rows, budgets) for _ in range(repeats + 1)]
             draft[size] = min(times[1:])  # the first one warms up
     engine.abort(rows[0].request_id)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.ending import finishing
 from foredraft.engine.cost_model import FEW
-from foredraft.engine.costs import Prices, facts_of, prices_of
+from foredraft.engine.costs import StepCosts, facts_of, prices_of
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.profiles import BestLength, Profile
 from foredraft.errors import ConfigError, ForedraftError
@@ -42,7 +41,7 @@ class Tuning:
     methods: Mapping[str, Mapping[str, Any]]
     budget_seconds: float
     say: Watch = lambda *_: None
-    prices: Prices = field(init=False)
+    prices: StepCosts = field(init=False)
     refused: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     is_interrupted: bool = False
@@ -73,7 +72,9 @@ class Tuning:
         """Of a step of one of several rows."""
         return self.prices.mean().at(ROWS_AT_ONCE * nodes) / ROWS_AT_ONCE
 
-    def run(self, prompts: Seq[BenchPrompt], params: SamplingParams, *, num_rows: int = 1, seed: int = 0) -> Choice:
+    def run(
+        self, prompts: Sequence[BenchPrompt], params: SamplingParams, *, num_rows: int = 1, seed: int = 0
+    ) -> Choice:
         """Decode, count, and choose. After Ctrl-C the choice is among what was counted by then.
 
         Raises: ConfigError where no prompt is left, or no method applies; KeyboardInterrupt where nothing was counted.
@@ -104,7 +105,7 @@ class Tuning:
             raise ConfigError(f"none of the methods can be tried: {reasons}")
         return choose(arms, self.prices, num_rows=num_rows, seed=seed)
 
-    def _count(self, texts: Seq[RecordedText], found: Mapping[str, list[SettingCounts]]) -> None:
+    def _count(self, texts: Sequence[RecordedText], found: Mapping[str, list[SettingCounts]]) -> None:
         """Fill in the arms of every method, those that need no forward first: they take next to no time."""
         need_target = []
         for place, (title, given) in enumerate(self.methods.items()):
@@ -130,7 +131,7 @@ class Tuning:
             self.refused[title] = str(error)
             return None
 
-    def _decoded(self, setting: Setting, texts: Seq[RecordedText]) -> SettingCounts | None:
+    def _decoded(self, setting: Setting, texts: Sequence[RecordedText]) -> SettingCounts | None:
         """The arm of a setting that needs the target, where the budget has room for it."""
         total = sum(len(text.output) for text in texts)
         planned = total * self._row_seconds(setting.nodes or (setting.length or 0) + 1)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Event
@@ -13,11 +12,11 @@ from typing import NamedTuple
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.engine.budget import Budget
+from foredraft.engine.budget import DraftSize
 from foredraft.engine.drafter import Drafter, StepResult
 from foredraft.engine.engine import Engine
 from foredraft.engine.outputs import RowOutput
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.model.lm import CausalLM
 from foredraft.tree import DraftTree
 from foredraft.tune.accepted import by_position
@@ -83,11 +82,11 @@ def rates(texts: Iterable[Counts]) -> tuple[float, ...]:
 def decoded_rows(
     target: CausalLM,
     drafter: Drafter,
-    prompts: Iterable[Seq[int]],
+    prompts: Iterable[Sequence[int]],
     params: SamplingParams,
     max_num_seqs: int = 8,
     interrupted: Event | None = None,
-) -> list[Sequence]:
+) -> list[Row]:
     """Prompts decoded with a drafter, several at a time.
 
     Args:
@@ -102,7 +101,7 @@ def decoded_rows(
 
 
 @contextmanager
-def until_interrupted(engine: Engine, rows: Seq[Sequence], interrupted: Event | None) -> Iterator[None]:
+def until_interrupted(engine: Engine, rows: Sequence[Row], interrupted: Event | None) -> Iterator[None]:
     """Let Ctrl-C inside end the rows where they are.
 
     Args:
@@ -132,7 +131,7 @@ class Walk:
 
     def __init__(self, target: CausalLM, drafter: Drafter, texts: Iterable[RecordedText]) -> None:
         self.drafter = drafter
-        self.rows: list[Sequence] = []
+        self.rows: list[Row] = []
         self._waiting = list(texts)
         self._text_of: dict[int, list[int]] = {}
         self._rows_from = Engine(target, EmptyDrafter())  # which never runs
@@ -152,16 +151,16 @@ class Walk:
             self.rows.append(row)
         return bool(self.rows)
 
-    def budgets(self) -> list[Budget]:
+    def budgets(self) -> list[DraftSize]:
         """What may be drafted for every row."""
-        return [Budget(max(0, row.num_remaining_tokens - 1)) for row in self.rows]
+        return [DraftSize(max(0, row.num_remaining_tokens - 1)) for row in self.rows]
 
-    def propose(self, budgets: Seq[Budget]) -> list[DraftTree]:
+    def propose(self, budgets: Sequence[DraftSize]) -> list[DraftTree]:
         """Drafts within these budgets."""
         drafts = self.drafter.propose(self.rows, budgets)
         return [budget.cut(draft) for draft, budget in zip(drafts, budgets, strict=True)]
 
-    def emit(self, trees: Seq[DraftTree]) -> list[RowOutput]:
+    def emit(self, trees: Sequence[DraftTree]) -> list[RowOutput]:
         """Follow the texts as far as the drafts do, and one token on; rows that have come to their end leave."""
         found = [self._accept(row, tree) for row, tree in zip(self.rows, trees, strict=True)]
         outputs = [
@@ -174,7 +173,7 @@ class Walk:
         self.rows = [self.rows[place] for place in going_on]
         return outputs
 
-    def _accept(self, row: Sequence, tree: DraftTree) -> StepResult:
+    def _accept(self, row: Row, tree: DraftTree) -> StepResult:
         """Example: the text goes on with 5, 6, 7, and the draft is 5, 6, 8: two are right, and 7 is the bonus."""
         text, path = self._text_of[row.id], [0]
         emitted: list[int] = []

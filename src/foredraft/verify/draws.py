@@ -4,13 +4,13 @@ once more where a test failed, since what fails by chance alone does not fail tw
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from foredraft.config.sampling import SamplingParams
 from foredraft.errors import ConfigError, ForedraftError
-from foredraft.law.noise import mix
 from foredraft.model.lm import CausalLM
+from foredraft.sampling.noise import mix
 from foredraft.verify.laws import Law, LawTest, ReferenceLaw, judge_samples
 from foredraft.verify.subjects import Answer, Sample, Subject
 from foredraft.verify.verdict import Finding, Status
@@ -31,7 +31,7 @@ FAR = 0.1
 """Of the level of a law test, below which p over both draws is no chance, however the second one came out."""
 
 
-def begun(prompts: Seq[list[int]], plain: Seq[Answer], max_tokens: int) -> list[list[int]]:
+def begun(prompts: Sequence[list[int]], plain: Sequence[Answer], max_tokens: int) -> list[list[int]]:
     """Prompts, with none, a third and two thirds of what plain decoding greedily answered."""
     return [
         [*prompt, *(answer.samples[0].token_ids or ())[: max_tokens * part // 3]]
@@ -40,7 +40,7 @@ def begun(prompts: Seq[list[int]], plain: Seq[Answer], max_tokens: int) -> list[
     ]
 
 
-def telling(subject: Subject, target: CausalLM, candidates: Seq[list[int]], seed: int) -> list[int]:
+def telling(subject: Subject, target: CausalLM, candidates: Sequence[list[int]], seed: int) -> list[int]:
     """The prompt after which drafts are kept and rejected, and texts differ.
 
     Where nobody counts drafts, the one after which the likeliest token is likely and not certain.
@@ -62,7 +62,7 @@ def draw(
     until: float = float("inf"),
     num_samples: int = MOST,
     num_least: int = FEWEST,
-) -> tuple[list[Seq[int]], dict[str, int]]:
+) -> tuple[list[Sequence[int]], dict[str, int]]:
     """Continuations of one prompt, by seeds of their own, as many as time allows.
 
     Args:
@@ -71,7 +71,7 @@ def draw(
     Returns: token ids of each, and how many draft tokens were verified and kept.
     Raises: ConfigError for a subject that returns text alone.
     """
-    found: list[Seq[int]] = []
+    found: list[Sequence[int]] = []
     num_drafted = num_accepted = calls = 0
     while len(found) < num_samples and (len(found) < num_least or time.monotonic() < until):
         asked = replace(params, seed=mix(seed, FIRST_REQUEST + calls), n=SAMPLES_AT_ONCE)
@@ -83,7 +83,7 @@ def draw(
     return found[:num_samples], {"num_drafted": num_drafted, "num_accepted": num_accepted}
 
 
-def _ids(sample: Sample) -> Seq[int]:
+def _ids(sample: Sample) -> Sequence[int]:
     if sample.token_ids is None and sample.text == "":  # it ended at once, and ids of an end are not always told
         return ()
     if sample.token_ids is None:
@@ -112,7 +112,7 @@ class Tested:
     law: Law
     prompt: list[int]
     params: SamplingParams
-    samples: list[Seq[int]]
+    samples: list[Sequence[int]]
     test: LawTest
 
 
@@ -176,7 +176,7 @@ def draw_again(tested: Tested, subject: Subject, seed: int, *, until: float) -> 
     Exactness: how many there are does not hang on what they are, so that both levels stay exact.
     """
     wanted = len(tested.samples)
-    again: list[Seq[int]] = []
+    again: list[Sequence[int]] = []
     failed = ""
     try:
         again, _ = draw(

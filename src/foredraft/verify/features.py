@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,7 +44,7 @@ LAWS_UNKEYED: tuple[tuple[str, dict[str, Any]], ...] = (
 """Settings whose law is enumerated besides, where sampled tokens are not compared."""
 
 
-def features(plain: Seq[Answer], max_tokens: int, seed: int, *, is_keyed: bool = True) -> list[Feature]:
+def features(plain: Sequence[Answer], max_tokens: int, seed: int, *, is_keyed: bool = True) -> list[Feature]:
     """All settings, the plainest first. Where samples are not compared, penalties of output tokens are greedy ones.
 
     Args:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +16,7 @@ NO_TOKEN = 2**31 - 1
 
 
 def generation_config(
-    params: SamplingParams, eos_token_ids: Seq[int], options: Mapping[str, Any] | None = None
+    params: SamplingParams, eos_token_ids: Sequence[int], options: Mapping[str, Any] | None = None
 ) -> GenerationConfig:
     """What transformers' ``generate`` is told, so that it draws from the law that these parameters describe.
 

@@ -7,8 +7,7 @@ the decoder's law is found as well. Levels are those of exact Monte Carlo tests,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -73,7 +72,7 @@ class ReferenceLaw:
     def __init__(
         self,
         target: CausalLM,
-        prompt: Seq[int],
+        prompt: Sequence[int],
         params: SamplingParams,
         chunk_size: int = EngineConfig.prefill_chunk_size,
     ) -> None:
@@ -141,7 +140,7 @@ class Law:
     inner: frozenset[Text]
     eos: frozenset[int] = frozenset()
 
-    def cell_of(self, tokens: Seq[int]) -> Text:
+    def cell_of(self, tokens: Sequence[int]) -> Text:
         """The cell that a continuation falls into. One that is shorter than it should be has ended by EOS."""
         text: Text = ()
         while text in self.inner:
@@ -192,7 +191,7 @@ class LawTest:
     detectable: float
 
 
-def judge_samples(law: Law, samples: Iterable[Seq[int]], level: float, seed: int = 0) -> LawTest:
+def judge_samples(law: Law, samples: Iterable[Sequence[int]], level: float, seed: int = 0) -> LawTest:
     """Test whether samples could have been drawn from a law, by the likelihood ratio of pooled cells.
 
     Args:

@@ -8,8 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from urllib.parse import urlsplit
 from foredraft.config.acceptance import RULES, TYPICAL, TypicalLimits
 from foredraft.config.sampling import SamplingParams
 from foredraft.errors import ConfigError, described
-from foredraft.law.noise import mix
+from foredraft.sampling.noise import mix
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM
@@ -78,7 +77,7 @@ class Subject(ABC):
     prefill_chunk_size: int | None = None
 
     @abstractmethod
-    def generate(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> list[Answer]:
+    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Answer]:
         """Continue prompts of token ids, each by its own parameters, which have a seed where they sample."""
 
 
@@ -96,7 +95,7 @@ class LLMSubject(Subject):
         self.name = name or f"{llm.speculative_config.title} over {llm.model_info.name}"
         self.is_keyed = llm.speculative_config.rule.keeps_tokens
 
-    def generate(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> list[Answer]:
+    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Answer]:
         """All prompts at once, in batches as large as the engine's."""
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         answers = []
@@ -126,7 +125,7 @@ class BrokenSubject(Subject):
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
 
-    def generate(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> list[Answer]:
+    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Answer]:
         """All prompts at once."""
         broken = {"acceptance": TYPICAL.name, "typical": TypicalLimits(threshold=0.0, alpha=0.0)}
         with self._llm.engine(self._llm.drafting.new_drafter(), **broken) as engine:
@@ -167,11 +166,11 @@ class FunctionSubject(Subject):
         self.name = str(name or getattr(function, "__name__", type(function).__name__))
         self.takes, self.is_keyed = frozenset(takes), is_keyed
 
-    def generate(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> list[Answer]:
+    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Answer]:
         """One prompt after another."""
         return [self._answer(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
 
-    def _answer(self, prompt: Seq[int], params: SamplingParams) -> Answer:
+    def _answer(self, prompt: Sequence[int], params: SamplingParams) -> Answer:
         if params.n > 1 and "n" not in self.takes:
             alone = [replace(params, n=1, seed=mix(params.seed or 0, index) % 2**63) for index in range(params.n)]
             return Answer(tuple(sample for one in alone for sample in self._answer(prompt, one).samples))
@@ -207,7 +206,7 @@ class TransformersSubject(Subject):
         model: Any,
         name: str,
         *,
-        eos_token_ids: Seq[int] = (),
+        eos_token_ids: Sequence[int] = (),
         options: Mapping[str, Any] | None = None,
         assistant: Any = None,
     ) -> None:
@@ -216,14 +215,14 @@ class TransformersSubject(Subject):
         self._eos = list(eos_token_ids)
         self._options = dict(options or {})
 
-    def generate(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> list[Answer]:
+    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Answer]:
         """One sample after another: assisted generation takes no batches."""
         return [
             Answer(tuple(self._sample(prompt, each, index) for index in range(each.n)))
             for prompt, each in zip(prompts, params, strict=True)
         ]
 
-    def _sample(self, prompt: Seq[int], params: SamplingParams, index: int) -> Sample:
+    def _sample(self, prompt: Sequence[int], params: SamplingParams, index: int) -> Sample:
         import torch
 
         from foredraft.verify.generation import generation_config, without_advice
@@ -306,11 +305,11 @@ class ServerSubject(Subject):
         self._draws_several = True
         self.name = f"{self._model} at {parts.netloc}"
 
-    def generate(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> list[Answer]:
+    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Answer]:
         """One request after another."""
         return [self._answer(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
 
-    def _answer(self, prompt: Seq[int], params: SamplingParams) -> Answer:
+    def _answer(self, prompt: Sequence[int], params: SamplingParams) -> Answer:
         if params.n > 1 and self._draws_several:
             try:
                 return Answer(self._samples(prompt, params))
@@ -319,7 +318,7 @@ class ServerSubject(Subject):
         seeds = [None if params.seed is None else mix(params.seed, index) for index in range(params.n)]
         return Answer(tuple(one for seed in seeds for one in self._samples(prompt, replace(params, n=1, seed=seed))))
 
-    def _samples(self, prompt: Seq[int], params: SamplingParams) -> tuple[Sample, ...]:
+    def _samples(self, prompt: Sequence[int], params: SamplingParams) -> tuple[Sample, ...]:
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": list(prompt),

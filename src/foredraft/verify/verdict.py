@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -148,7 +147,7 @@ class Verdict:
         }
 
 
-def holm(p_values: Seq[float], rate: float) -> list[bool]:
+def holm(p_values: Sequence[float], rate: float) -> list[bool]:
     """Which of several tests reject, with a chance of at most ``rate`` for any false one (Holm 1979)."""
     rejected = [False] * len(p_values)
     for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
@@ -189,7 +188,7 @@ class Differences:
       tokenizer: for subjects that return text alone.
     """
 
-    def __init__(self, target: CausalLM, tokenizer: Any, prompts: Seq[Seq[int]]) -> None:
+    def __init__(self, target: CausalLM, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> None:
         self._target = target
         self._tokenizer = tokenizer
         self._prompts = prompts
@@ -197,7 +196,7 @@ class Differences:
     def between(self, prompt: int, sample: int, params: SamplingParams, got: Sample, want: Sample) -> Difference | None:
         """The first difference; None where the samples are the same."""
         expected, text = list(want.token_ids or ()), want.text or ""
-        found: Seq[int]
+        found: Sequence[int]
         if got.token_ids is None:
             if got.text == text:
                 return None
@@ -230,7 +229,7 @@ class Differences:
 
 
 def token_finding(
-    name: str, num_samples: int, num_tokens: int, differences: Seq[Difference], near_tie: float
+    name: str, num_samples: int, num_tokens: int, differences: Sequence[Difference], near_tie: float
 ) -> Finding:
     """What comparing texts has shown.
 
@@ -250,7 +249,7 @@ def token_finding(
     return Finding(name, "tokens", "undecided" if 0.0 < near_tie >= worst.gap else "broken", said, numbers)
 
 
-def logprob_finding(name: str, found: Seq[Answer], wanted: Seq[Answer], limit: float) -> Finding:
+def logprob_finding(name: str, found: Sequence[Answer], wanted: Sequence[Answer], limit: float) -> Finding:
     """What comparing log-probabilities of equal texts has shown, those behind rejected drafts included.
 
     Args:

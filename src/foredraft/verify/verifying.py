@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -171,7 +170,7 @@ class _Work:
 
     # -- tokens ----------------------------------------------------------------------------------------------------
 
-    def _num_compared(self, settings: Seq[Feature]) -> int:
+    def _num_compared(self, settings: Sequence[Feature]) -> int:
         return sum(not self._why_not(feature) for feature in settings)
 
     def _given(self, feature: Feature) -> list[SamplingParams]:
@@ -205,7 +204,7 @@ class _Work:
         if any(sample.logprobs is not None for answer in found for sample in answer.samples) and not differences:
             self._findings.append(logprob_finding(feature.name, found, wanted, self._near_tie))
 
-    def _expected(self, params: Seq[SamplingParams]) -> list[Answer]:
+    def _expected(self, params: Sequence[SamplingParams]) -> list[Answer]:
         """Plain decoding of all prompts; what has been said before is not decoded again."""
         asked = [replace(one, logprobs=None, seed=None) if one.is_greedy else one for one in params]
         for known, answers in self._said:
@@ -231,7 +230,7 @@ class _Work:
 
     # -- laws ------------------------------------------------------------------------------------------------------
 
-    def _test_laws(self, plain: Seq[Answer], ends: float) -> None:
+    def _test_laws(self, plain: Sequence[Answer], ends: float) -> None:
         """Samples of short continuations against the enumerated law; the control first of all.
 
         Args:

@@ -7,8 +7,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -75,7 +74,7 @@ def _finite(number: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def report(records: Seq[Record], title: str) -> str:
+def report(records: Sequence[Record], title: str) -> str:
     """The page: HTML that loads nothing.
 
     Args:
@@ -116,7 +115,7 @@ def _headline(sentence: str) -> str:
     return f'<p class="headline">{escape(sentence)}</p>'
 
 
-def _bars(rows: Seq[Record]) -> str:
+def _bars(rows: Sequence[Record]) -> str:
     """Speeds relative to plain decoding with their intervals, the fastest first; a dashed line marks plain decoding."""
     rows = sorted(rows, key=lambda row: -row["comparison"]["ratio"])
     most = max([1.0, *(end for row in rows for end in (row["comparison"]["ratio"], row["comparison"]["high"]))])
@@ -166,7 +165,7 @@ def _trace(record: Record) -> dict[str, Any]:
     }
 
 
-def _trace_sentence(traces: Seq[Record]) -> str:
+def _trace_sentence(traces: Sequence[Record]) -> str:
     """Tokens and steps of all texts, and how many tokens each drafter proposed."""
     steps = [step for trace in traces for step in trace["steps"]]
     sources = Counter(source for step in steps for source in step["sources"])

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -19,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.iterate.jacobi import INITIAL_GUESS, Guesses
 from foredraft.engine.budget import CAUSES, counted
-from foredraft.engine.drafter import Budget, Drafter, Requirements, StepResult
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.drafter import Drafter, DraftSize, Requirements, StepResult
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError, PromptError
 from foredraft.folders import write_text
 from foredraft.llm import LLM, ModelLike
@@ -326,10 +325,10 @@ class BlockRecorder(Drafter):
     def bind(self, target: CausalLM, cache: KVCache) -> None:
         self._vocab_size = target.vocab_size
 
-    def start(self, rows: Seq[Sequence]) -> None:
+    def start(self, rows: Sequence[Row]) -> None:
         self._guesses = Guesses(rows[0], self._initial_guess, self._vocab_size)
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         row, length = rows[0], len(rows[0].token_ids)
         if not self.blocks or length == self.blocks[-1].start + len(self.blocks[-1]):
             size = min(self._size, row.num_remaining_tokens)
@@ -338,14 +337,14 @@ class BlockRecorder(Drafter):
         block = self.blocks[-1]
         return [DraftTree.chain(row.pending, _newest(block)[length - block.start : -1], source=self.name)]
 
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+    def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):  # none in the last step
             block, choices = self.blocks[-1], result.features.choices
             before = len(row.token_ids) - len(result.emitted) - block.start  # tokens of the block that were certain
             newest, end = _newest(block), before + len(choices)
             self._add(row, (*newest[:before], *choices, *newest[end:]), end)
 
-    def _add(self, row: Sequence, iterate: tuple[int, ...], num_verified: int) -> None:
+    def _add(self, row: Row, iterate: tuple[int, ...], num_verified: int) -> None:
         block, cut = self.blocks[-1], Counter(row.stats.num_cut_tokens)
         self.blocks[-1] = replace(
             block,
@@ -355,7 +354,7 @@ class BlockRecorder(Drafter):
         )
         self._cut_before = cut
 
-    def close(self, row: Sequence) -> None:
+    def close(self, row: Row) -> None:
         """Add the iterate of the last step, which nobody observes, and cut its block where the text ended."""
         if not self.blocks:
             return

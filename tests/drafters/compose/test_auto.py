@@ -16,7 +16,7 @@ from foredraft.drafters.compose.union import UnionDrafter
 from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.lookup.suffix import SuffixDrafter
 from foredraft.engine.cost_model import CostModel
-from foredraft.engine.drafter import Budget, ContextDrafter, StepResult
+from foredraft.engine.drafter import ContextDrafter, DraftSize, StepResult
 from foredraft.engine.engine import Engine
 from foredraft.engine.governor import Governor
 from foredraft.engine.method_bandit import MethodBandit
@@ -34,7 +34,7 @@ class Says(ContextDrafter):
         self.tokens = tokens
         self.num_asked = 0
 
-    def propose_row(self, row: Any, budget: Budget) -> DraftTree:
+    def propose_row(self, row: Any, budget: DraftSize) -> DraftTree:
         self.num_asked += 1
         return DraftTree.chain(row.token_ids[-1], self.tokens[:budget], source=self.name)
 
@@ -55,11 +55,11 @@ def test_only_the_parts_of_the_arm_are_asked_and_their_drafts_merged() -> None:
     parts = Says("a", 1, 2), Says("b", 1, 3), Says("c", 4)
     one = drafter(*parts, free=2)
     row = SimpleNamespace(id=0, token_ids=[9])
-    (tree,) = one.propose([row], [Budget(5)])
+    (tree,) = one.propose([row], [DraftSize(5)])
     assert parts[2].num_asked == 0
     assert {tree.path_tokens(node) for node in range(len(tree))} == {(), (1,), (1, 2), (1, 3)}
     one.choose_arm(1)
-    (tree,) = one.propose([row], [Budget(5)])
+    (tree,) = one.propose([row], [DraftSize(5)])
     assert parts[2].num_asked == 1
     assert tree.child(0, 4) is not None
 
@@ -77,7 +77,7 @@ def run(governor: MethodBandit, one: AutoDrafter, arm_of_text: list[int], costs:
     row = SimpleNamespace(id=0, token_ids=[9], is_finished=False)
     arms = []
     for wanted in arm_of_text:
-        budgets = governor.budgets([row], [Budget(1)], lambda count: count)
+        budgets = governor.budgets([row], [DraftSize(1)], lambda count: count)
         one.choose_arm(governor.arm)
         trees = one.propose([row], budgets)
         trees = governor.trimmed([row], trees, lambda count: count)
@@ -123,7 +123,7 @@ def run_rows(governor: MethodBandit, one: AutoDrafter, num_rows: int, num_steps:
     rows = [SimpleNamespace(id=i, token_ids=[9], is_finished=False, num_remaining_tokens=99) for i in range(num_rows)]
     asked = 0
     for _ in range(num_steps):
-        budgets = governor.budgets(rows, [Budget(1)] * num_rows, lambda count: count)
+        budgets = governor.budgets(rows, [DraftSize(1)] * num_rows, lambda count: count)
         one.choose_arm(governor.arm)
         trees = governor.trimmed(rows, one.propose(rows, budgets), lambda count: count)
         asked += one.arm == 1 and budgets[0] > 0
@@ -170,10 +170,10 @@ def test_a_union_of_free_parts_and_others_drafts_with_all_unless_told() -> None:
         assert (made.arms, made.arm) == (titles, 1)
         asked = [part.num_asked for part in parts]
         row = SimpleNamespace(id=0, token_ids=[9])
-        made.propose([row], [Budget(2)])
+        made.propose([row], [DraftSize(2)])
         assert [part.num_asked - before for part, before in zip(parts, asked, strict=True)] == [1, 1, 1]
         made.choose_arm(0)
-        (tree,) = made.propose([row], [Budget(2)])
+        (tree,) = made.propose([row], [DraftSize(2)])
         assert tree.tokens == (9, 2)
         assert [part.num_asked - before for part, before in zip(parts, asked, strict=True)] == [1, 2, 1]
     for part in parts:
@@ -203,7 +203,7 @@ def test_a_part_that_adds_nothing_is_asked_in_every_fourth_step() -> None:
         before = one.parts[1].num_asked
         row = SimpleNamespace(id=0, token_ids=[9], is_finished=False, pending=9)
         for _ in range(num_steps):
-            budgets = governor.budgets([row], [Budget(1)], lambda count: count)
+            budgets = governor.budgets([row], [DraftSize(1)], lambda count: count)
             (tree,) = one.propose([row], budgets)
             hit = tree.child(0, wanted)
             path = (0,) if hit is None else (0, hit)
@@ -221,9 +221,9 @@ def test_a_part_is_not_asked_where_another_promises_enough() -> None:
     one = drafter(Says("a", *range(1, 9)), Says("b", 20), free=2)
     row = SimpleNamespace(id=0, token_ids=[9])
     for _ in range(40):
-        (tree,) = one.propose([row], [Budget(8)])
+        (tree,) = one.propose([row], [DraftSize(8)])
         one.observe([row], [StepResult(tree, tuple(range(9)) if tree.is_chain else tree.path(8), tree.tokens[1:])])
     before = one.parts[1].num_asked
-    (tree,) = one.propose([row], [Budget(8)])
+    (tree,) = one.propose([row], [DraftSize(8)])
     assert one.parts[1].num_asked == before
     assert tree.tokens == (9, *range(1, 9))

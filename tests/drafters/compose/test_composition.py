@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from foredraft.drafters.parts.layer_set import LayerSet
 from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.engine.drafter import Drafter, PromptChunk, Requirements, StepResult
 from foredraft.engine.engine import Engine
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.model.cache.prefixes import PrefixStore
@@ -36,7 +36,7 @@ from toys import VOCAB_SIZE, small, target
 class Fixedly(Drafter):
     """Proposes one tree below every pending token, and keeps what it is told."""
 
-    def __init__(self, name: str, paths: Seq[Seq[int]], requires: Requirements | None = None) -> None:
+    def __init__(self, name: str, paths: Sequence[Sequence[int]], requires: Requirements | None = None) -> None:
         self.name = name
         self.requires = requires or Requirements()
         self._paths = paths
@@ -48,22 +48,22 @@ class Fixedly(Drafter):
         self.reach = 99
         self.num_asked = 0
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[int]) -> list[DraftTree]:
         self.num_asked += sum(budget > 0 for budget in budgets)
         trees = [DraftTree.from_paths(row.pending, self._paths, source=self.name) for row in rows]
         return [tree.cut(budget) for tree, budget in zip(trees, budgets, strict=True)]
 
-    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+    def recall(self, row: Row, memory: object, num_tokens: int) -> int:
         self.recalled.append((memory, num_tokens))
         return min(num_tokens, self.reach)
 
-    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+    def read(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         self.has_read += [(chunk.start, chunk.features.top_ids(2, range(chunk.num_tokens))) for chunk in chunks]
 
-    def keep(self, row: Sequence) -> object:
+    def keep(self, row: Row) -> object:
         return f"{self.name} of row {row.id}"
 
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+    def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         self.told += results
         self.learned += [result.committed.top_ids(1, range(len(result.emitted)))[:, 0].tolist() for result in results]
         if self.requires.choices:

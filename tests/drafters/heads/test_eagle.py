@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,11 +20,11 @@ from foredraft.drafters.lengths import Fixed
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.drafters.parts import candidates, eagle_rows
 from foredraft.drafters.parts.eagle_rows import EagleRows
-from foredraft.engine.drafter import Budget
+from foredraft.engine.drafter import DraftSize
 from foredraft.engine.engine import Engine
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.heads.eagle import EagleHead
-from foredraft.heads.layers import Placed
+from foredraft.heads.layers import AttentionContext
 from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.model.lm import CausalLM
 from foredraft.model.masks import Masks
@@ -104,7 +103,7 @@ def test_a_step_runs_the_head_once_per_level_for_all_rows_together() -> None:
 # -- against a head that is run from scratch -----------------------------------------------------------------------
 
 
-def from_scratch(head: EagleHead, text: Seq[int], path: Seq[int] = ()) -> tuple[Unrolled, torch.Tensor]:
+def from_scratch(head: EagleHead, text: Sequence[int], path: Sequence[int] = ()) -> tuple[Unrolled, torch.Tensor]:
     """The cache of a text and of drafted tokens behind it, entry by entry, and the last output (H,).
 
     Of a text of n tokens, the last one pending, there are n - 1 entries.
@@ -118,7 +117,7 @@ def from_scratch(head: EagleHead, text: Seq[int], path: Seq[int] = ()) -> tuple[
         count = tokens.shape[1]
         positions = torch.arange(first, first + count)[None]
         mask = torch.ones(count, first + count, dtype=torch.bool).tril(first)[None, None]
-        return FORWARD(head, embedding[tokens], features, Placed(*head.place(positions), mask, cache))
+        return FORWARD(head, embedding[tokens], features, AttentionContext(*head.place(positions), mask, cache))
 
     output = fed(ids[:, 1:], features, 0)[:, -1:]
     for i, token in enumerate(path):
@@ -126,7 +125,7 @@ def from_scratch(head: EagleHead, text: Seq[int], path: Seq[int] = ()) -> tuple[
     return cache, output[0, -1]
 
 
-def pool(head: EagleHead, row: Sequence, depth: int, sharpness: float) -> dict[tuple[int, ...], float]:
+def pool(head: EagleHead, row: Row, depth: int, sharpness: float) -> dict[tuple[int, ...], float]:
     """Every candidate of EAGLE-2 by its path, with its score, in the order in which they come up."""
     found: dict[tuple[int, ...], float] = {}
     frontier: list[tuple[int, ...]] = [()]
@@ -153,7 +152,7 @@ class Watched(HandsOn):
         self.depth, self.checks_trees = depth, checks_trees
         self.num_trees = self.num_entries = 0
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         for row in rows:
             self.check_entries(row)
         trees = self.drafter.propose(rows, budgets)
@@ -163,12 +162,12 @@ class Watched(HandsOn):
                 self.check_tree(row, tree, min(self.depth, budget))
         return trees
 
-    def observe(self, rows: Seq[Sequence], results: Any) -> None:
+    def observe(self, rows: Sequence[Row], results: Any) -> None:
         self.drafter.observe(rows, results)
         for row in rows:
             self.check_entries(row)
 
-    def check_entries(self, row: Sequence) -> None:
+    def check_entries(self, row: Row) -> None:
         """The cache of a row equals one that is made from scratch."""
         states = self.drafter.states
         num_entries = len(row.token_ids) - 1
@@ -185,7 +184,7 @@ class Watched(HandsOn):
             torch.testing.assert_close(own.values[place.slot, :, :num_entries], values[0], rtol=0, atol=1e-9)
         self.num_entries += 1
 
-    def check_tree(self, row: Sequence, tree: DraftTree, depth: int) -> None:
+    def check_tree(self, row: Row, tree: DraftTree, depth: int) -> None:
         """A draft holds the best candidates of the pool."""
         candidates = pool(self.drafter.states.head, row, depth, self.drafter.growth.sharpness) if depth > 0 else {}
         best = sorted(candidates, key=lambda path: -candidates[path])[: NUM_NODES - 1]
@@ -195,7 +194,7 @@ class Watched(HandsOn):
 
 def run_watched(
     head: EagleHead, depth: int = 3, max_tokens: int = 8, checks_trees: bool = True, **config: Any
-) -> tuple[Watched, list[Sequence]]:
+) -> tuple[Watched, list[Row]]:
     """Five ragged rows, greedy and sampled ones, two at a time, prompts in chunks of three."""
     watched = Watched(drafter(head, depth), depth, checks_trees)
     engine = Engine(target(), watched, EngineConfig(**{"max_num_seqs": 2, "prefill_chunk_size": 3, **config}))
@@ -299,7 +298,7 @@ def test_faults_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 # -- prefixes, budgets, what is not a number -----------------------------------------------------------------------
 
 
-def trees_of(engine: Engine, prompt: Seq[int], seen: list[DraftTree]) -> list[DraftTree]:
+def trees_of(engine: Engine, prompt: Sequence[int], seen: list[DraftTree]) -> list[DraftTree]:
     """The drafts of one request."""
     seen.clear()
     engine.add_request(prompt, replace(GREEDY, max_tokens=9))
@@ -315,11 +314,11 @@ class Recording(HandsOn):
         self.trees: list[DraftTree] = []
         self.num_read = 0
 
-    def read(self, rows: Seq[Sequence], chunks: Any) -> None:
+    def read(self, rows: Sequence[Row], chunks: Any) -> None:
         self.num_read += sum(chunk.num_tokens for chunk in chunks)
         self.drafter.read(rows, chunks)
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         trees = self.drafter.propose(rows, budgets)
         self.trees += trees
         return trees
@@ -371,7 +370,7 @@ def test_another_head_recalls_nothing() -> None:
 
 
 @pytest.fixture
-def started() -> tuple[EagleDrafter, list[Sequence]]:
+def started() -> tuple[EagleDrafter, list[Row]]:
     """A drafter that has read two prompts."""
     own = drafter(trained(3), 5)
     engine = Engine(target(), own)
@@ -383,10 +382,10 @@ def started() -> tuple[EagleDrafter, list[Sequence]]:
 
 @pytest.mark.parametrize("nodes", [1, 2, 5, 9, 50])
 @pytest.mark.parametrize("depth", [0, 1, 4])
-def test_budgets_are_obeyed_to_the_node(started: tuple[EagleDrafter, list[Sequence]], depth: int, nodes: int) -> None:
+def test_budgets_are_obeyed_to_the_node(started: tuple[EagleDrafter, list[Row]], depth: int, nodes: int) -> None:
     own, rows = started
     for chains_only in (False, True):
-        budget = Budget(depth, nodes, chains_only)
+        budget = DraftSize(depth, nodes, chains_only)
         for tree in own.propose(rows, [budget, budget]):
             assert len(tree) <= min(nodes, NUM_NODES)
             assert tree.depth <= depth

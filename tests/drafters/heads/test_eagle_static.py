@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -21,9 +21,9 @@ from foredraft.drafters.heads.eagle import EagleDrafter
 from foredraft.drafters.lengths import Fixed
 from foredraft.drafters.parts.rank_tree import RankTree
 from foredraft.drafters.parts.reduced_output import rows_of_output
-from foredraft.engine.drafter import Budget
+from foredraft.engine.drafter import DraftSize
 from foredraft.engine.engine import Engine
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.heads.checkpoint import write_checkpoint
 from foredraft.heads.eagle import EagleHead
@@ -65,7 +65,7 @@ class Watched(HandsOn):
         super().__init__(drafter)
         self.num_trees = 0
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         trees = self.drafter.propose(rows, budgets)
         for row, tree, budget in zip(rows, trees, budgets, strict=True):
             if row.law.is_greedy and len(row.token_ids) > 1:
@@ -73,7 +73,7 @@ class Watched(HandsOn):
                 self.num_trees += 1
         return trees
 
-    def wanted(self, row: Sequence, depth: int) -> set[tuple[int, ...]]:
+    def wanted(self, row: Row, depth: int) -> set[tuple[int, ...]]:
         """The tokens of every path of ranks."""
         tokens: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
         ranked: dict[tuple[int, ...], list[int]] = {}
@@ -106,7 +106,7 @@ def test_under_standard_all_draws_stay_and_carry_their_laws() -> None:
     (row,) = engine.add_request(PROMPTS[0], replace(SAMPLED, temperature=1.5, top_p=1.0, max_tokens=30))
     while not row.output_ids:
         engine.step()
-    (tree,) = own.propose([row], [Budget(3)])
+    (tree,) = own.propose([row], [DraftSize(3)])
     assert len(tree) == len([path for path in EAGLE_TREE.paths if len(path) <= 3]) + 1
     inner = [node for node in range(len(tree)) if tree.children[node]]
     sums = tree.probs[inner].sum(-1)
@@ -182,7 +182,7 @@ def test_heads_and_models_draft_frequent_tokens_alone(tmp_path: Path) -> None:
     (row,) = engine.add_request(PROMPTS[0], replace(GREEDY, max_tokens=30))
     while not row.output_ids:
         engine.step()
-    (tree,) = own.propose([row], [Budget(4)])
+    (tree,) = own.propose([row], [DraftSize(4)])
     assert set(tree.tokens[1:]) <= known
     for config in (
         {"method": "eagle2", "model": trained(1), "draft_vocabulary": file},

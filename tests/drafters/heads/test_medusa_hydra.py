@@ -18,9 +18,9 @@ from foredraft.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.drafters.parts.head_states import HeadStates, PrefixStates, last_hidden
 from foredraft.drafters.parts.rank_tree import RankTree
-from foredraft.engine.drafter import Budget, Drafter
+from foredraft.engine.drafter import Drafter, DraftSize
 from foredraft.engine.engine import Engine
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.errors import ShapeError
 from foredraft.heads.medusa_hydra import HydraHeads, PrefixLayer
 from foredraft.model.cache.prefixes import PrefixStore
@@ -51,9 +51,7 @@ def make(kind: str, tree: RankTree = TREES["grown"], max_depth: int = NUM_HEADS,
     return MultiHeadDrafter(heads_of(kind), target().num_layers, **growth)
 
 
-def run(
-    drafter: Drafter, params: SamplingParams = PARAMS, after: Callable[[Engine], None] | None = None
-) -> list[Sequence]:
+def run(drafter: Drafter, params: SamplingParams = PARAMS, after: Callable[[Engine], None] | None = None) -> list[Row]:
     """All prompts at once; two rows fit, so that they come and go."""
     engine = Engine(target(), drafter, EngineConfig(max_num_seqs=3, prefill_chunk_size=4))
     rows = [row for prompt in PROMPTS for row in engine.add_request(prompt, params)]
@@ -140,10 +138,10 @@ def test_budgets_are_obeyed_to_the_node(kind: str) -> None:
     rows = engine.decoding_rows
     whole = TREES["published"]
     for budgets in (
-        [Budget(4)] * 5,
-        [Budget(0), Budget(1), Budget(2), Budget(3), Budget(9)],
-        [Budget(4, 1), Budget(4, 2), Budget(4, 9), Budget(2, 64), Budget(3, 30, chains_only=True)],
-        [Budget(4, 5, chains_only=True)] * 5,
+        [DraftSize(4)] * 5,
+        [DraftSize(0), DraftSize(1), DraftSize(2), DraftSize(3), DraftSize(9)],
+        [DraftSize(4, 1), DraftSize(4, 2), DraftSize(4, 9), DraftSize(2, 64), DraftSize(3, 30, chains_only=True)],
+        [DraftSize(4, 5, chains_only=True)] * 5,
     ):
         with torch.inference_mode():
             trees = drafter.propose(rows, budgets)
@@ -243,7 +241,7 @@ def test_what_is_kept_of_a_row_equals_a_fresh_pass(kind: str) -> None:
 def test_a_row_whose_states_are_no_numbers_leaves_nothing_behind() -> None:
     """What it wrote lies behind the columns of the next row in its place, masked: 0 * NaN must not be."""
     contexts = PrefixStates(hydra_heads(True).prefix, last_hidden, torch.device("cpu"))
-    long, bad, good = (cast("Sequence", SimpleNamespace(id=i, token_ids=[1] * 9)) for i in range(3))
+    long, bad, good = (cast("Row", SimpleNamespace(id=i, token_ids=[1] * 9)) for i in range(3))
     states = states_along(target(), (3, 1, 4, 1, 5, 9, 2))
     with torch.inference_mode():
         contexts._take_in([long, bad], [states[:6], torch.full((6, HIDDEN), torch.nan, dtype=torch.float64)], [0, 0])
@@ -259,7 +257,7 @@ def test_prefixes_of_earlier_rows_are_used(kind: str) -> None:
     """A second turn that begins with the first reads what is new, and one token more."""
     store, drafter = PrefixStore(4), make(kind)
 
-    def turn(prompt: list[int]) -> Sequence:
+    def turn(prompt: list[int]) -> Row:
         engine = Engine(target(), drafter, EngineConfig(), prefixes=store)
         (row,) = engine.add_request(prompt, PARAMS)
         while engine.has_unfinished:

@@ -18,11 +18,11 @@ from foredraft import LLM, SamplingParams
 from foredraft.cli import app
 from foredraft.drafters.iterate.jacobi import Guesses
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.engine.budget import CAUSES, Budget
+from foredraft.engine.budget import CAUSES, DraftSize
 from foredraft.errors import ConfigError, PromptError
-from foredraft.law.noise import mix
-from foredraft.law.sampling import SamplingLaw, choose
 from foredraft.model.lm import CausalLM
+from foredraft.sampling.distribution import Sampler, choose
+from foredraft.sampling.noise import mix
 from foredraft.testing import PROMPTS, decode, perturbed, toy_model
 from foredraft.views.trajectory import Block, Trajectory
 
@@ -109,7 +109,7 @@ def test_a_block_takes_at_most_as_many_steps_as_it_has_tokens(mode: str) -> None
 @cache
 def next_token(text: tuple[int, ...], mode: str) -> int:
     """The choice of the row's law behind a text."""
-    law = SamplingLaw(PARAMS[mode], vocab_size=64, prompt_ids=PROMPTS[0])
+    law = Sampler(PARAMS[mode], vocab_size=64, prompt_ids=PROMPTS[0])
     law.seed = mix(law.seed, 0)
     law.extend(text[len(PROMPTS[0]) :])
     with torch.no_grad():
@@ -168,8 +168,8 @@ def test_settled_and_right_early() -> None:
 @pytest.mark.parametrize("block", [9, 17])
 def test_a_trajectory_follows_what_was_verified(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """Where steps took fewer tokens than a block has, iterates became shorter than it, and the views crashed."""
-    width, limited, cut = 4, LLM(MODEL), Budget.cut
-    monkeypatch.setattr(Budget, "cut", lambda budget, tree: cut(budget, tree).cut(width - 1))
+    width, limited, cut = 4, LLM(MODEL), DraftSize.cut
+    monkeypatch.setattr(DraftSize, "cut", lambda budget, tree: cut(budget, tree).cut(width - 1))
     found = foredraft.trajectory(limited, list(PROMPTS[0]), block, PARAMS["greedy"])
     plain = limited.generate([list(PROMPTS[0])], PARAMS["greedy"])[0].outputs[0].token_ids
     assert found.token_ids == plain
@@ -199,8 +199,8 @@ def test_a_trajectory_of_wide_blocks_runs_where_nothing_keeps_bits(
     """Eager bfloat16, where steps once took few nodes and the command crashed. What was not verified is counted, and
     every iterate has the length of its block."""
     if is_cut:
-        cut = Budget.cut
-        monkeypatch.setattr(Budget, "cut", lambda budget, tree: cut(budget, tree).cut(7))
+        cut = DraftSize.cut
+        monkeypatch.setattr(DraftSize, "cut", lambda budget, tree: cut(budget, tree).cut(7))
     llm = LLM("zoo:tiny", "none", dtype="bfloat16", execution="eager")
     found = foredraft.trajectory(llm, "Once upon a time", block, SamplingParams(temperature=0.0, max_tokens=40))
     assert len(found.token_ids) == sum(map(len, found.blocks)) <= 40

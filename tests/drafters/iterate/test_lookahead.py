@@ -29,9 +29,9 @@ from foredraft.drafters.iterate.lookahead import (
 )
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.drafters.parts.draft import GrowingDraft
-from foredraft.engine.budget import Budget
+from foredraft.engine.budget import DraftSize
 from foredraft.engine.engine import Engine
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.model.lm import CausalLM
 from foredraft.testing import GREEDY, PROMPTS, SAMPLED, compare, decode, toy_model
@@ -67,7 +67,7 @@ PUBLISHED_MASK = """
 
 
 def draft_of(pending: int, max_depth: int) -> GrowingDraft:
-    return GrowingDraft(cast("Sequence", SimpleNamespace(pending=pending)), max_depth)
+    return GrowingDraft(cast("Row", SimpleNamespace(pending=pending)), max_depth)
 
 
 def full_window(size: int, num_levels: int, first: list[int], levels: list[list[int]]) -> GuessWindow:
@@ -355,12 +355,12 @@ def test_guesses_go_on_while_the_window_rests() -> None:
     params = replace(GREEDY, seed=0)  # it draws the window, which may not be the guess
     (row,) = Engine(target(), drafter).add_request([5, 6, 7, 8, 9, 5], params)
     drafter.start([row])
-    whole = drafter.propose_row(row, Budget(3))
+    whole = drafter.propose_row(row, DraftSize(3))
     assert whole.is_whole
     assert len(whole) > 4
-    alone = drafter.propose_row(row, Budget(3, least=0.5))
+    alone = drafter.propose_row(row, DraftSize(3, least=0.5))
     assert not alone.is_whole
     assert alone.tokens == (5, 6, 7, 8)
-    again = drafter.propose_row(row, Budget(3))
+    again = drafter.propose_row(row, DraftSize(3))
     assert again.is_whole
     assert len(again) > 4

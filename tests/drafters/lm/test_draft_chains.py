@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -27,14 +27,14 @@ from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.parts.reduced_output import reduced_model
 from foredraft.engine.drafter import StepResult
 from foredraft.engine.engine import Engine
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.engine.stopping import StopChecker
 from foredraft.errors import ShapeError
 from foredraft.heads.vocabulary import DraftVocabulary
-from foredraft.law.processors import SamplingLaw
 from foredraft.model.lm import CausalLM
 from foredraft.model.nodes import Nodes
 from foredraft.native import library as native
+from foredraft.sampling.processors import Sampler
 from foredraft.testing import GREEDY, SAMPLED, toy_model
 from foredraft.testing.toys import strengthen
 
@@ -106,11 +106,11 @@ def test_a_chain_ends_where_logits_are_no_numbers() -> None:
 # -- drafts ------------------------------------------------------------------------------------------------------------
 
 
-def row_of(row_id: int, text: Seq[int], **params: float) -> Sequence:
+def row_of(row_id: int, text: Sequence[int], **params: float) -> Row:
     sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 100, **params})
-    law = SamplingLaw(replace(sampling, seed=row_id), vocab_size=V, prompt_ids=text)
+    law = Sampler(replace(sampling, seed=row_id), vocab_size=V, prompt_ids=text)
     checker = StopChecker(sampling, (), len(text), 400)
-    return Sequence(row_id, "0", 0, list(text), len(text), sampling, 7, law, 400, checker)
+    return Row(row_id, "0", 0, list(text), len(text), sampling, 7, law, 400, checker)
 
 
 def drafts_of(drafter: DraftModelDrafter, num_steps: int = 6, **params: float) -> list[list[tuple[int, ...]]]:
@@ -143,7 +143,7 @@ class Varied(LengthPolicy):
 
     name = "varied"
 
-    def longest(self, row: Sequence) -> int:
+    def longest(self, row: Row) -> int:
         return 1 + len(row.token_ids) % 4
 
 

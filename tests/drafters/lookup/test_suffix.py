@@ -21,7 +21,7 @@ from foredraft.engine.drafter import StepResult
 from foredraft.errors import ConfigError, DatastoreError, TokenizerMismatchError
 from foredraft.retrieval import history as history_of
 from foredraft.retrieval.automaton import SuffixAutomaton
-from foredraft.retrieval.growth import Candidate, Root, Shape, grow
+from foredraft.retrieval.growth import Candidate, GrowthRoot, TreeLimits, grow
 from foredraft.retrieval.history import OutputHistory
 from foredraft.retrieval.trie import Children
 from foredraft.tree import DraftTree
@@ -95,7 +95,7 @@ def test_of_equal_successors_the_latest_comes_first() -> None:
     automaton.extend([1, 2, 7, 1, 3, 8, 1])
     place = automaton.match()
     assert place is not None
-    assert grow(1, [Root(automaton, place)], Shape(3, 1)).tokens == (1, 3, 2)
+    assert grow(1, [GrowthRoot(automaton, place)], TreeLimits(3, 1)).tokens == (1, 3, 2)
 
 
 def test_a_period_goes_on_beyond_the_end_of_the_text() -> None:
@@ -103,7 +103,7 @@ def test_a_period_goes_on_beyond_the_end_of_the_text() -> None:
     automaton.extend([1, 2, 3] * 4)
     place = automaton.match()
     assert place is not None
-    tree = grow(3, [Root(automaton, place)], Shape(11, 10, 1))
+    tree = grow(3, [GrowthRoot(automaton, place)], TreeLimits(11, 10, 1))
     assert tree.tokens == (3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1)
 
 
@@ -128,7 +128,7 @@ def test_work_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> No
         automaton.extend([*text, 5])
         place = automaton.match()
         if place is not None:
-            grow(5, [Root(automaton, place)], Shape(16, 15))
+            grow(5, [GrowthRoot(automaton, place)], TreeLimits(16, 15))
         assert steps < 2500
 
 
@@ -147,8 +147,8 @@ def test_a_token_that_anything_may_follow_costs_no_more() -> None:
 def test_equal_proposals_of_two_sources_are_one_node() -> None:
     first = DraftTree((9, 1, 2), (-1, 0, 1), scores=(1.0, 0.5, 0.25))
     second = DraftTree((9, 1, 3), (-1, 0, 1), scores=(1.0, 0.8, 0.4))
-    roots = [Root(Children.of_tree(tree), 0) for tree in (first, second)]
-    tree = grow(9, roots, Shape(8, 4))
+    roots = [GrowthRoot(Children.of_tree(tree), 0) for tree in (first, second)]
+    tree = grow(9, roots, TreeLimits(8, 4))
     assert (tree.tokens, tree.parents) == ((9, 1, 2, 3), (-1, 0, 1, 1))
     assert tree.scores == pytest.approx((1.0, 0.8, 0.4, 0.4))
 
@@ -158,7 +158,7 @@ def test_equal_scores_go_to_the_most_recent() -> None:
         def candidates(self, place: int, floor: float = 0.0) -> list[Candidate]:
             return [Candidate(0.5, 1, 7, 1), Candidate(0.5, 2, 8, 1)] if place == 0 else []
 
-    assert grow(0, [Root(Two(), 0)], Shape(2, 3)).tokens == (0, 8)
+    assert grow(0, [GrowthRoot(Two(), 0)], TreeLimits(2, 3)).tokens == (0, 8)
 
 
 # -- history -----------------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_a_continuation_goes_on_beyond_the_depth() -> None:
     history.add(range(100, 140))
     spot = history.match([100, 101, 102, 103])
     assert spot is not None
-    assert grow(103, [Root(history, spot)], Shape(17, 16)).tokens == tuple(range(103, 120))
+    assert grow(103, [GrowthRoot(history, spot)], TreeLimits(17, 16)).tokens == tuple(range(103, 120))
 
 
 def test_a_history_survives_a_restart(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_many_threads_may_use_one_history() -> None:
                 history.add(random.integers(0, 4, 20).tolist())
                 spot = history.match(random.integers(0, 4, 6).tolist())
                 if spot is not None:
-                    grow(0, [Root(history, spot)], Shape(12, 10))
+                    grow(0, [GrowthRoot(history, spot)], TreeLimits(12, 10))
                     history.touch(spot)
         except BaseException as error:
             failures.append(error)

@@ -24,7 +24,7 @@ from foredraft.drafters.lookup.token_recycling import TokenRecyclingDrafter, bes
 from foredraft.drafters.parts.adjacency import AdjacencyMatrix
 from foredraft.drafters.parts.rank_tree import RankTree, TreeShape
 from foredraft.engine.engine import Engine
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.model.lm import CausalLM
 from foredraft.testing import PROMPTS, decode, toy_model
@@ -78,7 +78,7 @@ def filled_slowly(tree: RankTree, pending: int, depth: int, matrix: AdjacencyMat
 
 
 def tree_of(shape: TreeShape, pending: int, depth: int, matrix: AdjacencyMatrix) -> DraftTree:
-    return filled(cast("Sequence", SimpleNamespace(pending=pending)), shape, depth, matrix).tree("name")
+    return filled(cast("Row", SimpleNamespace(pending=pending)), shape, depth, matrix).tree("name")
 
 
 @given(matrices(), st.integers(0, 5), st.integers(1, 20), st.integers(1, 5))

@@ -9,8 +9,8 @@ from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.parts.candidates import Candidates, Parents
 from foredraft.errors import ShapeError
 from foredraft.heads.vocabulary import DraftVocabulary
-from foredraft.law import choice
-from foredraft.law.sampling import SamplingLaw, choose_siblings
+from foredraft.sampling import choice
+from foredraft.sampling.distribution import Sampler, choose_siblings
 
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0),
@@ -25,7 +25,7 @@ PARAMS = {
 
 
 def places(names: list[str], size: int) -> Parents:
-    laws = [SamplingLaw(PARAMS[name], vocab_size=size, prompt_ids=[1, 2, 3]) for name in names]
+    laws = [Sampler(PARAMS[name], vocab_size=size, prompt_ids=[1, 2, 3]) for name in names]
     return Parents(laws, [(5, 6)[: i % 3] for i in range(len(names))], [10 + i for i in range(len(names))])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -18,22 +18,22 @@ from foredraft.drafters.lengths import Fixed
 from foredraft.drafters.parts.candidates import SHARPNESS
 from foredraft.drafters.parts.draft import GrowingDraft
 from foredraft.drafters.parts.growth import Growth
-from foredraft.engine.drafter import Budget, StepResult
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.drafter import DraftSize, StepResult
+from foredraft.engine.row import Row
 from foredraft.engine.stopping import StopChecker
 from foredraft.errors import ConfigError
-from foredraft.law.noise import mix
-from foredraft.law.sampling import SamplingLaw
+from foredraft.sampling.distribution import Sampler
+from foredraft.sampling.noise import mix
 from foredraft.tree import DraftTree
 
 VOCAB_SIZE = 7
 
 
-def row_of(row_id: int, text: Seq[int], **params: float) -> Sequence:
+def row_of(row_id: int, text: Sequence[int], **params: float) -> Row:
     sampling = SamplingParams(**{"temperature": 0.0, **params})
-    law = SamplingLaw(sampling, vocab_size=VOCAB_SIZE, prompt_ids=list(text))
+    law = Sampler(sampling, vocab_size=VOCAB_SIZE, prompt_ids=list(text))
     checker = StopChecker(sampling, (), len(text), 100)
-    return Sequence(row_id, "0", 0, list(text), len(text), sampling, 7, law, 100, checker)
+    return Row(row_id, "0", 0, list(text), len(text), sampling, 7, law, 100, checker)
 
 
 class Oracle:
@@ -43,7 +43,7 @@ class Oracle:
         self._seed, self._dtype, self._spoilt = seed, dtype, spoilt
         self.num_calls = 0
 
-    def logits(self, text: Seq[int]) -> torch.Tensor:
+    def logits(self, text: Sequence[int]) -> torch.Tensor:
         """Few different values, so that many nodes tie; NaN after one token."""
         if text[-1] == self._spoilt:
             return torch.full((VOCAB_SIZE,), math.nan, dtype=self._dtype)
@@ -53,11 +53,11 @@ class Oracle:
         generator = torch.Generator().manual_seed(key % 2**63)
         return torch.randint(-2, 3, (VOCAB_SIZE,), generator=generator).to(self._dtype)
 
-    def open(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
+    def open(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         self.num_calls += 1
         return torch.stack([self.logits(draft.row.token_ids) for draft in drafts])
 
-    def expand(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
+    def expand(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         self.num_calls += 1
         return torch.stack(
             [
@@ -68,7 +68,7 @@ class Oracle:
         )
 
 
-def pool(oracle: Oracle, text: Seq[int], depth: int, siblings: int, beam: int) -> dict[tuple[int, ...], float]:
+def pool(oracle: Oracle, text: Sequence[int], depth: int, siblings: int, beam: int) -> dict[tuple[int, ...], float]:
     """Every candidate by its path, with its score, in the order in which they come up."""
     found: dict[tuple[int, ...], float] = {}
     frontier: list[tuple[int, ...]] = [()]
@@ -130,7 +130,7 @@ def test_reranking_keeps_the_likeliest_nodes_of_the_pool(
         sample_method="greedy",
     )
     rows = [row_of(0, [1, 2, 3]), row_of(1, [4])]
-    drafts = [growth.begin(row, Budget(depth)) for row in rows]
+    drafts = [growth.begin(row, DraftSize(depth)) for row in rows]
     growth.grow(drafts, oracle)
     assert oracle.num_calls <= depth
     for row, draft in zip(rows, drafts, strict=True):
@@ -155,7 +155,7 @@ def test_siblings_and_beam_are_limits_of_their_own(seed: int, siblings: int, bea
         beam_width=beam,
         sample_method="greedy",
     )
-    draft = growth.begin(row_of(0, [1, 2, 3]), Budget(depth))
+    draft = growth.begin(row_of(0, [1, 2, 3]), DraftSize(depth))
     growth.grow([draft], Oracle(seed, torch.float64))
     tree = growth.finish(draft, "test")
     levels = [tree.depths.count(level) for level in range(1, depth + 1)]
@@ -164,10 +164,10 @@ def test_siblings_and_beam_are_limits_of_their_own(seed: int, siblings: int, bea
     assert max(map(len, tree.children)) <= siblings
 
 
-@pytest.mark.parametrize("budget", [Budget(3, nodes=4), Budget(3, chains_only=True), Budget(2), Budget(0)])
+@pytest.mark.parametrize("budget", [DraftSize(3, nodes=4), DraftSize(3, chains_only=True), DraftSize(2), DraftSize(0)])
 @pytest.mark.parametrize("reranks", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_a_budget_is_kept_to_the_node(budget: Budget, reranks: bool, temperature: float) -> None:
+def test_a_budget_is_kept_to_the_node(budget: DraftSize, reranks: bool, temperature: float) -> None:
     growth = Growth(
         target_vocab_size=VOCAB_SIZE, policy=Fixed(9), num_branches=3, beam_width=2, reranks=reranks, max_nodes=20
     )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from foredraft.drafters.parts.rank_tree import PUBLISHED_TREES, RankTree, path_value
-from foredraft.engine.budget import Budget
+from foredraft.engine.budget import DraftSize
 from foredraft.errors import CheckpointError, ConfigError, ForedraftError
 
 ACCURACIES = [[0.5, 0.2, 0.1, 0.05], [0.4, 0.15, 0.1, 0.05], [0.3, 0.1, 0.05, 0.01]]
@@ -85,7 +85,7 @@ def test_the_number_of_siblings_is_limited() -> None:
 @pytest.mark.parametrize("chains_only", [False, True])
 def test_a_tree_obeys_its_budget_to_the_node(depth: int, nodes: int, chains_only: bool) -> None:
     tree = RankTree.published("mc_sim_7b_63")
-    shape = tree.within(Budget(depth, nodes, chains_only))
+    shape = tree.within(DraftSize(depth, nodes, chains_only))
     allowed = [path for path in tree.paths if len(path) <= depth and (not chains_only or not any(path))]
     assert len(shape.children) == 1 + min(nodes - 1, len(allowed))
     assert shape.depth <= depth
@@ -98,8 +98,8 @@ def test_a_tree_obeys_its_budget_to_the_node(depth: int, nodes: int, chains_only
 
 def test_what_is_left_out_first_is_worth_least() -> None:
     tree = RankTree.of([[0], [0, 0], [1], [0, 0, 0]])
-    assert tree.within(Budget(3, 4)).children == (range(1, 3), range(3, 4), range(4, 4), range(4, 4))
-    assert tree.within(Budget(3, 3)).children == (range(1, 2), range(2, 3), range(3, 3))
+    assert tree.within(DraftSize(3, 4)).children == (range(1, 3), range(3, 4), range(4, 4), range(4, 4))
+    assert tree.within(DraftSize(3, 3)).children == (range(1, 2), range(2, 3), range(3, 3))
     assert RankTree.of([[1], [0, 0], [0]]).paths == ((0,), (1,), (0, 0))
 
 

@@ -25,16 +25,16 @@ from foredraft.drafters.parts.sparse_view import SparseView
 from foredraft.drafters.selfdraft.sparse_kv import USUAL_ACCEPTANCE
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.engine.stopping import StopChecker
 from foredraft.errors import ConfigError, ShapeError, UnsupportedModelError
-from foredraft.law.sampling import SamplingLaw
 from foredraft.model.cache.views import Piece, ViewCache
 from foredraft.model.lm import CausalLM, Nodes
 from foredraft.model.support import cache_argument
-from foredraft.model.votes import Voter
+from foredraft.model.votes import SnapKVScorer
 from foredraft.native.build import cpp_compiler
 from foredraft.native.library import library
+from foredraft.sampling.distribution import Sampler
 from foredraft.testing import compare, toy_model
 from foredraft.tree import DraftTree
 from harness import adapter, first_attention, random_ids, tolerance
@@ -201,9 +201,9 @@ def test_sliding_layers_keep_the_last_columns() -> None:
 def draft_of(row_id: int, text: list[int]) -> GrowingDraft:
     """A draft that is about to grow after a text and the pending token 3."""
     params = SamplingParams(temperature=0.0)
-    law = SamplingLaw(params, vocab_size=VOCAB_SIZE)
+    law = Sampler(params, vocab_size=VOCAB_SIZE)
     checker = StopChecker(params, (), len(text), 100)
-    return GrowingDraft(Sequence(row_id, "0", 0, [*text, 3], len(text), params, 7, law, 100, checker), cap=4)
+    return GrowingDraft(Row(row_id, "0", 0, [*text, 3], len(text), params, 7, law, 100, checker), cap=4)
 
 
 def naive_choice(attentions: torch.Tensor, budget: int, sinks: int, window: int, num_kv_heads: int) -> list[set[int]]:
@@ -340,7 +340,7 @@ def test_options_that_make_no_sense_are_refused(config: dict[str, Any], message:
 def test_models_with_an_attention_of_their_own_are_refused_by_name() -> None:
     lm = CausalLM(target_model("llama", "eager"), execution="eager")
     with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM runs an attention of its own.*'streaming'"):
-        Voter(lm)
+        SnapKVScorer(lm)
     config = {"method": "sparse_kv", "kv_selector": "snapkv"}
     with pytest.raises(UnsupportedModelError, match="attention of its own"):
         LLM(target_model("llama", "eager"), speculative_config=config)

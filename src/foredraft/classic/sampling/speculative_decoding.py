@@ -18,10 +18,10 @@ from foredraft.classic.trace import begin_trace
 from foredraft.classic.utils import printing
 from foredraft.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor
 from foredraft.drafters.lengths import Egag, normalised_entropy
-from foredraft.law.precision import double_device, for_double
 from foredraft.loading.pairing import check_vocab_sizes
 from foredraft.model.default_device import makes_on_cpu
 from foredraft.model.lm import fit_vocabulary
+from foredraft.sampling.precision import double_device, for_double
 
 __all__ = ["max_fn", "speculative_generate"]
 

@@ -13,16 +13,16 @@ from foredraft.config.options import anything, option
 from foredraft.drafters import make_drafter
 from foredraft.drafters.compose.union import UnionDrafter
 from foredraft.drafters.parts.composite import CompositeOptions
-from foredraft.engine.drafter import Budget, StepResult
+from foredraft.engine.drafter import DraftSize, StepResult
 from foredraft.errors import ConfigError
 from foredraft.tree import DraftTree
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as Seq
+    from collections.abc import Sequence
 
     from foredraft.drafters.context import DrafterContext
     from foredraft.engine.drafter import Drafter
-    from foredraft.engine.sequence import Sequence
+    from foredraft.engine.row import Row
 
 logger = logging.getLogger("foredraft")
 
@@ -81,7 +81,7 @@ class AutoDrafter(UnionDrafter):
 
     name = "auto"
 
-    def __init__(self, parts: Seq[Drafter], max_nodes: int = AutoOptions.max_draft_nodes) -> None:
+    def __init__(self, parts: Sequence[Drafter], max_nodes: int = AutoOptions.max_draft_nodes) -> None:
         super().__init__(parts, max_nodes)
         self.arm = 0
         self._later = [place for place, part in enumerate(self.parts) if part.is_free][1:]
@@ -93,21 +93,23 @@ class AutoDrafter(UnionDrafter):
         others = [(*free, place) for place in range(len(self.parts)) if place not in free]
         return [free, *others] if free else others
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         self._num_asked += 1
         self._was_asked = set()
         return super().propose(rows, budgets)
 
-    def _budgets(self, place: int, by_part: Seq[Seq[DraftTree]], budgets: Seq[Budget]) -> Seq[Budget]:
+    def _budgets(
+        self, place: int, by_part: Sequence[Sequence[DraftTree]], budgets: Sequence[DraftSize]
+    ) -> Sequence[DraftSize]:
         if place not in self._later:
             return budgets
         is_due = self._gains[place] >= LITTLE or self._num_asked % SELDOM == 0
-        wanted = self._lacking(by_part, budgets, ENOUGH) if is_due else [Budget(0)] * len(budgets)
+        wanted = self._lacking(by_part, budgets, ENOUGH) if is_due else [DraftSize(0)] * len(budgets)
         if any(wanted):
             self._was_asked.add(place)
         return wanted
 
-    def _compare(self, outcomes: Seq[Seq[StepResult]]) -> None:
+    def _compare(self, outcomes: Sequence[Sequence[StepResult]]) -> None:
         for place in self._was_asked:
             others = [own for other, own in enumerate(outcomes) if other != place]
             added = [

@@ -12,10 +12,10 @@ from foredraft.drafters.parts.composite import CompositeDrafter, CompositeOption
 from foredraft.tree import DraftTree
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as Seq
+    from collections.abc import Sequence
 
     from foredraft.drafters.context import DrafterContext
-    from foredraft.engine.drafter import Budget, Drafter
+    from foredraft.engine.drafter import Drafter, DraftSize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +41,16 @@ class FirstDrafter(CompositeDrafter):
     name = "first"
     sign = ">"
 
-    def __init__(self, parts: Seq[Drafter], min_expected: float = FirstOptions.min_expected_tokens) -> None:
+    def __init__(self, parts: Sequence[Drafter], min_expected: float = FirstOptions.min_expected_tokens) -> None:
         super().__init__(parts)
         self._min_expected = min_expected
 
-    def _budgets(self, place: int, by_part: Seq[Seq[DraftTree]], budgets: Seq[Budget]) -> Seq[Budget]:
+    def _budgets(
+        self, place: int, by_part: Sequence[Sequence[DraftTree]], budgets: Sequence[DraftSize]
+    ) -> Sequence[DraftSize]:
         return self._lacking(by_part, budgets, self._min_expected)
 
-    def _combined(self, trees: Seq[DraftTree]) -> DraftTree:
+    def _combined(self, trees: Sequence[DraftTree]) -> DraftTree:
         """The last draft there is: no part after one that promised enough was asked."""
         return next((tree for tree in reversed(trees) if tree.num_draft_tokens), trees[-1])
 

@@ -14,7 +14,7 @@ from foredraft.errors import ConfigError
 from foredraft.tree import DraftTree
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as Seq
+    from collections.abc import Sequence
 
     from foredraft.drafters.context import DrafterContext
     from foredraft.engine.drafter import Drafter
@@ -42,13 +42,13 @@ class UnionDrafter(CompositeDrafter):
 
     name = "union"
 
-    def __init__(self, parts: Seq[Drafter], max_nodes: int = UnionOptions.max_draft_nodes) -> None:
+    def __init__(self, parts: Sequence[Drafter], max_nodes: int = UnionOptions.max_draft_nodes) -> None:
         super().__init__(parts)
         if max_nodes < 2:
             raise ConfigError(f"max_draft_nodes is {max_nodes}; a union needs 2 or more")
         self._max_nodes = max_nodes
 
-    def _combined(self, trees: Seq[DraftTree]) -> DraftTree:
+    def _combined(self, trees: Sequence[DraftTree]) -> DraftTree:
         found = [(place, tree) for place, tree in enumerate(trees) if len(tree) > 1]
         if len(found) < 2:
             return found[0][1] if found else trees[0]
@@ -56,7 +56,9 @@ class UnionDrafter(CompositeDrafter):
         return merged([tree for _, tree in found], scores, self._max_nodes, self.name)
 
 
-def merged(trees: Seq[DraftTree], scores: Seq[Seq[float]], max_nodes: int, source: str = "") -> DraftTree:
+def merged(
+    trees: Sequence[DraftTree], scores: Sequence[Sequence[float]], max_nodes: int, source: str = ""
+) -> DraftTree:
     """The best nodes of several trees with one root, as one tree.
 
     Args:

@@ -7,7 +7,7 @@ the head is sure; ``eagle3`` grows trees with the latter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import foredraft.heads.eagle as eagle
     import foredraft.heads.eagle_layouts as layouts
     import foredraft.model.execution.packing as packing
-    from foredraft.config.method import Contents
+    from foredraft.config.method import CheckpointFacts
     from foredraft.drafters.context import DrafterContext
     from foredraft.drafters.parts.draft import GrowingDraft
     from foredraft.heads.checkpoint import Checkpoint
@@ -162,7 +162,7 @@ class EagleDrafter(HeadDrafter[EagleRows]):
         if head.first_token_acceptance is not None:
             self.validated_acceptance = {self.name: head.first_token_acceptance}
 
-    def _grow(self, drafts: Seq[GrowingDraft]) -> None:
+    def _grow(self, drafts: Sequence[GrowingDraft]) -> None:
         if self._grows_by_rows(len(drafts)) and all(self._grows_at_once(draft) for draft in drafts):
             for draft in drafts:
                 self.states.grow(draft, self.growth.least_mass, self.growth.sharpness)
@@ -182,11 +182,11 @@ class EagleDrafter(HeadDrafter[EagleRows]):
         has_room = draft.cap <= MOST_CAP and self.growth.is_unconditional
         return self.states.native is not None and has_room and self.growth.ranks_by_scores(draft.row.law)
 
-    def open(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
+    def open(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         """What follows the pending tokens was computed when these became known; the output layer is missing."""
         return self.states.logits(self.states.open([draft.row for draft in drafts]))
 
-    def expand(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
+    def expand(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         """Feed the frontier of every draft, each node with the output of its parent."""
         return self.states.logits(self.states.feed(drafts, are_chains=self.growth.drafts_chains))
 
@@ -213,7 +213,7 @@ def eagle_head(options: EagleHeadOptions, context: DrafterContext, generation: i
     target = context.target
     facts = _facts(context)
 
-    def read(found: Checkpoint) -> tuple[EagleHead, Seq[str]]:
+    def read(found: Checkpoint) -> tuple[EagleHead, Sequence[str]]:
         return layouts.read_eagle(found, facts, generation=generation, rope_theta=options.draft_rope_theta)
 
     sizes = facts.hidden_size, target.num_layers, target.vocab_size
@@ -237,7 +237,7 @@ def _facts(context: DrafterContext) -> layouts.TargetFacts:
     )
 
 
-def _is_of(generation: int, contents: Contents) -> bool:
+def _is_of(generation: int, contents: CheckpointFacts) -> bool:
     """Whether this is a head of this generation; of the first, a tree that grows is the better use."""
     return eagle_generation(contents.config, contents.names) == generation
 

@@ -6,7 +6,7 @@ piece; those of Hydra++ are deeper, and read what a layer of their own makes of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import foredraft.heads.layers as layers
     import foredraft.heads.medusa_hydra as multi
     import foredraft.heads.medusa_hydra_layouts as layouts
-    from foredraft.config.method import Contents
+    from foredraft.config.method import CheckpointFacts
     from foredraft.drafters.context import DrafterContext
     from foredraft.drafters.parts.draft import GrowingDraft
     from foredraft.heads.checkpoint import Checkpoint
@@ -152,20 +152,20 @@ class MultiHeadDrafter(HeadDrafter[HeadStates]):
         if self.heads.needs_output_layer and self.heads.vocabulary is not None:
             self._output = rows_of_output(target.shadow.get_output_embeddings(), self.heads.vocabulary)
 
-    def _grow(self, drafts: Seq[GrowingDraft]) -> None:
+    def _grow(self, drafts: Sequence[GrowingDraft]) -> None:
         if self.heads.sees_path:
             self.growth.grow(drafts, self)
             return
         hidden = self.states.of([draft.row for draft in drafts])
         self.growth.fill(drafts, self.heads(hidden, max(draft.cap for draft in drafts), self._output))
 
-    def open(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
+    def open(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         """What the first head says after the pending tokens."""
         self._inputs = self.states.of([draft.row for draft in drafts])
         self._number_of = [{-1: number} for number in range(len(drafts))]
         return self.expand(drafts)
 
-    def expand(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
+    def expand(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         """What the head of this level says after every node, given the path that leads there."""
         nodes = [(i, draft, node) for i, draft in enumerate(drafts) for node in draft.frontier]
         above = [self._number_of[i][draft.parents[node]] for i, draft, node in nodes]
@@ -178,7 +178,7 @@ class MultiHeadDrafter(HeadDrafter[HeadStates]):
         return self.heads.logits(draft.depths[node], self._inputs, self._output)
 
 
-def _layer_input(layer: int, features: Features, nodes: Seq[int]) -> torch.Tensor:
+def _layer_input(layer: int, features: Features, nodes: Sequence[int]) -> torch.Tensor:
     return features.layer_input(layer, nodes)
 
 
@@ -192,7 +192,7 @@ def build(options: MedusaOptions | HydraOptions, context: DrafterContext) -> Mul
     size = int(target.config.hidden_size)
     known = PUBLISHED.get(options.method, {}).get((size, target.num_layers, target.vocab_size), ())
 
-    def read(found: Checkpoint) -> tuple[MultiHeads, Seq[str]]:
+    def read(found: Checkpoint) -> tuple[MultiHeads, Sequence[str]]:
         if of_medusa:
             return layouts.read_medusa(found, size, target.vocab_size)
         return layouts.read_hydra(found, size, target.vocab_size, layers.LayerShape.of(target.config))
@@ -223,12 +223,12 @@ def _reduced(heads: MultiHeads, vocabulary: DraftVocabulary, context: DrafterCon
     return context.keep(key, lambda: heads.reduced(vocabulary, lambda layer: rows_of_output(layer, vocabulary)))
 
 
-def recognizes_medusa(contents: Contents) -> bool:
+def recognizes_medusa(contents: CheckpointFacts) -> bool:
     """Whether these are Medusa's heads, alone or inside of a model that was trained with them."""
     return is_medusa(contents.config, contents.names)
 
 
-def recognizes_hydra(has_prefix_layer: bool, contents: Contents) -> bool:
+def recognizes_hydra(has_prefix_layer: bool, contents: CheckpointFacts) -> bool:
     """Whether these are heads of Hydra, with a prefix layer or without."""
     found = is_hydra(contents.config, contents.names)
     return found and has_prefix(contents.config, contents.names) == has_prefix_layer

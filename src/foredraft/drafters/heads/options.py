@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from foredraft.config.acceptance import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, RULES
 from foredraft.config.drafting import DraftOptions, ModelOptions, acceptance, draft_length, draft_sampling, node_limit
-from foredraft.config.method import Contents, methods, recognized_in
+from foredraft.config.method import CheckpointFacts, methods, recognized_in
 from foredraft.config.options import anything, number, option
 from foredraft.drafters.parts.rank_tree import RankTree
 from foredraft.drafters.parts.reduced_output import VocabularyOptions
@@ -135,8 +134,8 @@ def load_head(
     options: ModelOptions,
     context: DrafterContext,
     kind: type[Head],
-    read: Callable[[Checkpoint], tuple[Head, Seq[str]]],
-    published: Seq[str] = (),
+    read: Callable[[Checkpoint], tuple[Head, Sequence[str]]],
+    published: Sequence[str] = (),
 ) -> Head:
     """The head that a config names; loaded once, and kept for the drafters to come.
 
@@ -179,7 +178,7 @@ def load_head(
 
 
 def _loaded(
-    given: Any, options: ModelOptions, target: CausalLM, read: Callable[[Checkpoint], tuple[Head, Seq[str]]]
+    given: Any, options: ModelOptions, target: CausalLM, read: Callable[[Checkpoint], tuple[Head, Sequence[str]]]
 ) -> Head:
     found = checkpoint.read_checkpoint(given, options.revision)
     check_kind(found, options.method)
@@ -214,7 +213,7 @@ def check_kind(found: Checkpoint, method: str) -> None:
 
     Raises: ConfigError, naming the method of that head.
     """
-    known = recognized_in(Contents(found.config, frozenset(found.tensors)))
+    known = recognized_in(CheckpointFacts(found.config, frozenset(found.tensors)))
     if known is not None and known.head != methods()[method].head:
         raise ConfigError(
             f"{found.name} holds heads of {known.head!r}, and method {method!r} drafts with those of "
@@ -228,7 +227,7 @@ def pack(head: nn.Module) -> None:
     Layers that are given the same tensor become one product, which reads them in one call.
     """
     packable = set(packing.packable(head))
-    together: list[Seq[nn.Module]] = []
+    together: list[Sequence[nn.Module]] = []
     for module in head.modules():
         if isinstance(module, (layers.Attention, layers.MLP)):
             together.append(module.sharing_input)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, ClassVar
@@ -11,17 +11,17 @@ from foredraft.config.drafting import DraftOptions, draft_length
 from foredraft.config.method import Method
 from foredraft.config.options import one_of, option
 from foredraft.drafters.lengths import LengthOptions, LengthPolicy, PlannedDrafter
-from foredraft.engine.drafter import Budget, Requirements, StepResult
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.drafter import DraftSize, Requirements, StepResult
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.lazy import Lazy
 from foredraft.tree import DraftTree
 
 if TYPE_CHECKING:
     from foredraft.drafters.context import DrafterContext
-    from foredraft.law import noise
+    from foredraft.sampling import noise
 else:
-    noise = Lazy("foredraft.law.noise")
+    noise = Lazy("foredraft.sampling.noise")
 
 
 class PromptTokens:
@@ -30,7 +30,7 @@ class PromptTokens:
     Randomness: the draft stream of the row's seed, apart from every number that decides what is emitted.
     """
 
-    def __init__(self, row: Sequence) -> None:
+    def __init__(self, row: Row) -> None:
         self._tokens = row.token_ids
         self._num_tokens = row.num_prompt_tokens
         self._seed = row.seed
@@ -102,14 +102,14 @@ class JacobiDrafter(PlannedDrafter["Guesses"]):
             raise ConfigError('initial_guess="random" needs the vocab_size of the target; give it')
         self._vocab_size = vocab_size or 0
 
-    def new_state(self, row: Sequence) -> Guesses:
+    def new_state(self, row: Row) -> Guesses:
         return Guesses(row, self.options.initial_guess, self._vocab_size)
 
-    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+    def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
         length = self.length(row, budget)
         return DraftTree.chain(row.pending, self._state_of[row.id].first(length), source=self.name)
 
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+    def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         super().observe(rows, results)
         for row, result in zip(rows, results, strict=True):
             self._state_of[row.id].refresh(result.features.choices, len(result.emitted))
@@ -118,7 +118,7 @@ class JacobiDrafter(PlannedDrafter["Guesses"]):
 class Guesses:
     """The guesses for the next tokens of one row, starting after the pending one."""
 
-    def __init__(self, row: Sequence, initial_guess: str, vocab_size: int = 0) -> None:
+    def __init__(self, row: Row, initial_guess: str, vocab_size: int = 0) -> None:
         self._row = row
         self._prompt_tokens = PromptTokens(row) if initial_guess == "prompt" else None
         self._vocab_size = vocab_size if initial_guess == "random" else None
@@ -129,7 +129,7 @@ class Guesses:
         self._tokens += [self._initial(place) for place in range(len(self._tokens), length)]
         return self._tokens[:length]
 
-    def refresh(self, choices: Seq[int], num_emitted: int) -> None:
+    def refresh(self, choices: Sequence[int], num_emitted: int) -> None:
         """Take the target's choices for guesses, and drop those for what was emitted meanwhile.
 
         Choice i stands in the place of guess i. With guesses 5 6 7 8, choices 5 6 9 2 1 and three tokens emitted

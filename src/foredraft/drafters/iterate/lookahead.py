@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -14,8 +13,8 @@ from foredraft.config.method import Method
 from foredraft.config.options import flag, option, whole
 from foredraft.drafters.iterate.jacobi import PromptTokens
 from foredraft.drafters.parts.draft import GrowingDraft
-from foredraft.engine.drafter import Budget, ContextDrafter, Requirements, StepResult
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.drafter import ContextDrafter, DraftSize, Requirements, StepResult
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.tree import DraftTree
 
@@ -88,13 +87,13 @@ class LookaheadDrafter(ContextDrafter):
         self._window_of: dict[int, GuessWindow | None] = {}  # None while it rests
         self._pool_of: dict[int, NgramPool] = {}
 
-    def start(self, rows: Seq[Sequence]) -> None:
+    def start(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._window_of[row.id] = self._new_window(row)
             self._pool_of[row.id] = NgramPool(self.options.num_speculative_tokens, self.options.guess_set_size)
             self._learn(row, len(row.token_ids))
 
-    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+    def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
         draft = GrowingDraft(row, budget.depth)
         for guess in self._pool_of[row.id].continuations(row.pending):
             draft.add_path(guess, self._max_guess_nodes)
@@ -105,7 +104,7 @@ class LookaheadDrafter(ContextDrafter):
         window.add_to(draft)
         return draft.tree(self.name, is_whole=True)
 
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+    def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
             window, pool = self._window_of[row.id], self._pool_of[row.id]
             self._worth.learn(pool.advance_by_windows(result.tree.tokens[0], result.emitted), result.tree.is_whole)
@@ -114,16 +113,16 @@ class LookaheadDrafter(ContextDrafter):
                     pool.add(ngram[0], ngram[1:], is_read=False)
             self._learn(row, len(result.emitted))
 
-    def forget(self, rows: Seq[Sequence]) -> None:
+    def forget(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._window_of.pop(row.id, None)
             self._pool_of.pop(row.id, None)
 
-    def _new_window(self, row: Sequence) -> GuessWindow:
+    def _new_window(self, row: Row) -> GuessWindow:
         ends = frozenset((*row.law.eos_token_ids, *(row.params.stop_token_ids or ())))
         return GuessWindow(self.options.window_size, self.options.num_speculative_tokens, PromptTokens(row).next, ends)
 
-    def _learn(self, row: Sequence, num_new_tokens: int) -> None:
+    def _learn(self, row: Row, num_new_tokens: int) -> None:
         if self.options.pool_from_prompt:
             self._pool_of[row.id].add_text(row.token_ids, len(row.token_ids) - num_new_tokens)
 
@@ -172,7 +171,7 @@ class GuessWindow:
         """Grow the window below the root."""
         self._walk(draft.child)
 
-    def advance(self, tree: DraftTree, choices: Seq[int]) -> list[tuple[int, ...]]:
+    def advance(self, tree: DraftTree, choices: Sequence[int]) -> list[tuple[int, ...]]:
         """Move one step on with the target's tokens (N,) after the nodes of a tree that held this window.
 
         Returns: the n-grams of all columns, key first, once the window is full. A column that the tree does not hold
@@ -235,7 +234,7 @@ class WindowWorth:
         """Whether it brings what its nodes cost.
 
         Args:
-          least: half of the tokens that the time of a node would make otherwise (`Budget.least`); 0 where nobody knows.
+          least: half of the tokens that the time of a node would make otherwise (`DraftSize.least`); 0 if unknown.
         """
         if 2.0 * least * self._num_nodes * self._num_steps <= self._num_tokens:
             return True
@@ -274,7 +273,7 @@ class NgramPool:
         if len(known) > self._limit:
             del known[next(iter(known))]
 
-    def add_text(self, tokens: Seq[int], first: int) -> None:
+    def add_text(self, tokens: Sequence[int], first: int) -> None:
         """Record the n-grams of a text whose last token stands at ``first`` or later.
 
         Of 1 2 3 4 from 3 on, with two tokens after the first of each: 2 -> 3 4.
@@ -287,7 +286,7 @@ class NgramPool:
         """The continuations that were seen after a token, the most recent first."""
         return list(reversed(self._continuations_of.get(token, {})))
 
-    def advance_by_windows(self, token: int, text: Seq[int]) -> int:
+    def advance_by_windows(self, token: int, text: Sequence[int]) -> int:
         """By how many tokens those of windows have said what came after a token further than those of texts."""
         longest = {False: 0, True: 0}
         for continuation, is_read in self._continuations_of.get(token, {}).items():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,8 +21,8 @@ from foredraft.drafters.parts.rows import (
     spans,
     unpadded,
 )
-from foredraft.engine.drafter import Budget, Drafter, OwnCache, PromptChunk, Requirements, StepResult
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.drafter import Drafter, DraftSize, OwnCache, PromptChunk, Requirements, StepResult
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.lazy import Lazy
 from foredraft.tree import DraftPlan, DraftTree
@@ -110,21 +109,21 @@ class DraftModelDrafter(Drafter):
         found = [OwnCache(self._cache, column_bytes)]
         return found if self._view is None else [*found, self._view.own_cache(column_bytes)]
 
-    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+    def recall(self, row: Row, memory: object, num_tokens: int) -> int:
         """Load what an earlier row has left; what is missing of the prompt is fed at the start."""
         if isinstance(memory, CacheMemory) and memory.writer == self._writer and self._fits(row):
             self._rows.recall(row.id, memory, num_tokens)
         return num_tokens
 
-    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+    def read(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         """Feed as much of the prompts as the target has just read, so that no step waits for a whole one."""
         self._catch_up(rows, [(chunk.num_tokens, chunk.start + chunk.num_tokens) for chunk in chunks])
 
-    def start(self, rows: Seq[Sequence]) -> None:
+    def start(self, rows: Sequence[Row]) -> None:
         """Feed what is missing of the prompts, all but the last token."""
         self._catch_up(rows, [(len(row.token_ids), len(row.token_ids) - 1) for row in rows])
 
-    def _catch_up(self, rows: Seq[Sequence], limits: Seq[tuple[int, int]]) -> None:
+    def _catch_up(self, rows: Sequence[Row], limits: Sequence[tuple[int, int]]) -> None:
         """Feed the next tokens of texts: how many at most, and up to which."""
         texts = {}
         for row, (most, last) in zip(rows, limits, strict=True):
@@ -136,11 +135,11 @@ class DraftModelDrafter(Drafter):
             place = self._rows[row.id]
             place.trunk = self._cache.lengths[place.slot]
 
-    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+    def fork(self, row: Row, copies: Sequence[Row]) -> None:
         for copy in copies:
             self._rows.fork(row.id, copy.id)
 
-    def keep(self, row: Sequence) -> CacheMemory | None:
+    def keep(self, row: Row) -> CacheMemory | None:
         if self._view is not None and row.id in self._rows:
             place = self._rows[row.id]
             self._view.give_back(row, place.slot)
@@ -152,7 +151,7 @@ class DraftModelDrafter(Drafter):
         """The model as it is now; see `CausalLM.num_changes`."""
         return self.model, self.model.num_changes
 
-    def forget(self, rows: Seq[Sequence]) -> None:
+    def forget(self, rows: Sequence[Row]) -> None:
         self.growth.forget(rows)
         self._rows.remove(row.id for row in rows)
         if self._view is not None:
@@ -160,11 +159,11 @@ class DraftModelDrafter(Drafter):
         for row in rows:
             self._drafts.pop(row.id, None)
 
-    def _fits(self, row: Sequence) -> bool:
+    def _fits(self, row: Row) -> bool:
         """Whether the drafter's context has room for the text and a draft."""
         return reach(self.model, row) > 0
 
-    def _feed(self, texts: Mapping[int, Seq[int]]) -> None:
+    def _feed(self, texts: Mapping[int, Sequence[int]]) -> None:
         """Run texts, by slot, through the drafter, chunk by chunk; those of neighbouring slots side by side."""
         for slots in spans((slot for slot, text in texts.items() if text), max_gap=0):
             several = [texts[slot] for slot in slots]
@@ -173,7 +172,7 @@ class DraftModelDrafter(Drafter):
                 self.model.forward(self._chains(chunks), self._cache, first_row=slots[0], keep=slice(0, 0))
                 self._cache.commit([range(len(chunk)) for chunk in chunks], slots[0])
 
-    def _chains(self, chains: Seq[Seq[int]]) -> lm.Nodes:
+    def _chains(self, chains: Sequence[Sequence[int]]) -> lm.Nodes:
         """Rows of tokens that the drafter knows."""
         nodes = lm.Nodes.from_chains(chains)
         known_tokens(self.model, nodes.tokens)
@@ -181,7 +180,7 @@ class DraftModelDrafter(Drafter):
 
     # -- propose -----------------------------------------------------------------------------------------------
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         pairs = zip(rows, budgets, strict=True)
         drafts = [self.growth.begin(row, budget, reach(self.model, row)) for row, budget in pairs]
         self._drafts.update((draft.row.id, draft) for draft in drafts)
@@ -194,7 +193,7 @@ class DraftModelDrafter(Drafter):
         tree = self.growth.finish(draft, self.name)
         return tree if draft.cap > 0 or self._fits(draft.row) else tree.planned(DraftPlan(0, cause="context"))
 
-    def _grow_at_once(self, drafts: Seq[GrowingDraft]) -> bool:
+    def _grow_at_once(self, drafts: Sequence[GrowingDraft]) -> bool:
         """Grow drafts in one call where these are chains of the model's likeliest tokens; whether they are."""
         depths = self.growth.argmax_depths(drafts) if self._view is None else None
         if depths is None or max(depths) < 1:
@@ -213,7 +212,7 @@ class DraftModelDrafter(Drafter):
                 draft.add(node, token)
         return True
 
-    def open(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
+    def open(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         """Feed what the cache has not seen of every text."""
         places, chains = self._unseen(drafts) if self._view is None else self._unseen_in(self._view, drafts)
         counts = [len(chain) for chain in chains]
@@ -225,7 +224,7 @@ class DraftModelDrafter(Drafter):
         last = torch.tensor([count - 1 - first for count in counts], device=logits.device)
         return logits[torch.arange(len(drafts), device=logits.device), last]
 
-    def _unseen(self, drafts: Seq[GrowingDraft]) -> tuple[list[CachedRow], list[list[int]]]:
+    def _unseen(self, drafts: Sequence[GrowingDraft]) -> tuple[list[CachedRow], list[list[int]]]:
         """Places of rows in front, and what is to be fed of their texts, which is short."""
         places = self._rows.align([draft.row.id for draft in drafts])
         for draft, place in zip(drafts, places, strict=True):
@@ -235,7 +234,7 @@ class DraftModelDrafter(Drafter):
                 place.trunk = self._cache.lengths[place.slot]
         return places, [draft.row.token_ids[place.trunk :] for draft, place in zip(drafts, places, strict=True)]
 
-    def _unseen_in(self, view: SparseView, drafts: Seq[GrowingDraft]) -> tuple[list[CachedRow], list[list[int]]]:
+    def _unseen_in(self, view: SparseView, drafts: Sequence[GrowingDraft]) -> tuple[list[CachedRow], list[list[int]]]:
         """The same over a view. A longer text is fed in pieces, between which columns are chosen anew."""
         source_rows = [self._rows[draft.row.id].slot for draft in drafts]
         places = view.follow(drafts, source_rows)
@@ -252,17 +251,17 @@ class DraftModelDrafter(Drafter):
         ]
         return places, chains
 
-    def _place(self, row: Sequence) -> CachedRow | None:
+    def _place(self, row: Row) -> CachedRow | None:
         """Where a row lies in the cache that drafts see; None as long as it has not been drafted for."""
         return (self._rows if self._view is None else self._view.rows).get(row.id)
 
-    def expand(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
+    def expand(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         """Feed the frontier of every draft."""
         places = [place for draft in drafts if (place := self._place(draft.row)) is not None]
         logits = feed(self.model, self._seen, drafts, places, are_chains=self.growth.drafts_chains)
         return unpadded(logits, drafts)
 
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+    def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         """Keep the accepted nodes that were fed; the next catch-up brings the rest."""
         for row, result in zip(rows, results, strict=True):
             place = self._place(row)

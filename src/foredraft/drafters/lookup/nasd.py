@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,9 +15,9 @@ from foredraft.drafters.iterate.jacobi import random_token
 from foredraft.drafters.lengths import CONFIDENCE, NOTHING, LengthOptions, LengthPolicy, PlannedDrafter
 from foredraft.drafters.parts.ngram_storage import RUNNER_UP_WEIGHT, STORAGES, Guess, NGramStorage
 from foredraft.drafters.parts.state_file import check_writable, warned
-from foredraft.engine.drafter import Budget, StepResult
+from foredraft.engine.drafter import DraftSize, StepResult
 from foredraft.engine.features import top_ids_of
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.tree import DraftTree
 
@@ -134,36 +133,36 @@ class NasdDrafter(PlannedDrafter[NGramStorage]):
             self._shared.reset()
             self._is_unsaved = True
 
-    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+    def recall(self, row: Row, memory: object, num_tokens: int) -> int:
         if self._shared is not None and memory is self._shared.epoch:
             self._num_counted_of[row.id] = num_tokens  # the row before has put them in
         return super().recall(row, memory, num_tokens)
 
-    def new_state(self, row: Sequence) -> NGramStorage:
+    def new_state(self, row: Row) -> NGramStorage:
         self._is_unsaved = True
         storage = self._new_storage() if self._shared is None else self._shared
         storage.extend(row.token_ids, [], first=self._num_counted_of.get(row.id, 1))
         self._num_counted_of[row.id] = len(row.token_ids)
         return storage
 
-    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+    def fork(self, row: Row, copies: Sequence[Row]) -> None:
         if self._shared is not None:  # the prompt has been counted
             self._num_counted_of |= {copy.id: len(copy.token_ids) for copy in copies}
         self.start(copies)
 
-    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+    def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
         storage, tokens, guess = self._state_of[row.id], row.token_ids, self._guess(row)
         length = self.length(row, budget, storage.log_shares(tokens, guess))
         return storage.draft(tokens, length, self.name, guess)
 
-    def _guess(self, row: Sequence) -> Guess | None:
+    def _guess(self, row: Row) -> Guess | None:
         """Random tokens for unknown contexts, the same whenever this position is drafted from."""
         if self.options.unknown != "random":
             return None
         size, position = self._vocab_size, len(row.token_ids)
         return lambda node: (random_token(row.seed, size, position, node), 1.0 / size)
 
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+    def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         super().observe(rows, results)
         ranked = self._runners_up(results)
         for row, result in zip(rows, results, strict=True):
@@ -172,17 +171,17 @@ class NasdDrafter(PlannedDrafter[NGramStorage]):
             self._state_of[row.id].extend(row.token_ids, list(islice(ranked, num_emitted)), first)
             self._num_counted_of[row.id] = len(row.token_ids)
 
-    def _runners_up(self, results: Seq[StepResult]) -> Iterator[list[int]]:
+    def _runners_up(self, results: Sequence[StepResult]) -> Iterator[list[int]]:
         """The target's best tokens in every place, row after row, best first; none where they are not learned."""
         if self.options.filler_top_k < 2 or not results:
             return iter(())
         nodes = [range(len(result.emitted)) for result in results]
         return iter(top_ids_of([result.committed for result in results], self.options.filler_top_k, nodes).tolist())
 
-    def keep(self, row: Sequence) -> object:
+    def keep(self, row: Row) -> object:
         return None if self._shared is None else self._shared.epoch
 
-    def forget(self, rows: Seq[Sequence]) -> None:
+    def forget(self, rows: Sequence[Row]) -> None:
         for row in rows:
             storage, num_counted = self._state_of.get(row.id), self._num_counted_of.pop(row.id, 1)
             if storage is not None and storage is self._shared:  # nothing was said of the last step of a row

@@ -11,8 +11,8 @@ from foredraft.config.method import Method
 from foredraft.config.options import one_of, option, whole
 from foredraft.drafters.lengths import LengthOptions, LengthPolicy, PlannedDrafter
 from foredraft.drafters.parts.suffix_index import MATCHES, SuffixIndex
-from foredraft.engine.drafter import Budget
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.drafter import DraftSize
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.tree import DraftTree
 
@@ -78,13 +78,13 @@ class NGramDrafter(PlannedDrafter[SuffixIndex]):
         self.options = options or NGramOptions()
         super().__init__(length_policy or self.options.new_policy(self.options.num_speculative_tokens))
 
-    def new_state(self, row: Sequence) -> SuffixIndex:
+    def new_state(self, row: Row) -> SuffixIndex:
         orders = range(self.options.prompt_lookup_min, self.options.prompt_lookup_max + 1)
         index = SuffixIndex(orders, match=self.options.prompt_lookup_match)
         index.extend(row.token_ids)
         return index
 
-    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+    def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
         length = self.length(row, budget)
         index = self._state_of[row.id]
         index.extend(row.token_ids)

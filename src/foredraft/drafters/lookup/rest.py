@@ -9,12 +9,12 @@ from foredraft.config.drafting import BranchOptions, branches, draft_length, nod
 from foredraft.config.method import Method
 from foredraft.config.options import flag, option, path, whole
 from foredraft.drafters.lengths import LengthOptions, LengthPolicy, PlannedDrafter
-from foredraft.engine.drafter import Budget
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.drafter import DraftSize
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.retrieval.automaton import SuffixAutomaton
 from foredraft.retrieval.datastore import MAX_DEPTH, Datastore, Lookup
-from foredraft.retrieval.growth import Root, Shape, grow
+from foredraft.retrieval.growth import GrowthRoot, TreeLimits, grow
 from foredraft.retrieval.trie import Children
 from foredraft.tree import DraftTree
 
@@ -90,39 +90,39 @@ class RestDrafter(PlannedDrafter[SuffixAutomaton | None]):
         super().__init__(length_policy or self.options.new_policy(self.options.num_speculative_tokens))
         self.datastore, self._lookup = datastore, self.options.lookup
 
-    def new_state(self, row: Sequence) -> SuffixAutomaton | None:
+    def new_state(self, row: Row) -> SuffixAutomaton | None:
         if not self.options.retrieval_dynamic_index:
             return None
         text = SuffixAutomaton(min_match=self.options.retrieval_match_min, floor=_OWN_FLOOR)
         text.extend(row.token_ids)
         return text
 
-    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+    def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
         length = self.length(row, budget)
         if length == 0:
             return DraftTree.root(row.token_ids[-1], self.name)
         options = self.options
-        shape = Shape(budget.max_nodes(options.max_draft_nodes), length, budget.width(options.num_draft_branches))
+        shape = TreeLimits(budget.max_nodes(options.max_draft_nodes), length, budget.width(options.num_draft_branches))
         retrieved = self._retrieved(row, shape)
         own = self._own_text(row)
         if own is None:
             return retrieved
-        return grow(row.token_ids[-1], [own, Root(Children.of_tree(retrieved), 0)], shape, self.name)
+        return grow(row.token_ids[-1], [own, GrowthRoot(Children.of_tree(retrieved), 0)], shape, self.name)
 
-    def _retrieved(self, row: Sequence, shape: Shape) -> DraftTree:
+    def _retrieved(self, row: Row, shape: TreeLimits) -> DraftTree:
         """Draft the continuations that the datastore has for the end of the text."""
         match = self.datastore.query(row.token_ids[-self._lookup.match_max :], self._lookup)
         pending = row.token_ids[-1]
         return DraftTree.root(pending, self.name) if match is None else match.trie.tree(pending, shape, self.name)
 
-    def _own_text(self, row: Sequence) -> Root | None:
+    def _own_text(self, row: Row) -> GrowthRoot | None:
         """Where the row's own text stands; None where its end is new, or it is not looked up."""
         text = self._state_of.get(row.id)
         if text is None:
             return None
         text.extend(row.token_ids)
         place = text.match()
-        return None if place is None else Root(text, place)
+        return None if place is None else GrowthRoot(text, place)
 
 
 def build(options: RestOptions, context: DrafterContext) -> RestDrafter:

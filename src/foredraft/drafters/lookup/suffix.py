@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -12,14 +12,14 @@ from foredraft.config.method import Method
 from foredraft.config.options import flag, number, option, path, whole
 from foredraft.drafters.lengths import LengthOptions, LengthPolicy, PlannedDrafter
 from foredraft.drafters.parts.state_file import check_writable, warned
-from foredraft.engine.drafter import Budget, StepResult
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.drafter import DraftSize, StepResult
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.retrieval.automaton import SuffixAutomaton
-from foredraft.retrieval.growth import Root, Shape, grow
+from foredraft.retrieval.growth import GrowthRoot, TreeLimits, grow
 from foredraft.retrieval.history import OutputHistory
 from foredraft.retrieval.manifest import fingerprint_of
-from foredraft.retrieval.suffix_tree import Spot
+from foredraft.retrieval.suffix_tree import SuffixMatch
 from foredraft.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -88,31 +88,31 @@ class SuffixDrafter(PlannedDrafter[SuffixAutomaton]):
         if self._state_file is not None:
             check_writable(self._state_file)
         self._num_saved = 0 if history is None else history.num_added
-        self._spot_of: dict[int, Spot] = {}
+        self._spot_of: dict[int, SuffixMatch] = {}
 
     @property
     def is_shared(self) -> bool:
         return self.history is not None
 
-    def new_state(self, row: Sequence) -> SuffixAutomaton:
+    def new_state(self, row: Row) -> SuffixAutomaton:
         options = self.options
         text = SuffixAutomaton(options.suffix_decoding_max_tree_depth, floor=options.suffix_decoding_min_token_prob)
         text.extend(row.token_ids)
         return text
 
-    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+    def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
         length = self.length(row, budget)
         text = self._state_of[row.id]
         text.extend(row.token_ids)
         roots, longest = [], 0
         place = text.match()
         if place is not None:
-            roots.append(Root(text, place))
+            roots.append(GrowthRoot(text, place))
             longest = place.length
         if self.history is not None:
             spot = self.history.match(row.token_ids)
             if spot is not None:
-                roots.append(Root(self.history, spot))
+                roots.append(GrowthRoot(self.history, spot))
                 longest = max(longest, len(spot.string) // 4)
                 self._spot_of[row.id] = spot
         options = self.options
@@ -120,17 +120,17 @@ class SuffixDrafter(PlannedDrafter[SuffixAutomaton]):
         if not roots or depth == 0:
             return DraftTree.root(row.token_ids[-1], self.name)
         nodes, width = budget.max_nodes(options.max_draft_nodes), budget.width(options.num_draft_branches)
-        shape = Shape(nodes, depth, width, options.suffix_decoding_min_token_prob)
+        shape = TreeLimits(nodes, depth, width, options.suffix_decoding_min_token_prob)
         return grow(row.token_ids[-1], roots, shape, self.name)
 
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+    def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         super().observe(rows, results)
         for row, result in zip(rows, results, strict=True):
             spot = self._spot_of.pop(row.id, None)
             if spot is not None and self.history is not None and result.num_accepted:
                 self.history.touch(spot)
 
-    def forget(self, rows: Seq[Sequence]) -> None:
+    def forget(self, rows: Sequence[Row]) -> None:
         super().forget(rows)
         for row in rows:
             self._spot_of.pop(row.id, None)

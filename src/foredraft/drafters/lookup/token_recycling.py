@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -14,9 +14,9 @@ from foredraft.drafters.parts.adjacency import AdjacencyMatrix
 from foredraft.drafters.parts.draft import GrowingDraft
 from foredraft.drafters.parts.rank_tree import RankTree, TreeShape
 from foredraft.drafters.parts.state_file import check_writable, warned
-from foredraft.engine.drafter import Budget, ContextDrafter, PromptChunk, Requirements, StepResult
+from foredraft.engine.drafter import ContextDrafter, DraftSize, PromptChunk, Requirements, StepResult
 from foredraft.engine.features import top_ids_of
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -109,31 +109,31 @@ class TokenRecyclingDrafter(ContextDrafter):
             if self._state_file is not None:
                 self._start.save(self._state_file)
 
-    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+    def recall(self, row: Row, memory: object, num_tokens: int) -> int:
         """Candidates of the tokens that are read are enough."""
         return num_tokens
 
-    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+    def read(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         for row, chunk in zip(rows, chunks, strict=True):
             tokens = row.token_ids[chunk.start : chunk.start + chunk.num_tokens]
             top_ids = chunk.features.top_ids(self._start.num_candidates, range(chunk.num_tokens))
             self._known(row).update(tokens, top_ids.cpu().numpy())
 
-    def start(self, rows: Seq[Sequence]) -> None:
+    def start(self, rows: Sequence[Row]) -> None:
         for row in rows:
             matrix = self._known(row)
             if self.options.initial_state != "empty":
                 matrix.add_text(row.token_ids)
 
-    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+    def fork(self, row: Row, copies: Sequence[Row]) -> None:
         for copy in copies:
             matrix = self._matrix_of[row.id]
             self._matrix_of[copy.id] = matrix if self.options.shared else matrix.copy()
 
-    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+    def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
         return filled(row, self._shape, budget.depth, self._matrix_of[row.id]).tree(self.name)
 
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+    def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         if not rows:
             return
         orders = [last_of_all(len(result.tree), result.path) for result in results]
@@ -145,7 +145,7 @@ class TokenRecyclingDrafter(ContextDrafter):
             start += len(order)
         self._is_unsaved = True
 
-    def forget(self, rows: Seq[Sequence]) -> None:
+    def forget(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._matrix_of.pop(row.id, None)
         if self.options.shared and self._state_file is not None and self._is_unsaved and not self._matrix_of:
@@ -163,7 +163,7 @@ class TokenRecyclingDrafter(ContextDrafter):
         check_writable(file)
         return None
 
-    def _known(self, row: Sequence) -> AdjacencyMatrix:
+    def _known(self, row: Row) -> AdjacencyMatrix:
         """The matrix of a row, a new one where it has none."""
         if row.id not in self._matrix_of:
             self._matrix_of[row.id] = self._matrix()
@@ -178,7 +178,7 @@ class TokenRecyclingDrafter(ContextDrafter):
         return self._start.copy()
 
 
-def best_tree(num_nodes: int, max_depth: int, num_candidates: int, shares: Seq[float] = RANK_SHARES) -> RankTree:
+def best_tree(num_nodes: int, max_depth: int, num_candidates: int, shares: Sequence[float] = RANK_SHARES) -> RankTree:
     """The tree that accepts most when the candidate of rank r is right with probability ``shares[r]`` everywhere.
 
     Source: Sequoia (Chen et al. 2024, arXiv:2402.12374), for shares that do not grow; see `RankTree.grown`.
@@ -190,7 +190,7 @@ def best_tree(num_nodes: int, max_depth: int, num_candidates: int, shares: Seq[f
     return RankTree.grown([shares] * max_depth, num_nodes, num_candidates, "best tree")
 
 
-def filled(row: Sequence, shape: TreeShape, max_depth: int, matrix: AdjacencyMatrix) -> GrowingDraft:
+def filled(row: Row, shape: TreeShape, max_depth: int, matrix: AdjacencyMatrix) -> GrowingDraft:
     """The tree below a pending token with what the matrix knows, as deep as allowed; nothing follows the unknown."""
     draft = GrowingDraft(row, max_depth, shape=shape)
     for _ in range(max_depth):
@@ -199,7 +199,7 @@ def filled(row: Sequence, shape: TreeShape, max_depth: int, matrix: AdjacencyMat
     return draft
 
 
-def last_of_all(num_nodes: int, path: Seq[int]) -> list[int]:
+def last_of_all(num_nodes: int, path: Sequence[int]) -> list[int]:
     """All nodes, those of the path after the others: 4 nodes and the path 0 2 make 1 3 0 2."""
     accepted = set(path)
     return [*(node for node in range(num_nodes) if node not in accepted), *path]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -82,13 +82,13 @@ class AdjacencyMatrix:
         """The successors of a token as far as they are known, best first."""
         return [following - 1 for following in self._successors[token].tolist() if following]
 
-    def update(self, tokens: Seq[int], top_ids: np.ndarray) -> None:
+    def update(self, tokens: Sequence[int], top_ids: np.ndarray) -> None:
         """Put the target's best ids (M, k) after each token in its row; of equal tokens the last one counts."""
         width = top_ids.shape[1]
         for token, best in dict(zip(tokens, top_ids + 1, strict=True)).items():
             self._successors[token, :width] = best
 
-    def add_text(self, tokens: Seq[int]) -> None:
+    def add_text(self, tokens: Sequence[int]) -> None:
         """Put the successors that a text gives its tokens before all others, the most recent first."""
         found: dict[int, list[int]] = {}
         for place in range(len(tokens) - 1, 0, -1):

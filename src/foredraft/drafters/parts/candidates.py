@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
     import foredraft.model.lm as lm
     from foredraft.heads.vocabulary import DraftVocabulary
-    from foredraft.law import choice, precision, sampling
+    from foredraft.sampling import choice, distribution, precision
     from foredraft.tree import DraftTree
 else:
     torch = Lazy("torch")
     lm = Lazy("foredraft.model.lm")
-    choice = Lazy("foredraft.law.choice")
-    precision = Lazy("foredraft.law.precision")
-    sampling = Lazy("foredraft.law.sampling")
+    choice = Lazy("foredraft.sampling.choice")
+    precision = Lazy("foredraft.sampling.precision")
+    distribution = Lazy("foredraft.sampling.distribution")
 
 SHARPNESS = 1.5
 """Power to which a drafter's law is raised, and normalised, where it is to say how likely tokens are to be taken by a
@@ -43,11 +43,11 @@ class Parents:
       positions: of the tokens that follow.
     """
 
-    laws: Seq[sampling.SamplingLaw]
-    paths: Seq[tuple[int, ...]]
-    positions: Seq[int]
+    laws: Sequence[distribution.Sampler]
+    paths: Sequence[tuple[int, ...]]
+    positions: Sequence[int]
 
-    def of(self, rows: Seq[int]) -> Parents:
+    def of(self, rows: Sequence[int]) -> Parents:
         """Some of them."""
         return Parents(
             [self.laws[row] for row in rows], [self.paths[row] for row in rows], [self.positions[row] for row in rows]
@@ -91,11 +91,11 @@ class Candidates:
     def log_probs(self, logits: torch.Tensor, parents: Parents) -> torch.Tensor:
         """The processed law after each node (M, V), for what looks at its shape: a reduced one stays reduced."""
         logits, _ = self._processable(logits, parents)
-        return sampling.log_probs(logits, parents.laws, parents.paths)
+        return distribution.log_probs(logits, parents.laws, parents.paths)
 
     def whole(self, logits: torch.Tensor, parents: Parents) -> torch.Tensor:
         """The processed law after each node over all of the target's tokens (M, V)."""
-        return precision.for_double(sampling.log_probs(self._spread(logits), parents.laws, parents.paths))
+        return precision.for_double(distribution.log_probs(self._spread(logits), parents.laws, parents.paths))
 
     def best(self, logits: torch.Tensor, parents: Parents, k: int, *, as_chances: bool) -> list[Scored]:
         """Up to k children of every node; equal ones in the order of their ids, none where there is no law.
@@ -122,10 +122,10 @@ class Candidates:
         logits, columns = self._processable(logits, parents)
         laws, paths, positions = parents.laws, parents.paths, parents.positions
         if self._is_greedy:
-            return _named(sampling.argmax(sampling.log_probs(logits, laws, paths)), columns).tolist()
+            return _named(distribution.argmax(distribution.log_probs(logits, laws, paths)), columns).tolist()
         if columns is None:
-            return sampling.choose(logits, laws, paths, positions).tolist()
-        best, _ = sampling.choose_siblings(logits, laws, paths, positions, 1, columns)
+            return distribution.choose(logits, laws, paths, positions).tolist()
+        best, _ = distribution.choose_siblings(logits, laws, paths, positions, 1, columns)
         return best[:, 0].tolist()
 
     def follow(self, tree: DraftTree, emitted: int) -> None:
@@ -144,7 +144,7 @@ class Candidates:
         if all(law.is_argmax for law in parents.laws):  # the law is the softmax, which keeps the order of logits
             found, scores = choice.likeliest(logits, k, self.sharpness) if as_chances else choice.largest(logits, k)
         else:
-            laws = precision.for_double(sampling.log_probs(logits, parents.laws, parents.paths))
+            laws = precision.for_double(distribution.log_probs(logits, parents.laws, parents.paths))
             found, scores = choice.largest(laws, k)
             if as_chances:
                 powers = [self.sharpness if law.is_greedy else 1.0 for law in parents.laws]
@@ -161,7 +161,7 @@ class Candidates:
         to the winner.
         """
         laws, paths, positions = parents.laws, parents.paths, parents.positions
-        found, gaps = sampling.choose_siblings(logits, laws, paths, positions, k, columns)
+        found, gaps = distribution.choose_siblings(logits, laws, paths, positions, k, columns)
         return _paired(found, gaps - gaps.logsumexp(-1, keepdim=True) if as_chances else gaps)
 
     def _processable(self, logits: torch.Tensor, parents: Parents) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +11,8 @@ from foredraft.beginnings import memory_bytes
 from foredraft.config.drafting import DraftOptions, ModelOptions
 from foredraft.config.options import anything, option
 from foredraft.config.speculative import SpeculativeConfig
-from foredraft.engine.drafter import Budget, Drafter, StepResult, WrappingDrafter, own_result
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.drafter import Drafter, DraftSize, StepResult, WrappingDrafter, own_result
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.tree import DraftPlan, DraftTree
 
@@ -38,7 +37,7 @@ class CompositeOptions(DraftOptions, ModelOptions):
         """
         super().check()
         name = self.method
-        if isinstance(self.drafters, (str, Mapping)) or not isinstance(self.drafters, Seq):
+        if isinstance(self.drafters, (str, Mapping)) or not isinstance(self.drafters, Sequence):
             raise ConfigError(f"method {name!r} needs drafters, a list of two or more; got {self.drafters!r}")
         handed_on = {key: getattr(self, key) for key in HANDED_ON if getattr(self, key) not in (None, 0)}
         parts = tuple(_part(part, handed_on) for part in self.drafters)
@@ -84,7 +83,7 @@ class CompositeDrafter(WrappingDrafter):
 
     sign = "+"  # between the names of parts
 
-    def __init__(self, parts: Seq[Drafter]) -> None:
+    def __init__(self, parts: Sequence[Drafter]) -> None:
         if len(parts) < 2:
             raise ConfigError(f"{self.name} combines drafters but got {len(parts)}; give two or more")
         super().__init__(parts)
@@ -103,7 +102,7 @@ class CompositeDrafter(WrappingDrafter):
     def choose_arm(self, arm: int) -> None:
         self.arm = arm
 
-    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+    def recall(self, row: Row, memory: object, num_tokens: int) -> int:
         """As many tokens as every part recalls."""
         memories = memory if isinstance(memory, _Memories) else _Memories()
         if len(memories) != len(self.parts):
@@ -116,34 +115,38 @@ class CompositeDrafter(WrappingDrafter):
                     known[place] = _recalled(part, row, own, fewest)
         return known[0]
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         by_part: list[list[DraftTree]] = []
         for place, part in enumerate(self.parts):
             is_asked = place in self._ways[self.arm]
-            allowed = self._budgets(place, by_part, budgets) if is_asked else [Budget(0)] * len(budgets)
+            allowed = self._budgets(place, by_part, budgets) if is_asked else [DraftSize(0)] * len(budgets)
             by_part.append(part.propose(rows, allowed))
         proposed = [list(trees) for trees in zip(*by_part, strict=True)]
         self._proposed.update(zip((row.id for row in rows), proposed, strict=True))
         return [self._combined(trees).planned(_last_plan(trees)) for trees in proposed]
 
-    def _budgets(self, place: int, by_part: Seq[Seq[DraftTree]], budgets: Seq[Budget]) -> Seq[Budget]:
+    def _budgets(
+        self, place: int, by_part: Sequence[Sequence[DraftTree]], budgets: Sequence[DraftSize]
+    ) -> Sequence[DraftSize]:
         """What a part may draft for every row, by what the parts before it have proposed."""
         return budgets
 
-    def _lacking(self, by_part: Seq[Seq[DraftTree]], budgets: Seq[Budget], enough: float) -> list[Budget]:
+    def _lacking(
+        self, by_part: Sequence[Sequence[DraftTree]], budgets: Sequence[DraftSize], enough: float
+    ) -> list[DraftSize]:
         """The budgets of rows for which no part so far has promised so many accepted tokens, nothing for the others."""
         has_enough = [False] * len(budgets)
         for calibration, trees in zip(self._calibrations, by_part, strict=False):
             for row, tree in enumerate(trees):
                 if tree.num_draft_tokens and sum(calibration.scores(tree)[1:]) >= enough:
                     has_enough[row] = True
-        return [Budget(0) if found else budget for found, budget in zip(has_enough, budgets, strict=True)]
+        return [DraftSize(0) if found else budget for found, budget in zip(has_enough, budgets, strict=True)]
 
     @abstractmethod
-    def _combined(self, trees: Seq[DraftTree]) -> DraftTree:
+    def _combined(self, trees: Sequence[DraftTree]) -> DraftTree:
         """One tree for a row, of the trees of the parts."""
 
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+    def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         proposed = [self._proposed[row.id] for row in rows]
         outcomes = []
         for place, part in enumerate(self.parts):
@@ -156,20 +159,20 @@ class CompositeDrafter(WrappingDrafter):
             outcomes.append(own)
         self._compare(outcomes)
 
-    def _compare(self, outcomes: Seq[Seq[StepResult]]) -> None:
+    def _compare(self, outcomes: Sequence[Sequence[StepResult]]) -> None:
         """What became of the proposals of every part, row by row."""
 
-    def keep(self, row: Sequence) -> _Memories | None:
+    def keep(self, row: Row) -> _Memories | None:
         memories = _Memories(part.keep(row) for part in self.parts)
         return None if all(memory is None for memory in memories) else memories
 
-    def forget(self, rows: Seq[Sequence]) -> None:
+    def forget(self, rows: Sequence[Row]) -> None:
         super().forget(rows)
         for row in rows:
             self._proposed.pop(row.id, None)
 
 
-def _recalled(part: Drafter, row: Sequence, memory: object, count: int) -> int:
+def _recalled(part: Drafter, row: Row, memory: object, count: int) -> int:
     """Let a part that recalls more recall so many tokens, if it can, else fewer.
 
     Heads make the entry of a token from the one that follows, so of n shared tokens they recall n - 1 at most.
@@ -188,7 +191,7 @@ class _Memories(tuple[object, ...]):
         return sum(map(memory_bytes, self))
 
 
-def _last_plan(trees: Seq[DraftTree]) -> DraftPlan | None:
+def _last_plan(trees: Sequence[DraftTree]) -> DraftPlan | None:
     """The plan of the last part whose policy has made one."""
     plans = (tree.plan for tree in reversed(trees))
     return next((plan for plan in plans if plan is not None and plan.cause == "policy"), None)
@@ -213,7 +216,7 @@ class Calibration:
             scores.append(scores[tree.parents[node]] * self._rate(tree, node))
         return tuple(scores)
 
-    def observe(self, tree: DraftTree, path: Seq[int]) -> None:
+    def observe(self, tree: DraftTree, path: Sequence[int]) -> None:
         """Learn from a draft of which ``path``, root first, was accepted: its nodes and their siblings were tried."""
         accepted = set(path)
         for parent in path:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from foredraft.drafters.parts.rank_tree import TreeShape
-    from foredraft.engine.sequence import Sequence
+    from foredraft.engine.row import Row
 else:
     torch = Lazy("torch")
 
@@ -43,7 +43,7 @@ class GrowingDraft:
       child_of: by parent and token, the node.
     """
 
-    row: Sequence
+    row: Row
     cap: int
     max_nodes: int = sys.maxsize
     num_branches: int = 1

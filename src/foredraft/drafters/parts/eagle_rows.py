@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from foredraft.drafters.parts.head_states import CachedStates
 from foredraft.drafters.parts.rows import CachedRow, frontier_nodes, spans, unpadded
 from foredraft.engine.drafter import Features, Requirements, StepResult
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.row import Row
 from foredraft.lazy import Lazy
 
 if TYPE_CHECKING:
@@ -18,12 +17,12 @@ if TYPE_CHECKING:
 
     import foredraft.heads.int8 as int8
     import foredraft.heads.layers as layers
-    import foredraft.law.noise as noise
     import foredraft.model.execution.packing as packing
     import foredraft.model.layouts as layouts
     import foredraft.model.masks as masks
     import foredraft.model.nodes as nodes_of
     import foredraft.native.library as kernels_of
+    import foredraft.sampling.noise as noise
     from foredraft.drafters.parts.draft import GrowingDraft
     from foredraft.heads.eagle import EagleHead
     from foredraft.heads.vocabulary import DraftVocabulary
@@ -36,7 +35,7 @@ else:
     layouts = Lazy("foredraft.model.layouts")
     masks = Lazy("foredraft.model.masks")
     nodes_of = Lazy("foredraft.model.nodes")
-    noise = Lazy("foredraft.law.noise")
+    noise = Lazy("foredraft.sampling.noise")
     packing = Lazy("foredraft.model.execution.packing")
 
 MOST_OWED = 32
@@ -76,7 +75,7 @@ class EagleRows(CachedStates):
         self._names = None if vocabulary is None or is_full else vocabulary.target_ids.contiguous()
         self._target = target
         self._masks = masks.Masks((masks.FULL,), None, head.dtype, target.device, is_additive=True)
-        self._owed: dict[int, tuple[Sequence, int, list[torch.Tensor]]] = {}  # rows, first tokens, streams
+        self._owed: dict[int, tuple[Row, int, list[torch.Tensor]]] = {}  # rows, first tokens, streams
         self.native = int8_head(head, target, self._output_layer)
         self._is_alone = head.dtype == torch.float32
         dtype = head.dtype if self.native is None else torch.bfloat16
@@ -91,24 +90,24 @@ class EagleRows(CachedStates):
         shape = self.head.shape
         return Requirements(last_hidden=shape.reads_last_hidden, layer_inputs=shape.layer_inputs)
 
-    def __contains__(self, row: Sequence) -> bool:
+    def __contains__(self, row: Row) -> bool:
         return row.id in self._last or row.id in self._owed
 
-    def of(self, rows: Seq[Sequence]) -> torch.Tensor:
+    def of(self, rows: Sequence[Row]) -> torch.Tensor:
         """The outputs of their last entries (B, H)."""
         dtype = self.head.dtype if self.native is None else torch.float32
         return torch.stack([self._last[row.id].to(dtype) for row in rows])
 
     # -- rows --------------------------------------------------------------------------------------------------
 
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+    def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         if self.native is None:
             super().observe(rows, results)
         else:
             for row, result in zip(rows, results, strict=True):
                 self._owe(row, self._streams(result.committed, range(len(result.emitted))), len(result.emitted))
 
-    def _owe(self, row: Sequence, stream: torch.Tensor, num_emitted: int) -> None:
+    def _owe(self, row: Row, stream: torch.Tensor, num_emitted: int) -> None:
         """Make the entries of the newest committed tokens later."""
         start = len(row.token_ids) - 1 - num_emitted
         _, first, parts = self._owed.setdefault(row.id, (row, start, []))
@@ -116,18 +115,18 @@ class EagleRows(CachedStates):
         if start + len(stream) - first >= MOST_OWED:
             self.settle([row])
 
-    def settle(self, rows: Iterable[Sequence]) -> None:
+    def settle(self, rows: Iterable[Row]) -> None:
         owed = [self._owed.pop(row.id) for row in rows if row.id in self._owed]
         if owed:
             streams = [parts[0] if len(parts) == 1 else torch.cat(parts) for _, _, parts in owed]
             self._take_in([row for row, _, _ in owed], streams, [start for _, start, _ in owed])
 
-    def forget(self, rows: Seq[Sequence]) -> None:
+    def forget(self, rows: Sequence[Row]) -> None:
         super().forget(rows)
         for row in rows:
             self._owed.pop(row.id, None)
 
-    def _streams(self, features: Features, nodes: Seq[int]) -> torch.Tensor:
+    def _streams(self, features: Features, nodes: Sequence[int]) -> torch.Tensor:
         """What the head reads of nodes, side by side: (n, streams * H of the target)."""
         shape = self.head.shape
         parts = [
@@ -136,7 +135,7 @@ class EagleRows(CachedStates):
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
-    def _take_in(self, rows: Seq[Sequence], states: Seq[torch.Tensor], starts: Seq[int]) -> None:
+    def _take_in(self, rows: Sequence[Row], states: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
         """Make entries of the next committed tokens of rows, side by side where they lie together."""
         given = {}
         for row, stream, start in zip(rows, states, starts, strict=True):
@@ -165,7 +164,11 @@ class EagleRows(CachedStates):
                     self._last[given[slot][0].id] = wide_outputs[i, nodes.counts[i] - 1].clone()
 
     def _made(
-        self, native: int8.Int8Head, slots: range, chains: Seq[Seq[int]], streams: Seq[torch.Tensor | None]
+        self,
+        native: int8.Int8Head,
+        slots: range,
+        chains: Sequence[Sequence[int]],
+        streams: Sequence[torch.Tensor | None],
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Make and commit entries of neighbouring rows by the kernels, as many at a time as one call is to take.
 
@@ -227,7 +230,7 @@ class EagleRows(CachedStates):
         self.cache.commit([range(count)], place.slot)
         place.trunk += count
 
-    def open(self, rows: Seq[Sequence]) -> torch.Tensor:
+    def open(self, rows: Sequence[Row]) -> torch.Tensor:
         """Begin drafts: the outputs (B, H) of the entries that hold the pending tokens, which were made before."""
         self.settle(rows)
         self._places = self.rows.align([row.id for row in rows])
@@ -235,7 +238,7 @@ class EagleRows(CachedStates):
         self._number_of = [{0: number} for number in range(len(rows))]
         return self._fed
 
-    def feed(self, drafts: Seq[GrowingDraft], *, are_chains: bool = False) -> torch.Tensor:
+    def feed(self, drafts: Sequence[GrowingDraft], *, are_chains: bool = False) -> torch.Tensor:
         """Run the frontier of every draft, each node with the output of its parent: outputs (M, H), draft by draft."""
         counts = [len(draft.frontier) for draft in drafts]
         width = max(1, *counts)
@@ -323,7 +326,7 @@ class EagleRows(CachedStates):
         given = torch.nan_to_num(given)
         if flat is not None:
             tokens, own, given = (flat.listed(values)[None] for values in (tokens, own, given))
-        placed = layers.Placed(*self.head.place(own), mask, self.cache, flat)
+        placed = layers.AttentionContext(*self.head.place(own), mask, self.cache, flat)
         features = self.head.features(given) if is_true else given
         outputs = self.head(self._embedded(tokens), features, placed)
         return outputs if flat is None else flat.spread(outputs[0])

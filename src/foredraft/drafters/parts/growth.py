@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from math import inf, log
@@ -15,8 +15,8 @@ from foredraft.config.options import flag, number, option, whole
 from foredraft.drafters.lengths import ANY_LOOK, NOTHING, Fixed, LengthOptions, LengthPolicy
 from foredraft.drafters.parts.candidates import SHARPNESS, Candidates, Parents, Scored
 from foredraft.drafters.parts.draft import GrowingDraft
-from foredraft.engine.drafter import Budget, StepResult
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.drafter import DraftSize, StepResult
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.lazy import Lazy
 from foredraft.tree import DraftPlan, DraftTree
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
     from foredraft.drafters.parts.rank_tree import RankTree, TreeShape
     from foredraft.heads.vocabulary import DraftVocabulary
-    from foredraft.law import noise
-    from foredraft.law.processors import SamplingLaw
+    from foredraft.sampling import noise
+    from foredraft.sampling.processors import Sampler
 else:
     torch = Lazy("torch")
-    noise = Lazy("foredraft.law.noise")
+    noise = Lazy("foredraft.sampling.noise")
 
 
 class Expander(Protocol):
     """Says what follows the nodes of growing drafts. State per node is its own: nodes keep their numbers."""
 
-    def open(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
+    def open(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         """Logits (B, V) after the pending token of every row."""
         ...
 
-    def expand(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
+    def expand(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         """Logits (M, V) after the nodes of all frontiers, draft by draft, each in its order."""
         ...
 
@@ -135,7 +135,7 @@ class Growth:
         """Whether drafts depend on the expander and their row's law alone: reranked, and as long as they may be."""
         return self._reranks and self._shares_noise and self.policy.looks_at == NOTHING
 
-    def ranks_by_scores(self, law: SamplingLaw) -> bool:
+    def ranks_by_scores(self, law: Sampler) -> bool:
         """Whether tokens are ranked by logits, or by noise and what temperature, top-k, top-p and min-p leave."""
         if law.is_processed:
             return False
@@ -143,9 +143,9 @@ class Growth:
 
     # -- the life of a draft -----------------------------------------------------------------------------------
 
-    def begin(self, row: Sequence, budget: Budget, reach: int = sys.maxsize) -> GrowingDraft:
+    def begin(self, row: Row, budget: DraftSize, reach: int = sys.maxsize) -> GrowingDraft:
         """An empty draft for one row, as deep as policy, budget and the drafter's own ``reach`` allow."""
-        allowed = Budget.of(budget)
+        allowed = DraftSize.of(budget)
         if self.tree is not None:
             shape = self._shape(self.tree, allowed, reach)
             return GrowingDraft(row, shape.depth, shape=shape)
@@ -160,20 +160,20 @@ class Growth:
             least=log(allowed.least) if self._reranks and allowed.least > 0.0 else -inf,
         )
 
-    def _shape(self, tree: RankTree, budget: Budget, reach: int) -> TreeShape:
+    def _shape(self, tree: RankTree, budget: DraftSize, reach: int) -> TreeShape:
         """What of a static tree there is room for."""
         depth = min(budget.depth, reach, tree.depth if self._max_depth is None else self._max_depth)
         key = min(depth, tree.depth), min(budget.max_nodes(self._max_nodes), len(tree))
         chains_only = budget.chains_only or not self.takes_trees
         if (*key, chains_only) not in self._shapes:
-            self._shapes[*key, chains_only] = tree.within(Budget(*key, chains_only))
+            self._shapes[*key, chains_only] = tree.within(DraftSize(*key, chains_only))
         return self._shapes[*key, chains_only]
 
     def use(self, tree: RankTree) -> None:
         """Fill another tree from now on, all of it."""
         self.tree, self._max_nodes, self._shapes = tree, None, {}
 
-    def grow(self, drafts: Seq[GrowingDraft], expander: Expander) -> None:
+    def grow(self, drafts: Sequence[GrowingDraft], expander: Expander) -> None:
         """Grow drafts to their end. Those with a cap of 0 stay as they are, but the expander is shown them."""
         self._extend(drafts, expander.open(drafts), 0)
         for level in range(1, max(draft.cap for draft in drafts)):
@@ -184,7 +184,7 @@ class Growth:
                 break
             self._extend(drafts, expander.expand(drafts), level)
 
-    def argmax_depths(self, drafts: Seq[GrowingDraft]) -> list[int] | None:
+    def argmax_depths(self, drafts: Sequence[GrowingDraft]) -> list[int] | None:
         """Lengths of drafts where `grow` would add chains of the largest logits and nobody asks for more, else None."""
         if not self.drafts_chains or self._reranks or self._is_greedy or self.policy.looks_at != NOTHING:
             return None
@@ -197,13 +197,13 @@ class Growth:
         tree = draft.tree(source, has_chances=self._reranks)
         return tree.restricted(draft.best(draft.max_nodes)) if self._reranks else tree
 
-    def end(self, row: Sequence, result: StepResult) -> None:
+    def end(self, row: Row, result: StepResult) -> None:
         """Take in the outcome of a step."""
         self.policy.update(row, result.tree.depth, result.num_accepted)
         if self._learns and len(result.tree) > 1 and row.law.is_greedy:
             self._candidates.follow(result.tree, result.emitted[0])
 
-    def forget(self, rows: Seq[Sequence]) -> None:
+    def forget(self, rows: Sequence[Row]) -> None:
         """Drop the state of rows that have finished."""
         for row in rows:
             self.policy.forget(row)
@@ -213,7 +213,7 @@ class Growth:
     def _is_open(self, draft: GrowingDraft, level: int) -> bool:
         return bool(draft.frontier) and level < draft.cap and (self._reranks or draft.room > 0)
 
-    def _extend(self, drafts: Seq[GrowingDraft], logits: torch.Tensor, level: int) -> None:
+    def _extend(self, drafts: Sequence[GrowingDraft], logits: torch.Tensor, level: int) -> None:
         """Add the children of the frontier, and make the next frontier of them."""
         starts = list(accumulate((len(draft.frontier) for draft in drafts), initial=0))
         growing = self._growing(drafts, logits, level, starts)
@@ -233,7 +233,9 @@ class Growth:
         for draft, pool in pools.values():
             self._add(draft, pool)
 
-    def _growing(self, drafts: Seq[GrowingDraft], logits: torch.Tensor, level: int, starts: Seq[int]) -> list[int]:
+    def _growing(
+        self, drafts: Sequence[GrowingDraft], logits: torch.Tensor, level: int, starts: Sequence[int]
+    ) -> list[int]:
         """Drafts that get another level. The policy sees the law at the first node of the frontier, the best one."""
         growing = [i for i, draft in enumerate(drafts) if self._is_open(draft, level)]
         if not growing or not self.policy.looks(level):
@@ -257,7 +259,7 @@ class Growth:
         nodes = [draft.add(node, token, score) for _, node, token, score in staying]
         draft.frontier = [node for node in nodes[: draft.beam_width] if draft.scores[node] >= draft.least]
 
-    def fill(self, drafts: Seq[GrowingDraft], logits: torch.Tensor) -> None:
+    def fill(self, drafts: Sequence[GrowingDraft], logits: torch.Tensor) -> None:
         """Fill static trees where what follows a node depends on its depth alone.
 
         All nodes of a level have the same candidates; of draws, too, since only one of them can be reached, by choices
@@ -282,7 +284,7 @@ class Growth:
 
     # -- what follows nodes ------------------------------------------------------------------------------------
 
-    def _successors(self, picks: Seq[_Pick], logits: torch.Tensor) -> list[tuple[Scored, torch.Tensor | None]]:
+    def _successors(self, picks: Sequence[_Pick], logits: torch.Tensor) -> list[tuple[Scored, torch.Tensor | None]]:
         """Tokens after every node, the best or the first drawn one first, and the law that draws are from."""
         found: dict[int, tuple[Scored, torch.Tensor | None]] = {}
         for is_sampled in (False, True):
@@ -293,11 +295,11 @@ class Growth:
                 found |= zip(group, successors(some, _picked(logits, some)), strict=True)
         return [found[i] for i in range(len(picks))]
 
-    def _is_sampled(self, row: Sequence) -> bool:
+    def _is_sampled(self, row: Row) -> bool:
         """Whether the children of this row's nodes are draws from a law that the acceptance rule asks for."""
         return self._needs_law and not row.law.is_greedy
 
-    def _best(self, picks: Seq[_Pick], logits: torch.Tensor) -> list[tuple[Scored, None]]:
+    def _best(self, picks: Sequence[_Pick], logits: torch.Tensor) -> list[tuple[Scored, None]]:
         """By the target's own noise, or the likeliest."""
         parents = _parents(picks)
         if self.drafts_chains:
@@ -306,7 +308,7 @@ class Growth:
         found = self._candidates.best(logits, parents, most, as_chances=self._reranks)
         return [(scored[: pick.width], None) for pick, scored in zip(picks, found, strict=True)]
 
-    def _drawn(self, picks: Seq[_Pick], logits: torch.Tensor) -> list[tuple[Scored, torch.Tensor]]:
+    def _drawn(self, picks: Sequence[_Pick], logits: torch.Tensor) -> list[tuple[Scored, torch.Tensor]]:
         """Draws without replacement from the drafter's own law, from a stream that the target never uses."""
         found = []
         for pick, law in zip(picks, self._candidates.whole(logits, _parents(picks)), strict=True):
@@ -353,12 +355,12 @@ class _Pick:
         return cls(draft, node, index, draft.path_tokens(node), draft.depths[node], draft.width(node), branch)
 
 
-def _picked(logits: torch.Tensor, picks: Seq[_Pick]) -> torch.Tensor:
+def _picked(logits: torch.Tensor, picks: Sequence[_Pick]) -> torch.Tensor:
     """Logits of the picked nodes, without a copy where these are all."""
     return logits if len(picks) == len(logits) else logits[[pick.index for pick in picks]]
 
 
-def _parents(picks: Seq[_Pick]) -> Parents:
+def _parents(picks: Sequence[_Pick]) -> Parents:
     """Laws and paths of the picked nodes, and the positions of the tokens that follow them."""
     rows = [pick.draft.row for pick in picks]
     positions = [len(row.token_ids) + pick.depth for row, pick in zip(rows, picks, strict=True)]

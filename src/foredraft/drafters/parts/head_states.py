@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from foredraft.drafters.parts.rows import CachedRow, CachedRows, CacheMemory, spans
-from foredraft.engine.drafter import Budget, Drafter, Features, OwnCache, PromptChunk, StepResult
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.drafter import Drafter, DraftSize, Features, OwnCache, PromptChunk, StepResult
+from foredraft.engine.row import Row
 from foredraft.lazy import Lazy
 
 if TYPE_CHECKING:
@@ -25,11 +24,11 @@ else:
     torch = Lazy("torch")
     ragged = Lazy("foredraft.model.cache.ragged")
 
-TakeStates = Callable[[Features, Seq[int]], "torch.Tensor"]
+TakeStates = Callable[[Features, Sequence[int]], "torch.Tensor"]
 """The states (n, H) that heads read, of some nodes."""
 
 
-def last_hidden(features: Features, nodes: Seq[int]) -> torch.Tensor:
+def last_hidden(features: Features, nodes: Sequence[int]) -> torch.Tensor:
     """The input of the output embedding."""
     return features.last_hidden(nodes)
 
@@ -48,11 +47,11 @@ class HeadStates:
         self._take = take
         self._last: dict[int, torch.Tensor] = {}
 
-    def __contains__(self, row: Sequence) -> bool:
+    def __contains__(self, row: Row) -> bool:
         """Whether there is anything to draft from."""
         return row.id in self._last
 
-    def of(self, rows: Seq[Sequence]) -> torch.Tensor:
+    def of(self, rows: Sequence[Row]) -> torch.Tensor:
         """Of several rows, (B, H)."""
         return torch.stack([self._last[row.id] for row in rows])
 
@@ -60,23 +59,23 @@ class HeadStates:
         """Caches that grow with the text."""
         return []
 
-    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+    def recall(self, row: Row, memory: object, num_tokens: int) -> int:
         """How much of a prompt need not be read again: never its last token, whose state is wanted."""
         return max(0, min(num_tokens, len(row.token_ids) - 2))
 
-    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+    def read(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         """Take in chunks of prompts."""
         states = [self._take(chunk.features, range(chunk.num_tokens)) for chunk in chunks]
         self._take_in(rows, states, [chunk.start for chunk in chunks])
 
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+    def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         """Take in what steps have committed: the token that was pending, and all that was emitted but the last."""
         states = [self._take(result.committed, range(len(result.emitted))) for result in results]
         starts = [len(row.token_ids) - 1 - len(result.emitted) for row, result in zip(rows, results, strict=True)]
         if rows:
             self._take_in(rows, states, starts)
 
-    def _take_in(self, rows: Seq[Sequence], states: Seq[torch.Tensor], starts: Seq[int]) -> None:
+    def _take_in(self, rows: Sequence[Row], states: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
         """Take in the states (n, H) of the next tokens of rows.
 
         Args:
@@ -85,16 +84,16 @@ class HeadStates:
         for row, state in zip(rows, states, strict=True):
             self._last[row.id] = state[-1].clone()
 
-    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+    def fork(self, row: Row, copies: Sequence[Row]) -> None:
         """Give other samples of a prompt what its row has."""
         if row.id in self._last:
             self._last.update((copy.id, self._last[row.id]) for copy in copies)
 
-    def keep(self, row: Sequence) -> object:
+    def keep(self, row: Row) -> object:
         """For prompts that begin like this row."""
         return None
 
-    def forget(self, rows: Seq[Sequence]) -> None:
+    def forget(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._last.pop(row.id, None)
 
@@ -123,34 +122,34 @@ class CachedStates(HeadStates):
     def own_caches(self) -> list[OwnCache]:
         return [OwnCache(self.cache, self.column_bytes)]
 
-    def settle(self, rows: Iterable[Sequence]) -> None:
+    def settle(self, rows: Iterable[Row]) -> None:
         """Make all entries of rows that are still to be made."""
 
-    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+    def recall(self, row: Row, memory: object, num_tokens: int) -> int:
         """Take over entries of an earlier row; an entry that knows what followed its token there is of no use here."""
         if not isinstance(memory, CacheMemory) or memory.writer is not self._writer:
             return 0
         num_known = super().recall(row, memory, min(num_tokens - self.lag, memory.length))
         return self.rows.recall(row.id, memory, num_known) if num_known else 0
 
-    def _place(self, row: Sequence, start: int, count: int) -> CachedRow:
+    def _place(self, row: Row, start: int, count: int) -> CachedRow:
         """Where the entries of so many tokens are about to be put."""
         place = self.rows.enter(row.id)
         self.cache.rollback([start], place.slot)
         place.trunk = start + count
         return place
 
-    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+    def fork(self, row: Row, copies: Sequence[Row]) -> None:
         self.settle([row])
         super().fork(row, copies)
         for copy in copies if row.id in self.rows else ():
             self.rows.fork(row.id, copy.id)
 
-    def keep(self, row: Sequence) -> CacheMemory | None:
+    def keep(self, row: Row) -> CacheMemory | None:
         self.settle([row])
         return self.rows.keep(row.id, self._writer)
 
-    def forget(self, rows: Seq[Sequence]) -> None:
+    def forget(self, rows: Sequence[Row]) -> None:
         super().forget(rows)
         self.rows.remove(row.id for row in rows)
 
@@ -169,7 +168,7 @@ class PrefixStates(CachedStates):
         self.layer = layer
         self.column_bytes = layer.shape.kv_numbers * next(layer.parameters()).element_size()
 
-    def _take_in(self, rows: Seq[Sequence], states: Seq[torch.Tensor], starts: Seq[int]) -> None:
+    def _take_in(self, rows: Sequence[Row], states: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
         state_of = {}
         for row, state, start in zip(rows, states, starts, strict=True):
             state_of[self._place(row, start, len(state)).slot] = (row.id, state)
@@ -178,7 +177,7 @@ class PrefixStates(CachedStates):
             for slot, output in zip(slots, outputs, strict=True):
                 self._last[state_of[slot][0]] = output
 
-    def _run(self, states: Seq[torch.Tensor], first_slot: int) -> list[torch.Tensor]:
+    def _run(self, states: Sequence[torch.Tensor], first_slot: int) -> list[torch.Tensor]:
         """Feed the next states of neighbouring rows; the last output (H,) of each."""
         counts = list(map(len, states))
         width = max(counts)
@@ -212,9 +211,9 @@ class HeadDrafter(Drafter, Generic[States]):
     states: States
     reach = sys.maxsize
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         drafts = [
-            self.growth.begin(row, budget if row in self.states else Budget(0), self.reach)
+            self.growth.begin(row, budget if row in self.states else DraftSize(0), self.reach)
             for row, budget in zip(rows, budgets, strict=True)
         ]
         growing = [draft for draft in drafts if draft.cap > 0]
@@ -223,29 +222,29 @@ class HeadDrafter(Drafter, Generic[States]):
         return [self.growth.finish(draft, self.name) for draft in drafts]
 
     @abstractmethod
-    def _grow(self, drafts: Seq[GrowingDraft]) -> None:
+    def _grow(self, drafts: Sequence[GrowingDraft]) -> None:
         """Grow drafts of rows whose states are known to their end."""
 
-    def own_caches(self) -> Seq[OwnCache]:
+    def own_caches(self) -> Sequence[OwnCache]:
         return self.states.own_caches()
 
-    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+    def recall(self, row: Row, memory: object, num_tokens: int) -> int:
         return self.states.recall(row, memory, num_tokens)
 
-    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+    def read(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         self.states.read(rows, chunks)
 
-    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+    def fork(self, row: Row, copies: Sequence[Row]) -> None:
         self.states.fork(row, copies)
 
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+    def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         self.states.observe(rows, results)
         for row, result in zip(rows, results, strict=True):
             self.growth.end(row, result)
 
-    def keep(self, row: Sequence) -> object:
+    def keep(self, row: Row) -> object:
         return self.states.keep(row)
 
-    def forget(self, rows: Seq[Sequence]) -> None:
+    def forget(self, rows: Sequence[Row]) -> None:
         self.growth.forget(rows)
         self.states.forget(rows)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
@@ -68,7 +67,7 @@ class NGramStorage:
         self._successors_of = {}
         self.epoch = object()
 
-    def extend(self, tokens: Seq[int], ranked: Seq[Seq[int]], first: int) -> None:
+    def extend(self, tokens: Sequence[int], ranked: Sequence[Sequence[int]], first: int) -> None:
         """Count ``tokens[first:]``, each in its contexts, and what the target ranked high in the same places.
 
         ``ranked[i]`` are the target's best tokens, best first, for the place of ``tokens[first + i]``; it may
@@ -84,7 +83,7 @@ class NGramStorage:
                             successors.add(token, self._filler_weight)
                     successors.add(tokens[place], 1.0)
 
-    def successors(self, tokens: Seq[int]) -> list[tuple[int, float]]:
+    def successors(self, tokens: Sequence[int]) -> list[tuple[int, float]]:
         """The likeliest tokens after the longest known suffix of ``tokens``, best first, with their shares.
 
         A context keeps one observation for the unknown, so shares sum to less than one. Empty when no context of a
@@ -97,7 +96,7 @@ class NGramStorage:
                     return known.ranked()
         return []
 
-    def log_shares(self, tokens: Seq[int], guess: Guess | None = None) -> Callable[[int], Tensor | None]:
+    def log_shares(self, tokens: Sequence[int], guess: Guess | None = None) -> Callable[[int], Tensor | None]:
         """Along the likeliest path, asked level by level: the logarithm of the best share, (1,); None at its end."""
         context = list(tokens[-self._orders.start :])
 
@@ -111,7 +110,7 @@ class NGramStorage:
 
         return next_share
 
-    def draft(self, tokens: Seq[int], depth: int, source: str = "", guess: Guess | None = None) -> DraftTree:
+    def draft(self, tokens: Sequence[int], depth: int, source: str = "", guess: Guess | None = None) -> DraftTree:
         """The likeliest paths below the last token: at most ``num_branches`` * ``depth`` nodes drafted.
 
         The score of a node is the product of the shares along its path. ``guess`` goes on where nothing is known.
@@ -207,7 +206,7 @@ class Successors:
         self.total = 0.0
 
     @classmethod
-    def of(cls, entries: Seq[tuple[int, float]], total: float, limit: int) -> Successors:
+    def of(cls, entries: Sequence[tuple[int, float]], total: float, limit: int) -> Successors:
         """Successors with these weights, the best first."""
         made = cls(limit)
         made._weight_of = dict(entries)

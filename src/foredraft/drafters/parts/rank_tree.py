@@ -6,8 +6,7 @@ import math
 import os
 from ast import literal_eval
 from collections import Counter
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -15,7 +14,7 @@ from itertools import accumulate, pairwise, product, starmap
 from pathlib import Path
 from typing import Any
 
-from foredraft.engine.budget import Budget
+from foredraft.engine.budget import DraftSize
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.folders import keep_json, parsed_json
 
@@ -161,7 +160,7 @@ class RankTree:
     # -- where trees come from -----------------------------------------------------------------------------------------
 
     @classmethod
-    def of(cls, paths: Iterable[Seq[int]], name: str = "tree") -> RankTree:
+    def of(cls, paths: Iterable[Sequence[int]], name: str = "tree") -> RankTree:
         """From paths in any order, which is kept where it puts parents and better siblings first.
 
         Raises: ConfigError for what is not a list of paths, or not a tree.
@@ -176,7 +175,7 @@ class RankTree:
         return cls(tuple(tuple(map(int, path)) for path in PUBLISHED_TREES[name].split()), name)
 
     @classmethod
-    def cartesian(cls, widths: Seq[int], name: str = "") -> RankTree:
+    def cartesian(cls, widths: Sequence[int], name: str = "") -> RankTree:
         """Every combination of the best ``widths[d]`` tokens of every depth, as the first trees of Medusa were.
 
         (3, 2) has 3 + 6 nodes. Those with the smallest ranks count as worth most.
@@ -189,7 +188,11 @@ class RankTree:
 
     @classmethod
     def grown(
-        cls, accuracies: Seq[Seq[float]], num_nodes: int, max_siblings: int = MAX_SIBLINGS, name: str = "grown tree"
+        cls,
+        accuracies: Sequence[Sequence[float]],
+        num_nodes: int,
+        max_siblings: int = MAX_SIBLINGS,
+        name: str = "grown tree",
     ) -> RankTree:
         """The most valuable ``num_nodes - 1`` paths, where a path is worth the product of the accuracies along it.
 
@@ -287,7 +290,7 @@ class RankTree:
     def is_chain(self) -> bool:
         return all(rank == 0 for path in self.paths for rank in path)
 
-    def value(self, accuracies: Seq[Seq[float]]) -> float:
+    def value(self, accuracies: Sequence[Sequence[float]]) -> float:
         """Tokens per step to be expected, the bonus included, where depths are right or wrong independently."""
         return 1.0 + sum(path_value(accuracies, path) for path in self.paths if len(path) <= len(accuracies))
 
@@ -295,14 +298,14 @@ class RankTree:
         """The most valuable nodes, root included."""
         return RankTree(self.paths[: num_nodes - 1], self.name)
 
-    def within(self, budget: Budget) -> TreeShape:
+    def within(self, budget: DraftSize) -> TreeShape:
         """What of it a budget allows, level by level: the most valuable nodes of those that are not too deep."""
         depth = budget.depth
         paths = [path for path in self.paths if len(path) <= depth and not (budget.chains_only and any(path))]
         return TreeShape.of(paths[: budget.max_nodes() - 1])
 
 
-def path_value(accuracies: Seq[Seq[float]], path: Ranks) -> float:
+def path_value(accuracies: Sequence[Sequence[float]], path: Ranks) -> float:
     """The product of the accuracies along a path; 0 for ranks that were not measured."""
     shares = [accuracies[depth][rank] if rank < len(accuracies[depth]) else 0.0 for depth, rank in enumerate(path)]
     return math.prod(shares)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
     import foredraft.model.lm as lm
     from foredraft.drafters.parts.draft import GrowingDraft
-    from foredraft.engine.sequence import Sequence
+    from foredraft.engine.row import Row
     from foredraft.model.cache.ragged import KVCache, RowStates
     from foredraft.model.lm import CausalLM
 else:
@@ -135,7 +134,7 @@ class CachedRows:
                 self._order[slot] = last
                 self._rows[last].slot = slot
 
-    def align(self, row_ids: Seq[int]) -> list[CachedRow]:
+    def align(self, row_ids: Sequence[int]) -> list[CachedRow]:
         """Bring rows to the front of the cache, in this order. Moves nothing as long as the engine keeps its order."""
         for slot, row_id in enumerate(row_ids):
             place, other = self._rows[row_id], self._order[slot]
@@ -147,7 +146,7 @@ class CachedRows:
 
 
 def feed(
-    model: CausalLM, cache: KVCache, drafts: Seq[GrowingDraft], places: Seq[CachedRow], *, are_chains: bool
+    model: CausalLM, cache: KVCache, drafts: Sequence[GrowingDraft], places: Sequence[CachedRow], *, are_chains: bool
 ) -> torch.Tensor:
     """Run the frontier of every draft through a model, behind what was fed before; logits (B, F, V).
 
@@ -160,7 +159,9 @@ def feed(
     return logits
 
 
-def frontier_nodes(cache: KVCache, drafts: Seq[GrowingDraft], places: Seq[CachedRow], *, are_chains: bool) -> lm.Nodes:
+def frontier_nodes(
+    cache: KVCache, drafts: Sequence[GrowingDraft], places: Sequence[CachedRow], *, are_chains: bool
+) -> lm.Nodes:
     """The frontier of every draft, behind what was fed before, which its places note; draft i lies in row i."""
     width = max(1, *(len(draft.frontier) for draft in drafts))
     num_fed = cache.lengths[places[0].slot] - places[0].trunk
@@ -175,7 +176,7 @@ def frontier_nodes(cache: KVCache, drafts: Seq[GrowingDraft], places: Seq[Cached
     return lm.Nodes(tokens, *_shape(drafts, places, num_fed, width), num_fed=num_fed)
 
 
-def unpadded(values: torch.Tensor, drafts: Seq[GrowingDraft]) -> torch.Tensor:
+def unpadded(values: torch.Tensor, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
     """What was computed for frontiers, (B, F, ...) -> (M, ...), draft by draft; without a copy where none is padded."""
     width, counts = values.shape[1], [len(draft.frontier) for draft in drafts]
     flat = values.flatten(0, 1)
@@ -189,7 +190,7 @@ def known_tokens(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
     return tokens.clamp_(max=model.num_embeddings - 1)
 
 
-def reach(model: CausalLM, row: Sequence) -> int:
+def reach(model: CausalLM, row: Row) -> int:
     """How many tokens a model can draft after a row: the last is never fed; 0 or less for none."""
     context = model.context_length
     return sys.maxsize if context is None else context - len(row.token_ids) + 1
@@ -207,7 +208,7 @@ def spans(slots: Iterable[int], max_gap: int = MAX_GAP) -> list[range]:
 
 
 def _shape(
-    drafts: Seq[GrowingDraft], places: Seq[CachedRow], num_fed: int, width: int
+    drafts: Sequence[GrowingDraft], places: Sequence[CachedRow], num_fed: int, width: int
 ) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor]:
     """Depths (B, S + F), counts and ancestors (B, F, S + F) of a frontier after S fed columns.
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from foredraft.drafters.parts.growth import Growth
 from foredraft.drafters.parts.layer_set import LayerSet, quantized, skipping
 from foredraft.drafters.parts.rows import CachedRow, feed, reach, unpadded
-from foredraft.engine.drafter import Budget, Drafter, OwnCache, StepResult
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.drafter import Drafter, DraftSize, OwnCache, StepResult
+from foredraft.engine.row import Row
 from foredraft.lazy import Lazy
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class SelfDrafter(Drafter):
     def own_caches(self) -> list[OwnCache]:
         return [] if self._view is None else [self._view.own_cache(memory_of.bytes_per_token(self.model))]
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         drafts = [
             self.growth.begin(row, budget, reach(self.model, row)) for row, budget in zip(rows, budgets, strict=True)
         ]
@@ -107,7 +107,7 @@ class SelfDrafter(Drafter):
                     self._cache.erase(slot, lengths[slot])
         return [self.growth.finish(draft, self.name) for draft in drafts]
 
-    def open(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
+    def open(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         """Feed the pending tokens."""
         logits = self.model.forward(lm.Nodes.from_chains([[draft.row.pending] for draft in drafts]), self._cache)
         self._cache.commit([range(1)] * len(drafts))
@@ -115,7 +115,7 @@ class SelfDrafter(Drafter):
             place.trunk += 1
         return self._watched(logits)[:, 0]
 
-    def expand(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
+    def expand(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         """Feed the frontier of every draft."""
         places = self._places[: len(drafts)]
         logits = feed(self.model, self._cache, drafts, places, are_chains=self.growth.drafts_chains)
@@ -132,11 +132,11 @@ class SelfDrafter(Drafter):
             self._spoilt.update(nodes.any(1).nonzero()[:, 0].tolist())
         return logits
 
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+    def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
             self.growth.end(row, result)
 
-    def forget(self, rows: Seq[Sequence]) -> None:
+    def forget(self, rows: Sequence[Row]) -> None:
         self.growth.forget(rows)
         if self._view is not None:
             self._view.forget(rows)

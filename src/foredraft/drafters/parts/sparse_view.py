@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from foredraft.drafters.parts.draft import GrowingDraft
-    from foredraft.engine.sequence import Sequence
+    from foredraft.engine.row import Row
     from foredraft.model import masks, votes
     from foredraft.model.cache import views
     from foredraft.model.cache.ragged import KVCache
@@ -126,7 +126,7 @@ class SparseView:
         self._source = source
         self._kinds = model.layer_types
         self._last_token = model.num_embeddings - 1
-        self._voter = votes.Voter(model) if self.selector == SNAPKV else None
+        self._voter = votes.SnapKVScorer(model) if self.selector == SNAPKV else None
         room = self.budget + self.refresh + 32  # for a draft, too
         self.cache = views.ViewCache(model.num_layers, capacity=room, device=model.device, dtype=source.dtype)
         self.rows = CachedRows(self.cache)
@@ -136,7 +136,7 @@ class SparseView:
         """The cache of the view, whose rows do not grow with their text."""
         return OwnCache(self.cache, column_bytes, self.cache.capacity)
 
-    def follow(self, drafts: Seq[GrowingDraft], source_rows: Seq[int] | None = None) -> list[CachedRow]:
+    def follow(self, drafts: Sequence[GrowingDraft], source_rows: Sequence[int] | None = None) -> list[CachedRow]:
         """Bring the view up to date; the places of the rows, in front and in this order, with nothing behind them.
 
         Rows that are not to be drafted for stay as they are.
@@ -157,7 +157,7 @@ class SparseView:
             place.trunk = self.cache.lengths[place.slot]
         return places
 
-    def renew(self, row: Sequence, source_row: int) -> bool:
+    def renew(self, row: Row, source_row: int) -> bool:
         """Choose the columns of a row anew where it would hold too many; whether it was necessary."""
         place = self.rows[row.id]
         self.cache.rollback([place.trunk], place.slot)
@@ -171,21 +171,21 @@ class SparseView:
         self.num_choices += 1
         return True
 
-    def give_back(self, row: Sequence, source_row: int) -> None:
+    def give_back(self, row: Row, source_row: int) -> None:
         """Put what was read in the view, as far as it is known to stay, behind what the whole cache holds of a row."""
         if row.id in self.rows:
             place = self.rows[row.id]
             self.cache.rollback([place.trunk], place.slot)
             self.cache.give_back(place.slot, self._source, source_row)
 
-    def forget(self, rows: Seq[Sequence]) -> None:
+    def forget(self, rows: Sequence[Row]) -> None:
         """Drop rows that have finished."""
         for row in rows:
             if row.id in self.rows and row.finish_reason == "error":
                 self.cache.erase(self.rows[row.id].slot)  # a NaN would reach the next row in this place
         self.rows.remove(row.id for row in rows)
 
-    def _chosen(self, row: Sequence, source_row: int, length: int) -> list[views.Columns]:
+    def _chosen(self, row: Row, source_row: int, length: int) -> list[views.Columns]:
         """Columns of every layer of a row that is longer than the budget."""
         recent = (range(length - self.budget, length),)
         if self._voter is None:

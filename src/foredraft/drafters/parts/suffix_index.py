@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from foredraft.errors import ConfigError
@@ -26,14 +25,14 @@ class SuffixIndex:
     Raises: ConfigError for another word.
     """
 
-    def __init__(self, orders: Seq[int], *, match: str = MATCHES[0]) -> None:
+    def __init__(self, orders: Sequence[int], *, match: str = MATCHES[0]) -> None:
         if match not in MATCHES:
             raise ConfigError(f"match is {match!r}; choose one of {', '.join(MATCHES)}")
         self._is_latest_first = match == "latest"
         self._ends: dict[int, dict[tuple[int, ...], list[int]]] = {order: {} for order in orders}
         self._num_tokens = 0
 
-    def extend(self, tokens: Seq[int]) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         """Take in the tokens of the text that are new since the last call."""
         for end in range(max(self._num_tokens, 1), len(tokens)):
             for order, ends in self._ends.items():
@@ -41,7 +40,7 @@ class SuffixIndex:
                     ends.setdefault(tuple(tokens[end - order : end]), []).append(end)
         self._num_tokens = len(tokens)
 
-    def continuations(self, tokens: Seq[int], length: int, limit: int) -> list[tuple[int, ...]]:
+    def continuations(self, tokens: Sequence[int], length: int, limit: int) -> list[tuple[int, ...]]:
         """At most ``limit`` distinct continuations of the text, each of ``length`` tokens, best first."""
         found: dict[tuple[int, ...], None] = {}
         for end in self.occurrences(tokens):
@@ -50,7 +49,7 @@ class SuffixIndex:
                 break
         return list(found)
 
-    def occurrences(self, tokens: Seq[int]) -> Iterator[int]:
+    def occurrences(self, tokens: Sequence[int]) -> Iterator[int]:
         """Ends of earlier occurrences of the text's suffixes: longest suffix first, then as ``match`` says."""
         for order in sorted(self._ends, reverse=True):
             if order < len(tokens):
@@ -58,7 +57,7 @@ class SuffixIndex:
                 yield from islice(reversed(ends) if self._is_latest_first else ends, _MAX_OCCURRENCES)
 
 
-def continuation(tokens: Seq[int], start: int, length: int) -> tuple[int, ...]:
+def continuation(tokens: Sequence[int], start: int, length: int) -> tuple[int, ...]:
     """``length`` tokens of the text from ``start`` on; past its end the copy goes on with itself.
 
     (1, 2, 3) from 1 for 5 tokens: 2 3 2 3 2.

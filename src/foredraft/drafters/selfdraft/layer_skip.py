@@ -19,23 +19,23 @@ from foredraft.errors import ConfigError, UnsupportedModelError
 from foredraft.lazy import Lazy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as Seq
+    from collections.abc import Sequence
 
     import torch
 
     import foredraft.model.lm as lm
     from foredraft.drafters.context import DrafterContext
-    from foredraft.engine.drafter import Budget
-    from foredraft.engine.sequence import Sequence
-    from foredraft.law import sampling
+    from foredraft.engine.drafter import DraftSize
+    from foredraft.engine.row import Row
     from foredraft.model import sublayers
     from foredraft.model.cache.ragged import KVCache
     from foredraft.model.lm import CausalLM
+    from foredraft.sampling import distribution
     from foredraft.tree import DraftTree
 else:
     torch = Lazy("torch")
     lm = Lazy("foredraft.model.lm")
-    sampling = Lazy("foredraft.law.sampling")
+    distribution = Lazy("foredraft.sampling.distribution")
     sublayers = Lazy("foredraft.model.sublayers")
 
 
@@ -140,12 +140,12 @@ class SwiftDrafter(SelfDrafter):
         self.layer_set = layer_set
         self._layers.leave_out(layer_set.attention, layer_set.mlp)
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         if self.search is not None and not self.search.is_over:
             self._try_one(self.search, rows)
         return super().propose(rows, budgets)
 
-    def _try_one(self, search: SwiftSearch, rows: Seq[Sequence]) -> None:
+    def _try_one(self, search: SwiftSearch, rows: Sequence[Row]) -> None:
         """Score a candidate on one of the rows that have generated enough, in turn."""
         ready = [slot for slot, row in enumerate(rows) if row.num_output_tokens > self._num_scored]
         if not ready:
@@ -163,7 +163,7 @@ class SwiftDrafter(SelfDrafter):
         finally:
             self._use(search.best)
 
-    def _score(self, row: Sequence, cache: KVCache, slot: int) -> float:
+    def _score(self, row: Row, cache: KVCache, slot: int) -> float:
         """Share of the latest tokens that the variant would have drafted, each after the true text.
 
         Of 40 tokens, the last pending, and C = 32: columns 7..38 are written over by tokens 7..38, whose successors
@@ -177,10 +177,10 @@ class SwiftDrafter(SelfDrafter):
                 self.model.forward(lm.Nodes.from_chains([fed]), cache, first_row=slot)[0], row.law.vocab_size
             )
         if row.law.is_greedy:
-            found = sampling.argmax(logits)
+            found = distribution.argmax(logits)
         else:
             size = len(true)
-            found = sampling.choose(logits, [row.law] * size, [()] * size, list(range(first + 1, first + 1 + size)))
+            found = distribution.choose(logits, [row.law] * size, [()] * size, list(range(first + 1, first + 1 + size)))
         num_right: int = (found == torch.tensor(true, device=found.device)).sum().item()  # type: ignore[assignment]
         return num_right / len(true)
 

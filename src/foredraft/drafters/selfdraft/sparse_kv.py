@@ -62,7 +62,7 @@ def build(options: SparseKVOptions, context: DrafterContext) -> SelfDrafter | Dr
             "method 'sparse_kv' was given a model that is not loaded; leave model out to draft with the target"
         )
     if options.kv_selector == SNAPKV:
-        votes.Voter(target if options.model is None or model is None else model)
+        votes.SnapKVScorer(target if options.model is None or model is None else model)
     if options.model is not None and model is not None:
         view = SparseView.of(options)
         return DraftModelDrafter(model, view=view, name=options.method, **options.growth(target.vocab_size))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -94,7 +93,7 @@ class PrefixStore:
 
     def keep(
         self,
-        token_ids: Seq[int],
+        token_ids: Sequence[int],
         cache: KVCache,
         row: int,
         num_columns: int,
@@ -140,7 +139,7 @@ class PrefixStore:
 
     def load(
         self,
-        token_ids: Seq[int],
+        token_ids: Sequence[int],
         cache: KVCache,
         row: int,
         recall: Callable[[object, int], int] = lambda memory, num_tokens: num_tokens,

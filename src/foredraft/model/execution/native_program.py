@@ -70,7 +70,7 @@ class _Layout:
         self._kept: list[object] = []
         self._matrices: dict[int, Any] = {}
         forms: dict[Any, int] = {}
-        fields: list[abi.Form] = []
+        fields: list[abi.AttentionShape] = []
         of_layers = (abi.Layer * len(layers))()
         self.kv_sizes: dict[int, tuple[int, int, int]] = {}
         for index, (place, layer) in enumerate(zip(of_layers, layers, strict=True)):
@@ -84,14 +84,14 @@ class _Layout:
                     forms[key] = len(fields)
                     scale = heads.size**-0.5 if layer.scaling is None else layer.scaling
                     sizes = heads.heads, heads.group, heads.size, heads.value_size
-                    fields.append(abi.Form(*sizes, KINDS[dtype], windows[kind] or 0, scale))
+                    fields.append(abi.AttentionShape(*sizes, KINDS[dtype], windows[kind] or 0, scale))
                 form = forms[key]
                 assert layer.cache_index is not None
                 self.kv_sizes[layer.cache_index] = heads.heads, heads.size, heads.value_size
             inputs = [ends.inputs_of[index][key] for key in layer.program.inputs[1:]]
             self._fill(place, layer.program, layer.tensors, layer.runners, inputs)
             place.form, place.cache = form, -1 if layer.cache_index is None else layer.cache_index
-        of_forms = (abi.Form * len(fields))(*fields)
+        of_forms = (abi.AttentionShape * len(fields))(*fields)
         of_ends = (abi.Layer * 3)()
         computed: Sequence[int] = ()
         for place, end in zip(of_ends, (ends.before, ends.behind, ends.head), strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 
 from foredraft.config.engine import EngineConfig
 from foredraft.errors import ConfigError
-from foredraft.serve.served import Offer
+from foredraft.serve.served import ServedModels
 from foredraft.serve.settings import FailoverSettings, ServerSettings
 
 
@@ -78,9 +78,9 @@ class ClusterConfig:
         return num_replicas * self.offer.num_engines
 
     @property
-    def offer(self) -> Offer:
+    def offer(self) -> ServedModels:
         """Names and ways of drafting."""
-        return Offer.of(self.served_model_name or [self.model], self.drafting, self.chat_template)
+        return ServedModels.of(self.served_model_name or [self.model], self.drafting, self.chat_template)
 
     @property
     def settings(self) -> ServerSettings:

@@ -24,7 +24,7 @@ from foredraft.serve.guards import Numbered
 from foredraft.serve.metrics import ClusterMetrics
 from foredraft.serve.ray.config import ClusterConfig
 from foredraft.serve.ray.failover import Called, ClusterBridge
-from foredraft.serve.ray.messages import Distant, Facts, Lost, Message, Route, Work
+from foredraft.serve.ray.messages import Distant, Facts, Failed, Message, ReplicaRequest, Route
 from foredraft.serve.ray.replica import Replica
 from foredraft.serve.ray.router import PrefixRouter
 from foredraft.serve.ray.watchdog import start_watchdog
@@ -115,7 +115,7 @@ class Engine:
             with suppress(Exception):  # the collector is being moved; the next push finds it
                 ray.get(collector().tell.remote(self._replica.name, self._replica.page), timeout=PAGE_SECONDS)
 
-    async def generate(self, work: Work) -> AsyncGenerator[Message, None]:
+    async def generate(self, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
         """See `Replica.generate`."""
         async with aclosing(self._replica.generate(work)) as messages:
             async for message in messages:
@@ -182,10 +182,10 @@ class RayFleet:
         self._describe = handle.options(method_name="describe")
         self._generate = handle.options(method_name="generate", stream=True)
 
-    async def generate(self, work: Work) -> AsyncGenerator[Message, None]:
+    async def generate(self, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
         """One of them does it.
 
-        Raises: Lost, for all that is not the fault of the request.
+        Raises: Failed, for all that is not the fault of the request.
         """
         route = Route()
         answer = self._generate.remote(replace(work, route=route))
@@ -194,7 +194,7 @@ class RayFleet:
                 async for message in messages:
                     yield message
         except (RayError, RayServeException) as error:
-            raise Lost(f"a replica was lost ({type(error).__name__})") from None
+            raise Failed(f"a replica was lost ({type(error).__name__})") from None
         finally:
             answer.cancel()
 

@@ -19,8 +19,20 @@ from foredraft.serve.backend import check_tokens
 from foredraft.serve.errors import ApiError, ModelChanged
 from foredraft.serve.fair import PROMPT_COST, FairQueue
 from foredraft.serve.guards import ALLOWED_ID, REQUEST_ID
-from foredraft.serve.ray.journal import Course, Journal
-from foredraft.serve.ray.messages import Begun, Ended, Fleet, Lost, Message, News, Other, Refused, Sent, Taken, Work
+from foredraft.serve.ray.journal import FailoverState, Journal
+from foredraft.serve.ray.messages import (
+    Accepted,
+    Delta,
+    Failed,
+    Finished,
+    Fleet,
+    Message,
+    OtherWeights,
+    Rejected,
+    ReplicaRequest,
+    Routed,
+    Started,
+)
 from foredraft.serve.settings import FailoverSettings
 from foredraft.sessions.prompts import seeded
 
@@ -28,7 +40,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from foredraft.llm import LLM
-    from foredraft.serve.backend import Ticket
+    from foredraft.serve.backend import QueuedRequest
     from foredraft.serve.metrics import ClusterMetrics
 
 logger = logging.getLogger("foredraft.serve")
@@ -76,8 +88,8 @@ class ClusterBridge:
         self.error: BaseException | None = None
         self._fleet, self._metrics, self._load = fleet, metrics, load
         self._settings = settings or FailoverSettings()
-        self._open: dict[Ticket, asyncio.Task[None]] = {}
-        self._client_of: dict[Ticket, str] = {}
+        self._open: dict[QueuedRequest, asyncio.Task[None]] = {}
+        self._client_of: dict[QueuedRequest, str] = {}
         self._queue: FairQueue | None = None
         self._silent: dict[str, float] = {}  # replicas, and until when they are avoided, in seconds of the loop
         self._heard = 0.0  # when there last was a replica, in seconds of the loop
@@ -114,17 +126,17 @@ class ClusterBridge:
         newest.deliver(error)
         self.abandon(newest)
 
-    def submit(self, ticket: Ticket) -> None:
+    def submit(self, ticket: QueuedRequest) -> None:
         """Send a request to a replica."""
         task = asyncio.ensure_future(self._carry(ticket))
         self._open[ticket], self._client_of[ticket] = task, CALLER.get().client
         task.add_done_callback(lambda _: self._forget(ticket))
 
-    def _forget(self, ticket: Ticket) -> None:
+    def _forget(self, ticket: QueuedRequest) -> None:
         self._open.pop(ticket, None)
         self._client_of.pop(ticket, None)
 
-    def abandon(self, ticket: Ticket) -> None:
+    def abandon(self, ticket: QueuedRequest) -> None:
         """End a request on its replica; one that has ended stays as it is."""
         ticket.is_abandoned = True
         if (task := self._open.get(ticket)) is not None:
@@ -142,11 +154,11 @@ class ClusterBridge:
 
     # -- one request -----------------------------------------------------------------------------------------------
 
-    async def _carry(self, ticket: Ticket) -> None:
+    async def _carry(self, ticket: QueuedRequest) -> None:
         """See a request through, from replica to replica."""
         try:
             await self._see_through(ticket)
-        except (ApiError, Lost) as error:
+        except (ApiError, Failed) as error:
             ticket.deliver(error if isinstance(error, ApiError) else _unavailable(str(error)))
         except Exception as error:
             logger.error("request %s ended in an error", CALLER.get().request_id, exc_info=error)
@@ -154,7 +166,7 @@ class ClusterBridge:
         else:
             ticket.deliver(None)
 
-    async def _see_through(self, ticket: Ticket) -> None:
+    async def _see_through(self, ticket: QueuedRequest) -> None:
         facts = self._fleet.facts
         assert facts is not None
         params = tuple(seeded(one, None, 0) for one in ticket.params)
@@ -165,7 +177,7 @@ class ClusterBridge:
         name = next((name for name, llm in facts.llms.items() if llm is cast("Any", ticket.llm)), None)
         if name is None:
             raise ModelChanged
-        work = Work(
+        work = ReplicaRequest(
             request_id,
             name,
             tuple(ticket.prompts),
@@ -181,26 +193,26 @@ class ClusterBridge:
         with self._queue.entered(client) as turn:
             await turn.granted
             self._queue.charge(turn, PROMPT_COST * ticket.num_prompt_tokens)
-            await self._try(Course(ticket, journal, work, self._metrics, self._queue, turn))
+            await self._try(FailoverState(ticket, journal, work, self._metrics, self._queue, turn))
 
-    async def _try(self, course: Course) -> None:
+    async def _try(self, course: FailoverState) -> None:
         """One replica after the other, until one brings the request to its end."""
         request_id, journal = course.work.request_id, course.journal
         for attempt in range(self._settings.max_failovers + 1):
             try:
                 await self._attempt(course)
                 return
-            except Lost as error:
+            except Failed as error:
                 course.lose()
                 logger.warning("request %s: %s after %d tokens", request_id, error, journal.num_tokens)
                 if attempt == self._settings.max_failovers:
-                    raise Lost(f"{attempt + 1} replicas were lost") from None
+                    raise Failed(f"{attempt + 1} replicas were lost") from None
                 await asyncio.sleep(self._settings.retry_seconds * 2**attempt)
 
-    async def _attempt(self, course: Course) -> None:
+    async def _attempt(self, course: FailoverState) -> None:
         """One replica's part of a request.
 
-        Raises: Lost; ApiError where the request is to blame, or nothing answers it.
+        Raises: Failed; ApiError where the request is to blame, or nothing answers it.
         """
         now = asyncio.get_running_loop().time()
         self._silent = {replica: until for replica, until in self._silent.items() if until > now}
@@ -208,35 +220,35 @@ class ClusterBridge:
         async with aclosing(self._fleet.generate(course.work)) as messages:
             async for message in self._in_time(messages, course):
                 match message:
-                    case Sent():
+                    case Routed():
                         course.replica = message.replica
-                    case Taken():
+                    case Accepted():
                         self._silent.pop(message.replica, None)
                         course.take(message)
-                    case Begun():
+                    case Started():
                         course.begin(message)
-                    case News():
+                    case Delta():
                         course.deliver(message)
-                    case Ended():
+                    case Finished():
                         course.journal.end(message)
                         return
-                    case Other() if course.journal.num_tokens:
-                        raise Lost(f"{message.replica} has other weights than the request was begun on")
-                    case Other():
+                    case OtherWeights() if course.journal.num_tokens:
+                        raise Failed(f"{message.replica} has other weights than the request was begun on")
+                    case OtherWeights():
                         self._fleet.adopt(message.facts)
                         raise ModelChanged
-                    case Refused() if message.may_work_elsewhere:
-                        raise Lost(f"a replica refused the request ({message.message})")
-                    case Refused():
+                    case Rejected() if message.may_work_elsewhere:
+                        raise Failed(f"a replica refused the request ({message.message})")
+                    case Rejected():
                         raise message.error
-        raise Lost("a replica ended the stream before its end")
+        raise Failed("a replica ended the stream before its end")
 
-    async def _in_time(self, messages: AsyncGenerator[Message, None], course: Course) -> AsyncIterator[Message]:
+    async def _in_time(self, messages: AsyncGenerator[Message, None], course: FailoverState) -> AsyncIterator[Message]:
         """Messages of the router, and of the replica that the request was sent to, which gives signs of life.
 
         A request that waits for a replica with room has the time that its client gives it.
 
-        Raises: Lost; ApiError.
+        Raises: Failed; ApiError.
         """
         loop, patience = asyncio.get_running_loop(), self._settings.stall_timeout
         began = loop.time()
@@ -258,10 +270,10 @@ class ClusterBridge:
             yield message
 
     def _check_silence(self, replica: str, since: float, now: float) -> None:
-        """Raises: Lost where a replica was silent; ApiError where there has been none for long."""
+        """Raises: Failed where a replica was silent; ApiError where there has been none for long."""
         if replica:
             self._silent[replica] = now + max(SILENT_SECONDS, 2 * self._settings.stall_timeout)
-            raise Lost(f"{replica} was silent for {self._settings.stall_timeout:g} seconds")
+            raise Failed(f"{replica} was silent for {self._settings.stall_timeout:g} seconds")
         if now - since >= self._settings.absence_timeout:
             raise _absent(self._settings.absence_timeout)
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from foredraft.engine.stats import SequenceStats
+from foredraft.engine.stats import RowStats
 from foredraft.serve.fair import OUTPUT_COST, FairQueue, Turn
-from foredraft.serve.ray.messages import Begun, Ended, News, OutputIds, Taken, Work
+from foredraft.serve.ray.messages import Accepted, Delta, Finished, OutputIds, ReplicaRequest, Started
 from foredraft.sessions.outputs import FrozenList
 
 if TYPE_CHECKING:
     from foredraft.config.sampling import SamplingParams
-    from foredraft.serve.backend import Ticket
+    from foredraft.serve.backend import QueuedRequest
     from foredraft.serve.metrics import ClusterMetrics
     from foredraft.sessions.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
 
@@ -38,8 +38,8 @@ class Journal:
     def __init__(self, params: Sequence[SamplingParams]) -> None:
         self.texts = [[Text() for _ in range(one.n)] for one in params]
         self.is_waiting = True
-        self._before = SequenceStats()
-        self._now = SequenceStats()
+        self._before = RowStats()
+        self._now = RowStats()
         self._cached = 0
         self._outputs: list[RequestOutput] = []
 
@@ -63,14 +63,14 @@ class Journal:
         return [text.finish_reason for texts in self.texts for text in texts]
 
     @property
-    def stats(self) -> SequenceStats:
+    def stats(self) -> RowStats:
         """Counters of all replicas together."""
-        pooled = SequenceStats()
+        pooled = RowStats()
         pooled.add(self._before)
         pooled.add(self._now)
         return pooled
 
-    def take(self, news: News) -> list[StreamOutput]:
+    def take(self, news: Delta) -> list[StreamOutput]:
         """Write down what a replica has brought; returns what is new of it."""
         self._now, self._cached = news.stats or self._now, news.num_cached_tokens
         return [delta for delta in news.deltas if self._append(delta)]
@@ -87,9 +87,9 @@ class Journal:
     def turn(self) -> None:
         """The replica is lost; what it has counted stays."""
         self._before.add(self._now)
-        self._now = SequenceStats()
+        self._now = RowStats()
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: Finished) -> None:
         self._now, self._cached = ended.stats, ended.num_cached_tokens
         pairs = zip(ended.outputs, self.texts, strict=True)
         self._outputs = [replace(output, outputs=_whole(output.outputs, texts)) for output, texts in pairs]
@@ -112,11 +112,17 @@ def _with_logprobs(output: CompletionOutput, logprobs: list[dict[int, Logprob]])
     return replace(output, logprobs=logprobs, cumulative_logprob=total)
 
 
-class Course:
+class FailoverState:
     """A request on its way over replicas."""
 
     def __init__(
-        self, ticket: Ticket, journal: Journal, work: Work, metrics: ClusterMetrics, queue: FairQueue, turn: Turn
+        self,
+        ticket: QueuedRequest,
+        journal: Journal,
+        work: ReplicaRequest,
+        metrics: ClusterMetrics,
+        queue: FairQueue,
+        turn: Turn,
     ) -> None:
         self.ticket, self.journal, self.work = ticket, journal, work
         self._metrics, self._queue, self._turn = metrics, queue, turn
@@ -132,13 +138,13 @@ class Course:
         if not self.work.avoided.issuperset(silent):
             self.work = replace(self.work, avoided=self.work.avoided.union(silent))
 
-    def take(self, taken: Taken) -> None:
+    def take(self, taken: Accepted) -> None:
         """A replica has it."""
         self.replica = taken.replica
         self.ticket.is_queued = False
         self._queue.begin(self._turn)
 
-    def begin(self, begun: Begun) -> None:
+    def begin(self, begun: Started) -> None:
         """An engine has it."""
         if self._has_begun:
             is_same = begun.fingerprint == self.work.fingerprint
@@ -150,7 +156,7 @@ class Course:
         self._has_begun = True
         self.ticket.deliver([])
 
-    def deliver(self, news: News) -> None:
+    def deliver(self, news: Delta) -> None:
         """Hand on what is new of it."""
         deltas = self.journal.take(news)
         if not deltas:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from foredraft.errors import ConfigError
-from foredraft.serve.backend import Backend, Figures
+from foredraft.serve.backend import Backend, MetricsBackend
 from foredraft.serve.metrics import ClusterMetrics
 from foredraft.serve.ray.failover import Called, ClusterBridge
 from foredraft.serve.ray.messages import Distant
@@ -78,7 +78,7 @@ def serve_cluster(
         fleet.connect(handle)
         return Distant(fleet.learn())
 
-    def make(loaded: Callable[[], Sequence[LLM]], name: str) -> tuple[Backend, Figures]:
+    def make(loaded: Callable[[], Sequence[LLM]], name: str) -> tuple[Backend, MetricsBackend]:
         metrics = ClusterMetrics(name, deployment.pages)
         return ClusterBridge(fleet, metrics, config.limits, loaded), metrics
 

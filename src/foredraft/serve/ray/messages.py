@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from foredraft.config.engine import EngineConfig, Promise
     from foredraft.config.sampling import SamplingParams
     from foredraft.config.speculative import SpeculativeConfig
-    from foredraft.engine.stats import SequenceStats
+    from foredraft.engine.stats import RowStats
     from foredraft.llm import LLM
     from foredraft.loading.info import ModelInfo
     from foredraft.serve.app import Application
@@ -30,20 +30,20 @@ class Route:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._told: asyncio.Queue[Sent] = asyncio.Queue()
+        self._told: asyncio.Queue[Routed] = asyncio.Queue()
 
     def tell(self, replica: str) -> None:
         """The request was sent to this replica; nowhere, if the name is empty: it waits for one with room."""
         with suppress(RuntimeError):  # the loop has ended, and who asked with it
-            self._loop.call_soon_threadsafe(self._told.put_nowait, Sent(replica))
+            self._loop.call_soon_threadsafe(self._told.put_nowait, Routed(replica))
 
-    async def sent(self) -> Sent:
+    async def sent(self) -> Routed:
         """Wait for what is told next."""
         return await self._told.get()
 
 
 @dataclass(frozen=True)
-class Work:
+class ReplicaRequest:
     """A request for a replica, and how far it has come on others.
 
     Args:
@@ -96,7 +96,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Sent:
+class Routed:
     """The router has sent a request to a replica, which has not answered yet.
 
     Args:
@@ -107,14 +107,14 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Taken:
+class Accepted:
     """A replica has a request, and will show from now on that it is alive."""
 
     replica: str
 
 
 @dataclass(frozen=True)
-class Begun:
+class Started:
     """The engine of a replica has taken a request in."""
 
     replica: str
@@ -122,7 +122,7 @@ class Begun:
 
 
 @dataclass(frozen=True)
-class News:
+class Delta:
     """What steps have brought; nothing, to show that the replica is alive.
 
     Args:
@@ -130,12 +130,12 @@ class News:
     """
 
     deltas: tuple[StreamOutput, ...] = ()
-    stats: SequenceStats | None = None
+    stats: RowStats | None = None
     num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
-class Ended:
+class Finished:
     """The request has come to its end.
 
     Args:
@@ -143,12 +143,12 @@ class Ended:
     """
 
     outputs: tuple[RequestOutput, ...]
-    stats: SequenceStats
+    stats: RowStats
     num_cached_tokens: int
 
 
 @dataclass(frozen=True)
-class Refused:
+class Rejected:
     """An error that a client may be told, in parts, since exceptions do not travel well."""
 
     status: int
@@ -157,7 +157,7 @@ class Refused:
     code: str | int | None
 
     @classmethod
-    def of(cls, error: BaseException) -> Refused:
+    def of(cls, error: BaseException) -> Rejected:
         told = ApiError.of(error)
         return cls(told.status, told.message, told.param, told.code)
 
@@ -172,27 +172,27 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Other:
+class OtherWeights:
     """A replica has other weights than the request was read for: the model was deployed anew."""
 
     replica: str
     facts: Facts
 
 
-Message = Sent | Taken | Begun | News | Ended | Refused | Other
+Message = Routed | Accepted | Started | Delta | Finished | Rejected | OtherWeights
 
 
-class Lost(Exception):
+class Failed(Exception):
     """A replica has died, or is not there; what it was asked for may be asked for elsewhere."""
 
 
 class Fleet(Protocol):
     """All replicas."""
 
-    def generate(self, work: Work) -> AsyncGenerator[Message, None]:
+    def generate(self, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
         """One of them does it.
 
-        Raises: Lost.
+        Raises: Failed.
         """
 
     @property

@@ -15,11 +15,21 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Gauge
 
-from foredraft.serve.backend import Ticket
+from foredraft.serve.backend import QueuedRequest
 from foredraft.serve.bridge import Bridge
 from foredraft.serve.errors import ApiError
 from foredraft.serve.metrics import OWN, Metrics
-from foredraft.serve.ray.messages import Begun, Ended, Facts, Message, News, Other, Refused, Taken, Work
+from foredraft.serve.ray.messages import (
+    Accepted,
+    Delta,
+    Facts,
+    Finished,
+    Message,
+    OtherWeights,
+    Rejected,
+    ReplicaRequest,
+    Started,
+)
 from foredraft.serve.settings import SIGN_SECONDS
 
 if TYPE_CHECKING:
@@ -85,12 +95,12 @@ class Replica:
         """What Prometheus reads."""
         return self._metrics.page()
 
-    async def generate(self, work: Work) -> AsyncGenerator[Message, None]:
+    async def generate(self, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
         """Do a request from where it stands; ending early ends it in the engine before the next step."""
         if work.weights != self.facts.weights:
-            yield Other(self.name, self.facts)
+            yield OtherWeights(self.name, self.facts)
             return
-        yield Taken(self.name)
+        yield Accepted(self.name)
         self._num_open += 1
         try:
             async with aclosing(self._generate(work)) as messages:
@@ -99,15 +109,15 @@ class Replica:
         finally:
             self._num_open -= 1
 
-    async def _generate(self, work: Work) -> AsyncGenerator[Message, None]:
+    async def _generate(self, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
         llm = self._served.names.get(work.name, self._served.llm)  # deployed anew without it: the texts are the same
         prepared = asyncio.ensure_future(asyncio.to_thread(_prepare, llm, work))
         while not (await asyncio.wait([prepared], timeout=SIGN_SECONDS))[0]:
-            yield News()
+            yield Delta()
         if (error := prepared.exception()) is not None:
-            yield Refused.of(error)
+            yield Rejected.of(error)
             return
-        ticket = Ticket(llm, work.continued, work.params)
+        ticket = QueuedRequest(llm, work.continued, work.params)
         logger.info("request %s: taken in by %s after %d tokens", work.request_id, self.name, _num_delivered(work))
         self._bridge.submit(ticket)
         try:
@@ -117,7 +127,7 @@ class Replica:
         finally:
             self._bridge.abandon(ticket)
 
-    async def _messages(self, ticket: Ticket, work: Work) -> AsyncGenerator[Message, None]:
+    async def _messages(self, ticket: QueuedRequest, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
         now = asyncio.get_running_loop().time
         awaited = asyncio.ensure_future(ticket.news())
         came: list[StreamOutput] = []
@@ -127,20 +137,20 @@ class Replica:
                 await asyncio.wait([awaited], timeout=max(0.0, due - now()) if came else SIGN_SECONDS)
                 if not awaited.done() and not came:
                     if not self.is_alive:
-                        yield Refused.of(ApiError(503, f"a step takes longer than {self._step_timeout:g} seconds"))
+                        yield Rejected.of(ApiError(503, f"a step takes longer than {self._step_timeout:g} seconds"))
                         return
-                    yield News()
+                    yield Delta()
                 if awaited.done():
                     try:
                         news = awaited.result()
                     except Exception as error:
                         if came:
                             yield _news(ticket, work, came)
-                        yield Refused.of(error)
+                        yield Rejected.of(error)
                         return
                     if not has_begun:
                         has_begun = True
-                        yield Begun(self.name, self.facts.fingerprint)
+                        yield Started(self.name, self.facts.fingerprint)
                     if news is None:
                         break
                     came += news
@@ -152,27 +162,27 @@ class Replica:
             if came:
                 yield _news(ticket, work, came)
             assert ticket.stream is not None
-            yield Ended(tuple(ticket.outputs()), ticket.stream.stats, ticket.stream.num_cached_tokens)
+            yield Finished(tuple(ticket.outputs()), ticket.stream.stats, ticket.stream.num_cached_tokens)
         finally:
             awaited.cancel()
 
 
-def _prepare(llm: LLM, work: Work) -> None:
+def _prepare(llm: LLM, work: ReplicaRequest) -> None:
     """Compile grammars, which takes time."""
     for params in {id(one): one for one in work.params}.values():
         llm.prepare(params)
 
 
-def _news(ticket: Ticket, work: Work, came: Sequence[StreamOutput]) -> News:
+def _news(ticket: QueuedRequest, work: ReplicaRequest, came: Sequence[StreamOutput]) -> Delta:
     assert ticket.stream is not None
     deltas = tuple(_light(delta, work) for delta in came)
-    return News(deltas, ticket.stream.stats, ticket.stream.num_cached_tokens)
+    return Delta(deltas, ticket.stream.stats, ticket.stream.num_cached_tokens)
 
 
-def _light(delta: StreamOutput, work: Work) -> StreamOutput:
+def _light(delta: StreamOutput, work: ReplicaRequest) -> StreamOutput:
     """A delta without what nobody reads."""
     return delta if work.wants_trees else replace(delta, tree=None, segments=())
 
 
-def _num_delivered(work: Work) -> int:
+def _num_delivered(work: ReplicaRequest) -> int:
     return sum(len(ids) for said in work.output_ids for ids in said)

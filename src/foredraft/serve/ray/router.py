@@ -7,10 +7,10 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
 from foredraft.serve.ray.affinity import Affinity
-from foredraft.serve.ray.messages import Work
+from foredraft.serve.ray.messages import ReplicaRequest
 
 
-class Telling(RunningReplica):  # type: ignore[misc]
+class ReportingReplica(RunningReplica):  # type: ignore[misc]
     """A replica whose requests are told where they were sent, since one that hangs does not say so itself."""
 
     def try_send_request(self, pr: PendingRequest, with_rejection: bool) -> ReplicaResult:
@@ -38,7 +38,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
     def create_replica_wrapper(self, replica_info: Any) -> RunningReplica:
         """Called by Ray Serve for every replica that it has started."""
-        return Telling(replica_info)
+        return ReportingReplica(replica_info)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -62,10 +62,10 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
             self._affinity.note(work.ids, work.session, str(replica_id.unique_id), work.salt)
 
 
-def _work(request: PendingRequest | None) -> Work | None:
+def _work(request: PendingRequest | None) -> ReplicaRequest | None:
     """What it asks for; nothing where it is no request for tokens."""
     work = request.args[0] if request is not None and request.args else None
-    return work if isinstance(work, Work) else None
+    return work if isinstance(work, ReplicaRequest) else None
 
 
 def _tell(request: PendingRequest, replica: str) -> None:
@@ -73,7 +73,7 @@ def _tell(request: PendingRequest, replica: str) -> None:
         work.route.tell(replica)
 
 
-def suitable(work: Work, candidates: list[RunningReplica]) -> list[RunningReplica]:
+def suitable(work: ReplicaRequest, candidates: list[RunningReplica]) -> list[RunningReplica]:
     """Replicas of the best kind that there is: with the right weights, not lost by the request before, alike."""
 
     def rank(replica: RunningReplica) -> tuple[bool, bool, bool]:

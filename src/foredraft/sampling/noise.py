@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.law.precision import for_double
+from foredraft.sampling.precision import for_double
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15

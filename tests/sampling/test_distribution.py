@@ -34,10 +34,10 @@ from transformers.generation.logits_process import (
 
 from foredraft.config.sampling import SamplingParams
 from foredraft.errors import ConfigError, NumericsError, ShapeError
-from foredraft.law import choice, noise, sampling
-from foredraft.law.processors import apply_entries
-from foredraft.law.sampling import SamplingLaw, choose, choose_siblings, log_probs, probs, process
-from foredraft.law.support import Warper
+from foredraft.sampling import choice, distribution, noise
+from foredraft.sampling.distribution import Sampler, choose, choose_siblings, log_probs, probs, process
+from foredraft.sampling.filters import LogitsFilter
+from foredraft.sampling.processors import apply_entries
 
 FALSE_ALARM = 1e-7
 EOS = (1, 2)
@@ -127,8 +127,8 @@ def reference(params: SamplingParams, prompt: Sequence[int], output: Sequence[in
 
 def law_of(
     params: SamplingParams, vocab_size: int, prompt: Sequence[int] = (0,), output: Sequence[int] = (), seed: int = 7
-) -> SamplingLaw:
-    law = SamplingLaw(params, vocab_size=vocab_size, eos_token_ids=EOS, prompt_ids=prompt)
+) -> Sampler:
+    law = Sampler(params, vocab_size=vocab_size, eos_token_ids=EOS, prompt_ids=prompt)
     law.seed = seed
     law.extend(output)
     return law
@@ -359,8 +359,8 @@ class TestTruncation:
     def test_choice_seldom_needs_a_full_sort(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Ties at the boundary of top-p do not make every row fall back: only those whose winner is one of them."""
         calls = []
-        original = Warper.kept
-        monkeypatch.setattr(Warper, "kept", lambda self, row: calls.append(1) or original(self, row))
+        original = LogitsFilter.kept
+        monkeypatch.setattr(LogitsFilter, "kept", lambda self, row: calls.append(1) or original(self, row))
         logits = rows_of("language", 400, 4000, torch.Generator().manual_seed(1)).bfloat16().float()
         law = law_of(SamplingParams(top_p=0.9), 4000)
         choose(logits, [law] * 400, [()] * 400, list(range(400)))
@@ -369,7 +369,7 @@ class TestTruncation:
     def test_dense_path_of_accelerators_chooses_alike(self) -> None:
         logits = rows_of("language", 30, 700, torch.Generator().manual_seed(1))
         keys = [noise.row_key(3, position) for position in range(30)]
-        for warper in (Warper(), Warper(top_p=0.9), Warper(0.7, 30, 0.9, 0.01)):
+        for warper in (LogitsFilter(), LogitsFilter(top_p=0.9), LogitsFilter(0.7, 30, 0.9, 0.01)):
             quick = choice.perturbed_best(warper, logits, keys, 4)
             dense = choice.perturbed_best_dense(warper, logits, keys, 4)
             assert torch.equal(quick[0], dense[0])
@@ -379,10 +379,10 @@ class TestTruncation:
         """512 nodes of a vocabulary of 128,000 took 0.5 GB for each of the tensors that noise is made of."""
         logits = rows_of("language", 30, 700, torch.Generator().manual_seed(1))
         keys = [noise.row_key(3, position) for position in range(30)]
-        whole = choice.perturbed_best_dense(Warper(top_p=0.9), logits, keys, 4)
+        whole = choice.perturbed_best_dense(LogitsFilter(top_p=0.9), logits, keys, 4)
         monkeypatch.setattr(choice, "NOISE_NUMBERS", 5000)  # 7 rows
         with LargestOf64Bits() as largest:
-            blocks = choice.perturbed_best_dense(Warper(top_p=0.9), logits, keys, 4)
+            blocks = choice.perturbed_best_dense(LogitsFilter(top_p=0.9), logits, keys, 4)
         assert largest.numbers == 7 * 700
         assert all(torch.equal(mine, its) for mine, its in zip(blocks, whole, strict=True))
 
@@ -394,7 +394,7 @@ class TestTruncation:
         That gave RuntimeWarnings from T = 0.2 on; and siblings beyond the range of float32 were lost.
         """
         generator = torch.Generator().manual_seed(0)
-        warper = Warper(temperature)
+        warper = LogitsFilter(temperature)
         logits = torch.randn(40, 4096, generator=generator) * scale
         logits[::3, torch.randperm(4096, generator=generator)[:2048]] = -math.inf
         keys = [noise.row_key(3, position) for position in range(40)]
@@ -499,8 +499,8 @@ class TestKey:
         assert len(set(drawn)) > 30
 
     def test_seed_of_the_parameters_or_a_fresh_one(self) -> None:
-        assert SamplingLaw(SamplingParams(seed=5), vocab_size=4).seed == 5
-        fresh = {SamplingLaw(SamplingParams(), vocab_size=4).seed for _ in range(10)}
+        assert Sampler(SamplingParams(seed=5), vocab_size=4).seed == 5
+        fresh = {Sampler(SamplingParams(), vocab_size=4).seed for _ in range(10)}
         assert len(fresh) == 10
 
     def test_greedy_takes_the_lowest_of_equals(self) -> None:
@@ -637,7 +637,7 @@ class TestBadRows:
         ):
             logits = torch.tensor(bad)
             assert choose(logits[None], [law], [()], [0]).item() == -1
-            error = sampling.failure(logits, law)
+            error = distribution.failure(logits, law)
             assert isinstance(error, NumericsError)
             assert message in str(error)
 

@@ -66,7 +66,7 @@ class Support:
 
 
 @dataclass(frozen=True)
-class Warper:
+class LogitsFilter:
     """Temperature and truncation of one set of parameters. Not for greedy rows, which have neither."""
 
     temperature: float = 1.0
@@ -76,7 +76,7 @@ class Warper:
     typical_p: float = 1.0
 
     @classmethod
-    def of(cls, params: SamplingParams) -> Warper:
+    def of(cls, params: SamplingParams) -> LogitsFilter:
         return cls(params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p)
 
     @property

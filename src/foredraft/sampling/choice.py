@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.law import noise
-from foredraft.law.precision import for_double
-from foredraft.law.support import Support, Warper, candidates, threshold
 from foredraft.native import sample_kernels
+from foredraft.sampling import noise
+from foredraft.sampling.filters import LogitsFilter, Support, candidates, threshold
+from foredraft.sampling.precision import for_double
 from foredraft.upload import upload
 
 FEW = 1024
@@ -57,7 +57,7 @@ class GumbelTopK:
     """
 
     def __init__(
-        self, warper: Warper, scores: Tensor, keys: list[int], k: int, columns: np.ndarray | None = None
+        self, warper: LogitsFilter, scores: Tensor, keys: list[int], k: int, columns: np.ndarray | None = None
     ) -> None:
         self._columns = columns
         self._warper = warper
@@ -225,7 +225,7 @@ def likeliest(scores: Tensor, k: int, power: float) -> tuple[Tensor, Tensor]:
 
 
 def perturbed_best(
-    warper: Warper, scores: Tensor, keys: Sequence[int], k: int, columns: Tensor | None = None
+    warper: LogitsFilter, scores: Tensor, keys: Sequence[int], k: int, columns: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The k largest of log p + noise per row, and their distance to the largest: columns int64 and float64 (M, k).
 
@@ -247,7 +247,7 @@ def perturbed_best(
 
 
 def perturbed_best_dense(
-    warper: Warper, scores: Tensor, keys: Sequence[int], k: int, columns: Tensor | None = None
+    warper: LogitsFilter, scores: Tensor, keys: Sequence[int], k: int, columns: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The same on any device, with noise for the whole vocabulary, of as many rows at a time as `NOISE_NUMBERS` allows.
 

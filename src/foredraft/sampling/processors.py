@@ -20,9 +20,9 @@ from torch import Tensor
 from foredraft.config.keywords import shown
 from foredraft.config.sampling import SamplingParams, check_named_tokens
 from foredraft.errors import ConfigError, ShapeError, as_exception, is_fatal
-from foredraft.law import noise
-from foredraft.law.history import BadWords, NgramIndex, TokenArray, TokenCounts
-from foredraft.law.support import Warper
+from foredraft.sampling import noise
+from foredraft.sampling.filters import LogitsFilter
+from foredraft.sampling.history import BadWords, NgramIndex, TokenArray, TokenCounts
 
 if TYPE_CHECKING:
     from foredraft.structured.matching import Matching
@@ -32,7 +32,7 @@ Entries = tuple[np.ndarray, ...]
 """Token ids int64 (S,) of one node, and values that belong to them."""
 
 
-class SamplingLaw:
+class Sampler:
     """The processed distribution of one row: its parameters and the history they look at.
 
     Args:
@@ -75,7 +75,7 @@ class SamplingLaw:
         self.fault: Exception | None = None
         self.num_output_tokens = 0
         self.is_greedy = params.temperature == 0.0
-        self.warper = Warper() if self.is_greedy else Warper.of(params)
+        self.warper = LogitsFilter() if self.is_greedy else LogitsFilter.of(params)
         self.kind = (params.temperature, *(() if self.is_greedy else self.warper.truncation))
         self.matching = matching
         self._check_vocabulary()
@@ -219,7 +219,7 @@ class SamplingLaw:
         scores[size:] = -torch.inf
 
 
-def process(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> Tensor:
+def process(logits: Tensor, laws: Sequence[Sampler], paths: Sequence[Path]) -> Tensor:
     """Everything before the temperature: (M, V) of any float dtype -> float32 (M, V).
 
     The input itself comes back when it is float32 and no processor is active; it is never changed.
@@ -227,7 +227,7 @@ def process(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) 
     return processed(logits, laws, paths).float()
 
 
-def processed(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> Tensor:
+def processed(logits: Tensor, laws: Sequence[Sampler], paths: Sequence[Path]) -> Tensor:
     """`process`, but where no processor is active the input comes back as it is, in its own dtype."""
     check_shapes(logits, laws, paths)
     active = [row for row, law in enumerate(laws) if law.is_processed]
@@ -242,7 +242,7 @@ def processed(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]
     return scores
 
 
-def apply_entries(scores: Tensor, nodes: Sequence[tuple[int, SamplingLaw, Path]], as_arrays: bool) -> None:
+def apply_entries(scores: Tensor, nodes: Sequence[tuple[int, Sampler, Path]], as_arrays: bool) -> None:
     """Apply what single tokens cost, and bans, to rows of ``scores`` (M, V) in place; one gather and scatter each.
 
     ``as_arrays`` works on numpy's view of CPU memory, whose indexing is several times faster than torch's.
@@ -250,25 +250,25 @@ def apply_entries(scores: Tensor, nodes: Sequence[tuple[int, SamplingLaw, Path]]
     flat: Any = scores.view(-1).numpy() if as_arrays else scores.view(-1)
     where_of: Any = np.where if as_arrays else torch.where
 
-    def gathered(entries_of: Callable[[SamplingLaw, Path], Entries | None]) -> list[Any]:
+    def gathered(entries_of: Callable[[Sampler, Path], Entries | None]) -> list[Any]:
         arrays = _gathered([(row, entries_of(law, path)) for row, law, path in nodes], scores.shape[1])
         return arrays if as_arrays else [torch.from_numpy(array).to(scores.device) for array in arrays]
 
-    if added := gathered(SamplingLaw.biases):
+    if added := gathered(Sampler.biases):
         where, bias = added
         flat[where] = flat[where] + bias
-    if repeated := gathered(SamplingLaw.repetitions):
+    if repeated := gathered(Sampler.repetitions):
         where, penalty = repeated
         values = flat[where]
         flat[where] = where_of(values < 0, values * penalty, values / penalty)
-    if counted := gathered(SamplingLaw.occurrences):
+    if counted := gathered(Sampler.occurrences):
         where, frequency, presence = counted
         flat[where] = flat[where] - frequency - presence
-    if banned := gathered(SamplingLaw.bans):
+    if banned := gathered(Sampler.bans):
         flat[banned[0]] = -torch.inf
 
 
-def check_shapes(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> None:
+def check_shapes(logits: Tensor, laws: Sequence[Sampler], paths: Sequence[Path]) -> None:
     if logits.ndim != 2 or not logits.shape[0] == len(laws) == len(paths):
         raise ShapeError(f"logits {tuple(logits.shape)}, {len(laws)} laws, {len(paths)} paths; want (M, V), M and M")
 
@@ -291,8 +291,8 @@ def _gathered(parts: Sequence[tuple[int, Entries | None]], vocab_size: int) -> l
 
 
 def _by_prefix_length(
-    rows: Sequence[int], laws: Sequence[SamplingLaw], paths: Sequence[Path]
-) -> list[tuple[SamplingLaw, list[int]]]:
+    rows: Sequence[int], laws: Sequence[Sampler], paths: Sequence[Path]
+) -> list[tuple[Sampler, list[int]]]:
     """Nodes with custom processors, those of one sequence and depth together."""
     groups: dict[tuple[int, int], list[int]] = {}
     for row in rows:

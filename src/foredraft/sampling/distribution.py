@@ -1,7 +1,8 @@
-"""The sampling law, once: logits become the target's distribution, and a choice from it, nowhere else.
+"""Turns logits into the target's distribution and chooses tokens from it. Nothing else in foredraft does.
 
-Order and meaning follow transformers 5.23 ``generate`` in float32: the processors of `foredraft.law.processors`; then,
-unless greedy, temperature, top-k, top-p, min-p, typical-p (`foredraft.law.support`).
+Order and meaning follow transformers 5.23 ``generate`` in float32. First come the processors of
+`foredraft.sampling.processors`, then, unless greedy, temperature, top-k, top-p, min-p and typical-p
+(`foredraft.sampling.filters`).
 
 One bad row never harms another: where a row holds NaN or +inf, or where nothing is possible, its choice is -1 and its
 log-probabilities are NaN. `failure` turns such a row into the error to report. Nothing here raises for a row's values.
@@ -18,17 +19,17 @@ from torch import Tensor
 
 from foredraft.config.keywords import shown
 from foredraft.errors import NoTokenError, NumericsError, ShapeError
-from foredraft.law import noise
-from foredraft.law.choice import argmax, healthy_rows, largest, perturbed_best
-from foredraft.law.precision import for_double
-from foredraft.law.processors import Path, SamplingLaw, check_shapes, process, processed
-from foredraft.law.support import Warper
 from foredraft.native import sample_kernels
+from foredraft.sampling import noise
+from foredraft.sampling.choice import argmax, healthy_rows, largest, perturbed_best
+from foredraft.sampling.filters import LogitsFilter
+from foredraft.sampling.precision import for_double
+from foredraft.sampling.processors import Path, Sampler, check_shapes, process, processed
 
 Key = TypeVar("Key", bound=Hashable)
 
 __all__ = [
-    "SamplingLaw",
+    "Sampler",
     "argmax",
     "choose",
     "choose_at",
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 
-def log_probs(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> Tensor:
+def log_probs(logits: Tensor, laws: Sequence[Sampler], paths: Sequence[Path]) -> Tensor:
     """The processed distribution at each node, as log-probabilities.
 
     Args:
@@ -57,7 +58,7 @@ def log_probs(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]
     return _warped(logits, laws, paths, _log_law)
 
 
-def scores(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> Tensor:
+def scores(logits: Tensor, laws: Sequence[Sampler], paths: Sequence[Path]) -> Tensor:
     """The processed scores at each node before any softmax, as ``generate`` returns them; -inf where a token is out.
 
     Arguments as for `log_probs`. Returns: float32 (M, V), never the logits themselves.
@@ -66,7 +67,7 @@ def scores(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -
     return _warped(logits, laws, paths, lambda scores, warper: warper.truncated(warper.scaled(scores)))
 
 
-def probs(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> Tensor:
+def probs(logits: Tensor, laws: Sequence[Sampler], paths: Sequence[Path]) -> Tensor:
     """The law from which each node's token is decoded, float64 (M, V) and summing to one; NaN in bad rows.
 
     Arguments as for `log_probs`. A greedy row is a point mass on its argmax.
@@ -84,10 +85,10 @@ def probs(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) ->
     return result
 
 
-def choose(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path], positions: Sequence[int]) -> Tensor:
+def choose(logits: Tensor, laws: Sequence[Sampler], paths: Sequence[Path], positions: Sequence[int]) -> Tensor:
     """The target's own token at each node: argmax of log p + Gumbel noise keyed by (seed, position, token).
 
-    Source: the Gumbel-max trick (Gumbel 1954); keyed as in `foredraft.law.noise`.
+    Source: the Gumbel-max trick (Gumbel 1954); keyed as in `foredraft.sampling.noise`.
 
     Args:
       logits, laws, paths: as for `log_probs`.
@@ -104,7 +105,7 @@ def choose(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path], p
     return choose_siblings(logits, laws, paths, positions, 1)[0][:, 0]
 
 
-def choose_at(logits: Tensor, node: int, law: SamplingLaw, path: Path, position: int) -> int:
+def choose_at(logits: Tensor, node: int, law: Sampler, path: Path, position: int) -> int:
     """`choose` at one of the nodes whose logits are (N, V): its token, or -1."""
     if not law.is_processed:
         found = None
@@ -121,7 +122,7 @@ def choose_at(logits: Tensor, node: int, law: SamplingLaw, path: Path, position:
 
 def choose_siblings(
     logits: Tensor,
-    laws: Sequence[SamplingLaw],
+    laws: Sequence[Sampler],
     paths: Sequence[Path],
     positions: Sequence[int],
     k: int,
@@ -157,7 +158,7 @@ def choose_siblings(
     return (tokens if columns is None else names[tokens]), values
 
 
-def failure(logits: Tensor, law: SamplingLaw) -> Exception:
+def failure(logits: Tensor, law: Sampler) -> Exception:
     """The error for a row (V,) of logits whose choice was -1: that of the model, or of what has processed them."""
     if bool(torch.isnan(logits).any()):
         return NumericsError("the model returned NaN logits; try a wider dtype, or check the weights")
@@ -174,7 +175,7 @@ def failure(logits: Tensor, law: SamplingLaw) -> Exception:
     )
 
 
-def _grouped(laws: Sequence[SamplingLaw], key: Callable[[SamplingLaw], Key]) -> dict[Key, list[int]]:
+def _grouped(laws: Sequence[Sampler], key: Callable[[Sampler], Key]) -> dict[Key, list[int]]:
     """Numbers of the laws with the same key."""
     groups: dict[Key, list[int]] = {}
     for row, law in enumerate(laws):
@@ -183,7 +184,7 @@ def _grouped(laws: Sequence[SamplingLaw], key: Callable[[SamplingLaw], Key]) -> 
 
 
 def _warped(
-    logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path], warp: Callable[[Tensor, Warper], Tensor]
+    logits: Tensor, laws: Sequence[Sampler], paths: Sequence[Path], warp: Callable[[Tensor, LogitsFilter], Tensor]
 ) -> Tensor:
     """Processed logits, and of these what a function makes of rows with equal temperature and truncation."""
     scores = process(logits, laws, paths)
@@ -198,7 +199,7 @@ def _warped(
 
 
 def _best(
-    scores: Tensor, laws: Sequence[SamplingLaw], positions: Sequence[int], k: int, columns: Tensor | None = None
+    scores: Tensor, laws: Sequence[Sampler], positions: Sequence[int], k: int, columns: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The k best columns of rows of one kind, and their distance to the best: (M, k) int64 and float64."""
     if laws[0].is_greedy:
@@ -208,7 +209,7 @@ def _best(
     return perturbed_best(warper, scores, keys, k, columns)
 
 
-def _log_law(scores: Tensor, warper: Warper) -> Tensor:
+def _log_law(scores: Tensor, warper: LogitsFilter) -> Tensor:
     """Log-probabilities of rows with equal parameters, NaN in bad ones: float32 (M, V) -> float32 (M, V)."""
     if not warper.truncates or scores.device.type != "cpu" or not warper.has_shortcut:
         scaled = warper.scaled(scores)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from scipy import stats
 
-from foredraft.law import noise
-from foredraft.law.noise import KeyedNoise, Purpose, mix
+from foredraft.sampling import noise
+from foredraft.sampling.noise import KeyedNoise, Purpose, mix
 
 FALSE_ALARM = 1e-7
 

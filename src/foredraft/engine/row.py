@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from foredraft.config.keywords import whole_number
 from foredraft.engine.logprobs import TokenLogprobs, raw_logprobs
-from foredraft.engine.stats import SequenceStats, StepTrace
+from foredraft.engine.stats import RowStats, StepTrace
 from foredraft.errors import ContextLengthError, PromptError
 
 if TYPE_CHECKING:
@@ -18,13 +17,13 @@ if TYPE_CHECKING:
     from foredraft.config.sampling import SamplingParams
     from foredraft.engine.prediction import Prediction
     from foredraft.engine.stopping import Detokenizer, StopChecker
-    from foredraft.law.sampling import SamplingLaw
     from foredraft.model.cache.prefixes import Prefix
+    from foredraft.sampling.distribution import Sampler
     from foredraft.tree import DraftTree
 
 
 @dataclass(eq=False)
-class Sequence:
+class Row:
     """A prompt and what has been generated for it.
 
     Between steps the last token is *pending*: part of ``token_ids``, not yet in any cache.
@@ -63,16 +62,16 @@ class Sequence:
     num_prompt_tokens: int
     params: SamplingParams
     seed: int
-    law: SamplingLaw
+    law: Sampler
     max_length: int
     checker: StopChecker
-    stats: SequenceStats = field(default_factory=SequenceStats)
+    stats: RowStats = field(default_factory=RowStats)
     num_steps: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     trace: list[StepTrace] = field(default_factory=list)
-    forks: list[Sequence] = field(default_factory=list)
+    forks: list[Row] = field(default_factory=list)
     beginning: Prefix | None = None
     num_prefilled: int = 0
     num_replayed: int = 0
@@ -146,7 +145,7 @@ class Sequence:
         tokens = self.token_ids[first : first + num_tokens]
         self.prompt_logprobs += raw_logprobs(tokens, logits, self.params.prompt_logprobs or 0)
 
-    def record(self, tree: DraftTree, accepted: Seq[int], num_emitted: int) -> None:
+    def record(self, tree: DraftTree, accepted: Sequence[int], num_emitted: int) -> None:
         """Count one verify step, before its tokens are appended; ``accepted`` are drafted nodes."""
         plan = tree.plan
         entropy, gamma = (plan.entropy, plan.gamma) if plan else (None, None)
@@ -155,7 +154,7 @@ class Sequence:
         if tree.num_draft_tokens:
             self.stats.credit(tree, accepted)
 
-    def extend(self, tokens: Seq[int]) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         """Append emitted tokens and carry the law's history along."""
         self.token_ids.extend(tokens)
         self.law.extend(tokens)
@@ -175,7 +174,7 @@ def as_ids(prompt: Iterable[Any]) -> list[int]:
 
 
 def check_prompt(
-    prompt: Seq[int], num_ids: int, max_length: int | None, num_new_tokens: int = 1, *, reason: str = ""
+    prompt: Sequence[int], num_ids: int, max_length: int | None, num_new_tokens: int = 1, *, reason: str = ""
 ) -> None:
     """Refuse what cannot be read, or continued by so many tokens.
 

@@ -1,0 +1,74 @@
+"""The interface of drafters for packages of their own: base classes, data types, and options that make one a method.
+
+    from foredraft.drafting import ContextDrafter, DraftOptions, DraftSize, DraftTree, Method, Row, draft_length
+
+Everything here stays importable from here. The modules behind it may move. `foredraft.testing.check_drafter` tries a
+drafter in every setting; the page is docs/add_a_drafter.md. Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+from foredraft.config.drafting import (
+    BranchOptions,
+    DraftOptions,
+    ModelOptions,
+    acceptance,
+    branches,
+    draft_length,
+    draft_sampling,
+    node_limit,
+)
+from foredraft.config.method import Method
+from foredraft.config.options import Kind, Options, anything, flag, number, one_of, option, path, whole, whole_numbers
+from foredraft.drafters.context import DrafterContext
+from foredraft.drafters.parts.growth import Expander, Growth, GrowthOptions
+from foredraft.engine.drafter import (
+    ContextDrafter,
+    Drafter,
+    DraftSize,
+    Features,
+    OwnCache,
+    PromptChunk,
+    Requirements,
+    StepResult,
+    own_result,
+)
+from foredraft.engine.row import Row
+from foredraft.tree import DraftTree
+
+__all__ = [
+    "BranchOptions",
+    "ContextDrafter",
+    "DraftOptions",
+    "DraftSize",
+    "DraftTree",
+    "Drafter",
+    "DrafterContext",
+    "Expander",
+    "Features",
+    "Growth",
+    "GrowthOptions",
+    "Kind",
+    "Method",
+    "ModelOptions",
+    "Options",
+    "OwnCache",
+    "PromptChunk",
+    "Requirements",
+    "Row",
+    "StepResult",
+    "acceptance",
+    "anything",
+    "branches",
+    "draft_length",
+    "draft_sampling",
+    "flag",
+    "node_limit",
+    "number",
+    "one_of",
+    "option",
+    "own_result",
+    "path",
+    "whole",
+    "whole_numbers",
+]
