@@ -7,7 +7,7 @@ ForedraftError
 ├── ContextLengthError       a prompt does not fit the context of the model
 ├── TreeError                a draft tree is malformed
 ├── ShapeError               tensors given to a pure function do not fit together
-├── ProbabilityError         a draft carries a token that its own law cannot produce
+├── ProbabilityError         a draft carries a token that its own distribution cannot produce
 ├── NumericsError            the model returned NaN, or left no token possible
 ├── UnsupportedModelError    the model cannot be verified exactly; the message says why
 │   ├── UnsupportedStateError    state that cannot be rolled back (recurrent, convolutional)
@@ -55,7 +55,7 @@ class ShapeError(ForedraftError, ValueError):
 
 
 class ProbabilityError(ForedraftError, ValueError):
-    """A draft carries a token to which its own law gives probability zero."""
+    """A draft carries a token to which its own distribution gives probability zero."""
 
 
 class NumericsError(ForedraftError, ArithmeticError):

@@ -104,7 +104,7 @@ class LLM:
       ConfigError: an unknown key, or a value out of range.
 
     Exactness: under the default ``rejection_sample_method="match"`` the tokens equal plain decoding with the same
-    seed; under "standard" and "block" they follow the same law.
+    seed; under "standard" and "block" they follow the same distribution.
     Randomness: keyed by the seed of the request; without any seed every request draws one and reports it.
     """
 

@@ -22,7 +22,8 @@ class DraftPlan:
 
     Args:
       gamma: the length it wanted.
-      entropy: of the drafter's law of the first drafted token, by log V, 0..1; None where the policy does not look.
+      entropy: of the drafter's distribution of the first drafted token, by log V, 0..1; None where the policy does not
+        look.
       cause: of a length of 0, if it is not the policy (a key of `foredraft.engine.budget.CAUSES`).
     """
 
@@ -46,8 +47,8 @@ class DraftTree:
       tokens: N token ids; ``tokens[0]`` is the pending token. Lists, arrays and tensors become tuples of int, here and
         in the arguments below.
       parents: N node indices, ``parents[0] == -1`` and ``parents[i] < i``.
-      probs: float tensor (M, V), M > every node that has children: row i is the law from which the children of
-        node i were drawn, without replacement. None when the draft is not a sample of a known law.
+      probs: float tensor (M, V), M > every node that has children: row i is the distribution from which the children of
+        node i were drawn, without replacement. None when the draft is not a sample of a known distribution.
       scores: N estimates in 0..1 of the chance that a node is accepted, or None.
       source: name of the drafter.
       sources: N names, of the drafter that each node is from, where several had a part in the draft; else None.
@@ -111,7 +112,7 @@ class DraftTree:
     def chain(
         cls, pending: int, draft: Sequence[int], probs: torch.Tensor | None = None, source: str = ""
     ) -> DraftTree:
-        """One continuation; ``probs`` (K, V) are the laws its K tokens were drawn from."""
+        """One continuation; ``probs`` (K, V) are the distributions its K tokens were drawn from."""
         return cls((pending, *draft), tuple(range(-1, len(draft))), probs=probs, source=source)
 
     @classmethod
@@ -270,7 +271,7 @@ class DraftTree:
         """This draft and the nodes of another that it lacks, as far as there is room; nodes keep their sources.
 
         Where this one has scores, nodes of the other have at most those of their parents. Chains 1 5 6 and 1 5 7 become
-        tokens (1, 5, 6, 7), parents (-1, 0, 1, 1). The draft is no sample of a law.
+        tokens (1, 5, 6, 7), parents (-1, 0, 1, 1). The draft is no sample of a distribution.
         """
         tokens, parents = list(self.tokens), list(self.parents)
         sources = [self.source_of(node) for node in range(len(self))]
@@ -305,7 +306,7 @@ class DraftTree:
     def main_chain(self) -> DraftTree:
         """The continuation of first children: what remains of a tree where only chains can be verified.
 
-        First draws are plain samples of their laws, so ``probs`` stay the laws of what is left.
+        First draws are plain samples of their distributions, so ``probs`` stay the distributions of what is left.
         """
         if self.is_chain:
             return self

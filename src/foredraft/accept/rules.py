@@ -2,12 +2,12 @@
 
     rule        drafts                                          exactness
     match       any tree                                        lossless; equal tokens under keyed noise
-    rejection   chain or tree sampled from a known law          lossless in distribution
-    block       chain sampled from a known law                  lossless in distribution, accepts more
+    rejection   chain or tree sampled from a known distribution          lossless in distribution
+    block       chain sampled from a known distribution                  lossless in distribution, accepts more
     typical     any tree                                        lossy: likely tokens become likelier
 
-In docstrings p is the target's law and q the drafter's, both at one node. A rule reads the laws of the nodes
-that it visits and of no others. All uniforms lie in [0, 1) and all tests are strict (``u * q < p``), so a
+In docstrings p is the target's distribution and q the drafter's, both at one node. A rule reads the distributions of
+the nodes that it visits and of no others. All uniforms lie in [0, 1) and all tests are strict (``u * q < p``), so a
 token outside the target's support is never emitted.
 """
 
@@ -29,7 +29,7 @@ from foredraft.sampling.noise import Purpose, stream_key, uniform
 from foredraft.tree import DraftTree
 
 TargetProbs = Callable[[int], Tensor] | Tensor
-"""The target's law per node: a function node -> (V,), or a tensor (N, V)."""
+"""The target's distribution per node: a function node -> (V,), or a tensor (N, V)."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Verdict:
     Args:
       path: accepted nodes, root first.
       next_token: the target's own token after them: the bonus, or the recovered token after a rejection. -1
-        where the target's law is not a distribution (NaN, or no token possible).
+        where the target's probabilities are no distribution (NaN, or no token possible).
     """
 
     path: tuple[int, ...]
@@ -62,7 +62,7 @@ class VerifyNoise(Protocol):
         ...
 
     def draw(self, depth: int, probs: Tensor) -> int:
-        """A token from the law ``probs`` (V,), for the successor of the visited node at ``depth``."""
+        """A token from the distribution ``probs`` (V,), for the successor of the visited node at ``depth``."""
         ...
 
 
@@ -108,13 +108,13 @@ def rejection(tree: DraftTree, target_probs: TargetProbs, noise: VerifyNoise) ->
     Source: speculative sampling (Leviathan et al. 2022, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318)
     on chains; recursive rejection without replacement (Jeon et al. 2024, arXiv:2402.14160) on trees: after a
     rejected sibling p becomes its residual and q loses that sibling. A tree without ``probs`` is a
-    deterministic draft, every sibling a point mass; trying them one by one is then the same law as one draw
+    deterministic draft, every sibling a point mass; trying them one by one is then the same distribution as one draw
     from p that is matched.
 
     Args:
       tree: a draft whose children of node i were drawn in order, without replacement, from ``probs[i]``
         (float32 or float64, summing to one), none of them dropped for its value.
-      target_probs: the processed law per node, (V,) each.
+      target_probs: the processed distribution per node, (V,) each.
       noise: randomness that the drafter has not seen.
 
     Raises: ProbabilityError when a drafted token has q(x) = 0; ShapeError when p and q differ in size.
@@ -140,7 +140,7 @@ def block(tree: DraftTree, target_probs: TargetProbs, noise: VerifyNoise) -> Ver
     Args:
       tree: a chain whose token i + 1 was drawn from ``probs[i]``; a chain without ``probs`` is a
         deterministic draft, for which the rule is `rejection`.
-      target_probs: the processed law per node, (V,) each; all nodes are visited.
+      target_probs: the processed distribution per node, (V,) each; all nodes are visited.
       noise: randomness that the drafter has not seen.
 
     Raises: TreeError for anything but a chain; ProbabilityError when a drafted token has q(x) = 0.
@@ -187,7 +187,7 @@ def block_thresholds(tree: DraftTree, law_at: Callable[[int], Tensor]) -> tuple[
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor, weight: float = 1.0) -> Tensor:
-    """norm(max(weight * p - q, 0)): the law (V,) of the token after a rejection, float64.
+    """norm(max(weight * p - q, 0)): the distribution (V,) of the token after a rejection, float64.
 
     Where nothing is left, p equals q up to rounding and a rejection has no probability; the answer is p
     itself.
@@ -211,7 +211,7 @@ def without(draft_probs: Tensor, token: int) -> Tensor:
 
 
 def _descend(tree: DraftTree, node: int, law: Tensor, noise: VerifyNoise) -> tuple[int | None, Tensor]:
-    """The accepted child of a node, or None and the law of the recovered or bonus token."""
+    """The accepted child of a node, or None and the distribution of the recovered or bonus token."""
     siblings = tree.children[node]
     if not siblings:
         return None, law
@@ -251,7 +251,7 @@ def _surplus(target_probs: Tensor, draft_probs: Tensor, weight: float) -> Tensor
 
 
 def laws_of(tree: DraftTree, target_probs: TargetProbs) -> Callable[[int], Tensor]:
-    """The target's laws by node, each fetched once, when its node is visited.
+    """The target's distributions by node, each fetched once, when its node is visited.
 
     Raises: ShapeError for a table of another number of nodes.
     """
@@ -271,13 +271,13 @@ def typical(tree: DraftTree, target_probs: TargetProbs, limits: TypicalLimits | 
     """The longest path on which every token is likely enough under the target, then the target's likeliest token.
 
     Source: Medusa (Cai et al. 2024, arXiv:2401.10774), typical acceptance, in the form that its code runs: a child x of
-    a node with law p is taken if p(x) > min(threshold, alpha exp(-H(p))); among paths of equal length the one with the
-    largest sum of log p stays; the token after it is the argmax. Deviation: paths are followed from parent to child,
-    so that padding can never be accepted.
+    a node with distribution p is taken if p(x) > min(threshold, alpha exp(-H(p))); among paths of equal length the one
+    with the largest sum of log p stays; the token after it is the argmax. Deviation: paths are followed from parent to
+    child, so that padding can never be accepted.
 
     Args:
       tree: any draft; its probabilities are not looked at.
-      target_probs: the processed law per node, (V,) each: a function of the node, or (N, V).
+      target_probs: the processed distribution per node, (V,) each: a function of the node, or (N, V).
 
     Exactness: lossy: likely tokens become more likely, and without a draft nothing is ever sampled. Greedy rows keep
     their tokens: the engine decodes them by `match`.
@@ -302,19 +302,19 @@ def typical(tree: DraftTree, target_probs: TargetProbs, limits: TypicalLimits | 
 
 
 def threshold(law: Tensor, limits: TypicalLimits) -> float:
-    """min(threshold, alpha exp(-H)) of a law (V,), with H = -sum p log(p + 1e-5)."""
+    """min(threshold, alpha exp(-H)) of a distribution (V,), with H = -sum p log(p + 1e-5)."""
     probs = law.double()
     entropy = -float((probs * (probs + _ENTROPY_FLOOR).log()).sum())
     return min(limits.threshold, limits.alpha * math.exp(-entropy))
 
 
 def _argmax(law: Tensor) -> int:
-    """The likeliest token, of equal ones the lowest; -1 where the law is none."""
+    """The likeliest token, of equal ones the lowest; -1 if there is none."""
     best = int(law.argmax())
     return best if math.isfinite(float(law[best])) else -1
 
 
-_STRETCH = 256  # tokens summed at once when a law is inverted; about the square root of a vocabulary
+_STRETCH = 256  # tokens summed at once when a distribution is inverted; about the square root of a vocabulary
 
 
 class RejectionNoise:

@@ -185,7 +185,7 @@ class Methods:
         return 0.0 if self.promise.keeps_bits else NEAR_TIES[self.target.dtype]
 
     def _is_judged(self, contender: Contender) -> bool:
-        """Rules that draw by themselves follow the law of plain decoding, and not its tokens."""
+        """Rules that draw by themselves follow the distribution of plain decoding, and not its tokens."""
         return contender.candidate.config.rule.keeps_tokens or self.settings.sampling.is_greedy
 
     def _arm(self, candidate: MethodCandidate, new_drafter: Callable[[], Drafter] | None = None) -> EngineArm:

@@ -47,7 +47,7 @@ class MethodRow:
       memory_bytes: by which the process grew when the method was loaded and ran for the first time, its own
         key-value cache of the target included; None where the system does not say.
       equality: of its tokens with those of plain decoding; None where only the distribution is the same.
-      lossless: the acceptance rule keeps the law of the target.
+      lossless: the acceptance rule keeps the distribution of the target.
     """
 
     method: str

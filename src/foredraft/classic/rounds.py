@@ -76,7 +76,7 @@ class ProcessedLaw:
         return NumericsError(f"{self._name} returned {what}; its probabilities must be 0 or more and sum to 1")
 
     def sample(self, probs: Tensor) -> int:
-        """The processor's token for a law (V,).
+        """The processor's token for a distribution (V,).
 
         Raises: ShapeError for anything but one token; NumericsError for one outside the vocabulary.
         """
@@ -95,8 +95,8 @@ class TorchNoise:
 
     Args:
       law: draws bonus and recovered tokens with the user's ``sample``.
-      law_at: the target's law (V,) after a node of the draft.
-      is_adjusted: False draws from the target's law where the residual was meant: lossy.
+      law_at: the target's distribution (V,) after a node of the draft.
+      is_adjusted: False draws from the target's distribution where the residual was meant: lossy.
 
     Randomness: one ``torch.rand`` per tested token, then one call of the processor's ``sample``; `torch.manual_seed`
     repeats both.
@@ -127,8 +127,8 @@ class Draft:
 
     Args:
       tokens: what is proposed.
-      laws: the law (V,) each was drawn from; empty where a storage proposed them.
-      is_sample: whether the tokens are draws from these laws, so that the rejection rule may use them.
+      laws: the distribution (V,) each was drawn from; empty where a storage proposed them.
+      is_sample: whether the tokens are draws from these distributions, so that the rejection rule may use them.
       normalised_entropy: see `Step`.
     """
 
@@ -150,7 +150,7 @@ class Proposer(Protocol):
         ...
 
     def observe(self, text: Sequence[int], laws: Sequence[Tensor]) -> None:
-        """Learn from the new tokens at the end of the text: one law (V,) of the target for each of them."""
+        """Learn from the new tokens at the end of the text: one distribution (V,) of the target for each of them."""
         ...
 
 
@@ -223,7 +223,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class _Round:
-    """A draft and its outcome, before the output is cut. ``laws[i]`` is the target's law of token i."""
+    """A draft and its outcome, before the output is cut. ``laws[i]`` is the target's distribution of token i."""
 
     draft: Draft
     verdict: Verdict

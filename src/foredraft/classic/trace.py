@@ -13,8 +13,8 @@ class DraftedToken:
     Args:
       position: absolute index in the text.
       token: its id.
-      draft_prob: q(token) under the drafter's law; None where a storage proposed it.
-      target_prob: p(token) under the target's law; None where it was not looked at.
+      draft_prob: q(token) under the drafter's distribution; None where a storage proposed it.
+      target_prob: p(token) under the target's distribution; None where it was not looked at.
       uniform: the number r that was compared with p/q; None where tokens were matched instead.
       accepted: the verdict; None after a rejection, where nothing is tested any more.
     """
@@ -41,7 +41,7 @@ class Step:
     Args:
       position: number of tokens before the draft.
       gamma: number of drafted tokens.
-      normalised_entropy: of the drafter's law at the first of them, 0..1; None without EGAG.
+      normalised_entropy: of the drafter's distribution at the first of them, 0..1; None without EGAG.
       drafts: the drafted tokens.
       accepted: how many of them were emitted.
       final_token: the target's own token after them; None where the output ended before it.

@@ -66,8 +66,8 @@ def verify(
     """Judge whether a decoder says what its model says: lossless, not lossless, or undecided, and why.
 
     Tokens are compared with plain decoding under every setting of sampling, with the same seeds; differences are told
-    from rounding by the gap of logits. Short continuations are tested against the enumerated law of the model. A
-    decoder that is broken on purpose has to be caught. Exit status: 0 lossless, 3 not, 4 undecided.
+    from rounding by the gap of logits. Short continuations are tested against the enumerated distribution of the model.
+    A decoder that is broken on purpose has to be caught. Exit status: 0 lossless, 3 not, 4 undecided.
     """
     with exit_codes():
         check_template(chat, raw)

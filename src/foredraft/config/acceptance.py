@@ -10,7 +10,7 @@ POSTERIOR_THRESHOLD, POSTERIOR_ALPHA = 0.09, 0.3
 
 @dataclass(frozen=True)
 class TypicalLimits:
-    """When ``typical`` accepts a token of the target's law p: if p(x) > min(threshold, alpha exp(-H(p))).
+    """When ``typical`` accepts a token of the target's distribution p: if p(x) > min(threshold, alpha exp(-H(p))).
 
     Args:
       threshold: 0 to 1; the lower, the more is accepted.
@@ -29,8 +29,8 @@ class AcceptanceRule:
       name: by which it is chosen.
       takes_trees: drafts may branch.
       shares_noise: the drafter may draw by the target's own noise, since nothing else is random.
-      needs_law: a draft that was sampled carries the law it was drawn from.
-      is_lossless: the output follows the law of plain decoding.
+      needs_law: a draft that was sampled carries the distribution it was drawn from.
+      is_lossless: the output follows the distribution of plain decoding.
       keeps_tokens: the output has the very tokens of plain decoding with the same seed.
       aliases: names of other tools.
     """

@@ -19,7 +19,7 @@ def acceptance(rules: Iterable[AcceptanceRule], help: str) -> Any:
 
 
 def draft_sampling(help: str) -> Any:
-    """The field ``draft_sample_method`` of methods that can draw from a law of their own."""
+    """The field ``draft_sample_method`` of methods that can draw from a distribution of their own."""
     return option(one_of(("greedy", "probabilistic"), {"gumbel": "probabilistic"}), "probabilistic", help)
 
 

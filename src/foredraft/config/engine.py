@@ -130,7 +130,7 @@ class EngineConfig:
       max_model_len: limit for prompt and output together; the model's context by default.
       prefill_chunk_size: prompt tokens of one row per prefill step. Running rows wait for at most so many tokens before
         they go on: smaller chunks mean shorter pauses and a longer time to the first token.
-      acceptance: "match", "standard" (rejection), "block", or "typical", which changes the law of the text.
+      acceptance: "match", "standard" (rejection), "block", or "typical", which changes the distribution of the text.
       exactness: "default": where steps run by the library's own kernels, plain and speculative decoding agree bit for
         bit, whatever the draft, and drafts have 64 nodes at most; elsewhere near-ties may fall differently. "relaxed":
         drafts of any size, and near-ties may fall differently everywhere.

@@ -168,8 +168,9 @@ class Confidence(LengthPolicy):
     """Ends the draft after the first token before which the drafter's largest probability was below a threshold.
 
     Source: ``assistant_confidence_threshold`` of transformers' assisted generation, the training-free form of DISCO
-    (Mamou et al. 2024, arXiv:2405.04304). Deviation: the largest probability of the law decides, not that of the token
-    drawn. The unsure token itself is drafted, as in the source: its forward has been made, it costs one node more.
+    (Mamou et al. 2024, arXiv:2405.04304). Deviation: the largest probability of the distribution decides, not that of
+    the token drawn. The unsure token itself is drafted, as in the source: its forward has been made, it costs one node
+    more.
 
     Args:
       draft_threshold: 0 never stops, 1 nearly always.
@@ -190,10 +191,10 @@ class Egag(LengthPolicy):
     """Entropy-guided adaptive gamma: long drafts where the drafter is certain, short ones where it is not.
 
     Source: TbK0ng/Speculative-Decoding: g = clip(floor((1 - H / log V) * gamma_max), gamma_min, gamma_max);
-    ema = beta * ema + (1 - beta) * g; round(ema). "paper" takes the entropy of the step's first law, divides it by
-    log V, and rounds down: with today's vocabularies that hardly moves. "calibrated" divides by a reference that real
-    entropies reach, rounds to the nearest, and asks again before every token: it is drawn while the length that its own
-    law asks for is longer than the draft.
+    ema = beta * ema + (1 - beta) * g; round(ema). "paper" takes the entropy of the step's first distribution, divides
+    it by log V, and rounds down: with today's vocabularies that hardly moves. "calibrated" divides by a reference that
+    real entropies reach, rounds to the nearest, and asks again before every token: it is drawn while the length that
+    its own distribution asks for is longer than the draft.
 
     Args:
       num_tokens: gamma_max, the longest draft.
@@ -250,7 +251,7 @@ class Egag(LengthPolicy):
         """The length, and the moving average to hand in next time.
 
         Args:
-          share: normalised entropy of the law of a drafted token, 0..1.
+          share: normalised entropy of the distribution of a drafted token, 0..1.
           ema: what the last call returned; None for the first.
 
         With bounds 1 and 5, entropies 0, 0.1, 0.5 and 1 give 5, 4, 2 and 1.
@@ -266,9 +267,9 @@ class AdaEDL(LengthPolicy):
     """Drafts on while a lower bound on the chance of acceptance, read off the entropy, stays above a threshold.
 
     Source: AdaEDL (Agrawal et al. 2024, arXiv:2410.18351): stop before a token when
-    1 - sqrt(entropy_scale * H) < threshold, H of the drafter's law in nats; the threshold follows the acceptance rate
-    by the two-branched rule. What the paper leaves open: the first threshold is 0.7, the rate starts at its target,
-    and the first token of a step is always drafted, so that there is something to learn from.
+    1 - sqrt(entropy_scale * H) < threshold, H of the drafter's distribution in nats; the threshold follows the
+    acceptance rate by the two-branched rule. What the paper leaves open: the first threshold is 0.7, the rate starts at
+    its target, and the first token of a step is always drafted, so that there is something to learn from.
 
     Args:
       draft_threshold: the first one.
@@ -313,8 +314,8 @@ class AdaEDL(LengthPolicy):
 class Acceptance(LengthPolicy):
     """Ends the draft after an unsure token, as `Confidence`; what counts as unsure follows the acceptance rate.
 
-    Source: Draft & Verify (Zhang et al. 2023, arXiv:2309.08168). Deviations: the confidence is that of the law the
-    token is drawn from, temperature and truncation included; threshold and rate belong to one row and end with it.
+    Source: Draft & Verify (Zhang et al. 2023, arXiv:2309.08168). Deviations: the confidence is that of the distribution
+    the token is drawn from, temperature and truncation included; threshold and rate belong to one row and end with it.
 
     Args:
       length_policy_mode, target_acceptance_rate, threshold_step, acceptance_momentum, threshold_momentum: see
@@ -438,23 +439,23 @@ def check_weight(name: str, value: float) -> None:
 
 
 def confidence(log_probs: Tensor) -> float:
-    """The largest probability of a log-law (V,); NaN, which is below every threshold, where there is no law."""
+    """The largest probability of log-probabilities (V,); NaN, which is below every threshold, if they are NaN."""
     return math.exp(float(log_probs.max()))
 
 
 def entropy(log_probs: Tensor) -> float:
-    """-sum p log p of a log-law (V,) in nats; +inf, as uncertain as can be, where there is no law."""
+    """-sum p log p of log-probabilities (V,) in nats; +inf, as uncertain as can be, if they are NaN."""
     nats = float(torch.special.entr(log_probs.float().exp()).sum())
     return math.inf if math.isnan(nats) else nats
 
 
 def by_vocabulary(nats: float, log_probs: Tensor) -> float:
-    """An entropy relative to the largest that a law (V,) can have; 0 for a vocabulary of one token."""
+    """An entropy relative to the largest that a distribution (V,) can have; 0 for a vocabulary of one token."""
     return nats / math.log(len(log_probs)) if len(log_probs) > 1 else 0.0
 
 
 def normalised_entropy(probs: Tensor) -> float:
-    """-sum p log(p + 1e-8) / log V of a law (V,), 0..1; 0 for a vocabulary of one token."""
+    """-sum p log(p + 1e-8) / log V of a distribution (V,), 0..1; 0 for a vocabulary of one token."""
     if len(probs) < 2:
         return 0.0
     law = probs.double()

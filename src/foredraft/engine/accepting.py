@@ -18,7 +18,7 @@ Choices = list[tuple[int, ...]]
 """The target's own token at every node of every row; -1 where there is no usable distribution."""
 
 BY_DRAFT = {STANDARD.name: rejection, BLOCK.name: block}
-"""Rules that are handed the draft with its law, the target's distribution at a node, and noise."""
+"""Rules that are handed the draft with its distribution, the target's distribution at a node, and noise."""
 
 
 def accept_rows(

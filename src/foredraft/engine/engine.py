@@ -51,7 +51,7 @@ class Engine:
     exactly one target forward. Plain decoding is the round with the empty draft.
 
     Args:
-      target: the model whose law is kept.
+      target: the model whose distribution is kept.
       drafter: proposes; `EmptyDrafter` for plain decoding.
       eos_token_ids: tokens that end a row.
       tokenizer: needed for stop strings only.

@@ -1,4 +1,4 @@
-"""A row: one text that is being generated, with its parameters, law and counters."""
+"""A row: one text that is being generated, with its parameters, sampler and counters."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Row:
             self.stats.credit(tree, accepted)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append emitted tokens and carry the law's history along."""
+        """Append emitted tokens and carry the sampler's history along."""
         self.token_ids.extend(tokens)
         self.law.extend(tokens)
 

@@ -96,7 +96,7 @@ class GuardedDrafter(WrappingDrafter):
                 f"0..{target.num_layers - 1}"
             )
         self._cache = cache
-        self._vocab_size, self._device = target.vocab_size, double_device(target.device)  # of laws
+        self._vocab_size, self._device = target.vocab_size, double_device(target.device)  # of distributions
         self._num_embeddings = target.num_embeddings
         super().bind(target, cache)
 
@@ -308,10 +308,10 @@ EXPECTED = 0.9
 class JoiningDrafter(WrappingDrafter):
     """A drafter, and beside it what rows draft by themselves (`SamplingParams.prediction`).
 
-    Both are one tree, in which the drafter's nodes come last; where rules look at the laws that drafts are from, or
-    only chains are verified, what the row drafts takes the place of the drafter's. Nodes that the grammar of a row does
-    not allow are left out, but for drafts that are samples, which must not be chosen from. So are tokens of the prompt
-    that the target reads and never returns. The drafter sees the outcome of its own proposals.
+    Both are one tree, in which the drafter's nodes come last; where rules look at the distributions that drafts are
+    from, or only chains are verified, what the row drafts takes the place of the drafter's. Nodes that the grammar of a
+    row does not allow are left out, but for drafts that are samples, which must not be chosen from. So are tokens of
+    the prompt that the target reads and never returns. The drafter sees the outcome of its own proposals.
 
     Args:
       drafter: of all rows.

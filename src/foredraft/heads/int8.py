@@ -26,7 +26,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 class RankingNoise(NamedTuple):
-    """The noise and the law by which the tokens of a draft are ranked.
+    """The noise and the distribution by which the tokens of a draft are ranked.
 
     Args:
       keys: of the match stream, by depth.
@@ -169,7 +169,7 @@ class Int8Head:
           branches: children of a node.
           beam: nodes of a level that get children.
           most: nodes of the draft, root included.
-          power: to which laws are raised, and normalised.
+          power: to which probabilities are raised, and normalised.
           least_mass: of the nodes that are expanded next; see `Growth`.
           least: score from which on nodes are expanded.
           drawing: how the target draws; None where it takes its likeliest tokens.

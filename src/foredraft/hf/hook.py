@@ -69,7 +69,7 @@ def speculate(
 
     Raises: ConfigError for an unknown key, a value out of range, or stop strings without a tokenizer.
 
-    Exactness: without sampling, the sequences of plain ``generate``; with sampling, its law. Under the default
+    Exactness: without sampling, the sequences of plain ``generate``; with sampling, its distribution. Under the default
       ``rejection_sample_method="match"`` every method gives the tokens of ``speculate("none")``. With ``quantization``
       or ``kv_cache_dtype``, the rounded model is the one that all of this holds of.
     Randomness: one draw from torch's global generator per sampled call; ``torch.manual_seed`` repeats a call.

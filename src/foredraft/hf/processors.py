@@ -1,8 +1,8 @@
 """transformers' list of logits processors as sampling parameters of a row.
 
-What the engine's own law does exactly as transformers does it, and much faster, becomes a field of `SamplingParams`: a
-beginning of the list in the law's order, and an end of temperature and truncation. Whatever stands between them runs as
-it is, and is shown what transformers would show it.
+What the engine's own sampler does exactly as transformers does it, and much faster, becomes a field of
+`SamplingParams`: a beginning of the list in the sampler's order, and an end of temperature and truncation. Whatever
+stands between them runs as it is, and is shown what transformers would show it.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def is_shared(params: SamplingParams) -> bool:
     return not params.logits_processors
 
 
-# -- the law's own processors ------------------------------------------------------------------------------------
+# -- the sampler's own processors ------------------------------------------------------------------------------------
 
 
 def _beginning(processors: Sequence[Processor], place: RowPlace) -> tuple[int, Fields]:
-    """How many processors the law replaces from the front, and by which fields."""
+    """How many processors the sampler replaces from the front, and by which fields."""
     fields: Fields = {}
     last = -1
     for index, processor in enumerate(processors):
@@ -89,7 +89,7 @@ def _biases(processor: Any, place: RowPlace) -> Fields | None:
 
 
 def _repetition(processor: Any, place: RowPlace) -> Fields | None:
-    """The law counts the tokens that the model sees."""
+    """The sampler counts the tokens that the model sees."""
     ignored = processor.prompt_ignore_length
     if isinstance(ignored, torch.Tensor):
         ignored = int(ignored[place.index])
@@ -136,7 +136,7 @@ _FIRST: dict[type, tuple[int, Callable[[Any, RowPlace], Fields | None]]] = {
     hf.MinLengthLogitsProcessor: (_LENGTHS, _min_length),
     hf.MinNewTokensLengthLogitsProcessor: (_LENGTHS, _min_new_tokens),
 }
-"""Exact types only, since a subclass may do anything; the numbers are the law's order."""
+"""Exact types only, since a subclass may do anything; the numbers are the sampler's order."""
 
 
 def _end(processors: Sequence[Processor], begin: int) -> tuple[int, Fields]:

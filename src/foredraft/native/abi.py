@@ -190,7 +190,7 @@ class Level(ctypes.Structure):
 
 
 class Drawing(ctypes.Structure):
-    """The noise and the law by which tokens of a draft are ranked, where the target draws its own."""
+    """The noise and the distribution by which tokens of a draft are ranked, where the target draws its own."""
 
     _fields_ = (("keys", Address), ("top_k", Integer), *_of(Float, "temperature top_p min_p"))
 

@@ -163,7 +163,8 @@ NOISE_NUMBERS = 1 << 23
 def argmax(logits: Tensor) -> Tensor:
     """Lowest index of the largest logit, as greedy ``generate`` takes it in float32; -1 in bad rows.
 
-    (M, V) or (B, N, V) of any float dtype -> int64 (M,) or (B, N). It is the choice of every law with ``is_argmax``.
+    (M, V) or (B, N, V) of any float dtype -> int64 (M,) or (B, N). It is the choice of every sampler with
+    ``is_argmax``.
     """
     if logits.device.type != "cpu":
         scores = logits.float()

@@ -47,7 +47,7 @@ def log_probs(logits: Tensor, laws: Sequence[Sampler], paths: Sequence[Path]) ->
 
     Args:
       logits: (M, V), any float dtype; never changed.
-      laws: M laws, one per node; nodes of one row share theirs.
+      laws: M samplers, one per node; nodes of one row share theirs.
       paths: M paths, the draft tokens between the row's committed tokens and the node, its own included.
 
     Returns: float32 (M, V); NaN in rows without a distribution. A greedy row has no temperature and no truncation: its
@@ -68,7 +68,7 @@ def scores(logits: Tensor, laws: Sequence[Sampler], paths: Sequence[Path]) -> Te
 
 
 def probs(logits: Tensor, laws: Sequence[Sampler], paths: Sequence[Path]) -> Tensor:
-    """The law from which each node's token is decoded, float64 (M, V) and summing to one; NaN in bad rows.
+    """The distribution from which each node's token is decoded, float64 (M, V) and summing to one; NaN in bad rows.
 
     Arguments as for `log_probs`. A greedy row is a point mass on its argmax.
     """
@@ -95,9 +95,10 @@ def choose(logits: Tensor, laws: Sequence[Sampler], paths: Sequence[Path], posit
       positions: M absolute indices in the sequence of the token being chosen.
 
     Returns: int64 (M,) on the device of the logits; -1 where `failure` has something to say.
-    Exactness: for one node and seed, the same token in any batch, order and draft; over seeds, exactly the law p.
-    Randomness: a pure function of (seed of the law, position, token id); none when greedy, where the lowest index of
-      the largest logit wins.
+    Exactness: for one node and seed, the same token in any batch, order and draft; over seeds, exactly the distribution
+      p.
+    Randomness: a pure function of (seed of the sampler, position, token id); none when greedy, where the lowest index
+      of the largest logit wins.
     """
     if all(law.is_argmax for law in laws):
         check_shapes(logits, laws, paths)
@@ -133,12 +134,12 @@ def choose_siblings(
     Source: Gumbel-top-k sampling without replacement (Kool et al. 2019, arXiv:1903.06059).
 
     Args: as for `choose`; k: 1 or more; columns: int64 (V,), ascending, the tokens that the columns of the logits stand
-      for, where a drafter knows only some. None of the laws may have processors then, for these name tokens.
+      for, where a drafter knows only some. None of the samplers may have processors then, for these name tokens.
 
     Returns: tokens int64 (M, k), best first, the first column equal to `choose`; scores float64 (M, k), perturbed log-
       probability minus the row's best (log-probability when greedy). Where fewer than k tokens are possible, and in bad
       rows, tokens are -1 and scores -inf.
-    Exactness: over seeds, k draws without replacement from the law.
+    Exactness: over seeds, k draws without replacement from the distribution.
     Randomness: as for `choose`.
     """
     scores = for_double(processed(logits, laws, paths))
@@ -176,7 +177,7 @@ def failure(logits: Tensor, law: Sampler) -> Exception:
 
 
 def _grouped(laws: Sequence[Sampler], key: Callable[[Sampler], Key]) -> dict[Key, list[int]]:
-    """Numbers of the laws with the same key."""
+    """Numbers of the samplers with the same key."""
     groups: dict[Key, list[int]] = {}
     for row, law in enumerate(laws):
         groups.setdefault(key(law), []).append(row)

@@ -131,7 +131,7 @@ def gumbel(seed_keys: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
       positions: int64 (M,), absolute index in the sequence of the token that is chosen.
       token_ids: int64 (M, S), or (S,) for the same tokens in every row.
 
-    Returns: float64 (M, S). The argmax over v of ``log p(v) + gumbel`` has exactly the law p.
+    Returns: float64 (M, S). The argmax over v of ``log p(v) + gumbel`` has exactly the distribution p.
     Exactness: the hash is the same on every device; the two logarithms agree to about 1e-15.
     Randomness: a pure function of (seed, position, token id).
     """
@@ -251,7 +251,8 @@ class KeyedNoise:
     position: int
 
     def draft(self, depth: int, probs: Tensor, num_tokens: int = 1, branch: int = 0) -> list[int]:
-        """Tokens of the drafter's law ``probs`` (V,), without replacement, in draw order: the children of a node.
+        """Tokens of the drafter's distribution ``probs`` (V,), without replacement, in draw order: the children of a
+        node.
 
         ``branch`` tells nodes of equal depth apart. Fewer tokens come back where fewer have mass.
         """

@@ -133,7 +133,8 @@ class RequestMetrics:
       tokens_per_second: generated tokens by ``decode_seconds``.
       governor: where measured costs decide how much is drafted: ``estimated_speedup`` by plain decoding during the
         call, None where no step verified a draft, and the ``decision`` of late with its reasons.
-      promise: what holds of the tokens, compared with plain decoding; None under rules that keep the law alone.
+      promise: what holds of the tokens, compared with plain decoding; None under rules that keep the distribution
+        alone.
       trace: what every decode step planned, drafted and accepted, sample by sample.
     """
 
@@ -162,7 +163,7 @@ class RequestOutput:
     Args:
       prompt: the text, None for a prompt of token ids.
       finished: False when it was aborted before its end.
-      lossless: the acceptance rule keeps the law of the target.
+      lossless: the acceptance rule keeps the distribution of the target.
       num_cached_tokens: of the prompt, taken over from earlier requests instead of being fed (vLLM's field).
       prompt_logprobs: per token of the prompt, None for the first, its own log-probability and the most likely ones by
         the model alone; None unless asked for.

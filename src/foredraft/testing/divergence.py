@@ -1,4 +1,4 @@
-"""Where two texts part, and how close the law puts the tokens at which they do."""
+"""Where two texts part, and how close the distribution puts the tokens at which they do."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ NEAR_TIES: Mapping[torch.dtype, float] = {
     torch.float16: 0.1,
     torch.bfloat16: 0.5,
 }
-"""How far the law may put two tokens apart that rounding exchanges: logits reach 20, where neighbours in bfloat16 are
-0.125 apart, and every layer rounds."""
+"""How far the distribution may put two tokens apart that rounding exchanges: logits reach 20, where neighbours in
+bfloat16 are 0.125 apart, and every layer rounds."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Divergence:
       row: name of the row in its trace.
       index: which output token.
       got, want: the token here, and that of plain decoding.
-      gap: how far apart the law puts the two after the common text: the difference of their processed logits, with
-        noise where tokens are sampled; for a token outside the nucleus, its distance to the edge in probability.
+      gap: how far apart the distribution puts the two after the common text: the difference of their processed logits,
+        with noise where tokens are sampled; for a token outside the nucleus, its distance to the edge in probability.
         Rounding explains a small gap, only a fault explains a large one.
     """
 
@@ -51,7 +51,7 @@ def divergences(
     """Locate every difference between two traces of the same requests, one per row.
 
     Args:
-      target: the model whose law measures the gaps, by one forward over the common text.
+      target: the model whose distribution measures the gaps, by one forward over the common text.
     """
     found = []
     for row, want in plain.outputs.items():

@@ -1,4 +1,4 @@
-"""Draft models: small Llamas, how they begin, and the recipe by which they learn a target's law."""
+"""Draft models: small Llamas, how they begin, and the recipe by which they learn a target's distribution."""
 
 from __future__ import annotations
 
@@ -168,16 +168,16 @@ def _read(folder: Path, target: TargetParts) -> SmallModel:
 
 
 class DraftModelRecipe(Recipe):
-    """Forward KL and total variation between the target's law and the drafter's, after every token of answers.
+    """Forward KL and total variation between the target's distribution and the drafter's, after every token of answers.
 
-    Forward KL is counted as cross entropy against the law, which differs by the entropy of the law. Source: forward KL
+    Forward KL is counted as cross entropy against that distribution, which differs by its entropy. Source: forward KL
     on the target's own texts and total variation, DistillSpec (Zhou et al. 2023, arXiv:2310.08461); the chance that a
     drafted token is accepted under rejection is 1 - total variation (Leviathan et al. 2022, arXiv:2211.17192).
 
     Args:
       model: what is trained.
-      target: whose law is learned.
-      vocabulary: over which laws are compared; tokens outside of it are not drafted.
+      target: whose distribution is learned.
+      vocabulary: over which distributions are compared; tokens outside of it are not drafted.
       total_variation: its share of the loss.
     """
 

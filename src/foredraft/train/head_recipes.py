@@ -53,7 +53,7 @@ class MedusaRecipe(Recipe):
 
 
 class HydraRecipe(Recipe):
-    """Soft cross entropy of every head against the target's law, given the tokens of the text before it.
+    """Soft cross entropy of every head against the target's distribution, given the tokens of the text before it.
 
     Source: Hydra (Ankner et al. 2024, arXiv:2402.05109); Hydra++ where the heads have a prefix layer; noise as in the
     published code, after NEFTune (Jain et al. 2023, arXiv:2310.05914): the same on embeddings and hidden states, and on
@@ -116,14 +116,14 @@ class _EagleRecipe(Recipe):
 
 
 class Eagle3Recipe(_EagleRecipe):
-    """Soft cross entropy against the target's law over the draft vocabulary, at several steps of a draft.
+    """Soft cross entropy against the target's distribution over the draft vocabulary, at several steps of a draft.
 
     Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840). Deviation: a place counts where the token of the text can be
     drafted, not the target's likeliest, which saves its logits over the whole vocabulary.
 
     Args:
       head: with an output layer of its own, or over rows of the target's.
-      target: whose features and laws are learned.
+      target: whose features and distributions are learned.
       num_steps: that are unrolled; the paper has 7.
       decay: factor of the loss from step to step; the paper has 0.8.
     """

@@ -41,13 +41,13 @@ def distilled(
     counts: Sequence[int],
     variation: float = 0.0,
 ) -> list[Part]:
-    """Soft cross entropy against the target's law, of several heads or steps one after the other, summed.
+    """Soft cross entropy against the target's distribution, of several heads or steps one after the other, summed.
 
     Args:
       states: (M, H), what the output layer reads.
       weight: (V_d, H), the output layer.
       law: (N, V_d), logits of the target.
-      rows: int64 (M,), the row of the law for each place.
+      rows: int64 (M,), the row of the distribution for each place.
       weights: (M,), 0 at places that do not count.
       counts: how many places every head or step has; M together.
       variation: share of total variation in the loss; the rest is cross entropy.
@@ -85,7 +85,7 @@ def feature_regression(outputs: Tensor, features: Tensor) -> Tensor:
 
 
 class DistilledOutput(torch.autograd.Function):
-    """Cross entropy of ``states @ weight.T`` against laws, by place, with its gradient computed on the way.
+    """Cross entropy of ``states @ weight.T`` against distributions, by place, with its gradient computed on the way.
 
     With l = states @ weight.T, q = softmax(l) and p = softmax(target_logits): log sum exp(l) - p . l, whose gradient by
     l is q - p. A share of it may be total variation instead, sum |q - p| / 2, whose gradient is q (s - s . q) / 2 with
@@ -100,10 +100,10 @@ class DistilledOutput(torch.autograd.Function):
         Args:
           states: (M, H).
           weight: (V_d, H).
-          target_logits: (N, V_d) of the laws.
-          places: int64 (M,), the law of each place.
+          target_logits: (N, V_d) of the distributions.
+          places: int64 (M,), the distribution of each place.
           variation: share of total variation.
-        Returns: losses (M,) in float32 or wider; bool (M,), whether the likeliest token is that of the law.
+        Returns: losses (M,) in float32 or wider; bool (M,), whether the likeliest token is that of the distribution.
         """
         wide = torch.float64 if states.dtype == torch.float64 else torch.float32
         narrow = weight.dtype if not weight.requires_grad or wide == torch.float64 else states.dtype
@@ -146,7 +146,7 @@ class DistilledOutput(torch.autograd.Function):
 
 
 def _varied(own: Tensor, law: Tensor) -> tuple[Tensor, Tensor]:
-    """Total variation of laws (M, V_d), and its gradient by the logits of the first: (M,) and (M, V_d)."""
+    """Total variation of distributions (M, V_d), and its gradient by the logits of the first: (M,) and (M, V_d)."""
     apart = own - law
     sign = apart.sign()
     gradient = 0.5 * own * (sign - torch.linalg.vecdot(sign, own)[:, None])

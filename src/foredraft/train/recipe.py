@@ -33,8 +33,8 @@ class Texts:
       lengths: int64 (B,), tokens of the texts.
       entries: int64 (B, A), from which drafts begin.
       places: by depth int64 (M_k,): which of the B x A drafts have a token of the text at that depth; maybe none.
-      laws: by depth int64 (M_k,): the draft of `places[0]` after whose pending token the target says the law of that
-        depth; 3 drafts and 2 of them deeper give 0 1 2, and 1 2.
+      laws: by depth int64 (M_k,): the draft of `places[0]` after whose pending token the target says the distribution
+        of that depth; 3 drafts and 2 of them deeper give 0 1 2, and 1 2.
       tokens: by depth int64 (M_k,), of the texts.
     """
 
@@ -170,8 +170,8 @@ class Recipe(ABC):
 
     Args:
       module: what is trained.
-      target: whose features and laws are learned.
-      vocabulary: tokens that can be drafted, over which laws are compared.
+      target: whose features and distributions are learned.
+      vocabulary: tokens that can be drafted, over which distributions are compared.
       weights: of its parts, by step or head.
       streams: layers of the target whose inputs it reads, beside the last hidden state.
       depths: of the drafts that it learns; one for every part where nothing is said.

@@ -1,4 +1,4 @@
-"""Is it still the model's own output? A verdict on a decoder, by equality and by the enumerated law of the model.
+"""The verdict on a decoder: equality with plain decoding, and tests against the model's enumerated distribution.
 
 `verify` judges an `LLM`, or anything that generates. ``foredraft verify`` is the same on the command line.
 """

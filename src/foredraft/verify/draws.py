@@ -16,19 +16,19 @@ from foredraft.verify.subjects import Answer, Sample, Subject
 from foredraft.verify.verdict import Finding, Status
 
 DEPTH = 3
-"""Tokens of a continuation whose law is enumerated: two drafts and a bonus at most."""
+"""Tokens of a continuation whose distribution is enumerated: two drafts and a bonus at most."""
 
 SAMPLES_AT_ONCE = 16
-"""Samples of one request of a law test, and one request at a time: the prompt is read once for them. Samples beyond
-`EngineConfig.max_num_seqs`, of the same request or the next, would read it again, each by itself."""
+"""Samples of one request of a distribution test, and one request at a time: the prompt is read once for them. Samples
+beyond `EngineConfig.max_num_seqs`, of the same request or the next, would read it again, each by itself."""
 
 FEWEST, MOST = 64, 4096
-"""Samples of a law test."""
+"""Samples of a distribution test."""
 
 FIRST_REQUEST = 7919
 """Number of the first request, by which its seed is mixed: behind all samples that anything else draws."""
 FAR = 0.1
-"""Of the level of a law test, below which p over both draws is no chance, however the second one came out."""
+"""Of the level of a distribution test, below which p over both draws is no chance, however the second one came out."""
 
 
 def begun(prompts: Sequence[list[int]], plain: Sequence[Answer], max_tokens: int) -> list[list[int]]:
@@ -101,7 +101,7 @@ def _worth(answer: Answer) -> float:
 
 @dataclass(frozen=True)
 class Tested:
-    """One law test that was made.
+    """One distribution test that was made.
 
     Args:
       place: of its finding.
@@ -141,8 +141,8 @@ class SecondDraw:
         """The finding of a test that failed, after the second draw; one cut short acquits nobody.
 
         Args:
-          rate: of false alarms of all law tests together.
-          level: of one law test.
+          rate: of false alarms of all distribution tests together.
+          level: of one distribution test.
         """
         is_fault = self.p_value <= rate or self.p_together <= FAR * level
         is_doubtful = self.is_cut_short or self.p_together <= level

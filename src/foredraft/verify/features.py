@@ -32,7 +32,7 @@ LAWS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("top-k 8, repetition penalty 1.3", {"top_k": 8, "repetition_penalty": 1.3}),
     ("top-p 0.9, temperature 0.8", {"top_p": 0.9, "temperature": 0.8}),
 )
-"""Settings whose law is enumerated; the first is the one the control is caught under."""
+"""Settings whose distribution is enumerated; the first is the one the control is caught under."""
 
 CONTROL = "broken acceptance"
 """What the control stands under, among settings."""
@@ -41,7 +41,7 @@ LAWS_UNKEYED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("min-p 0.1", {"min_p": 0.1}),
     ("typical-p 0.7", {"typical_p": 0.7}),
 )
-"""Settings whose law is enumerated besides, where sampled tokens are not compared."""
+"""Settings whose distribution is enumerated besides, where sampled tokens are not compared."""
 
 
 def features(plain: Sequence[Answer], max_tokens: int, seed: int, *, is_keyed: bool = True) -> list[Feature]:

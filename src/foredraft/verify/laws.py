@@ -1,7 +1,7 @@
-"""The law of a model over short continuations, enumerated; and whether samples could have been drawn from it.
+"""The distribution of a model over short continuations, enumerated; and whether samples could have been drawn from it.
 
-The law is computed a second time here: by transformers' own processors over logits of the model, so that an error of
-the decoder's law is found as well. Levels are those of exact Monte Carlo tests, at any number of samples.
+The distribution is computed a second time here: by transformers' own processors over logits of the model, so that an
+error of the decoder's sampler is found as well. Levels are those of exact Monte Carlo tests, at any number of samples.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ IMPOSSIBLE = 1e-9
 """Mass up to which a cell counts as none: what is left of one by rounding."""
 
 NUM_SIMULATED = 20_000
-"""Draws from the law that a test compares with: p is known to a few parts in 1e4 where it matters."""
+"""Draws from the distribution that a test compares with: p is known to a few parts in 1e4 where it matters."""
 
 Text = tuple[int, ...]
 LawAfter = Callable[[Text], NDArray[np.float64]]
@@ -61,7 +61,7 @@ LawAfter = Callable[[Text], NDArray[np.float64]]
 
 
 class ReferenceLaw:
-    """The law of the next token after a prompt and some output, by transformers' processors in their order.
+    """The distribution of the next token after a prompt and some output, by transformers' processors in their order.
 
     Args:
       target: the model.
@@ -174,10 +174,10 @@ def enumerate_law(law_after: LawAfter, depth: int, eos: Iterable[int] = ()) -> L
 
 @dataclass(frozen=True)
 class LawTest:
-    """What a test of samples against a law found.
+    """What a test of samples against a distribution found.
 
     Args:
-      p_value: chance of samples as unlikely as these under the law, by simulation; never 0.
+      p_value: chance of samples as unlikely as these under the distribution, by simulation; never 0.
       num_cells: that were told apart.
       power: chance that a shift of `SHIFT`, of so much of the mass of the likeliest first token to the next one, would
         have been found at the level of the test.
@@ -192,12 +192,12 @@ class LawTest:
 
 
 def judge_samples(law: Law, samples: Iterable[Sequence[int]], level: float, seed: int = 0) -> LawTest:
-    """Test whether samples could have been drawn from a law, by the likelihood ratio of pooled cells.
+    """Test whether samples could have been drawn from a distribution, by the likelihood ratio of pooled cells.
 
     Args:
       level: of one test, for which power is told.
 
-    Exactness: the chance of p <= a is at most a for samples of the law, whatever their number.
+    Exactness: the chance of p <= a is at most a for samples of the distribution, whatever their number.
     Randomness: simulated draws, keyed by ``seed``.
     """
     counts = Counter(law.cell_of(sample) for sample in samples)
@@ -242,7 +242,7 @@ def _pooled(law: Law, num_samples: int) -> tuple[dict[Text, int], int]:
 
 
 def _shifted(law: Law, shift: float) -> dict[Text, float]:
-    """The law with so much of the mass of its likeliest first token given to the second; as it is where none is."""
+    """The distribution, with a share of the mass of its likeliest first token given to the second."""
     first: Counter[int] = Counter()
     for text, mass in law.cells.items():
         first[text[0] if text else OTHER] += mass  # type: ignore[assignment]

@@ -64,7 +64,8 @@ class Subject(ABC):
     Args:
       name: for people.
       takes: fields of `SamplingParams` that it can be asked for; features that need others are left out by name.
-      is_keyed: sampled texts are to be those of plain decoding with the same seed; else their law is tested alone.
+      is_keyed: sampled texts are to be those of plain decoding with the same seed; else their distribution is tested
+        alone.
       counts_drafts: what it answers says how many tokens were drafted.
       prefill_chunk_size: in which it reads prompts, where it is this library's and says so: chunks of another size are
         rounded otherwise, so plain decoding beside it reads them alike.
@@ -254,7 +255,7 @@ FOREDRAFT = frozenset({"typical_p", "no_repeat_ngram_size", "stop_token_ids"})
 """Fields that this library's server takes besides."""
 
 LLAMA_CPP = {"return_tokens": True, "verbose": True, "top_k": 0, "min_p": 0.0, "repeat_last_n": 2**16}
-"""What llama.cpp's server is told besides: to hand out token ids, and not to cut the law off as it does by itself."""
+"""Further fields for llama.cpp's server: it returns token ids, and does not truncate the distribution by default."""
 
 
 BUSY = (429, 503)

@@ -50,7 +50,7 @@ class Verdict:
       promise: what it promises, in words; empty for others' decoders.
       findings: in the order in which they were made.
       num_drafted, num_accepted: draft tokens verified and kept; None where nobody counts.
-      false_alarm_rate: at most, over all law tests together, for a lossless decoder.
+      false_alarm_rate: at most, over all distribution tests together, for a lossless decoder.
       seconds: that it took.
       is_interrupted: Ctrl-C ended it early.
     """
@@ -169,7 +169,7 @@ class Difference:
       prompt, sample: which one.
       position: index in the output.
       found, expected: token ids there, or text where the tokens are the same; "(end)" where one has ended.
-      gap: by how much the law prefers one to the other, as `foredraft.testing.Divergence` has it.
+      gap: by how much the distribution prefers one to the other, as `foredraft.testing.Divergence` has it.
     """
 
     prompt: int
@@ -184,7 +184,7 @@ class Differences:
     """Compares samples over one model.
 
     Args:
-      target: whose law measures gaps.
+      target: whose distribution measures gaps.
       tokenizer: for subjects that return text alone.
     """
 

@@ -1,4 +1,4 @@
-"""The verdict on a decoder: the same tokens as plain decoding, and the law of the model, within a budget of time."""
+"""Tests within a budget of time whether a decoder keeps the tokens of plain decoding and the model's distribution."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from foredraft.llm import LLM
 
 SHARE_OF_LAWS = 0.45
-"""Of the time, for law tests and the control, at most: settings whose tokens are compared go first."""
+"""Of the time, for distribution tests and the control, at most: settings whose tokens are compared go first."""
 
 SHARE_UNKEYED = 0.7
 """The same where sampled tokens are not compared."""
@@ -55,9 +55,9 @@ def verify(
     """Judge whether a decoder says what a model says.
 
     Under every setting of sampling its tokens are compared with plain decoding, the same seeds given; where tokens
-    differ, the gap between them under the law of the model tells rounding from faults. Short continuations are tested
-    against the law of the model, enumerated by transformers' processors over plain forwards. A decoder that accepts
-    whatever is drafted goes through the same tests and has to be caught.
+    differ, the gap between them under the distribution of the model tells rounding from faults. Short continuations are
+    tested against the distribution of the model, enumerated by transformers' processors over plain forwards. A decoder
+    that accepts whatever is drafted goes through the same tests and has to be caught.
 
     Args:
       llm: the model, and how it drafts. Drafts are as long as its config allows, whatever they cost.
@@ -66,7 +66,8 @@ def verify(
         taken as `FunctionSubject` takes it.
       max_tokens: of every answer that is compared.
       budget_seconds: after which no new check begins, and no second draw goes on; what there was no time for is named.
-      false_alarm_rate: chance that a lossless decoder fails any law test, at most; one that fails is drawn once more.
+      false_alarm_rate: chance that a lossless decoder fails any distribution test, at most; one that fails is drawn
+        once more.
       progress: called with one line before each check.
 
     Ctrl-C ends it early: the verdict holds what was found by then, and is never "lossless".
@@ -153,7 +154,7 @@ class _Work:
         )
 
     def _look(self) -> None:
-        """Make every check; laws are judged afterwards, all of them together."""
+        """Make every check; distributions are judged afterwards, all of them together."""
         ends = SamplingParams(temperature=0.0, max_tokens=self._max_tokens, logprobs=2)
         self._progress("plain decoding of every prompt")
         plain = self._expected([ends] * len(self._prompts))
@@ -228,10 +229,10 @@ class _Work:
             return "its samples need not be those of plain decoding; their law is tested"
         return ""
 
-    # -- laws ------------------------------------------------------------------------------------------------------
+    # -- distributions -------------------------------------------------------------------------------------------------
 
     def _test_laws(self, plain: Sequence[Answer], ends: float) -> None:
-        """Samples of short continuations against the enumerated law; the control first of all.
+        """Samples of short continuations against the enumerated distribution; the control first of all.
 
         Args:
           ends: when all else needs the rest of the time; the first test and the control are made anyway.
@@ -292,7 +293,8 @@ class _Work:
         self._findings.append(Finding(CONTROL, "control", status, said, {**vars(test), **drafts}))
 
     def _judge_laws(self) -> None:
-        """Which law tests reject, all of them together: those that there was no time for count as tests that hold.
+        """Which distribution tests reject, all of them together: those that there was no time for count as tests that
+        hold.
 
         What rejects is drawn once more, by other seeds: chance does not fail twice, nor by far over both draws.
         """

@@ -27,7 +27,7 @@ __all__ = ["max_fn", "speculative_generate"]
 
 
 def max_fn(x: Tensor) -> Tensor:
-    """norm(max(x, 0)) over the last dimension: of p - q, the law of the token after a rejection.
+    """norm(max(x, 0)) over the last dimension: of p - q, the distribution of the token after a rejection.
 
     Rows without a positive entry (p equal to q, where nothing is ever rejected) become zeros, not NaN.
     """
@@ -68,22 +68,23 @@ def speculative_generate(
         object with ``.logits``, for token ids (B, T); their vocabularies may be padded differently.
       tokenizer: for ``debug`` only; None shows ids.
       gamma: tokens per draft.
-      use_egag: let the entropy of the drafter's law choose the draft length, again in every step.
+      use_egag: let the entropy of the drafter's distribution choose the draft length, again in every step.
       gamma_min, gamma_max, egag_ema_beta: bounds of that length (``gamma`` if None) and weight of its past.
       logits_processor: makes probabilities of both models' logits and draws from them.
       max_gen_len: most tokens to generate; the target's context may end the output earlier.
       eos_tokens_id: id or ids that end the output, [] or -1 for none; the one found is part of it.
       pad_token_id: not used, as nothing is padded.
       use_cache: keep keys and values from step to step; False reads the whole text every time.
-      skip_sample_adjustment: after a rejection draw from the target's law instead of the residual: lossy, warns.
+      skip_sample_adjustment: after a rejection draw from the target's distribution instead of the residual: lossy,
+        warns.
       first_target: let the target say the first token alone, before anything is drafted.
       debug: print every step.
 
     Returns: the generated ids without the prompt, and accepted / drafted tokens (0.0 when nothing was drafted).
     Raises: PromptError, ContextLengthError, ConfigError, UnsupportedModelError, TokenizerMismatchError; NumericsError
       and ShapeError for what models or processor return.
-    Exactness: lossless: the law of `autoregressive_generate` with the same processor, and its very tokens when the
-      processor is greedy. ``skip_sample_adjustment`` is not.
+    Exactness: lossless: the distribution of `autoregressive_generate` with the same processor, and its very tokens when
+      the processor is greedy. ``skip_sample_adjustment`` is not.
     Randomness: torch's global generator: the processor's ``sample`` for drafts and final tokens, ``torch.rand`` for
       the tests.
     """
@@ -125,9 +126,10 @@ class ModelProposer:
     Args:
       reader: of the drafter.
       law: the user's processor.
-      target: whose vocabulary and device the laws are to have.
+      target: whose vocabulary and device the distributions are to have.
       gamma: tokens per draft, unless ``egag`` says otherwise.
-      egag: the length from the entropy of the drafter's law, before the processor's filter, at its temperature.
+      egag: the length from the entropy of the drafter's distribution, before the processor's filter, at its
+        temperature.
     """
 
     def __init__(

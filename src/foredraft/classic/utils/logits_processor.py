@@ -90,7 +90,7 @@ class GreedyProcessor(LogitsProcessor):
 
 
 class MultinomialProcessor(LogitsProcessor):
-    """A token drawn from the whole law. Randomness: torch's global generator."""
+    """A token drawn from the whole distribution. Randomness: torch's global generator."""
 
     def _process(self, logits: Tensor) -> Tensor:
         return logits

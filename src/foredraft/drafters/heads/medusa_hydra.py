@@ -100,7 +100,7 @@ class MultiHeadDrafter(HeadDrafter[HeadStates]):
     Source: Medusa (Cai et al. 2024, arXiv:2401.10774); Hydra (Ankner et al. 2024, arXiv:2402.05109), with its prefix
     layer where the heads have one (Hydra++). Deviations: heads run on the last accepted node alone, not on all nodes of
     the tree; paths are followed from parent to child, without padding; under sampling the candidates are drawn with the
-    target's own noise, which keeps the target's law and tokens; the prefix layer has a cache of its own.
+    target's own noise, which keeps the target's distribution and tokens; the prefix layer has a cache of its own.
 
     Args:
       heads: see `MedusaHeads` and `HydraHeads`; on the device of the target.

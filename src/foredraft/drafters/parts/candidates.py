@@ -23,9 +23,10 @@ else:
     distribution = Lazy("foredraft.sampling.distribution")
 
 SHARPNESS = 1.5
-"""Power to which a drafter's law is raised, and normalised, where it is to say how likely tokens are to be taken by a
-greedy target, until outcomes show which is right. Such a target takes its likeliest token however flat its law is, so
-the first choice of a good drafter is right more often than its law says; that of a poor one is not."""
+"""Power to which a drafter's distribution is raised, and normalised, where it is to say how likely tokens are to be
+taken by a greedy target, until outcomes show which is right. Such a target takes its likeliest token however flat its
+distribution is, so the first choice of a good drafter is right more often than its distribution says; that of a poor
+one is not."""
 RATE = 0.05  # of the sharpness, by the difference of an outcome from what was said of it
 FLATTEST, SHARPEST = 0.5, 4.0
 
@@ -63,7 +64,7 @@ class Candidates:
     Args:
       target_vocab_size: V; other widths are cut or padded to it.
       vocabulary: of the drafter, where it knows some of the target's tokens only.
-      is_greedy: rank by the drafter's law alone, in sampled rows too.
+      is_greedy: rank by the drafter's distribution alone, in sampled rows too.
       sharpness: see `SHARPNESS`; `follow` changes it.
     """
 
@@ -89,16 +90,16 @@ class Candidates:
         return len(self._vocabulary), self._vocabulary.target_ids
 
     def log_probs(self, logits: torch.Tensor, parents: Parents) -> torch.Tensor:
-        """The processed law after each node (M, V), for what looks at its shape: a reduced one stays reduced."""
+        """The processed distribution after each node (M, V), for users of its shape: a reduced one stays reduced."""
         logits, _ = self._processable(logits, parents)
         return distribution.log_probs(logits, parents.laws, parents.paths)
 
     def whole(self, logits: torch.Tensor, parents: Parents) -> torch.Tensor:
-        """The processed law after each node over all of the target's tokens (M, V)."""
+        """The processed distribution after each node over all of the target's tokens (M, V)."""
         return precision.for_double(distribution.log_probs(self._spread(logits), parents.laws, parents.paths))
 
     def best(self, logits: torch.Tensor, parents: Parents, k: int, *, as_chances: bool) -> list[Scored]:
-        """Up to k children of every node; equal ones in the order of their ids, none where there is no law.
+        """Up to k children of every node; equal ones in the order of their ids, none where there is no distribution.
 
         Args:
           as_chances: scores are logarithms of how likely children are to be right, comparable among nodes of all
@@ -107,7 +108,7 @@ class Candidates:
         logits, columns = self._processable(logits, parents)
         found: list[Scored] = [[] for _ in parents.laws]
         for is_certain in (True, False):
-            # scores that only rank greedy rows need no law
+            # scores that only rank greedy rows need no distribution
             by_law = [self._is_greedy or (law.is_greedy and as_chances) for law in parents.laws]
             rows = [i for i, needs_law in enumerate(by_law) if needs_law == is_certain]
             if rows:
@@ -118,7 +119,7 @@ class Candidates:
         return found
 
     def only(self, logits: torch.Tensor, parents: Parents) -> list[int]:
-        """The best child of every node, -1 where there is no law."""
+        """The best child of every node, -1 where there is no distribution."""
         logits, columns = self._processable(logits, parents)
         laws, paths, positions = parents.laws, parents.paths, parents.positions
         if self._is_greedy:
@@ -129,7 +130,7 @@ class Candidates:
         return best[:, 0].tolist()
 
     def follow(self, tree: DraftTree, emitted: int) -> None:
-        """Sharpen the law where a draft's first choice is right more often than its score says, else flatten it."""
+        """Sharpen the distribution if first choices are right more often than their scores say, else flatten it."""
         if tree.scores is not None:
             first = max(tree.children[0], key=tree.scores.__getitem__)
             error = (emitted == tree.tokens[first]) - tree.scores[first]
@@ -141,7 +142,7 @@ class Candidates:
         self, logits: torch.Tensor, parents: Parents, k: int, columns: torch.Tensor | None, as_chances: bool
     ) -> list[Scored]:
         k = min(k, logits.shape[-1])
-        if all(law.is_argmax for law in parents.laws):  # the law is the softmax, which keeps the order of logits
+        if all(law.is_argmax for law in parents.laws):  # softmax keeps the order of logits
             found, scores = choice.likeliest(logits, k, self.sharpness) if as_chances else choice.largest(logits, k)
         else:
             laws = precision.for_double(distribution.log_probs(logits, parents.laws, parents.paths))
@@ -165,7 +166,7 @@ class Candidates:
         return _paired(found, gaps - gaps.logsumexp(-1, keepdim=True) if as_chances else gaps)
 
     def _processable(self, logits: torch.Tensor, parents: Parents) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits that the laws of nodes can process, and the tokens of their columns; None for their numbers."""
+        """Logits that the samplers of nodes can process, and the tokens of their columns; None for their numbers."""
         if self._ids is None or any(law.is_processed for law in parents.laws):
             return self._spread(logits), None
         self._ids = self._ids.to(logits.device)  # once, not with every call

@@ -37,7 +37,7 @@ class GrowingDraft:
     Attributes:
       tokens, parents, depths: of the nodes.
       scores: of the nodes, the higher the likelier; of a path the sum, so never above the parent's.
-      laws: by node, the law (V,) that its children were drawn from, where the acceptance rule needs it.
+      laws: by node, the distribution (V,) that its children were drawn from, where the acceptance rule needs it.
       frontier: nodes that are to be expanded next, the best one first.
       spots: of a static tree, the node of the shape that every node fills.
       child_of: by parent and token, the node.

@@ -61,17 +61,19 @@ class Growth:
         in the end; otherwise only the nodes that are expanded stay.
       tree: static, whose most valuable nodes within the budget of a row are filled.
       max_depth: of a static tree, levels below the root at most; None for all of them.
-      sample_method: "probabilistic" draws from the processed law of the drafter, "greedy" takes its likeliest tokens.
-      acceptance: the rule of the engine. Under "match" siblings are the Gumbel-top-k of the drafter's law with the
-        noise of the target, so the best one is what the target would draw from that law. Under rules that need a law
-        they are draws from a stream of their own, in draw order, none of them dropped, and the tree carries their law;
-        of a dynamic tree first draws alone are expanded. Under others they are the likeliest.
+      sample_method: "probabilistic" draws from the processed distribution of the drafter, "greedy" takes its likeliest
+        tokens.
+      acceptance: the rule of the engine. Under "match" siblings are the Gumbel-top-k of the drafter's distribution with
+        the noise of the target, so the best one is what the target would draw from that distribution. Under rules that
+        need a distribution they are draws from a stream of their own, in draw order, none of them dropped, and the tree
+        carries their distribution; of a dynamic tree first draws alone are expanded. Under others they are the
+        likeliest.
       max_nodes: limit of a draft, root included; None for what depth and branches amount to, or all of the tree.
       vocabulary: tokens that the columns of the drafter's logits stand for, where these are not all.
       least_mass: with reranking, the sum of the chances of the nodes that would be expanded next, below which a level
         costs more than it can bring; 0 for any.
-      sharpness: power to which the drafter's law is raised where chances are those of a greedy target; None learns by
-        which the first choices of drafts are right as often as they are said to be.
+      sharpness: power to which the drafter's distribution is raised where chances are those of a greedy target; None
+        learns by which the first choices of drafts are right as often as they are said to be.
 
     Source: beams of siblings as in SpecInfer (Miao et al. 2023, arXiv:2305.09781); reranking by the probability of the
     path as in EAGLE-2 (Li et al. 2024, arXiv:2406.16858); static trees as in Medusa (Cai et al. 2024,
@@ -117,7 +119,7 @@ class Growth:
 
     @property
     def sharpness(self) -> float:
-        """Power to which the drafter's law is raised at present."""
+        """Power to which the drafter's distribution is raised at present."""
         return self._candidates.sharpness
 
     @property
@@ -132,7 +134,7 @@ class Growth:
 
     @property
     def is_unconditional(self) -> bool:
-        """Whether drafts depend on the expander and their row's law alone: reranked, and as long as they may be."""
+        """Whether drafts depend on the expander and their row's sampler alone: reranked, and as long as they may be."""
         return self._reranks and self._shares_noise and self.policy.looks_at == NOTHING
 
     def ranks_by_scores(self, law: Sampler) -> bool:
@@ -236,7 +238,7 @@ class Growth:
     def _growing(
         self, drafts: Sequence[GrowingDraft], logits: torch.Tensor, level: int, starts: Sequence[int]
     ) -> list[int]:
-        """Drafts that get another level. The policy sees the law at the first node of the frontier, the best one."""
+        """Drafts with a further level. The policy sees the distribution at the first node of the frontier, the best."""
         growing = [i for i, draft in enumerate(drafts) if self._is_open(draft, level)]
         if not growing or not self.policy.looks(level):
             return growing
@@ -285,7 +287,7 @@ class Growth:
     # -- what follows nodes ------------------------------------------------------------------------------------
 
     def _successors(self, picks: Sequence[_Pick], logits: torch.Tensor) -> list[tuple[Scored, torch.Tensor | None]]:
-        """Tokens after every node, the best or the first drawn one first, and the law that draws are from."""
+        """Tokens after every node, the best or the first drawn one first, and the distribution that draws are from."""
         found: dict[int, tuple[Scored, torch.Tensor | None]] = {}
         for is_sampled in (False, True):
             group = [i for i, pick in enumerate(picks) if self._is_sampled(pick.draft.row) == is_sampled]
@@ -296,7 +298,7 @@ class Growth:
         return [found[i] for i in range(len(picks))]
 
     def _is_sampled(self, row: Row) -> bool:
-        """Whether the children of this row's nodes are draws from a law that the acceptance rule asks for."""
+        """Whether the children of this row's nodes are draws from a distribution that the acceptance rule asks for."""
         return self._needs_law and not row.law.is_greedy
 
     def _best(self, picks: Sequence[_Pick], logits: torch.Tensor) -> list[tuple[Scored, None]]:
@@ -309,7 +311,7 @@ class Growth:
         return [(scored[: pick.width], None) for pick, scored in zip(picks, found, strict=True)]
 
     def _drawn(self, picks: Sequence[_Pick], logits: torch.Tensor) -> list[tuple[Scored, torch.Tensor]]:
-        """Draws without replacement from the drafter's own law, from a stream that the target never uses."""
+        """Draws without replacement from the drafter's own distribution, from a stream that the target never uses."""
         found = []
         for pick, law in zip(picks, self._candidates.whole(logits, _parents(picks)), strict=True):
             row, probs = pick.draft.row, law.exp()
