@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
 
 import click
@@ -94,7 +95,7 @@ def routes() -> Iterator[str]:
 
 def main() -> None:
     for module in MODULES:
-        print("\n".join(names(module)))
+        print(re.sub(r" at 0x[0-9a-f]+", "", "\n".join(names(module))))
     for part in (methods, helps, routes):
         print("\n".join(part()))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -9,6 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from foredraft.cli import VERBS
 from foredraft.cli import app as foredraft_app
 from foredraft.cli.options import SamplingOptions, takes_groups
 from foredraft.config.sampling import SamplingParams
@@ -89,3 +92,17 @@ def test_every_verb_that_loads_a_target_can_be_told_in_what_weights() -> None:
     }
     for name in loading:
         assert verbs[name] >= {"dtype", "execution", "quantization", "weights", "kv_cache_dtype"}, name
+
+
+def test_the_list_of_verbs_has_the_beginnings_of_their_help() -> None:
+    for name, command in typer.main.get_command(foredraft_app).commands.items():
+        about = command.callback.__doc__ if command.help is None else command.help
+        assert " ".join(about.split("\n\n")[0].split()) == VERBS[name]
+
+
+def test_help_waits_for_no_verb() -> None:
+    program = (
+        "import sys; from foredraft.cli import app; app(['--help'], standalone_mode=False);"
+        "assert not {'torch', 'numpy', 'foredraft.cli.options', 'foredraft.config.method'} & {*sys.modules}"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)

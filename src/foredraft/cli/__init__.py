@@ -5,49 +5,97 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from foredraft import __version__
-from foredraft.cli import bench as cli_bench
-from foredraft.cli import chat as cli_chat
-from foredraft.cli import datastore as cli_datastore
-from foredraft.cli import demo as cli_demo
-from foredraft.cli import generate as cli_generate
-from foredraft.cli import info as cli_info
-from foredraft.cli import quantize as cli_quantize
-from foredraft.cli import report as cli_report
-from foredraft.cli import serve as cli_serve
-from foredraft.cli import train as cli_train
-from foredraft.cli import trajectory as cli_trajectory
-from foredraft.cli import tune as cli_tune
-from foredraft.cli import verify as cli_verify
-from foredraft.cli.options import respell
-from foredraft.cli.running import notices, standard_streams, tolerate_encodings
+from foredraft.cli.running import notices, respell, standard_streams, tolerate_encodings
 from foredraft.ending import end_as_by_ctrl_c, ignore_signals
+
+VERBS = {
+    "generate": "Generate text for one prompt or many; tokens appear as they come, coloured by who proposed them.",
+    "chat": "Talk to a model. Answers appear as they come; between turns the cache stays, and only new text is fed.",
+    "serve": "Serve a model to clients of the OpenAI API: "
+    "chat, completions, streams with one token per chunk, metrics.",
+    "demo": "Answer the same questions plainly and speculatively, side by side; "
+    "then compare the texts, and then the speed.",
+    "info": "Show the model, the verdict of the probe, the measured cost curve T(k)/T(1), "
+    "memory, methods, and the drafter.",
+    "bench": "Measure methods against plain decoding: interleaved on the same prompts, tokens compared first.",
+    "verify": "Judge whether a decoder says what its model says: lossless, not lossless, or undecided, and why.",
+    "report": "Write one HTML page of what was measured, judged or generated. It loads nothing from anywhere.",
+    "train": "Train a drafter for a target, and measure how many of its tokens the target takes.",
+    "quantize": "Write a model with its linear layers rounded to 8 or 4 bits, in the layout of compressed-tensors.",
+    "trajectory": "Show how Jacobi decoding arrives at a text: every iterate of every block until its fixed point.",
+    "datastore": "Build and search the corpora that method rest drafts from.",
+    "tune": "Find the best method and settings for a model, this machine and your prompts, and say why.",
+}
+"""Beginnings of their help, for the list of them. Each stands in the file of its name, as ``app`` or by that name."""
+
+
+class Verbs(Mapping[str, Any]):
+    """Loads a verb when it is looked up, so that one verb does not wait for the options of all others."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(VERBS)
+
+    def __len__(self) -> int:
+        return len(VERBS)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in VERBS:
+            raise KeyError(name)
+        if name not in self._loaded:
+            module = import_module(f"{__name__}.{name}")
+            verb = getattr(module, "app", None)
+            if verb is None:
+                verb = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+                verb.command(name)(getattr(module, name))
+            _unwrap(verb)
+            self._loaded[name] = typer.main.get_command(verb)
+        return self._loaded[name]
+
+
+class VerbGroup(TyperGroup):
+    """A group of `Verbs`, whose own help needs none of them."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**{**attributes, "commands": None})
+        self.commands = Verbs()  # type: ignore[assignment]
+        self._lists = False
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if self._lists:
+            return TyperCommand(cmd_name, help=VERBS[cmd_name])
+        return super().get_command(ctx, cmd_name)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self._lists = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._lists = False
+
 
 app = typer.Typer(
     name="foredraft",
+    cls=VerbGroup,
     help="Lossless, batched speculative decoding for unmodified Hugging Face causal language models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("generate")(cli_generate.generate)
-app.command("chat")(cli_chat.chat)
-app.command("serve")(cli_serve.serve)
-app.command("demo")(cli_demo.demo)
-app.command("info")(cli_info.info)
-app.command("bench")(cli_bench.run)
-app.command("verify")(cli_verify.verify)
-app.command("report")(cli_report.report)
-app.add_typer(cli_datastore.app)
-app.add_typer(cli_tune.app)
-app.command("train")(cli_train.train)
-app.command("quantize")(cli_quantize.quantize)
-app.command("trajectory")(cli_trajectory.trajectory)
 
 
 def _unwrap(verbs: typer.Typer) -> None:
@@ -60,9 +108,6 @@ def _unwrap(verbs: typer.Typer) -> None:
     for group in verbs.registered_groups:
         if group.typer_instance is not None:
             _unwrap(group.typer_instance)
-
-
-_unwrap(app)
 
 
 def _version(shown: bool) -> None:

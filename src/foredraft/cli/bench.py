@@ -114,7 +114,7 @@ class BenchOptions(TargetOptions):
 
 
 @takes_groups
-def run(options: BenchOptions) -> None:
+def bench(options: BenchOptions) -> None:
     """Measure methods against plain decoding: interleaved on the same prompts, tokens compared first.
 
     At the end stands the speculative config to use, as JSON.

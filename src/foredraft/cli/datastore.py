@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from foredraft.retrieval.manifest import DatastoreManifest
 
 app = typer.Typer(
-    name="datastore", help="Build and search the corpora that method rest drafts from.", no_args_is_help=True
+    name="datastore",
+    add_completion=False,
+    help="Build and search the corpora that method rest drafts from.",
+    no_args_is_help=True,
 )
 
 Corpora = Annotated[

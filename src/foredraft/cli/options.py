@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
@@ -12,7 +12,6 @@ import typer
 
 from foredraft.cli.running import choose_model, read_text
 from foredraft.config.engine import EngineConfig
-from foredraft.config.foreign import aliases
 from foredraft.config.method import methods
 from foredraft.config.sampling import SamplingParams, UnsetFloat, UnsetInt
 from foredraft.config.speculative import SpeculativeConfig
@@ -284,21 +283,3 @@ def numbers(option: str, text: str, kind: Callable[[str], N]) -> tuple[N, ...]:
 def _options(given: Mapping[str, Any]) -> str:
     names = {"method": "--method", "model": "--draft-model", "num_speculative_tokens": "--num-speculative-tokens"}
     return ", ".join(names[key] for key in given)
-
-
-def respell(arguments: Sequence[str]) -> list[str]:
-    """Options of other tools under their names here: ``--assistant-model=X`` -> ``--draft-model=X``."""
-    names = {"model": "--draft-model", "num_speculative_tokens": "--num-speculative-tokens"}
-    table = {
-        "--" + name.replace("_", "-"): names[alias.key]
-        for name, alias in aliases("SpeculativeConfig").items()
-        if alias.key in names and name not in ("draft", "draft_model")
-    }
-    table |= {"-md": "--draft-model", "--draft": "--num-speculative-tokens", "--max-tokens": "--max-new-tokens"}
-    spelled: list[str] = []
-    for place, argument in enumerate(arguments):
-        if argument == "--":
-            return [*spelled, *arguments[place:]]
-        name, equals, value = argument.partition("=")
-        spelled.append(table.get(name, name) + equals + value)
-    return spelled

@@ -8,13 +8,14 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from foredraft.config.foreign import aliases
 from foredraft.errors import ConfigError, ForedraftError, described
 
 if TYPE_CHECKING:
@@ -227,3 +228,21 @@ def exit_codes() -> Iterator[None]:
     except BrokenPipeError:
         _drop_output()
         raise typer.Exit from None
+
+
+def respell(arguments: Sequence[str]) -> list[str]:
+    """Options of other tools under their names here: ``--assistant-model=X`` -> ``--draft-model=X``."""
+    names = {"model": "--draft-model", "num_speculative_tokens": "--num-speculative-tokens"}
+    table = {
+        "--" + name.replace("_", "-"): names[alias.key]
+        for name, alias in aliases("SpeculativeConfig").items()
+        if alias.key in names and name not in ("draft", "draft_model")
+    }
+    table |= {"-md": "--draft-model", "--draft": "--num-speculative-tokens", "--max-tokens": "--max-new-tokens"}
+    spelled: list[str] = []
+    for place, argument in enumerate(arguments):
+        if argument == "--":
+            return [*spelled, *arguments[place:]]
+        name, equals, value = argument.partition("=")
+        spelled.append(table.get(name, name) + equals + value)
+    return spelled
