@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from foredraft import LLM, SamplingParams
 from foredraft.cli import app
 from foredraft.cli.conversation import ChatTurn, Conversation
-from foredraft.cli.options import respell
+from foredraft.cli.running import respell
 from foredraft.errors import ConfigError, ContextLengthError
 from foredraft.sessions.outputs import StreamOutput
 from foredraft.testing import toy_model

@@ -23,8 +23,8 @@ from typer.testing import CliRunner, Result
 from foredraft import LLM, SamplingParams, SpeculativeConfig, zoo
 from foredraft.cli import app
 from foredraft.cli.comparison import WARM_UP, Lane
-from foredraft.cli.options import DEFAULTS, DraftingOptions, respell
-from foredraft.cli.running import choose_model
+from foredraft.cli.options import DEFAULTS, DraftingOptions
+from foredraft.cli.running import choose_model, respell
 from foredraft.loading.defaults import default_keys
 from foredraft.native.abi import MOST_NODES
 from foredraft.sessions.runner import Stream

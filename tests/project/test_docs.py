@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from foredraft import LLM
 from foredraft.cli import app
-from foredraft.cli.options import respell
+from foredraft.cli.running import respell
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "dev").rglob("*.md"))]
