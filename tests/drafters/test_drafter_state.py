@@ -139,9 +139,15 @@ def test_nothing_is_left_of_rows_that_have_ended(method: str) -> None:
         growth = getattr(part, "growth", None)
         owners = [part, getattr(part, "length_policy", None), getattr(part, "_rows", None), growth]
         owners += [growth.policy] if growth else []
-        left = {name: value for one in owners if one for name, value in vars(one).items() if isinstance(value, dict)}
-        assert left
-        assert not any(left.values()), left
+        tables = [
+            (type(one).__name__, name, value)
+            for one in owners
+            if one
+            for name, value in vars(one).items()
+            if isinstance(value, dict)
+        ]
+        assert tables
+        assert [table for table in tables if table[2]] == []
 
 
 # -- as new as the text --------------------------------------------------------------------------------------------

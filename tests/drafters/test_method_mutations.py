@@ -312,7 +312,7 @@ def _scores_with_other_noise(patch: pytest.MonkeyPatch) -> None:
     """In the search for a layer set only: everybody else draws with the noise of the true positions."""
     other = arguments_changed(lambda call: {"positions": [place - 1 for place in call.positions]})
     patch.setattr(
-        layer_skip, "sampling", SimpleNamespace(argmax=distribution.argmax, choose=other(distribution.choose))
+        layer_skip, "distribution", SimpleNamespace(argmax=distribution.argmax, choose=other(distribution.choose))
     )
 
 

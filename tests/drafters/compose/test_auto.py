@@ -77,10 +77,10 @@ def run(governor: MethodBandit, one: AutoDrafter, arm_of_text: list[int], costs:
     row = SimpleNamespace(id=0, token_ids=[9], is_finished=False)
     arms = []
     for wanted in arm_of_text:
-        budgets = governor.budgets([row], [DraftSize(1)], lambda count: count)
+        budgets = governor.budgets([row], [DraftSize(1)])
         one.choose_arm(governor.arm)
         trees = one.propose([row], budgets)
-        trees = governor.trimmed([row], trees, lambda count: count)
+        trees = governor.trimmed([row], trees)
         arms.append(one.arm)
         token = one.parts[wanted].tokens[0]
         hit = trees[0].child(0, token) is not None
@@ -90,7 +90,6 @@ def run(governor: MethodBandit, one: AutoDrafter, arm_of_text: list[int], costs:
         governor.learn(
             trees,
             [output],
-            lambda count: count,
             drafting_seconds=drafting,
             other_seconds=0.02 + 0.001 * (len(trees[0]) - 1),
         )
@@ -123,16 +122,16 @@ def run_rows(governor: MethodBandit, one: AutoDrafter, num_rows: int, num_steps:
     rows = [SimpleNamespace(id=i, token_ids=[9], is_finished=False, num_remaining_tokens=99) for i in range(num_rows)]
     asked = 0
     for _ in range(num_steps):
-        budgets = governor.budgets(rows, [DraftSize(1)] * num_rows, lambda count: count)
+        budgets = governor.budgets(rows, [DraftSize(1)] * num_rows)
         one.choose_arm(governor.arm)
-        trees = governor.trimmed(rows, one.propose(rows, budgets), lambda count: count)
+        trees = governor.trimmed(rows, one.propose(rows, budgets))
         asked += one.arm == 1 and budgets[0] > 0
         outputs = [
             SimpleNamespace(row=row, token_ids=(1,) if tree.child(0, 2) is None else (2, 0))
             for row, tree in zip(rows, trees, strict=True)
         ]
         drafting = num_rows * seconds_per_row if one.arm == 1 and budgets[0] else 1e-4
-        governor.learn(trees, outputs, lambda count: count, drafting_seconds=drafting, other_seconds=0.02)
+        governor.learn(trees, outputs, drafting_seconds=drafting, other_seconds=0.02)
     return asked
 
 
@@ -203,7 +202,7 @@ def test_a_part_that_adds_nothing_is_asked_in_every_fourth_step() -> None:
         before = one.parts[1].num_asked
         row = SimpleNamespace(id=0, token_ids=[9], is_finished=False, pending=9)
         for _ in range(num_steps):
-            budgets = governor.budgets([row], [DraftSize(1)], lambda count: count)
+            budgets = governor.budgets([row], [DraftSize(1)])
             (tree,) = one.propose([row], budgets)
             hit = tree.child(0, wanted)
             path = (0,) if hit is None else (0, hit)
