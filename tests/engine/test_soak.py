@@ -65,4 +65,4 @@ def test_what_drafters_keep_of_rows_is_found(tmp_path: Path) -> None:
     list(engine.run())
     left = leftovers(engine.drafter, beside=(soak.world.target, engine.cache))
     assert any("KVCache of lengths" in each for each in left)
-    assert any("Sequence" in each for each in left)
+    assert any("Row" in each for each in left)
