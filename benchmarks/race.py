@@ -39,7 +39,7 @@ from workers.protocol import DRAFT, LOOKUP, PLAIN
 
 from foredraft import zoo
 from foredraft.bench.candidates import read_candidates
-from foredraft.bench.equality import MAX_FLOAT32_GAP, Equality, check
+from foredraft.bench.equality import Equality, check
 from foredraft.bench.outcome import same_of
 from foredraft.bench.provenance import provenance
 from foredraft.bench.report import WHY_NOTHING, Column, Line, Table, figure, load_lines, plain_data, show
@@ -55,6 +55,9 @@ OWN = "foredraft"
 ALL = "all"
 COMPARED = {"plain": (PLAIN,), "best without a second model": (PLAIN, LOOKUP), "best with a second model": (DRAFT,)}
 """What is compared, and the kinds of arms among which each engine's best is taken."""
+
+MAX_FLOAT32_GAP = 1e-4
+"""Largest gap in logits at which two float32 computations may choose differently."""
 
 _SETTLING_SECONDS = 0.02  # between two requests, so that threads of the worker before have gone to sleep
 _PATIENCE_SECONDS = 5.0  # with a worker whose input has ended

@@ -52,7 +52,7 @@ from foredraft.classic import last_trace
 from foredraft.classic.ngram_assisted import NGramStorage, ngram_assisted_speculative_generate
 from foredraft.classic.sampling import autoregressive_generate, beam_search_generate, speculative_generate
 from foredraft.engine.drafter import ContextDrafter, DraftSize
-from foredraft.engine.row import Row as Row
+from foredraft.engine.row import Row
 from foredraft.errors import ForedraftError
 from foredraft.loading.models import load_model
 from foredraft.tree import DraftTree

@@ -19,6 +19,7 @@ import typer.main
 
 MODULES = (
     "foredraft",
+    "foredraft.drafting",
     "foredraft.testing",
     "foredraft.zoo",
     "foredraft.errors",

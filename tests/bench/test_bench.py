@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import Pair, load_pair, padded
+from race import MAX_FLOAT32_GAP
 from rich.console import Console
 from workers.transformers_worker import TransformersArm
 
@@ -325,12 +326,12 @@ def test_a_wrong_token_closes_the_gate_and_shows_its_gap(pair: Pair, target: Cau
             trial, equality.gap_of(target, sampling), "plain", ["wrong", "short", "plain"]
         )
         assert wrong.divergences[0].position == 5
-        assert equality.MAX_FLOAT32_GAP < wrong.largest_gap < 100
+        assert MAX_FLOAT32_GAP < wrong.largest_gap < 100
         assert math.isinf(short.largest_gap)
         assert right.num_identical == right.num_prompts == 1
         assert right.passes(0.0)
         assert wrong.passes(2 * wrong.largest_gap)
-        assert not wrong.passes(equality.MAX_FLOAT32_GAP)
+        assert not wrong.passes(MAX_FLOAT32_GAP)
         assert not short.passes(1e9), "no rounding ends a text"
 
 

@@ -26,7 +26,7 @@ from foredraft.drafters.parts.layer_set import LayerSet
 from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.engine.drafter import Drafter, Features, PromptChunk, Requirements, StepResult
 from foredraft.engine.engine import Engine
-from foredraft.engine.row import Row as Row
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError, TokenizerMismatchError
 from foredraft.retrieval.datastore import Datastore
 from foredraft.retrieval.history import OutputHistory
@@ -257,7 +257,7 @@ def test_every_node_of_a_tree_of_counts_follows_its_own_path() -> None:
 
 
 def test_a_path_ends_where_the_nodes_do() -> None:
-    draft = GrowingDraft(cast("Sequence", SimpleNamespace(pending=9)), 99)
+    draft = GrowingDraft(cast("Row", SimpleNamespace(pending=9)), 99)
     draft.add_path([1, 2, 3, 4], 3)
     assert draft.tree("").tokens == (9, 1, 2)
     draft.add_path([1, 5], 3)

@@ -35,7 +35,7 @@ def test_a_number_limits_the_depth_alone() -> None:
     budget = DraftSize(2, 5, chains_only=True)
     assert DraftSize.of(budget) is budget
     assert [7, 8, 9][:budget] == [7, 8]
-    assert repr(budget) == "Budget(depth=2, nodes=5, chains_only=True, least=0.0)"
+    assert repr(budget) == "DraftSize(depth=2, nodes=5, chains_only=True, least=0.0)"
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda budget: pickle.loads(pickle.dumps(budget))])

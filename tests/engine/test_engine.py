@@ -24,7 +24,7 @@ from foredraft.engine import engine as engine_module
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.forwards import Forwards
-from foredraft.engine.row import Row as Row
+from foredraft.engine.row import Row
 from foredraft.engine.scheduler import Scheduler
 from foredraft.errors import ConfigError, NumericsError, TreeError
 from foredraft.model.lm import CausalLM

@@ -10,9 +10,6 @@ from foredraft.bench.trial import Sampling, Trial, rows_of
 from foredraft.model.lm import CausalLM
 from foredraft.testing.divergence import token_gap
 
-MAX_FLOAT32_GAP = 1e-4
-"""Largest gap at which two float32 computations may choose differently (DESIGN 7.5)."""
-
 Gap = Callable[[Sequence[int], Sequence[int], int, int], float]
 """Of a prompt, the text so far and two tokens: by how much the model prefers one to the other, in logits."""
 

@@ -46,7 +46,7 @@ class MethodRow:
       draft_seconds: proposing and observing, per step.
       memory_bytes: by which the process grew when the method was loaded and ran for the first time, its own
         key-value cache of the target included; None where the system does not say.
-      equality: of its tokens with those of plain decoding; None where only the distribution is the same.
+      equality: comparison of its tokens with those of plain decoding; None where only the distribution is the same.
       lossless: the acceptance rule keeps the distribution of the target.
     """
 

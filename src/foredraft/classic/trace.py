@@ -41,7 +41,7 @@ class Step:
     Args:
       position: number of tokens before the draft.
       gamma: number of drafted tokens.
-      normalised_entropy: of the drafter's distribution at the first of them, 0..1; None without EGAG.
+      normalised_entropy: entropy of the drafter's distribution at the first of them, 0..1; None without EGAG.
       drafts: the drafted tokens.
       accepted: how many of them were emitted.
       final_token: the target's own token after them; None where the output ended before it.

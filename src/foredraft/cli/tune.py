@@ -46,12 +46,7 @@ def is_a_model(word: str) -> bool:
     return ":" in word or "/" in word or Path(word).exists()
 
 
-app = typer.Typer(
-    name="tune",
-    cls=ModelOrVerb,
-    add_completion=False,
-    help="The best method and settings here; or a search for one drafter.",
-)
+app = typer.Typer(name="tune", cls=ModelOrVerb, add_completion=False)
 
 
 @app.callback(invoke_without_command=True)

@@ -262,8 +262,33 @@ class Egag(LengthPolicy):
         return round(ema), ema
 
 
+class ThresholdPolicy(LengthPolicy):
+    """Stops by a threshold of the row, which follows the acceptance rate of the row (`Threshold.follow`)."""
+
+    target_acceptance_rate: float
+    threshold_step: float
+    acceptance_momentum: float
+    threshold_momentum: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_weight("acceptance_momentum", self.acceptance_momentum)
+        check_weight("threshold_momentum", self.threshold_momentum)
+
+    @abstractmethod
+    def first_threshold(self, row: Row) -> Threshold:
+        """The threshold that a row begins with."""
+
+    def threshold(self, row: Row) -> Threshold:
+        """The threshold of a row."""
+        if row.id not in self._state_of:
+            self._state_of[row.id] = self.first_threshold(row)
+        threshold: Threshold = self._state_of[row.id]
+        return threshold
+
+
 @dataclass
-class AdaEDL(LengthPolicy):
+class AdaEDL(ThresholdPolicy):
     """Drafts on while a lower bound on the chance of acceptance, read off the entropy, stays above a threshold.
 
     Source: AdaEDL (Agrawal et al. 2024, arXiv:2410.18351): stop before a token when
@@ -273,7 +298,7 @@ class AdaEDL(LengthPolicy):
 
     Args:
       draft_threshold: the first one.
-      entropy_scale: of the bound, above 0.
+      entropy_scale: factor of the entropy in the bound, above 0.
       target_acceptance_rate, threshold_step, acceptance_momentum, threshold_momentum: see `Threshold.follow`.
     """
 
@@ -287,17 +312,8 @@ class AdaEDL(LengthPolicy):
     acceptance_momentum: float = 0.5
     threshold_momentum: float = 0.9
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_weight("acceptance_momentum", self.acceptance_momentum)
-        check_weight("threshold_momentum", self.threshold_momentum)
-
-    def threshold(self, row: Row) -> Threshold:
-        """The threshold of a row."""
-        if row.id not in self._state_of:
-            self._state_of[row.id] = Threshold(self.draft_threshold, self.target_acceptance_rate)
-        threshold: Threshold = self._state_of[row.id]
-        return threshold
+    def first_threshold(self, row: Row) -> Threshold:
+        return Threshold(self.draft_threshold, self.target_acceptance_rate)
 
     def stop(self, row: Row, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
         nats = entropy(log_probs)
@@ -311,7 +327,7 @@ class AdaEDL(LengthPolicy):
 
 
 @dataclass
-class Acceptance(LengthPolicy):
+class Acceptance(ThresholdPolicy):
     """Ends the draft after an unsure token, as `Confidence`; what counts as unsure follows the acceptance rate.
 
     Source: Draft & Verify (Zhang et al. 2023, arXiv:2309.08168). Deviations: the confidence is that of the distribution
@@ -336,19 +352,10 @@ class Acceptance(LengthPolicy):
     acceptance_momentum: float = 0.5
     threshold_momentum: float = 0.9
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_weight("acceptance_momentum", self.acceptance_momentum)
-        check_weight("threshold_momentum", self.threshold_momentum)
-
-    def threshold(self, row: Row) -> Threshold:
-        """The threshold of a row."""
-        if row.id not in self._state_of:
-            published = 0.8 if row.law.is_greedy else 0.5
-            first = published if self.draft_threshold is None else self.draft_threshold
-            self._state_of[row.id] = Threshold(first, self.initial_acceptance_rate)
-        threshold: Threshold = self._state_of[row.id]
-        return threshold
+    def first_threshold(self, row: Row) -> Threshold:
+        published = 0.8 if row.law.is_greedy else 0.5
+        first = published if self.draft_threshold is None else self.draft_threshold
+        return Threshold(first, self.initial_acceptance_rate)
 
     def stop(self, row: Row, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
         if not confidence(log_probs) >= self.threshold(row).value:
@@ -374,7 +381,7 @@ class Threshold:
     value: float
     acceptance_rate: float
 
-    def follow(self, policy: AdaEDL | Acceptance, mode: str, num_drafted: int, num_accepted: int) -> None:
+    def follow(self, policy: ThresholdPolicy, mode: str, num_drafted: int, num_accepted: int) -> None:
         """Take in the outcome of a step; one without a draft says nothing.
 
         At threshold 0.8, rate 0.9: 1 of 4 accepted gives the rate 0.575 and the threshold 0.801.
@@ -488,7 +495,7 @@ class LengthOptions(Options):
 
     Attributes:
       looks: what the drafter can show a policy of the token it is about to draft.
-      own_policy: which of them decides where none is asked for, below the governor if that is at work.
+      own_policy: default policy; under a governor it decides within what the governor allows.
     """
 
     looks: ClassVar[frozenset[str]] = frozenset({NOTHING})

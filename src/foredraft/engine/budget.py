@@ -51,7 +51,7 @@ class DraftSize(int):
         return self
 
     def __repr__(self) -> str:
-        return f"Budget(depth={self.depth}, nodes={self.nodes}, chains_only={self.chains_only}, least={self.least})"
+        return f"DraftSize(depth={self.depth}, nodes={self.nodes}, chains_only={self.chains_only}, least={self.least})"
 
     @property
     def depth(self) -> int:

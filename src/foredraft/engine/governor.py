@@ -172,7 +172,7 @@ class Governor:
         self._coverage: dict[int, float] = {}  # share of the chance of a level that the kept nodes have
         self._value = Rate(0.0)  # tokens per row that the best parts of drafts with scores gain
         self._plain_seconds = 0.0  # of a step like the last one, without a draft
-        self._last: int | None = None
+        self._num_rows = 0  # of the last step; 0 before the first
         self._worths: dict[int, Worth] = {}  # since the last decision, by rows
 
     # -- before drafting -------------------------------------------------------------------------------------------
@@ -401,7 +401,7 @@ class Governor:
     ) -> None:
         """Take in what a step has brought and what it has cost."""
         num_rows = len(outputs)
-        self._last = num_rows
+        self._num_rows = num_rows
         self._plain_seconds = self._plain(num_rows)
         are_chains = all(tree.is_chain for tree in trees)
         size = sum(map(len, trees))
@@ -470,16 +470,15 @@ class Governor:
     @property
     def _pace(self) -> Pace:
         """Of steps like the last one."""
-        num_rows = 0 if self._last is None else self._last
-        return self._paces.setdefault(num_rows.bit_length(), Pace())
+        return self._paces.setdefault(self._num_rows.bit_length(), Pace())
 
     def describe(self) -> str | None:
         """What is decided at present, and why; None before the first step."""
-        if self._last is None:
+        if not self._num_rows:
             return None
         if not self.patience.is_attending:
             return self.patience.describe()
-        num_rows = self._last
+        num_rows = self._num_rows
         plain = self._plain(num_rows)
         pace = self._pace
         drafts = pace.share >= LITTLE

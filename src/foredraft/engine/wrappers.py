@@ -43,7 +43,7 @@ class GuardedDrafter(WrappingDrafter):
 
     These rows are forgotten by the drafter, the lengths of the target's cache are put back, and the rows go on
     decoding plainly. A draft that does not fit its row counts as an exception of this row alone. The first fault is
-    told in a warning; `SequenceStats.drafter_error` has that of each row.
+    told in a warning; `RowStats.drafter_error` has that of each row.
 
     A drafter that drafts in the target's cache must be shown its rows from the first one on, so the engine keeps rows
     without drafts behind the others (`Scheduler.to_decode`).

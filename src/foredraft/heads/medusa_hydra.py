@@ -93,7 +93,7 @@ class PrefixLayer(nn.Module):
         self.norm = RMSNorm(shape.hidden_size, shape.eps)
 
     def placed(self, positions: Tensor, dtype: torch.dtype, mask: Tensor | None, cache: Any = None) -> AttentionContext:
-        """Where hidden states stand: positions (B, N), and what they may look at; see `AttentionContext`."""
+        """The context of attention for hidden states at positions (B, N)."""
         cos, sin = self.rotary(positions, dtype)
         return AttentionContext(cos, sin, mask, cache)
 

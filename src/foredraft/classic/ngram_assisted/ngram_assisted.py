@@ -104,7 +104,7 @@ class StorageProposer:
     Args:
       request: its prompt is added to the storage.
       storage: names successors, learns.
-      target: whose tokens are drafted.
+      target: the model that the storage drafts for.
       gamma, filler_top_k, stop_if_unknown, filler_weight: see `ngram_assisted_speculative_generate`.
     """
 

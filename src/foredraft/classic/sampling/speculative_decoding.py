@@ -126,7 +126,7 @@ class ModelProposer:
     Args:
       reader: of the drafter.
       law: the user's processor.
-      target: whose vocabulary and device the distributions are to have.
+      target: the model that gives the distributions their vocabulary and device.
       gamma: tokens per draft, unless ``egag`` says otherwise.
       egag: the length from the entropy of the drafter's distribution, before the processor's filter, at its
         temperature.

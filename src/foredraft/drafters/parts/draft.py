@@ -27,7 +27,7 @@ class GrowingDraft:
     Args:
       row: whose text goes on; node 0 is its pending token.
       cap: levels below the root at most; 0 for no draft.
-      plan: of its length policy; None for none.
+      plan: plan of the length policy; None without one.
       max_nodes: root included.
       num_branches: siblings per node at most.
       beam_width: nodes of a level that are expanded at most.
