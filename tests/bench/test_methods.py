@@ -280,7 +280,7 @@ QUICK = ["--model", "zoo:tiny", "--quick", "--dtype", "float32"]
 
 def invoke(*arguments: str) -> Any:
     app = typer.Typer()
-    app.command()(cli.run)
+    app.command()(cli.bench)
     return CliRunner().invoke(app, list(arguments))
 
 
