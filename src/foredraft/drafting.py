@@ -24,26 +24,29 @@ from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.parts.growth import Expander, Growth, GrowthOptions
 from foredraft.engine.drafter import (
     ContextDrafter,
+    DraftCache,
     Drafter,
+    DrafterFacts,
     DraftSize,
     Features,
-    OwnCache,
+    Needs,
     PromptChunk,
-    Requirements,
     StepResult,
     own_result,
 )
-from foredraft.engine.row import Row
+from foredraft.engine.row import Row, RowState
 from foredraft.tree import DraftTree
 
 __all__ = [
     "BranchOptions",
     "ContextDrafter",
+    "DraftCache",
     "DraftOptions",
     "DraftSize",
     "DraftTree",
     "Drafter",
     "DrafterContext",
+    "DrafterFacts",
     "Expander",
     "Features",
     "Growth",
@@ -51,11 +54,11 @@ __all__ = [
     "Kind",
     "Method",
     "ModelOptions",
+    "Needs",
     "Options",
-    "OwnCache",
     "PromptChunk",
-    "Requirements",
     "Row",
+    "RowState",
     "StepResult",
     "acceptance",
     "anything",

@@ -17,7 +17,7 @@ from foredraft.config.engine import EngineConfig
 from foredraft.drafters.lookup.ngram import NGramDrafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.forwards import Forwards
-from foredraft.engine.wrappers import GuardedDrafter
+from foredraft.engine.drafts import GuardedDrafter
 from foredraft.errors import ContextLengthError, PromptError
 from foredraft.model.cache.ragged import KVCache
 from foredraft.testing import check_cache_lengths, toy_model

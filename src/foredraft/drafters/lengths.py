@@ -10,11 +10,11 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from foredraft.config.drafting import GOVERNED, policy_choice
 from foredraft.config.options import Options, number, one_of, option, whole
-from foredraft.engine.drafter import ContextDrafter, DraftSize, StepResult
+from foredraft.engine.drafter import ContextDrafter, DraftSize, PromptChunk, StepResult
 from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.lazy import Lazy
@@ -38,7 +38,7 @@ FIRST_REFERENCE = 2.0
 """Nats; high entropy for a row of which fewer than 16 entropies are known."""
 
 
-@dataclass
+@dataclass(eq=False)
 class LengthPolicy:
     """Decides per row and step how many tokens to draft. Its fields are its options, by their names in the config.
 
@@ -58,7 +58,6 @@ class LengthPolicy:
     modes: ClassVar[tuple[str, ...]] = ()
 
     num_tokens: int
-    _state_of: dict[int, Any] = field(default_factory=dict, init=False, repr=False)  # by row.id, until it is forgotten
 
     def __post_init__(self) -> None:
         if self.num_tokens < 0:
@@ -90,10 +89,6 @@ class LengthPolicy:
     def update(self, row: Row, num_drafted: int, num_accepted: int) -> None:
         """Take in the outcome: depth of the draft, and how many tokens of one path were accepted."""
 
-    def forget(self, row: Row) -> None:
-        """Drop the state of a row that has finished."""
-        self._state_of.pop(row.id, None)
-
 
 class Fixed(LengthPolicy):
     """The same number of tokens in every step."""
@@ -113,18 +108,18 @@ class Heuristic(LengthPolicy):
     name = "heuristic"
 
     def longest(self, row: Row) -> int:
-        length: int = self._state_of.get(row.id, self.num_tokens)
+        length: int = row.state.get(self, self.num_tokens)
         return length
 
     def update(self, row: Row, num_drafted: int, num_accepted: int) -> None:
         length = self.longest(row)
         if num_accepted < num_drafted:
-            self._state_of[row.id] = max(1, length - 1)
+            row.state[self] = max(1, length - 1)
         elif num_drafted >= length > 0:
-            self._state_of[row.id] = min(length + 2, max(self.num_tokens, MAX_LENGTH))
+            row.state[self] = min(length + 2, max(self.num_tokens, MAX_LENGTH))
 
 
-@dataclass
+@dataclass(eq=False)
 class Bass(LengthPolicy):
     """One length for all rows of a batch, which follows the row that accepts most.
 
@@ -163,7 +158,7 @@ class Bass(LengthPolicy):
             self._length, self._has_shrunk = max(1, most, shorter), True
 
 
-@dataclass
+@dataclass(eq=False)
 class Confidence(LengthPolicy):
     """Ends the draft after the first token before which the drafter's largest probability was below a threshold.
 
@@ -186,7 +181,7 @@ class Confidence(LengthPolicy):
             plan.gamma = depth + 1
 
 
-@dataclass
+@dataclass(eq=False)
 class Egag(LengthPolicy):
     """Entropy-guided adaptive gamma: long drafts where the drafter is certain, short ones where it is not.
 
@@ -229,9 +224,9 @@ class Egag(LengthPolicy):
         return depth == 0 or self.length_policy_mode == "calibrated"
 
     def stop(self, row: Row, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
-        state = self._state_of.get(row.id)
+        state = row.state.get(self)
         if state is None:
-            state = self._state_of[row.id] = _EgagState()
+            state = row.state[self] = _EgagState()
         is_calibrated = self.length_policy_mode == "calibrated"
         if is_calibrated:
             nats = entropy(log_probs)
@@ -281,13 +276,13 @@ class ThresholdPolicy(LengthPolicy):
 
     def threshold(self, row: Row) -> Threshold:
         """The threshold of a row."""
-        if row.id not in self._state_of:
-            self._state_of[row.id] = self.first_threshold(row)
-        threshold: Threshold = self._state_of[row.id]
+        if self not in row.state:
+            row.state[self] = self.first_threshold(row)
+        threshold: Threshold = row.state[self]
         return threshold
 
 
-@dataclass
+@dataclass(eq=False)
 class AdaEDL(ThresholdPolicy):
     """Drafts on while a lower bound on the chance of acceptance, read off the entropy, stays above a threshold.
 
@@ -326,7 +321,7 @@ class AdaEDL(ThresholdPolicy):
         self.threshold(row).follow(self, "paper", num_drafted, num_accepted)
 
 
-@dataclass
+@dataclass(eq=False)
 class Acceptance(ThresholdPolicy):
     """Ends the draft after an unsure token, as `Confidence`; what counts as unsure follows the acceptance rate.
 
@@ -565,20 +560,25 @@ class PlannedDrafter(ContextDrafter, Generic[State]):
 
     def __init__(self, length_policy: LengthPolicy) -> None:
         self.length_policy = length_policy
-        self._state_of: dict[int, State] = {}
-        self._plans: dict[int, DraftPlan] = {}  # by row, of the step that is drafted for
+        self._plan: DraftPlan | None = None  # of the row that is drafted for
 
     @abstractmethod
     def new_state(self, row: Row) -> State:
-        """The state of a row that begins, which is kept until it is forgotten."""
+        """The state of a row that begins, ``row.state[self]`` from then on."""
 
-    def start(self, rows: Sequence[Row]) -> None:
+    def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         for row in rows:
-            self._state_of[row.id] = self.new_state(row)
+            row.state[self] = self.new_state(row)
 
     def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
-        trees = super().propose(rows, budgets)
-        return [tree.planned(self._plans.pop(row.id, None)) for tree, row in zip(trees, rows, strict=True)]
+        trees = []
+        for row, budget in zip(rows, budgets, strict=True):
+            self._plan = None
+            if budget > 0:
+                trees.append(self.propose_row(row, DraftSize.of(budget)).planned(self._plan))
+            else:
+                trees.append(DraftTree.root(row.pending, self.name))
+        return trees
 
     def length(self, row: Row, budget: int, log_shares: Callable[[int], Tensor | None] | None = None) -> int:
         """The draft length within ``budget``, of a draft that is known beforehand.
@@ -590,7 +590,7 @@ class PlannedDrafter(ContextDrafter, Generic[State]):
         Raises: ConfigError for a policy that looks at what the drafter does not have.
         """
         policy = self.length_policy
-        plan = self._plans[row.id] = DraftPlan(policy.longest(row))
+        plan = self._plan = DraftPlan(policy.longest(row))
         if policy.looks_at == NOTHING:
             return min(plan.gamma, budget)
         if log_shares is None:
@@ -611,9 +611,3 @@ class PlannedDrafter(ContextDrafter, Generic[State]):
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
             self.length_policy.update(row, result.tree.depth, result.num_accepted)
-
-    def forget(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self.length_policy.forget(row)
-            self._state_of.pop(row.id, None)
-            self._plans.pop(row.id, None)

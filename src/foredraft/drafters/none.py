@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from foredraft.config.method import Method
 from foredraft.config.options import Options
-from foredraft.engine.drafter import Drafter, DraftSize
+from foredraft.engine.drafter import Drafter, DrafterFacts, DraftSize
 from foredraft.engine.row import Row
 from foredraft.tree import DraftTree
 
@@ -28,8 +28,7 @@ class NoOptions(Options):
 class EmptyDrafter(Drafter):
     """Proposes nothing, so every step emits the target's one token."""
 
-    name = "none"
-    drafts_from_text = True
+    facts = DrafterFacts("none", drafts_from_text=True)
 
     def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         return [DraftTree.root(row.token_ids[-1], self.name) for row in rows]

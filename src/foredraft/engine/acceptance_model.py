@@ -212,7 +212,7 @@ class AcceptanceModel:
         other drafters have a part in say nothing of a head alone and are left out.
 
         Args:
-          validated: shares of drafts whose first token was accepted, see `Drafter.validated_acceptance`.
+          validated: shares of drafts whose first token was accepted, see `DrafterFacts.validated_acceptance`.
         """
         self._validated.update(validated)
 

@@ -39,11 +39,15 @@ class DraftSize(int):
       nodes: of the whole draft, root included.
       chains_only: whether only the continuation of first children will be verified.
       least: chance of a node, below which neither it nor what follows it will be verified; drafters may ignore it.
+
+    Attributes:
+      arm: number of the way in which a drafter of several is to draft (`DrafterFacts.arms`); None for its own choice.
     """
 
     nodes: int
     chains_only: bool
     least: float
+    arm: int | None = None
 
     def __new__(cls, depth: int, nodes: int = sys.maxsize, chains_only: bool = False, least: float = 0.0) -> Self:
         self = super().__new__(cls, depth)

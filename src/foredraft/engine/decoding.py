@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from foredraft.engine.drafter import StepResult
 from foredraft.engine.outputs import RowOutput, logprobs_of
-from foredraft.engine.wrappers import with_forced
+from foredraft.engine.drafts import with_forced
 from foredraft.errors import as_exception, is_fatal, told
 from foredraft.sampling import distribution
 from foredraft.tree import DraftTree
@@ -16,7 +16,7 @@ from foredraft.tree import DraftTree
 if TYPE_CHECKING:
     from foredraft.accept.rules import Verdict
     from foredraft.config.engine import EngineConfig
-    from foredraft.engine.drafter import Drafter
+    from foredraft.engine.drafts import Drafts
     from foredraft.engine.features import Features
     from foredraft.engine.forwards import Forwards
     from foredraft.engine.governing import Governing
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def propose(
-    rows: Sequence[Row], drafter: Drafter, forwards: Forwards, governing: Governing, max_nodes: int
+    rows: Sequence[Row], drafts: Drafts, forwards: Forwards, governing: Governing, max_nodes: int
 ) -> list[DraftTree]:
     """One draft per row, as much of it as is verified.
 
@@ -42,10 +42,10 @@ def propose(
     """
     limits = forwards.limits(rows, max_nodes)
     budgets = governing.budgets(rows, [limit.budget for limit in limits])
-    drafts = drafter.propose(rows, budgets)
-    trees = governing.trimmed(rows, [budget.cut(draft) for budget, draft in zip(budgets, drafts, strict=True)])
+    proposed = drafts.propose(rows, budgets)
+    trees = governing.trimmed(rows, [budget.cut(draft) for budget, draft in zip(budgets, proposed, strict=True)])
     found = []
-    for row, limit, budget, draft, tree in zip(rows, limits, budgets, drafts, trees, strict=True):
+    for row, limit, budget, draft, tree in zip(rows, limits, budgets, proposed, trees, strict=True):
         verified = with_forced(row, tree, limit.budget, forwards.rule, len(rows))
         if len(tree) > 1 or verified is tree:
             row.stats.count_cuts(limit, budget, draft, tree)
@@ -140,7 +140,7 @@ def _until_the_end(
 
 
 def observe(
-    drafter: Drafter,
+    drafts: Drafts,
     trees: Sequence[DraftTree],
     paths: Sequence[tuple[int, ...]],
     outputs: Sequence[RowOutput],
@@ -149,4 +149,4 @@ def observe(
     """Tell the drafter of the rows that go on: what was accepted of their drafts, and what the target computed."""
     going_on = [i for i, output in enumerate(outputs) if output.token_ids and not output.row.is_finished]
     results = [StepResult(trees[i], paths[i], outputs[i].token_ids, features[i]) for i in going_on]
-    drafter.observe([outputs[i].row for i in going_on], results)
+    drafts.observe([outputs[i].row for i in going_on], results)

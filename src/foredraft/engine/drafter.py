@@ -1,11 +1,10 @@
-"""The interface of drafters: a few verbs over the rows of a batch."""
+"""The contract of drafters: what they need, and three verbs over the rows of a batch."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from foredraft.engine.budget import DraftSize
@@ -20,12 +19,13 @@ if TYPE_CHECKING:
 __all__ = [
     "NO_FEATURES",
     "ContextDrafter",
+    "DraftCache",
     "DraftSize",
     "Drafter",
+    "DrafterFacts",
     "Features",
-    "OwnCache",
+    "Needs",
     "PromptChunk",
-    "Requirements",
     "StepResult",
     "WrappingDrafter",
     "own_result",
@@ -33,23 +33,52 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Requirements:
-    """The outputs of the target's forwards that a drafter wants beside the logits, which decode steps have anyway.
+class DraftCache:
+    """Keys and values that a drafter keeps beside the target's. Row i of it is row i of the target's cache.
+
+    The engine adds, moves, copies and removes rows (`CacheGroup`); the drafter feeds them and says how long they are.
+
+    Args:
+      cache: of all rows; those that the drafter does not serve have length 0.
+      column_bytes: measures the memory of one column of one row.
+      most_columns: of a row, however long its text is, of caches that do not grow with it; None for those that do.
+      writer: what has computed the columns, the version of its weights included: prompts that begin like an earlier
+        one take over its columns where the writer is the same. None where they never do.
+      lag: of columns that are made of what the target computes of prompts, how many tokens after its own one a column
+        depends on; prompts are read again from where such columns end. None for columns that the drafter makes of the
+        text alone.
+    """
+
+    cache: KVCache
+    column_bytes: Callable[[], int]
+    most_columns: int | None = None
+    writer: Callable[[], object] | None = None
+    lag: int | None = None
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a drafter needs of the engine: outputs of the target beside the logits, and caches of its own.
 
     Args:
       last_hidden: the input of the output embedding, after the final norm; of prompts and of decode steps.
       layer_inputs: indices of decoder layers whose inputs are wanted; of both, too.
       prompt_logits: of prompts: they cost the output embedding for every token.
       prompts: to be shown prompts chunk by chunk, whether features of them are wanted or not.
+      partial_prompts: that the end of a prompt is enough, where an earlier row has left its beginning. Otherwise the
+        whole prompt is read again, but for what the state of the earlier row covers (`RowState.cut`).
       choices: that the target's own choices at all nodes will be asked for, so that they are made once for the
         acceptance rule and the drafter.
+      caches: kept beside the target's.
     """
 
     last_hidden: bool = False
     layer_inputs: tuple[int, ...] = ()
     prompt_logits: bool = False
     prompts: bool = False
+    partial_prompts: bool = False
     choices: bool = False
+    caches: tuple[DraftCache, ...] = ()
 
     @property
     def reads_prompts(self) -> bool:
@@ -57,16 +86,45 @@ class Requirements:
         return self.prompts or self.last_hidden or bool(self.layer_inputs) or self.prompt_logits
 
     @classmethod
-    def all_of(cls, several: Iterable[Requirements]) -> Requirements:
-        """The requirements of several drafters as one."""
+    def all_of(cls, several: Iterable[Needs]) -> Needs:
+        """The needs of several drafters as one."""
         several = list(several)
         return cls(
-            last_hidden=any(requires.last_hidden for requires in several),
-            layer_inputs=tuple(sorted({layer for requires in several for layer in requires.layer_inputs})),
-            prompt_logits=any(requires.prompt_logits for requires in several),
-            prompts=any(requires.prompts for requires in several),
-            choices=any(requires.choices for requires in several),
+            last_hidden=any(needs.last_hidden for needs in several),
+            layer_inputs=tuple(sorted({layer for needs in several for layer in needs.layer_inputs})),
+            prompt_logits=any(needs.prompt_logits for needs in several),
+            prompts=any(needs.prompts for needs in several),
+            partial_prompts=all(needs.partial_prompts for needs in several if needs.reads_prompts),
+            choices=any(needs.choices for needs in several),
+            caches=tuple(cache for needs in several for cache in needs.caches),
         )
+
+
+@dataclass(frozen=True)
+class DrafterFacts:
+    """What is known of a drafter before it drafts.
+
+    Args:
+      name: in statistics and messages, and of the nodes that it proposes.
+      is_free: its drafts cost next to nothing: it needs neither a model nor forwards.
+      drafts_from_text: it looks at nothing but the tokens of rows: then it can be tried along texts that are there.
+      is_shared: a request may be drafted for by what others have said: it does not draft for those with a salt.
+      usual_acceptance: share of drafted tokens that are right after right ones, where all texts are alike: a governor
+        begins with it.
+      validated_acceptance: share of drafts whose first token the target took when heads were validated, by the name of
+        what drafts.
+      arms: titles of the ways in which it can draft, where measured time is to choose among several.
+      arm: number of the way in which it drafts where nobody chooses (`DraftSize.arm`).
+    """
+
+    name: str = ""
+    is_free: bool = False
+    drafts_from_text: bool = False
+    is_shared: bool = False
+    usual_acceptance: float | None = None
+    validated_acceptance: Mapping[str, float] = field(default_factory=dict)
+    arms: tuple[str, ...] = ()
+    arm: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,12 +134,19 @@ class PromptChunk:
     Args:
       start: index in the row of its first token.
       num_tokens: how many tokens it has; node i of the features is token ``start + i``.
-      features: what the drafter's requirements name.
+      features: what the drafter's needs name.
+      is_last: whether the prompt, all but its last token, is in the target's cache now. That chunk is empty.
     """
 
     start: int
     num_tokens: int
-    features: Features
+    features: Features = NO_FEATURES
+    is_last: bool = False
+
+    @classmethod
+    def end_of(cls, row: Row) -> PromptChunk:
+        """The last chunk of a row."""
+        return cls(len(row.token_ids) - 1, 0, is_last=True)
 
 
 @dataclass(frozen=True)
@@ -130,85 +195,39 @@ def own_result(tree: DraftTree, result: StepResult) -> StepResult:
     return StepResult(own, path, result.emitted, result.features.at(verified), result.committed)
 
 
-@dataclass(frozen=True)
-class OwnCache:
-    """Keys and values that a drafter keeps beside the target's.
-
-    Args:
-      cache: of all its rows.
-      column_bytes: memory of one column of one row.
-      most_columns: of a row, however long its text is, of caches that do not grow with it; None for those that do.
-    """
-
-    cache: KVCache
-    column_bytes: int
-    most_columns: int | None = None
-
-
 class Drafter(ABC):
     """Proposes continuations. The output of the engine does not depend on it, only the speed does.
 
-    A row is a `Row`; ``row.token_ids`` ends with the pending token. State of a row is keyed by ``row.id``. The
-    life of a row: ``recall`` if an earlier row has left the beginning of its prompt, ``read`` for every chunk of the
-    rest (of drafters that want features of prompts), ``start`` (or ``fork``, for another sample of a prompt) when the
-    prompt is in the target's cache; then ``propose`` and ``observe`` alternately, with any subset of the started rows
-    in any order; ``keep`` and ``forget`` when the row has finished, which may be before it has started.
+    A row is a `Row`; ``row.token_ids`` ends with the pending token. What a drafter knows of a row is
+    ``row.state[self]``: any object, made in ``start``, which ends with the row. A `RowState` may say more: how it is
+    copied for another sample of a prompt, and cut for a prompt that begins alike.
+
+    The life of a row: ``start``, chunk by chunk where the drafter reads prompts, and once more with an empty chunk when
+    the prompt is in the target's cache (with what was copied or cut in ``row.state`` already); then ``propose`` and
+    ``observe`` alternately, with any subset of the started rows in any order.
     """
 
-    name: str
-    requires: Requirements = Requirements()
-    usual_acceptance: float | None = None
-    """Share of drafted tokens that are right after right ones, where all texts are alike: a governor begins with it."""
-    validated_acceptance: Mapping[str, float] = MappingProxyType({})
-    """Share of drafts whose first token the target took when heads were validated, by the name of what drafts."""
-    drafts_from_text: bool = False
-    """Whether it looks at nothing but the tokens of rows: then it can be tried along texts that are there already."""
+    facts: DrafterFacts = DrafterFacts()
 
     @property
-    def is_shared(self) -> bool:
-        """Whether a request may be drafted for by what others have said: not where it has a salt (`Row`)."""
-        return False
+    def name(self) -> str:
+        """Its name."""
+        return self.facts.name
 
-    is_free: bool = False
-    """Whether its drafts cost next to nothing: it needs neither a model nor forwards."""
-    arms: tuple[str, ...] = ()
-    """Titles of the ways in which it can draft, where measured time is to choose among several."""
-    arm: int = 0
-    """Which of them it drafts in where nobody chooses."""
+    def needs(self, target: CausalLM, cache: KVCache) -> Needs:
+        """What it needs; called once, by the engine that will run it.
 
-    def choose_arm(self, arm: int) -> None:
-        """Draft in this way from now on."""
-
-    def bind(self, target: CausalLM, cache: KVCache) -> None:
-        """Called once, by the engine that will run this drafter, for those that draft with the target itself.
-
-        Whenever the engine calls ``propose``, ``rows[i]`` is row i of ``cache``, which holds all of its tokens but the
-        pending one. A drafter may write after the committed columns, and must leave ``cache.lengths`` as they were, and
-        nothing that is not finite (`KVCache.erase`): 0 * NaN is NaN, in masked columns, too.
+        Those that draft with the target itself take both along: row ``row.slot`` of ``cache`` holds all tokens of a
+        row but the pending one. A drafter may write after the committed columns, and must leave ``cache.lengths`` as
+        they were, and nothing that is not finite (`KVCache.erase`): 0 * NaN is NaN, in masked columns, too.
         """
+        return Needs()
 
-    def own_caches(self) -> Sequence[OwnCache]:
-        """The caches that it keeps beside the target's, to be counted in plans of memory; asked once it is bound."""
-        return ()
+    def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
+        """Take in the next chunk of the prompt of each row, in order and without gaps; a row begins with its last one.
 
-    def recall(self, row: Row, memory: object, num_tokens: int) -> int:
-        """Take over what ``keep`` has left of a row whose first ``num_tokens`` tokens are those of this prompt.
-
-        Args:
-          memory: None where nothing was kept, or by a drafter of another kind.
-        Returns: how many of these tokens this drafter need not ``read``; the target reads the others again.
+        Drafters that do not read prompts are given last chunks alone.
         """
-        return 0 if self.requires.reads_prompts else num_tokens
-
-    def read(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
-        """Take in the next part of prompts, in order and without gaps; of drafters that want features of prompts."""
-
-    def start(self, rows: Sequence[Row]) -> None:
-        """Take in rows whose prompts, all but the last token, are in the target's cache."""
-
-    def fork(self, row: Row, copies: Sequence[Row]) -> None:
-        """Take in further samples of the prompt of ``row``, which has just started."""
-        self.start(copies)
 
     @abstractmethod
     def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
@@ -218,22 +237,12 @@ class Drafter(ABC):
         """
 
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
-        """Learn from a step. ``row.token_ids`` already holds the emitted tokens."""
+        """Learn from a step of rows that go on. ``row.token_ids`` already holds the emitted tokens."""
 
-    @property
-    def observes(self) -> bool:
-        """Whether it is to be told of steps: where it does something then."""
-        return getattr(self.observe, "__func__", None) is not Drafter.observe
 
-    def keep(self, row: Row) -> object:
-        """Memory of a row that is about to be forgotten, for prompts that begin like it; None for nothing.
-
-        Called by engines that keep the cache of such rows, too, and hand both out together.
-        """
-        return None
-
-    def forget(self, rows: Sequence[Row]) -> None:
-        """Drop the state of rows that have finished, normally or not, some of them before they had started."""
+def listens(drafter: Drafter) -> bool:
+    """Whether a drafter does anything when it is told of steps."""
+    return getattr(drafter.observe, "__func__", None) is not Drafter.observe
 
 
 class ContextDrafter(Drafter):
@@ -255,38 +264,39 @@ class WrappingDrafter(Drafter):
 
     Args:
       parts: the other drafters.
+
+    Attributes:
+      leaves: those that wrap nothing, with what they need, once the engine has asked for that.
     """
 
     def __init__(self, parts: Sequence[Drafter]) -> None:
         self.parts = tuple(parts)
-        self.requires = Requirements.all_of(part.requires for part in parts)
-        self.drafts_from_text = all(part.drafts_from_text for part in parts)
-        self.validated_acceptance = {name: it for part in parts for name, it in part.validated_acceptance.items()}
+        self.leaves: list[tuple[Drafter, Needs]] = []
+        self._needs: list[Needs] = []
+        facts = [part.facts for part in parts]
+        self.facts = DrafterFacts(
+            self.facts.name,
+            drafts_from_text=all(one.drafts_from_text for one in facts),
+            is_shared=any(one.is_shared for one in facts),
+            validated_acceptance={name: share for one in facts for name, share in one.validated_acceptance.items()},
+        )
 
-    @property
-    def is_shared(self) -> bool:
-        return any(part.is_shared for part in self.parts)
+    def needs(self, target: CausalLM, cache: KVCache) -> Needs:
+        self._needs = [part.needs(target, cache) for part in self.parts]
+        self.leaves = [
+            leaf for part, needs in zip(self.parts, self._needs, strict=True) for leaf in leaves_of(part, needs)
+        ]
+        return Needs.all_of(self._needs)
 
-    def bind(self, target: CausalLM, cache: KVCache) -> None:
-        for part in self.parts:
-            part.bind(target, cache)
+    def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
+        last = [place for place, chunk in enumerate(chunks) if chunk.is_last]
+        for part, needs in zip(self.parts, self._needs, strict=True):
+            if needs.reads_prompts or len(last) == len(rows):
+                part.start(rows, chunks)
+            elif last:
+                part.start([rows[place] for place in last], [chunks[place] for place in last])
 
-    def own_caches(self) -> list[OwnCache]:
-        return [own for part in self.parts for own in part.own_caches()]
 
-    def read(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
-        for part in self.parts:
-            if part.requires.reads_prompts:
-                part.read(rows, chunks)
-
-    def start(self, rows: Sequence[Row]) -> None:
-        for part in self.parts:
-            part.start(rows)
-
-    def fork(self, row: Row, copies: Sequence[Row]) -> None:
-        for part in self.parts:
-            part.fork(row, copies)
-
-    def forget(self, rows: Sequence[Row]) -> None:
-        for part in self.parts:
-            part.forget(rows)
+def leaves_of(drafter: Drafter, needs: Needs) -> list[tuple[Drafter, Needs]]:
+    """The drafters in a drafter that wrap nothing, or itself, with what each of them needs."""
+    return drafter.leaves if isinstance(drafter, WrappingDrafter) else [(drafter, needs)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from time import perf_counter
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -14,7 +13,8 @@ from foredraft.config.engine import EngineConfig
 from foredraft.engine.accepting import accept_rows, choose_all
 from foredraft.engine.admission import Admission
 from foredraft.engine.decoding import emit, observe, propose, undrafted
-from foredraft.engine.drafter import Drafter, OwnCache, PromptChunk
+from foredraft.engine.drafter import Drafter, PromptChunk
+from foredraft.engine.drafts import Drafts
 from foredraft.engine.exclusive_use import ExclusiveCall, ExclusiveUse
 from foredraft.engine.features import RowFeatures
 from foredraft.engine.forwards import NO_LIMIT, Forwards
@@ -25,11 +25,10 @@ from foredraft.engine.outputs import RowOutput
 from foredraft.engine.row import Row
 from foredraft.engine.scheduler import Scheduler
 from foredraft.engine.stats import Clock, StepProfile
-from foredraft.engine.wrappers import GuardedDrafter, JoiningDrafter
 from foredraft.errors import ConfigError, EngineBusyError
 from foredraft.machine import return_free_memory
+from foredraft.model.cache.group import CacheGroup
 from foredraft.model.cache.prefixes import PrefixStore
-from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM
 from foredraft.structured.grammars import Grammars
 
@@ -94,28 +93,27 @@ class Engine:
         self.cache = target.new_cache()
         self.profile = StepProfile()
         self.governor = governor if self.config.rule.keeps_tokens else None
-        guarded = GuardedDrafter(
-            drafter, contains_faults=self.config.contains_faults, reads_laws=self.config.rule.needs_law
-        )
-        self._drafting = JoiningDrafter(guarded, self.config.rule)
-        self._drafting.bind(target, self.cache)
-        self._forwards = Forwards(target, self.cache, self.config, self._drafting.requires)
-        self.plan = MemoryPlan.of(self.config, target, self.cache, self._drafting)
+        contains_faults = self.config.contains_faults
+        self._drafts = Drafts(drafter, target, self.cache, self.config.rule, contains_faults=contains_faults)
+        needs = self._drafts.needs
+        self.caches = CacheGroup([self.cache, *(own.cache for own in needs.caches)])
+        self._forwards = Forwards(target, self.cache, self.config, needs)
+        self.plan = MemoryPlan.of(self.config, target, self.cache, needs.caches)
         self._admission = Admission(
             target,
             self.eos_token_ids,
             tokenizer,
             self.max_model_len,
             None if self.plan is None else self.plan.most_tokens,
-            self.config.contains_faults,
+            contains_faults,
             grammars,
         )
         if prefixes is not None and self.plan is not None:
             prefixes.max_bytes = self.plan.num_bytes // PREFIX_DIVISOR
         self._scheduler = Scheduler(
-            target, self.cache, self._drafting, self.config, plan=self.plan, prefixes=prefixes, owner=drafter
+            target, self.caches, self._drafts, self.config, plan=self.plan, prefixes=prefixes, owner=drafter
         )
-        self._governing = Governing(self.governor, guarded, self._scheduler)
+        self._governing = Governing(self.governor, drafter.facts, self._scheduler)
         self._use = ExclusiveUse()
         self._is_broken = False
         self._steps_to_shrink = SHRINK_STEPS
@@ -221,7 +219,7 @@ class Engine:
             if reading := self._scheduler.to_read():
                 self._read(reading)
                 return []
-            decoding = self._scheduler.to_decode()
+            decoding = self._scheduler.decoding
             return self._decode(decoding) if decoding else []
 
     def run(self) -> Iterator[list[RowOutput]]:
@@ -233,8 +231,8 @@ class Engine:
         """Read the next chunks of the prompts of neighbouring rows."""
         start = perf_counter()
         chunks = [self._scheduler.next_chunk(row) for row in rows]
-        first_slot = self._scheduler.slot_of(rows[0])
-        shows = self._drafting.requires.reads_prompts and any(row.has_drafter for row in rows)
+        first_slot = rows[0].slot
+        shows = self._drafts.needs.reads_prompts and any(row.has_drafter for row in rows)
         output = self._forwards.read(chunks, first_slot, keeps_logits=rows[0].learns_logprobs, shows=shows)
         self.cache.commit([range(len(chunk)) for chunk in chunks], first_slot)
         if shows:
@@ -243,7 +241,7 @@ class Engine:
                 for i, (row, chunk) in enumerate(zip(rows, chunks, strict=True))
             ]
             with self._governing.reading():
-                self._drafting.read(rows, shown)
+                self._drafts.start(rows, shown)
         for place, (row, chunk) in enumerate(zip(rows, chunks, strict=True)):
             if row.learns_logprobs:
                 row.learn_logprobs(len(chunk), output.logits[place])
@@ -257,13 +255,13 @@ class Engine:
         clock = Clock(self.profile)
         is_plain = all(row.is_plain and not row.drafts_itself for row in rows)
         limits = self._forwards, self._governing, self._scheduler.max_nodes
-        trees = [undrafted(row) for row in rows] if is_plain else propose(rows, self._drafting, *limits)
+        trees = [undrafted(row) for row in rows] if is_plain else propose(rows, self._drafts, *limits)
         self._erase_doubtful(rows)
         clock.lap("propose_seconds")
         output = self._forwards.verify(trees, shows=not is_plain)
         logits = output.logits
         clock.lap("verify_seconds")
-        choices = choose_all(rows, trees, logits) if self._drafting.requires.choices and not is_plain else None
+        choices = choose_all(rows, trees, logits) if self._drafts.needs.choices and not is_plain else None
         verdicts = accept_rows(self.config.acceptance, rows, trees, logits, choices, self.config.typical)
         clock.lap("accept_seconds")
         outputs = emit(rows, trees, verdicts, logits, self.config)
@@ -272,9 +270,9 @@ class Engine:
         self.cache.commit(paths)
         self._erase_doubtful(rows)
         clock.lap("commit_seconds")
-        if self._drafting.observes and not is_plain:
+        if self._drafts.observes and not is_plain:
             features = [RowFeatures(output, i, choices) for i in range(len(rows))]
-            observe(self._drafting, trees, paths, outputs, features)
+            observe(self._drafts, trees, paths, outputs, features)
         clock.lap("observe_seconds")
         for row in rows:
             if row.is_finished:
@@ -298,14 +296,9 @@ class Engine:
 
     # -- memory ------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def own_caches(self) -> Sequence[OwnCache]:
-        """Caches that the drafter keeps beside the target's."""
-        return self._drafting.own_caches()
-
     def memory(self, prefix_bytes: int = 0) -> MemoryUse:
         """Keys and values in memory, and what is planned for them."""
-        return MemoryUse.of(self.plan, self.cache, self.own_caches, prefix_bytes)
+        return MemoryUse.of(self.plan, self.cache.lengths, self.caches.num_bytes, prefix_bytes)
 
     def release_memory(self) -> None:
         """Give back all keys and values of an engine without rows, and what has grown with them; the next step
@@ -314,22 +307,17 @@ class Engine:
             self._shrink()
             if self._scheduler.running:
                 return
-            released = [cache.release() for cache in self._caches]
+            is_released = self.caches.release()
             self.target.release_tables()
-            if any(released):
+            if is_released:
                 return_free_memory()
                 if self.target.device.type == "cuda":
                     torch.cuda.empty_cache()
 
-    @property
-    def _caches(self) -> list[KVCache]:
-        return [self.cache, *(own.cache for own in self.own_caches)]
-
     def _shrink(self) -> None:
         """Give back what no row has needed since the last call."""
         self._steps_to_shrink = SHRINK_STEPS
-        has_shrunk = [cache.shrink() for cache in self._caches]
-        if any(has_shrunk):
+        if self.caches.shrink():
             return_free_memory()
 
     # -- steps that break off ----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from foredraft.config.engine import Promise
 from foredraft.engine.budget import DraftSize, Limits
-from foredraft.engine.drafter import Requirements
+from foredraft.engine.drafter import Needs
 from foredraft.model.capture import Output, Wanted
 from foredraft.model.nodes import Nodes
 from foredraft.native.library import loaded_helpers
@@ -31,15 +31,15 @@ class Forwards:
       target: the model.
       cache: of its rows.
       config: of the engine.
-      requires: what the drafter wants beside the logits.
+      needs: what the drafter wants beside the logits.
     """
 
-    def __init__(self, target: CausalLM, cache: KVCache, config: EngineConfig, requires: Requirements) -> None:
+    def __init__(self, target: CausalLM, cache: KVCache, config: EngineConfig, needs: Needs) -> None:
         self._target = target
         self._cache = cache
         self._config = config
-        self._wanted = Wanted(requires.last_hidden, requires.layer_inputs)
-        self._keeps_prompt_logits = requires.prompt_logits
+        self._wanted = Wanted(needs.last_hidden, needs.layer_inputs)
+        self._keeps_prompt_logits = needs.prompt_logits
         self._helpers = loaded_helpers() if target.device.type == "cpu" else None
         self.promise: Promise = target.promise(config.exactness)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foredraft.engine.budget import DraftSize
-    from foredraft.engine.drafter import Drafter
+    from foredraft.engine.drafter import Drafter, DrafterFacts
     from foredraft.engine.outputs import RowOutput
     from foredraft.engine.profiles import Profile
     from foredraft.engine.row import Row
@@ -54,13 +54,13 @@ class Governing:
     those between, what it decided last is followed.
 
     Args:
-      drafter: is told in which of its ways to draft.
+      drafter: what is known of the drafter.
       scheduler: of the engine; it knows whether requests wait.
     """
 
-    def __init__(self, governor: AnyGovernor | None, drafter: Drafter, scheduler: Scheduler) -> None:
+    def __init__(self, governor: AnyGovernor | None, drafter: DrafterFacts, scheduler: Scheduler) -> None:
         self._governor = governor
-        self._drafter = drafter
+        self._arm: int | None = None  # in which the drafter is to draft
         self._scheduler = scheduler
         self._attention = Attention()
         self._acceptance: AcceptanceModel | None = None  # without a governor, until heads are compared
@@ -116,10 +116,12 @@ class Governing:
                 is_closed=not self._scheduler.waiting and not self._scheduler.prefilling,
                 context=sum(len(row.token_ids) for row in rows) / max(len(rows), 1),
             )
-            if self._governor.arm is not None:
-                self._drafter.choose_arm(self._governor.arm)
+            self._arm = self._governor.arm
         else:
             self._allowed = self._governor.habit.budgets(budgets)
+        if self._arm is not None:
+            for size in self._allowed:
+                size.arm = self._arm
         self._own_seconds = perf_counter() - start
         return self._allowed
 
@@ -298,13 +300,13 @@ def new_governor(target: CausalLM, drafter: Drafter, profile: Profile | None = N
         logger.warning("the profile was measured otherwise (%s): its costs are not used", difference)
     curve = profile.curve() if profile is not None and difference is None else None
     costs = CostModel(cost_curve(target), partial(forget_curve, facts)) if curve is None else CostModel(curve)
-    bandit = MethodBandit(drafter, costs) if drafter.arms else None
-    governor = Governor(costs) if bandit is None else bandit.governors[drafter.arm]
+    bandit = MethodBandit(drafter.facts, costs) if drafter.facts.arms else None
+    governor = Governor(costs) if bandit is None else bandit.governors[drafter.facts.arm]
     for one in [governor] if bandit is None else bandit.governors:
-        one.acceptance.compare_with(drafter.validated_acceptance)
-    if drafter.usual_acceptance is not None:
+        one.acceptance.compare_with(drafter.facts.validated_acceptance)
+    if drafter.facts.usual_acceptance is not None:
         for depth in range(1, KINDS + 1):
-            governor.acceptance.expect(drafter.name, depth, drafter.usual_acceptance, USUAL_TRIALS)
+            governor.acceptance.expect(drafter.name, depth, drafter.facts.usual_acceptance, USUAL_TRIALS)
     if profile is not None and profile.method == drafter.name:
         profile.teach(governor, has_costs=difference is None)
     return bandit or governor

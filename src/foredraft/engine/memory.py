@@ -15,7 +15,7 @@ from foredraft.model.nodes import Nodes
 
 if TYPE_CHECKING:
     from foredraft.config.engine import EngineConfig
-    from foredraft.engine.drafter import Drafter, OwnCache
+    from foredraft.engine.drafter import DraftCache
     from foredraft.engine.row import Row
     from foredraft.model.cache.ragged import KVCache
     from foredraft.model.lm import CausalLM
@@ -48,13 +48,17 @@ class MemoryUse:
 
     @classmethod
     def of(
-        cls, plan: MemoryPlan | None, cache: KVCache, own_caches: Sequence[OwnCache], prefix_bytes: int = 0
+        cls, plan: MemoryPlan | None, lengths: Sequence[int], allocated: int, prefix_bytes: int = 0
     ) -> MemoryUse:
-        """As it is now, of the cache of a target, and those of its drafter."""
-        allocated = sum(each.num_bytes for each in (cache, *(own.cache for own in own_caches)))
+        """As it is now.
+
+        Args:
+          lengths: of the rows in the target's cache.
+          allocated: bytes of all caches.
+        """
         if plan is None:
             return cls(allocated, prefix_bytes=prefix_bytes)
-        return cls(allocated, plan.num_bytes, plan.share(cache.lengths), prefix_bytes)
+        return cls(allocated, plan.num_bytes, plan.share(lengths), prefix_bytes)
 
 
 class MemoryPlan:
@@ -73,10 +77,10 @@ class MemoryPlan:
     Raises: ConfigError for a plan that does not hold one row of any length.
     """
 
-    def __init__(self, num_bytes: int, target: CausalLM, own_caches: Sequence[OwnCache] = (), share: str = "") -> None:
+    def __init__(self, num_bytes: int, target: CausalLM, own_caches: Sequence[DraftCache] = (), share: str = "") -> None:
         self.num_bytes = num_bytes
         of_target = bytes_per_token(target)
-        of_drafter = sum(own.column_bytes for own in own_caches if own.most_columns is None)
+        of_drafter = sum(own.column_bytes() for own in own_caches if own.most_columns is None)
         self.bytes_per_token = of_target + of_drafter
         self.max_cells = num_bytes // self.bytes_per_token
         if self.max_cells < 2 * STEP:
@@ -85,7 +89,7 @@ class MemoryPlan:
                 f"({of_target} + {of_drafter} bytes each); it must hold {2 * STEP}: give "
                 f"{2 * STEP * self.bytes_per_token} or more"
             )
-        views = sum(own.column_bytes * own.most_columns for own in own_caches if own.most_columns is not None)
+        views = sum(own.column_bytes() * own.most_columns for own in own_caches if own.most_columns is not None)
         on_top = f"; {views / 1e6:.1f} MB a row for views of constant size come on top" if views else ""
         logger.info(
             "keys and values: %s at most%s, which is %d tokens in all rows, each counted as long as the longest (%d "
@@ -100,11 +104,13 @@ class MemoryPlan:
         )
 
     @classmethod
-    def of(cls, config: EngineConfig, target: CausalLM, cache: KVCache, drafter: Drafter) -> MemoryPlan | None:
+    def of(
+        cls, config: EngineConfig, target: CausalLM, cache: KVCache, own_caches: Sequence[DraftCache]
+    ) -> MemoryPlan | None:
         """The plan that a config asks for, if it does, to which an empty cache and those of the drafter are bound."""
         if config.max_kv_bytes is None:
             return None
-        given, own_caches = config.max_kv_bytes, drafter.own_caches()
+        given = config.max_kv_bytes
         if isinstance(given, str):
             num_bytes = share_of("max_kv_bytes", given, available_on(target.device))
             plan = cls(num_bytes, target, own_caches, given)

@@ -12,7 +12,7 @@ from foredraft.engine.stats import Totals
 if TYPE_CHECKING:
     from foredraft.engine.budget import DraftSize, Habit
     from foredraft.engine.cost_model import CostModel
-    from foredraft.engine.drafter import Drafter
+    from foredraft.engine.drafter import DrafterFacts
     from foredraft.engine.outputs import RowOutput
     from foredraft.engine.row import Row
     from foredraft.engine.stats import Steps
@@ -87,7 +87,7 @@ class MethodBandit:
     Exactness, randomness: as of `Governor`.
     """
 
-    def __init__(self, drafter: Drafter, costs: CostModel) -> None:
+    def __init__(self, drafter: DrafterFacts, costs: CostModel) -> None:
         self.governors = [Governor(costs.beside(), title=title) for title in drafter.arms]
         self.patience = Patience(len(self.governors) - 1)
         self._num_rows = 1

@@ -22,6 +22,28 @@ if TYPE_CHECKING:
     from foredraft.tree import DraftTree
 
 
+class RowState:
+    """What a drafter, or a part of one, knows of a row: ``row.state[part]``. It ends with the row."""
+
+    def copied(self) -> RowState | None:
+        """The same for another sample of the row's prompt, which has just been read; None to begin it anew."""
+        return None
+
+    def cut(self, num_tokens: int) -> tuple[RowState, int] | None:
+        """What is known after at most so many tokens of the row's text, and after how many; None for nothing.
+
+        It is kept for prompts that begin like the row, together with what caches hold, and may be cut again.
+        """
+        return None
+
+    def ended(self, row: Row, *, is_kept: bool) -> None:
+        """Called when a row has ended, normally or not, before its caches lose it.
+
+        Args:
+          is_kept: whether others may take over what caches hold of it.
+        """
+
+
 @dataclass(eq=False)
 class Row:
     """A prompt and what has been generated for it.
@@ -29,7 +51,7 @@ class Row:
     Between steps the last token is *pending*: part of ``token_ids``, not yet in any cache.
 
     Args:
-      id: unique within an engine; drafters key their state by it.
+      id: unique within an engine.
       request_id: the request this row belongs to.
       index: which of the request's ``n`` samples this is.
       token_ids: prompt and output.
@@ -50,6 +72,8 @@ class Row:
       is_plain: whether it goes without the drafter, which costs more than it brings (`Patience`).
       prediction: of its output, where the user gives one.
       prompt_logprobs: of the tokens of the prompt that follow those that were read, where they are wanted.
+      state: what drafters know of it, by the drafter or the part of one that does; see `RowState`.
+      slot: its place in all caches of the engine, while it has one.
       offset: how far its positions are ahead of its tokens: of a prompt over the border of longrope.
       cache_salt: of the request: what it leaves is taken over by requests of the same salt alone, and the other way
         round, so that nobody learns from the time of an answer what others have asked.
@@ -82,6 +106,8 @@ class Row:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     cache_salt: str | None = None
     offset: int = 0
+    state: dict[Any, Any] = field(default_factory=dict)
+    slot: int = -1
 
     @property
     def text(self) -> Detokenizer | None:

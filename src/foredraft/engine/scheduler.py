@@ -9,17 +9,18 @@ from functools import partial
 from itertools import accumulate, islice, takewhile
 from typing import TYPE_CHECKING
 
+from foredraft.engine.drafter import PromptChunk
 from foredraft.model.cache.prefixes import Prefix
 from foredraft.native.abi import MOST_NODES
 
 if TYPE_CHECKING:
     from foredraft.config.engine import EngineConfig
-    from foredraft.engine.drafter import Drafter
+    from foredraft.engine.drafts import Drafts
     from foredraft.engine.memory import MemoryPlan
     from foredraft.engine.row import Row
     from foredraft.engine.stats import StepProfile
     from foredraft.model.cache.prefixes import PrefixStore
-    from foredraft.model.cache.ragged import KVCache
+    from foredraft.model.cache.group import CacheGroup
     from foredraft.model.lm import CausalLM
 
 HEADROOM = 64
@@ -40,8 +41,8 @@ class Scheduler:
 
     Args:
       target: whose weights may change, after which rows that began before are not kept.
-      cache: of the rows.
-      drafter: is told of every row that begins to decode, and of every one that leaves.
+      caches: of the rows, the target's first.
+      drafts: begin with every row that begins to decode, and end with every one that leaves.
       plan: how much of the cache may be used; None for as much as the rows need.
       prefixes: keeps rows that have ended for prompts that begin like them, perhaps for other engines, too, which read
         prompts in chunks of the same size.
@@ -51,8 +52,8 @@ class Scheduler:
     def __init__(
         self,
         target: CausalLM,
-        cache: KVCache,
-        drafter: Drafter,
+        caches: CacheGroup,
+        drafts: Drafts,
         config: EngineConfig,
         *,
         plan: MemoryPlan | None = None,
@@ -60,8 +61,9 @@ class Scheduler:
         owner: object = None,
     ) -> None:
         self._target = target
-        self._cache = cache
-        self._drafter = drafter
+        self._caches = caches
+        self._cache = caches.caches[0]
+        self._drafts = drafts
         self._config = config
         self._plan = plan
         self._prefixes = prefixes
@@ -85,10 +87,6 @@ class Scheduler:
     @property
     def prefilling(self) -> list[Row]:
         return self._rows[self.num_decoding :]
-
-    def slot_of(self, row: Row) -> int:
-        """The place of a row in the cache."""
-        return self._rows.index(row)
 
     def holds(self, request_id: str) -> bool:
         """Whether a row of this request is waiting or in the cache."""
@@ -136,10 +134,11 @@ class Scheduler:
         if admitted:  # room for whole prompts at once, so that nothing moves while they are read
             self._cache.reserve(admitted[-1].num_to_prefill, len(self._rows) + len(admitted))
         for row in admitted:
-            self._cache.offsets[self._cache.add_rows()] = row.offset
             self.waiting.remove(row)
-            row.is_plain = row.is_plain or not welcomes() or (row.cache_salt is not None and self._drafter.is_shared)
-            self._rows.append(row)
+            is_alone = row.cache_salt is not None and self._drafts.facts.is_shared
+            row.is_plain = row.is_plain or not welcomes() or is_alone
+            self._append(row, self._caches.add())
+            self._cache.offsets[row.slot] = row.offset
         for row in admitted:
             profile.num_cached_tokens += self._recall(row)
         # those of one token, and those that earlier rows have left whole
@@ -157,7 +156,6 @@ class Scheduler:
 
     def _send_back(self, row: Row) -> None:
         """Let a row leave its slot and wait before all others, until its prompt is read and its output replayed."""
-        self._drafter.forget([row])
         self._remove(row, erase=row.is_in_doubt)
         row.num_prefilled, row.num_replayed = 0, row.num_output_tokens
         row.stats.num_preemptions += 1
@@ -166,16 +164,16 @@ class Scheduler:
     def _recall(self, row: Row) -> int:
         """Take over what is known of the prompt's beginning, as far as the drafter can go on: so many tokens."""
         row.num_changes = self._target.num_changes
-        grain, remembered = self._grain, partial(self._drafter.recall, row)
+        grain, remembered = self._grain, partial(self._drafts.known, row)
         if row.beginning is not None:
-            row.num_prefilled = row.beginning.load(self._cache, self.slot_of(row), remembered, grain)
+            row.num_prefilled = row.beginning.load(self._cache, row.slot, remembered, grain)
             row.beginning = None
             return 0  # as for samples that had a slot at once
         if self._prefixes is None or row.params.prompt_logprobs is not None:
             return 0
         prompt = row.token_ids[: row.num_to_prefill if grain == 1 else row.num_prompt_to_read]
         owner = self._owner if row.has_drafter else None
-        slot, salt = self.slot_of(row), _salt_of(row)
+        slot, salt = row.slot, _salt_of(row)
         row.num_prefilled = self._prefixes.load(prompt, self._cache, slot, remembered, grain, owner, salt)
         row.num_cached_tokens = row.num_prefilled
         return row.num_prefilled
@@ -241,11 +239,11 @@ class Scheduler:
         rows = [row for row in rows if not row.is_finished]
         if not rows:
             return
-        self._drafter.start(rows)
+        self._drafts.start(rows, [PromptChunk.end_of(row) for row in rows])
         for row in rows:
             forks = self._enter(row)
             if forks:
-                self._drafter.fork(row, forks)
+                self._drafts.fork(row, forks)
 
     def _end_read(self, rows: Sequence[Row]) -> None:
         """End rows that only had to be read, with the other samples of their requests."""
@@ -259,7 +257,7 @@ class Scheduler:
     def _enter(self, row: Row) -> list[Row]:
         """Move a row to those that decode, with its forks, which are returned; those without a slot wait for one."""
         slot = self.num_decoding
-        self._swap(self.slot_of(row), slot)
+        self._swap(row.slot, slot)
         self.num_decoding += 1
         room = self._config.max_num_seqs - len(self._rows)
         while room > 0 and not self._fits([*self._rows, *row.forks[:room]], HEADROOM):
@@ -267,8 +265,8 @@ class Scheduler:
         entered, left = row.forks[:room], row.forks[room:]
         for fork in entered:
             fork.num_changes = row.num_changes
-            self._rows.append(fork)
-            self._swap(self._cache.fork(slot), self.num_decoding)
+            self._append(fork, self._caches.fork(slot))
+            self._swap(fork.slot, self.num_decoding)
             self.num_decoding += 1
         if left:
             self._hand_down(row, slot, left)
@@ -283,22 +281,15 @@ class Scheduler:
         """
         length = row.num_prompt_to_read
         if length and row.num_changes == self._target.num_changes:
-            states, memory = self._cache.export(slot, length), self._drafter.keep(row)
+            states, memory = self._cache.export(slot, length), self._drafts.kept(row)
             beginning = Prefix(tuple(row.token_ids[: row.num_prompt_tokens]), length, states, memory)
             for each in waiting:
                 each.beginning = beginning
 
-    def to_decode(self) -> list[Row]:
-        """Rows that decode, those without drafts last: drafters that draft in their cache draft for the first ones."""
-        last = [row for row in self.decoding if not row.has_drafter]
-        if len(last) < self.num_decoding:
-            for place, row in enumerate(reversed(last), 1):
-                self._swap(self.slot_of(row), self.num_decoding - place)
-        return self.decoding
-
     def leave_drafter(self) -> None:
         """Let all rows in the cache go on without the drafter."""
-        self._drafter.forget(self._rows)
+        self._drafts.end(self._rows)
+        self._drafts.drop(self._rows)
         for row in self._rows:
             row.is_plain = True
 
@@ -306,8 +297,10 @@ class Scheduler:
 
     def retire(self, row: Row) -> None:
         """Take a row out of the cache, and leave what it has there to later ones."""
-        self._keep(row)
-        self._drafter.forget([row])
+        is_kept = self._may_keep(row)
+        self._drafts.end([row], is_kept=is_kept)
+        if is_kept:
+            self._keep(row)
         self._remove(row, erase=row.finish_reason in (None, "error"))
 
     def withdraw(self, request_id: str) -> list[Row]:
@@ -323,13 +316,13 @@ class Scheduler:
 
     def end_all(self) -> None:
         """Leave nothing of the rows of a step that broke off; may itself be cut off and called again."""
-        self._drafter.forget(self.running)
+        self._drafts.end(self._rows)
         found = dict.fromkeys(each for row in self._rows for each in (row, *row.forks))
         for row in self._rows:
-            row.forks = []
+            row.forks, row.state = [], {}
         self._rows, self.num_decoding = [], 0
-        self._cache.clear()
-        self._cache.erase()
+        self._caches.clear()
+        self._caches.erase()
         for row in found:
             if row not in self.waiting:
                 row.finish_reason = row.finish_reason or "abort"
@@ -341,35 +334,44 @@ class Scheduler:
         if self._prefixes is not None:
             self._prefixes.clear()
 
-    def _keep(self, row: Row) -> None:
-        """Leave what a row has in the caches, unless it may be wrong or is of other weights."""
+    def _may_keep(self, row: Row) -> bool:
+        """Whether what a row has in the caches is for others: unless it may be wrong or is of other weights."""
         is_doubtful = row.is_in_doubt or row.finish_reason == "error"
-        if self._prefixes is None or is_doubtful or row.num_changes != self._target.num_changes:
-            return
-        slot, grain = self.slot_of(row), self._grain
+        return self._prefixes is not None and not is_doubtful and row.num_changes == self._target.num_changes
+
+    def _keep(self, row: Row) -> None:
+        """Leave what a row has in the caches."""
+        assert self._prefixes is not None
+        slot, grain = row.slot, self._grain
         length = self._cache.lengths[slot]
         num_columns = length if grain == 1 else min(length, row.num_prompt_to_read) // grain * grain
-        remember, owner = partial(self._drafter.keep, row), self._owner if row.has_drafter else None
+        remember, owner = partial(self._drafts.kept, row), self._owner if row.has_drafter else None
         tokens = row.token_ids[:length]
         self._prefixes.keep(tokens, self._cache, slot, num_columns, remember, owner, _salt_of(row))
 
     def _remove(self, row: Row, *, erase: bool) -> None:
-        """Take a row out of the cache; ``erase`` what it wrote where that may not be finite."""
-        slot = self.slot_of(row)
+        """Take a row out of the caches; ``erase`` what it wrote where that may not be finite."""
+        row.state = {}
         if erase:
-            self._cache.erase(slot)
-        if slot < self.num_decoding:
+            self._caches.erase(row.slot)
+        if row.slot < self.num_decoding:
             self.num_decoding -= 1
-            self._swap(slot, self.num_decoding)
-            slot = self.num_decoding
-        self._cache.remove(slot)
+            self._swap(row.slot, self.num_decoding)
+        self._caches.remove(row.slot)
         last = self._rows.pop()
         if last is not row:
-            self._rows[slot] = last
+            self._rows[row.slot], last.slot = last, row.slot
+        row.slot = -1
+
+    def _append(self, row: Row, slot: int) -> None:
+        self._rows.append(row)
+        row.slot = slot
 
     def _swap(self, slot: int, other: int) -> None:
-        self._cache.swap(slot, other)
-        self._rows[slot], self._rows[other] = self._rows[other], self._rows[slot]
+        self._caches.swap(slot, other)
+        row, moved = self._rows[slot], self._rows[other]
+        self._rows[slot], self._rows[other] = moved, row
+        row.slot, moved.slot = other, slot
 
 
 def _salt_of(row: Row) -> object:

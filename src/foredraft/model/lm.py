@@ -330,8 +330,10 @@ class CausalLM:
         depths: Sequence[int],
         num_columns: int,
         names: torch.Tensor | None,
+        *,
+        first_row: int = 0,
     ) -> list[list[int]] | None:
-        """Run the next tokens of the first rows of a cache, and behind each its likeliest token, again and again.
+        """Run the next tokens of neighbouring rows of a cache, and behind each its likeliest token, again and again.
 
         Args:
           chains: one token at least of each row. They, and what is found but the last, lie behind what is committed.
@@ -344,7 +346,9 @@ class CausalLM:
             raise ShapeError(f"row {list(map(len, chains)).index(0)} has no token behind which its chain could go on")
         check_autocast(self.device)
         program = self.execution.program
-        found = None if program is None else program.chains(chains, cache, depths, num_columns, names)
+        found = None if program is None else program.chains(
+            chains, cache, depths, num_columns, names, first_row
+        )
         self.num_forwards += 0 if found is None else found[1]
         return None if found is None else found[0]
 

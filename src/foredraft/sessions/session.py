@@ -12,7 +12,7 @@ from foredraft.config.sampling import SamplingParams
 from foredraft.engine.engine import Engine, RowOutput, TokenLogprobs
 from foredraft.engine.prediction import PREDICTION
 from foredraft.engine.stats import RowStats
-from foredraft.engine.wrappers import GRAMMAR, GUESSED
+from foredraft.engine.drafts import GRAMMAR, GUESSED
 from foredraft.errors import as_exception, is_fatal, told
 from foredraft.sessions.outputs import (
     TARGET,

@@ -21,12 +21,13 @@ from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine import governing
 from foredraft.engine.cost_model import CostModel
-from foredraft.engine.drafter import Drafter, DraftSize, PromptChunk, StepResult, WrappingDrafter
+from foredraft.engine.drafter import Drafter, DraftSize, Needs, PromptChunk, StepResult, WrappingDrafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.governing import AnyGovernor
 from foredraft.engine.governor import Governor
 from foredraft.engine.method_bandit import MethodBandit
 from foredraft.engine.row import Row
+from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM
 from foredraft.tree import DraftTree
 
@@ -101,41 +102,31 @@ class _Watched(WrappingDrafter):
     def __init__(self, drafter: Drafter, shown: Shown | None = None) -> None:
         super().__init__([drafter])
         self.drafter = drafter
-        self.name = drafter.name
-        self.arms = drafter.arms
+        self.facts = replace(drafter.facts, name=drafter.name)
         self.shown = shown or Shown(drafter.name)
         self._started: set[int] = set()
-        self._num_read: dict[int, int] = {}
+        self._num_read: dict[tuple[int, int], int] = {}  # by row and how often it was sent back
+        self._reads_prompts = self._reads_all = False
 
-    def recall(self, row: Row, memory: object, num_tokens: int) -> int:
-        num_recalled = self.drafter.recall(row, memory, num_tokens)
-        require(0 <= num_recalled <= num_tokens, f"{self.name} recalls {num_recalled} tokens of {num_tokens}")
-        self._num_read[row.id] = num_recalled
-        return num_recalled
+    def needs(self, target: CausalLM, cache: KVCache) -> Needs:
+        needs = super().needs(target, cache)
+        self._reads_prompts = needs.reads_prompts
+        self._reads_all = needs.reads_prompts and not needs.partial_prompts
+        return needs
 
-    def read(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
-        require(self.requires.reads_prompts, f"{self.name} reads prompts and wants nothing of them")
+    def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         for row, chunk in zip(rows, chunks, strict=True):
-            known = self._num_read.get(row.id, 0)
-            require(chunk.start == known, f"read: row {row.id} goes on at {chunk.start}, but {known} tokens are read")
-            self._num_read[row.id] = known + chunk.num_tokens
-        super().read(rows, chunks)
-
-    def start(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            known, wanted = self._num_read.pop(row.id, 0), row.num_prompt_tokens - 1
+            place = row.id, row.stats.num_preemptions
+            known = self._num_read.get(place, 0 if self._reads_all and not row.state and not row.index else chunk.start)
             require(
-                not self.requires.reads_prompts or known == wanted,
-                f"start: {known} tokens of the prompt of row {row.id} were read, not {wanted}",
+                chunk.start == known or not self._reads_prompts,
+                f"start: row {row.id} goes on at {chunk.start}, but {known} tokens are read",
             )
-        self._started |= {row.id for row in rows}
-        super().start(rows)
-
-    def fork(self, row: Row, copies: Sequence[Row]) -> None:
-        require(row.id in self._started, f"fork of row {row.id}, which never started")
-        require(all(copy.token_ids == row.token_ids for copy in copies), "fork: the copies have other tokens")
-        self._started |= {copy.id for copy in copies}
-        super().fork(row, copies)
+            require(self._reads_prompts or chunk.is_last, f"{self.name} reads prompts and wants nothing of them")
+            self._num_read[place] = chunk.start + chunk.num_tokens
+            if chunk.is_last:
+                self._started.add(row.id)
+        super().start(rows, chunks)
 
     def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         before = [list(row.token_ids) for row in rows]
@@ -154,9 +145,6 @@ class _Watched(WrappingDrafter):
         self.shown.add_drafts(trees)
         return trees
 
-    def choose_arm(self, arm: int) -> None:
-        self.drafter.choose_arm(arm)
-
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
             ends_well = tuple(row.token_ids[-len(result.emitted) :]) == result.emitted
@@ -164,19 +152,6 @@ class _Watched(WrappingDrafter):
             path = [result.tree.tokens[node] for node in result.path[1:]]
             require(path == list(result.emitted[: len(path)]), "observe: the accepted path is not what was emitted")
         self.drafter.observe(rows, results)
-
-    def keep(self, row: Row) -> object:
-        return self.drafter.keep(row)
-
-    def forget(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self._num_read.pop(row.id, None)
-        self._started -= {row.id for row in rows}
-        super().forget(rows)
-
-    def check_empty(self) -> None:
-        left = sorted(self._started | self._num_read.keys())
-        require(not left, f"rows {left} finished, but were never forgotten")
 
 
 def require(holds: bool, message: str) -> None:
@@ -221,7 +196,8 @@ def decode(
         if any(row.request_id == abort and row.num_output_tokens and not row.is_finished for row in rows):
             engine.abort(str(abort))
             check_cache_lengths(engine)
-    watched.check_empty()
+    left = [row.id for row in rows if row.state]
+    require(not left, f"rows {left} have ended, and their state has not")
     watched.shown.add_run(rows, is_governed=governor is not None)
     names = {row.id: f"{row.request_id}.{row.index}" for row in rows}
     return Trace(
@@ -249,8 +225,8 @@ def check_no_state(drafter: Drafter) -> None:
     left = sorted(set(_state_of_rows(drafter)))
     require(
         not left,
-        f"{drafter.name}: state of rows outlives them in {', '.join(left[:4])}; drop it in forget, which is called for "
-        "every row, also for those that never started or drafted",
+        f"{drafter.name}: state of rows outlives them in {', '.join(left[:4])}; keep it in row.state, which ends with "
+        "the row",
     )
 
 

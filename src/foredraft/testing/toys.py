@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from foredraft.engine.drafter import Drafter, DraftSize
+from foredraft.engine.drafter import Drafter, DrafterFacts, DraftSize
 from foredraft.engine.row import Row
 from foredraft.tree import DraftTree
 
@@ -108,7 +108,7 @@ class PerfectDrafter(Drafter):
       num_branches: with 2 or more, wrong siblings surround every right node, and come first.
     """
 
-    name = "perfect"
+    facts = DrafterFacts("perfect")
 
     def __init__(
         self, texts: Iterable[Sequence[int]], num_speculative_tokens: int, *, vocab_size: int, num_branches: int = 1
@@ -136,7 +136,7 @@ class PerfectDrafter(Drafter):
 class WrongDrafter(PerfectDrafter):
     """Knows what plain decoding says, and proposes something else at every node."""
 
-    name = "wrong"
+    facts = DrafterFacts("wrong")
 
     def _future(self, row: Row) -> tuple[int, ...]:
         return tuple((token + 1) % self._vocab_size for token in super()._future(row))

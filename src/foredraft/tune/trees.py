@@ -16,7 +16,7 @@ from foredraft.drafters.parts.candidates import Parents
 from foredraft.drafters.parts.rank_tree import MAX_SIBLINGS, Ranks, RankTree
 from foredraft.engine.cost_model import CostCurve
 from foredraft.engine.costs import CONTEXT, forward_curve, seconds_of
-from foredraft.engine.drafter import DraftSize, Requirements
+from foredraft.engine.drafter import DraftSize, Needs
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
@@ -163,7 +163,7 @@ def _ranks_in(tree: DraftTree, text: Sequence[int]) -> Ranks:
 def _ranks_of(target: CausalLM, drafter: MultiHeadDrafter, row: Row, num_heads: int) -> list[Ranks]:
     """Of every place from which something that was generated can be guessed."""
     tokens, first = row.token_ids, max(0, row.num_prompt_tokens - 2)
-    states = states_along(target, drafter.requires, tokens)
+    states = states_along(target, drafter.needs(target, target.new_cache()), tokens)
     token_ids = torch.tensor(tokens, device=states.device)
     found: list[list[int]] = [[] for _ in range(len(tokens) - first)]
     for depth in range(num_heads):
@@ -181,14 +181,14 @@ def _ranks_of(target: CausalLM, drafter: MultiHeadDrafter, row: Row, num_heads: 
 
 
 @torch.inference_mode()
-def states_along(target: CausalLM, requires: Requirements, tokens: Sequence[int]) -> torch.Tensor:
+def states_along(target: CausalLM, needs: Needs, tokens: Sequence[int]) -> torch.Tensor:
     """What heads read of the target after every token of a text, (T, H), read chunk by chunk."""
-    wanted, cache, parts = Wanted(requires.last_hidden, requires.layer_inputs), target.new_cache(1), []
+    wanted, cache, parts = Wanted(needs.last_hidden, needs.layer_inputs), target.new_cache(1), []
     for start in range(0, len(tokens), _CHUNK):
         nodes = Nodes.from_chains([tokens[start : start + _CHUNK]])
         output = target.forward_with(wanted, nodes, cache, keep=slice(0, 0))
         cache.commit([range(nodes.width)])
-        states = output.last_hidden if requires.last_hidden else output.layer_inputs[requires.layer_inputs[0]]
+        states = output.last_hidden if needs.last_hidden else output.layer_inputs[needs.layer_inputs[0]]
         assert states is not None
         parts.append(states[0].clone())
     return torch.cat(parts)

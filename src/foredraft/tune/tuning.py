@@ -113,7 +113,7 @@ class Tuning:
             make = self._maker(title, {**given, "length_policy": "fixed"})
             if make is None:
                 continue
-            is_walked = make().drafts_from_text
+            is_walked = make().facts.drafts_from_text
             settings = settings_of(title, given, is_walked=is_walked)
             if is_walked:
                 found[title].extend(walked(self.llm.target, make, settings, texts, self.prices))

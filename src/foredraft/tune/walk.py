@@ -13,10 +13,11 @@ from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.budget import DraftSize
-from foredraft.engine.drafter import Drafter, StepResult
+from foredraft.engine.drafter import Drafter, PromptChunk, StepResult
 from foredraft.engine.engine import Engine
 from foredraft.engine.outputs import RowOutput
-from foredraft.engine.row import Row
+from foredraft.engine.row import Row, RowState
+from foredraft.model.cache.group import CacheGroup
 from foredraft.model.lm import CausalLM
 from foredraft.tree import DraftTree
 from foredraft.tune.accepted import by_position
@@ -122,7 +123,7 @@ class Walk:
 
     Args:
       target: whose texts they are; it makes the rows and runs no forward.
-      drafter: one whose drafts depend on the tokens of rows alone (`Drafter.drafts_from_text`).
+      drafter: one whose drafts depend on the tokens of rows alone (`DrafterFacts.drafts_from_text`).
       texts: in the order in which they enter.
 
     Exactness: under the rule "match" texts do not depend on drafts, so that steps are those of the engine with the same
@@ -130,8 +131,10 @@ class Walk:
     """
 
     def __init__(self, target: CausalLM, drafter: Drafter, texts: Iterable[RecordedText]) -> None:
+        needs = drafter.needs(target, target.new_cache())
         self.drafter = drafter
-        self.rows: list[Row] = []
+        self.rows: list[Row] = []  # in the order of their slots
+        self._caches = CacheGroup([own.cache for own in needs.caches])
         self._waiting = list(texts)
         self._text_of: dict[int, list[int]] = {}
         self._rows_from = Engine(target, EmptyDrafter())  # which never runs
@@ -147,8 +150,10 @@ class Walk:
             text = self._waiting.pop(0)
             (row,) = self._rows_from.add_request(text.prompt, text.params)
             self._text_of[row.id] = [*text.prompt, *text.output]
-            self.drafter.start([row])
+            row.slot = len(self.rows)
             self.rows.append(row)
+            self._caches.add()
+            self.drafter.start([row], [PromptChunk.end_of(row)])
         return bool(self.rows)
 
     def budgets(self) -> list[DraftSize]:
@@ -169,9 +174,18 @@ class Walk:
         ]
         going_on = [place for place, row in enumerate(self.rows) if not row.is_finished]
         self.drafter.observe([self.rows[place] for place in going_on], [found[place] for place in going_on])
-        self.drafter.forget([row for row in self.rows if row.is_finished])
-        self.rows = [self.rows[place] for place in going_on]
+        for row in [row for row in self.rows if row.is_finished]:
+            self._leave(row)
         return outputs
+
+    def _leave(self, row: Row) -> None:
+        for state in row.state.values():
+            if isinstance(state, RowState):
+                state.ended(row, is_kept=False)
+        self._caches.remove(row.slot)
+        last = self.rows.pop()
+        if last is not row:
+            self.rows[row.slot], last.slot = last, row.slot
 
     def _accept(self, row: Row, tree: DraftTree) -> StepResult:
         """Example: the text goes on with 5, 6, 7, and the draft is 5, 6, 8: two are right, and 7 is the bonus."""

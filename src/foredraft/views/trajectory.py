@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.iterate.jacobi import INITIAL_GUESS, Guesses
 from foredraft.engine.budget import CAUSES, counted
-from foredraft.engine.drafter import Drafter, DraftSize, Requirements, StepResult
+from foredraft.engine.drafter import Drafter, DrafterFacts, DraftSize, Needs, PromptChunk, StepResult
 from foredraft.engine.row import Row
 from foredraft.errors import ConfigError, PromptError
 from foredraft.folders import write_text
@@ -313,8 +313,7 @@ class BlockRecorder(Drafter):
     A block of m tokens is fed as the pending token and its first m - 1 guesses: their m choices are the next iterate.
     """
 
-    name = "jacobi-blocks"
-    requires = Requirements(choices=True)
+    facts = DrafterFacts("jacobi-blocks")
 
     def __init__(self, size: int, initial_guess: str) -> None:
         self.blocks: list[Block] = []
@@ -322,10 +321,11 @@ class BlockRecorder(Drafter):
         self._size = size
         self._initial_guess = initial_guess
 
-    def bind(self, target: CausalLM, cache: KVCache) -> None:
+    def needs(self, target: CausalLM, cache: KVCache) -> Needs:
         self._vocab_size = target.vocab_size
+        return Needs(choices=True)
 
-    def start(self, rows: Sequence[Row]) -> None:
+    def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         self._guesses = Guesses(rows[0], self._initial_guess, self._vocab_size)
 
     def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from foredraft.config.drafting import node_limit
@@ -13,7 +13,7 @@ from foredraft.config.options import anything, option
 from foredraft.drafters import make_drafter
 from foredraft.drafters.compose.union import UnionDrafter
 from foredraft.drafters.parts.composite import CompositeOptions
-from foredraft.engine.drafter import DraftSize, StepResult
+from foredraft.engine.drafter import DrafterFacts, DraftSize, StepResult
 from foredraft.errors import ConfigError
 from foredraft.tree import DraftTree
 
@@ -79,12 +79,12 @@ class AutoDrafter(UnionDrafter):
     Exactness: lossless under "match", which takes any tree. Randomness: of the parts; the choice depends on time.
     """
 
-    name = "auto"
+    facts = DrafterFacts("auto")
 
     def __init__(self, parts: Sequence[Drafter], max_nodes: int = AutoOptions.max_draft_nodes) -> None:
         super().__init__(parts, max_nodes)
-        self.arm = 0
-        self._later = [place for place, part in enumerate(self.parts) if part.is_free][1:]
+        self.facts = replace(self.facts, arm=0)
+        self._later = [place for place, part in enumerate(self.parts) if part.facts.is_free][1:]
         self._gains = dict.fromkeys(self._later, 1.0)
         self._was_asked: set[int] = set()
         self._num_asked = 0

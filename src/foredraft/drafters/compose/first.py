@@ -9,6 +9,7 @@ from foredraft.config.method import Method
 from foredraft.config.options import number, option
 from foredraft.drafters import make_drafter
 from foredraft.drafters.parts.composite import CompositeDrafter, CompositeOptions
+from foredraft.engine.drafter import DrafterFacts
 from foredraft.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class FirstDrafter(CompositeDrafter):
     Randomness: of the parts.
     """
 
-    name = "first"
+    facts = DrafterFacts("first")
     sign = ">"
 
     def __init__(self, parts: Sequence[Drafter], min_expected: float = FirstOptions.min_expected_tokens) -> None:

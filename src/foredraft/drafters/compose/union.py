@@ -10,6 +10,7 @@ from foredraft.config.drafting import node_limit
 from foredraft.config.method import Method
 from foredraft.drafters import make_drafter
 from foredraft.drafters.parts.composite import CompositeDrafter, CompositeOptions
+from foredraft.engine.drafter import DrafterFacts
 from foredraft.errors import ConfigError
 from foredraft.tree import DraftTree
 
@@ -40,7 +41,7 @@ class UnionDrafter(CompositeDrafter):
     Exactness: lossless under "match", which takes any tree. Randomness: of the parts.
     """
 
-    name = "union"
+    facts = DrafterFacts("union")
 
     def __init__(self, parts: Sequence[Drafter], max_nodes: int = UnionOptions.max_draft_nodes) -> None:
         super().__init__(parts)

@@ -20,6 +20,7 @@ from foredraft.drafters.parts.eagle_rows import EagleRows
 from foredraft.drafters.parts.growth import Growth, GrowthOptions
 from foredraft.drafters.parts.head_states import HeadDrafter
 from foredraft.drafters.parts.reduced_output import VocabularyOptions, chosen_vocabulary, output_of
+from foredraft.engine.drafter import DrafterFacts, Needs
 from foredraft.heads.recognition import eagle_generation
 from foredraft.lazy import Lazy
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from foredraft.heads.checkpoint import Checkpoint
     from foredraft.heads.eagle import EagleHead
     from foredraft.heads.vocabulary import DraftVocabulary
+    from foredraft.model.cache.ragged import KVCache
     from foredraft.model.lm import CausalLM
 else:
     eagle = Lazy("foredraft.heads.eagle")
@@ -156,11 +158,12 @@ class EagleDrafter(HeadDrafter[EagleRows]):
         self.growth = Growth(vocabulary=kept, **growth)
         self.growth.takes_trees = target.supports_trees
         self.states = EagleRows(head, target, output, kept)
-        self.requires = self.states.requires
         uses = {1: "eagle2" if self.growth.tree is None else "eagle", 3: "eagle3"}
-        self.name = uses[head.shape.generation]
-        if head.first_token_acceptance is not None:
-            self.validated_acceptance = {self.name: head.first_token_acceptance}
+        name, validated = uses[head.shape.generation], head.first_token_acceptance
+        self.facts = DrafterFacts(name, validated_acceptance={} if validated is None else {name: validated})
+
+    def needs(self, target: CausalLM, cache: KVCache) -> Needs:
+        return self.states.needs
 
     def _grow(self, drafts: Sequence[GrowingDraft]) -> None:
         if self._grows_by_rows(len(drafts)) and all(self._grows_at_once(draft) for draft in drafts):
@@ -184,7 +187,7 @@ class EagleDrafter(HeadDrafter[EagleRows]):
 
     def open(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         """What follows the pending tokens was computed when these became known; the output layer is missing."""
-        return self.states.logits(self.states.open([draft.row for draft in drafts]))
+        return self.states.logits(self.states.open(drafts))
 
     def expand(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         """Feed the frontier of every draft, each node with the output of its parent."""

@@ -16,7 +16,7 @@ from foredraft.drafters.heads.options import HeadOptions, load_head
 from foredraft.drafters.parts.growth import Growth
 from foredraft.drafters.parts.head_states import HeadDrafter, HeadStates, PrefixStates, last_hidden
 from foredraft.drafters.parts.reduced_output import chosen_vocabulary, rows_of_output
-from foredraft.engine.drafter import Features, Requirements
+from foredraft.engine.drafter import DrafterFacts, Features, Needs
 from foredraft.errors import ConfigError
 from foredraft.heads.recognition import has_prefix, is_hydra, is_medusa
 from foredraft.lazy import Lazy
@@ -114,16 +114,12 @@ class MultiHeadDrafter(HeadDrafter[HeadStates]):
     """
 
     def __init__(self, heads: MultiHeads, num_target_layers: int, **growth: Any) -> None:
-        self.name = heads.kind
+        self.facts = DrafterFacts(heads.kind)
         self.heads = heads
         self.reach = heads.num_heads
         self.growth = Growth(vocabulary=heads.vocabulary, **growth)
-        take = last_hidden
-        self.requires = Requirements(last_hidden=True)
-        if heads.offset:
-            layer = num_target_layers - heads.offset
-            self.requires = Requirements(layer_inputs=(layer,))
-            take = partial(_layer_input, layer)
+        self._layer = num_target_layers - heads.offset if heads.offset else None
+        take = last_hidden if self._layer is None else partial(_layer_input, self._layer)
         self.states: HeadStates = (
             HeadStates(take) if heads.prefix is None else PrefixStates(heads.prefix, take, heads.device)
         )
@@ -145,12 +141,18 @@ class MultiHeadDrafter(HeadDrafter[HeadStates]):
         contexts, embedded = self.heads.contexts(states)[first:-1], self._embed(token_ids)[first:-1]
         return self.heads.along(depth, contexts, embedded, self._output)
 
-    def bind(self, target: CausalLM, cache: KVCache) -> None:
+    def needs(self, target: CausalLM, cache: KVCache) -> Needs:
         self.growth.takes_trees = target.supports_trees
         self._embed = target.shadow.get_input_embeddings()
         self._output = target.shadow.get_output_embeddings()
         if self.heads.needs_output_layer and self.heads.vocabulary is not None:
             self._output = rows_of_output(target.shadow.get_output_embeddings(), self.heads.vocabulary)
+        return Needs(
+            last_hidden=self._layer is None,
+            layer_inputs=() if self._layer is None else (self._layer,),
+            partial_prompts=True,
+            caches=self.states.caches,
+        )
 
     def _grow(self, drafts: Sequence[GrowingDraft]) -> None:
         if self.heads.sees_path:

@@ -11,7 +11,7 @@ from foredraft.config.drafting import DraftOptions, draft_length
 from foredraft.config.method import Method
 from foredraft.config.options import one_of, option
 from foredraft.drafters.lengths import LengthOptions, LengthPolicy, PlannedDrafter
-from foredraft.engine.drafter import DraftSize, Requirements, StepResult
+from foredraft.engine.drafter import DrafterFacts, DraftSize, Needs, StepResult
 from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.lazy import Lazy
@@ -19,6 +19,8 @@ from foredraft.tree import DraftTree
 
 if TYPE_CHECKING:
     from foredraft.drafters.context import DrafterContext
+    from foredraft.model.cache.ragged import KVCache
+    from foredraft.model.lm import CausalLM
     from foredraft.sampling import noise
 else:
     noise = Lazy("foredraft.sampling.noise")
@@ -86,8 +88,7 @@ class JacobiDrafter(PlannedDrafter["Guesses"]):
     Cost: O(block) per step, whatever the length of the text.
     """
 
-    name = "jacobi"
-    requires = Requirements(choices=True)
+    facts = DrafterFacts("jacobi")
 
     def __init__(
         self,
@@ -102,17 +103,20 @@ class JacobiDrafter(PlannedDrafter["Guesses"]):
             raise ConfigError('initial_guess="random" needs the vocab_size of the target; give it')
         self._vocab_size = vocab_size or 0
 
+    def needs(self, target: CausalLM, cache: KVCache) -> Needs:
+        return Needs(choices=True)
+
     def new_state(self, row: Row) -> Guesses:
         return Guesses(row, self.options.initial_guess, self._vocab_size)
 
     def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
         length = self.length(row, budget)
-        return DraftTree.chain(row.pending, self._state_of[row.id].first(length), source=self.name)
+        return DraftTree.chain(row.pending, row.state[self].first(length), source=self.name)
 
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         super().observe(rows, results)
         for row, result in zip(rows, results, strict=True):
-            self._state_of[row.id].refresh(result.features.choices, len(result.emitted))
+            row.state[self].refresh(result.features.choices, len(result.emitted))
 
 
 class Guesses:

@@ -13,13 +13,15 @@ from foredraft.config.method import Method
 from foredraft.config.options import flag, option, whole
 from foredraft.drafters.iterate.jacobi import PromptTokens
 from foredraft.drafters.parts.draft import GrowingDraft
-from foredraft.engine.drafter import ContextDrafter, DraftSize, Requirements, StepResult
+from foredraft.engine.drafter import ContextDrafter, DrafterFacts, DraftSize, Needs, PromptChunk, StepResult
 from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.tree import DraftTree
 
 if TYPE_CHECKING:
     from foredraft.drafters.context import DrafterContext
+    from foredraft.model.cache.ragged import KVCache
+    from foredraft.model.lm import CausalLM
 
 EXPECTED_TOKENS, FEW_STEPS = 0.5, 16.0
 """Tokens per step that a window is trusted to bring (the paper's speeds are 1.5 to 2.3), and steps worth that."""
@@ -75,8 +77,7 @@ class LookaheadDrafter(ContextDrafter):
     chains can be verified the best guess remains and the window starts over in every step.
     """
 
-    name = "lookahead"
-    requires = Requirements(choices=True)
+    facts = DrafterFacts("lookahead")
 
     def __init__(self, options: LookaheadOptions | None = None) -> None:
         self.options = options = options or LookaheadOptions()
@@ -84,39 +85,35 @@ class LookaheadDrafter(ContextDrafter):
         if options.max_draft_nodes is not None:
             self._max_guess_nodes = options.max_draft_nodes - options.num_cells + 1
         self._worth = WindowWorth(options.num_cells - 1)
-        self._window_of: dict[int, GuessWindow | None] = {}  # None while it rests
-        self._pool_of: dict[int, NgramPool] = {}
 
-    def start(self, rows: Sequence[Row]) -> None:
+    def needs(self, target: CausalLM, cache: KVCache) -> Needs:
+        return Needs(choices=True)
+
+    def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         for row in rows:
-            self._window_of[row.id] = self._new_window(row)
-            self._pool_of[row.id] = NgramPool(self.options.num_speculative_tokens, self.options.guess_set_size)
+            pool = NgramPool(self.options.num_speculative_tokens, self.options.guess_set_size)
+            row.state[self] = _Guessing(pool, self._new_window(row))
             self._learn(row, len(row.token_ids))
 
     def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
-        draft = GrowingDraft(row, budget.depth)
-        for guess in self._pool_of[row.id].continuations(row.pending):
+        draft, state = GrowingDraft(row, budget.depth), row.state[self]
+        for guess in state.pool.continuations(row.pending):
             draft.add_path(guess, self._max_guess_nodes)
         if not self._worth.covers(budget.least):
-            self._window_of[row.id] = None
+            state.window = None
             return draft.tree(self.name)
-        window = self._window_of[row.id] = self._window_of[row.id] or self._new_window(row)
-        window.add_to(draft)
+        state.window = state.window or self._new_window(row)
+        state.window.add_to(draft)
         return draft.tree(self.name, is_whole=True)
 
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
-            window, pool = self._window_of[row.id], self._pool_of[row.id]
+            window, pool = row.state[self].window, row.state[self].pool
             self._worth.learn(pool.advance_by_windows(result.tree.tokens[0], result.emitted), result.tree.is_whole)
             if window is not None:
                 for ngram in window.advance(result.tree, result.features.choices):
                     pool.add(ngram[0], ngram[1:], is_read=False)
             self._learn(row, len(result.emitted))
-
-    def forget(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self._window_of.pop(row.id, None)
-            self._pool_of.pop(row.id, None)
 
     def _new_window(self, row: Row) -> GuessWindow:
         ends = frozenset((*row.law.eos_token_ids, *(row.params.stop_token_ids or ())))
@@ -124,7 +121,15 @@ class LookaheadDrafter(ContextDrafter):
 
     def _learn(self, row: Row, num_new_tokens: int) -> None:
         if self.options.pool_from_prompt:
-            self._pool_of[row.id].add_text(row.token_ids, len(row.token_ids) - num_new_tokens)
+            row.state[self].pool.add_text(row.token_ids, len(row.token_ids) - num_new_tokens)
+
+
+@dataclass(eq=False)
+class _Guessing:
+    """What is known of a row."""
+
+    pool: NgramPool
+    window: GuessWindow | None  # None while it rests
 
 
 def most_cells(size: int, num_levels: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from foredraft.config.drafting import ModelOptions, draft_length
@@ -11,18 +11,17 @@ from foredraft.config.method import Method
 from foredraft.drafters.lengths import Fixed, LengthPolicy
 from foredraft.drafters.parts.growth import Growth, GrowthOptions
 from foredraft.drafters.parts.reduced_output import VocabularyOptions, chosen_vocabulary, reduced_model
-from foredraft.drafters.parts.rows import (
-    CachedRow,
-    CachedRows,
-    CacheMemory,
-    feed,
-    known_tokens,
-    reach,
-    spans,
-    unpadded,
+from foredraft.drafters.parts.rows import FedNodes, known_tokens, reach, spans
+from foredraft.engine.drafter import (
+    DraftCache,
+    Drafter,
+    DrafterFacts,
+    DraftSize,
+    Needs,
+    PromptChunk,
+    StepResult,
 )
-from foredraft.engine.drafter import Drafter, DraftSize, OwnCache, PromptChunk, Requirements, StepResult
-from foredraft.engine.row import Row
+from foredraft.engine.row import Row, RowState
 from foredraft.errors import ConfigError
 from foredraft.lazy import Lazy
 from foredraft.tree import DraftPlan, DraftTree
@@ -76,8 +75,7 @@ class DraftModelDrafter(Drafter):
     Randomness: keyed, see ``acceptance`` of `Growth`; none when greedy.
     """
 
-    drafts_from_text = True
-    requires = Requirements(prompts=True)
+    facts = DrafterFacts(DraftModelOptions.method, drafts_from_text=True)
 
     def __init__(
         self,
@@ -90,74 +88,40 @@ class DraftModelDrafter(Drafter):
         name: str = DraftModelOptions.method,
         **growth: Any,
     ) -> None:
-        self.name = name
+        self.facts = replace(self.facts, name=name)
         self.growth = Growth(
             target_vocab_size=target_vocab_size, policy=policy or Fixed(num_speculative_tokens), **growth
         )
         self.growth.takes_trees = model.supports_trees
         self.model = model
         self._cache = model.new_cache()
-        self._rows = CachedRows(self._cache)
         self._view = view
         self._seen: KVCache = self._cache if view is None else view.bind(model, self._cache)  # by drafts
-        self._drafts: dict[int, GrowingDraft] = {}
+        self._fed: FedNodes | None = None  # while drafts grow
 
     # -- rows --------------------------------------------------------------------------------------------------
 
-    def own_caches(self) -> list[OwnCache]:
-        column_bytes = memory_of.bytes_per_token(self.model)
-        found = [OwnCache(self._cache, column_bytes)]
-        return found if self._view is None else [*found, self._view.own_cache(column_bytes)]
-
-    def recall(self, row: Row, memory: object, num_tokens: int) -> int:
-        """Load what an earlier row has left; what is missing of the prompt is fed at the start."""
-        if isinstance(memory, CacheMemory) and memory.writer == self._writer and self._fits(row):
-            self._rows.recall(row.id, memory, num_tokens)
-        return num_tokens
-
-    def read(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
-        """Feed as much of the prompts as the target has just read, so that no step waits for a whole one."""
-        self._catch_up(rows, [(chunk.num_tokens, chunk.start + chunk.num_tokens) for chunk in chunks])
-
-    def start(self, rows: Sequence[Row]) -> None:
-        """Feed what is missing of the prompts, all but the last token."""
-        self._catch_up(rows, [(len(row.token_ids), len(row.token_ids) - 1) for row in rows])
-
-    def _catch_up(self, rows: Sequence[Row], limits: Sequence[tuple[int, int]]) -> None:
-        """Feed the next tokens of texts: how many at most, and up to which."""
-        texts = {}
-        for row, (most, last) in zip(rows, limits, strict=True):
-            place = self._rows.enter(row.id)
-            first = place.trunk
-            texts[place.slot] = row.token_ids[first : min(first + most, last)] if self._fits(row) else []
-        self._feed(texts)
-        for row in rows:
-            place = self._rows[row.id]
-            place.trunk = self._cache.lengths[place.slot]
-
-    def fork(self, row: Row, copies: Sequence[Row]) -> None:
-        for copy in copies:
-            self._rows.fork(row.id, copy.id)
-
-    def keep(self, row: Row) -> CacheMemory | None:
-        if self._view is not None and row.id in self._rows:
-            place = self._rows[row.id]
-            self._view.give_back(row, place.slot)
-            place.trunk = self._cache.lengths[place.slot]
-        return self._rows.keep(row.id, self._writer)
-
-    @property
-    def _writer(self) -> object:
-        """The model as it is now; see `CausalLM.num_changes`."""
-        return self.model, self.model.num_changes
-
-    def forget(self, rows: Sequence[Row]) -> None:
-        self.growth.forget(rows)
-        self._rows.remove(row.id for row in rows)
+    def needs(self, target: CausalLM, cache: KVCache) -> Needs:
+        """To be shown prompts, of which it feeds as much as the target has just read: no step waits for a whole one."""
+        caches = [DraftCache(self._cache, self._column_bytes, writer=lambda: (self.model, self.model.num_changes))]
         if self._view is not None:
-            self._view.forget(rows)
-        for row in rows:
-            self._drafts.pop(row.id, None)
+            caches.append(self._view.own_cache(self._column_bytes))
+        return Needs(prompts=True, partial_prompts=True, caches=tuple(caches))
+
+    def _column_bytes(self) -> int:
+        return memory_of.bytes_per_token(self.model)
+
+    def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
+        """Feed the next tokens of prompts; with the last chunk all that is missing."""
+        texts = {}
+        for row, chunk in zip(rows, chunks, strict=True):
+            first, end = self._cache.lengths[row.slot], chunk.start + chunk.num_tokens
+            if not chunk.is_last:
+                end = min(end, first + chunk.num_tokens)
+            elif self._view is not None:
+                row.state[self._view] = _Viewed(self._view)
+            texts[row.slot] = row.token_ids[first:end] if self._fits(row) else []
+        self._feed(texts)
 
     def _fits(self, row: Row) -> bool:
         """Whether the drafter's context has room for the text and a draft."""
@@ -183,95 +147,108 @@ class DraftModelDrafter(Drafter):
     def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         pairs = zip(rows, budgets, strict=True)
         drafts = [self.growth.begin(row, budget, reach(self.model, row)) for row, budget in pairs]
-        self._drafts.update((draft.row.id, draft) for draft in drafts)
-        growing = [draft for draft in drafts if draft.cap > 0]
+        growing = sorted((draft for draft in drafts if draft.cap > 0), key=lambda draft: draft.row.slot)
         if growing and not self._grow_at_once(growing):
-            self.growth.grow(growing, self)
+            try:
+                self.growth.grow(growing, self)
+            finally:
+                self._close()
+        for draft in drafts:
+            draft.row.state[self] = draft
         return [self._finished(draft) for draft in drafts]
 
     def _finished(self, draft: GrowingDraft) -> DraftTree:
         tree = self.growth.finish(draft, self.name)
         return tree if draft.cap > 0 or self._fits(draft.row) else tree.planned(DraftPlan(0, cause="context"))
 
+    def _close(self) -> None:
+        if self._fed is not None:
+            self._fed.close()
+            self._fed = None
+
     def _grow_at_once(self, drafts: Sequence[GrowingDraft]) -> bool:
         """Grow drafts in one call where these are chains of the model's likeliest tokens; whether they are."""
         depths = self.growth.argmax_depths(drafts) if self._view is None else None
-        if depths is None or max(depths) < 1:
+        slots = [draft.row.slot for draft in drafts]
+        if depths is None or max(depths) < 1 or slots[-1] - slots[0] >= len(slots):
             return False
-        places, chains = self._unseen(drafts)
-        found = self.model.chains(chains, self._cache, depths, *self.growth.columns)
+        chains = self._unseen(drafts)
+        found = self.model.chains(chains, self._cache, depths, *self.growth.columns, first_row=slots[0])
         if found is None:
             return False
-        num_fed = [max(len(tokens) - 1, 0) for tokens in found]  # nobody has asked what follows the last
-        counts = list(map(len, chains))
-        self._cache.commit([range(count + more) for count, more in zip(counts, num_fed, strict=True)])
-        for draft, place, tokens, count, more in zip(drafts, places, found, counts, num_fed, strict=True):
-            place.trunk += count
-            place.offset_of.update(zip(range(1, more + 1), range(more), strict=True))
+        self._cache.commit(list(map(range, map(len, chains))), slots[0])
+        for draft, tokens in zip(drafts, found, strict=True):
+            # nobody has asked what follows the last one, which was not fed
+            draft.column_of.update(zip(range(1, len(tokens)), range(len(tokens)), strict=False))
             for node, token in enumerate(tokens):
                 draft.add(node, token)
         return True
 
     def open(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         """Feed what the cache has not seen of every text."""
-        places, chains = self._unseen(drafts) if self._view is None else self._unseen_in(self._view, drafts)
-        counts = [len(chain) for chain in chains]
+        unseen = self._unseen(drafts) if self._view is None else self._unseen_in(self._view, drafts)
+        first_row = drafts[0].row.slot
+        chains: list[list[int]] = [[] for _ in range(first_row, drafts[-1].row.slot + 1)]
+        for draft, tokens in zip(drafts, unseen, strict=True):
+            chains[draft.row.slot - first_row] = tokens
+        counts = list(map(len, unseen))
         first = min(counts) - 1
-        logits = self.model.forward(self._chains(chains), self._seen, keep=slice(first, max(counts)))
-        self._seen.commit([range(count) for count in counts])
-        for place, count in zip(places, counts, strict=True):
-            place.trunk += count
-        last = torch.tensor([count - 1 - first for count in counts], device=logits.device)
-        return logits[torch.arange(len(drafts), device=logits.device), last]
+        logits = self.model.forward(
+            self._chains(chains), self._seen, first_row=first_row, keep=slice(first, max(counts))
+        )
+        self._seen.commit(list(map(range, map(len, chains))), first_row)
+        self._fed = FedNodes(self._seen, drafts)
+        places = [draft.row.slot - first_row for draft in drafts]
+        return logits[places, [count - 1 - first for count in counts]]
 
-    def _unseen(self, drafts: Sequence[GrowingDraft]) -> tuple[list[CachedRow], list[list[int]]]:
-        """Places of rows in front, and what is to be fed of their texts, which is short."""
-        places = self._rows.align([draft.row.id for draft in drafts])
-        for draft, place in zip(drafts, places, strict=True):
-            tokens = draft.row.token_ids
-            if len(tokens) - place.trunk > PREFILL_CHUNK:
-                self._feed({place.slot: tokens[place.trunk : -1]})
-                place.trunk = self._cache.lengths[place.slot]
-        return places, [draft.row.token_ids[place.trunk :] for draft, place in zip(drafts, places, strict=True)]
+    def _unseen(self, drafts: Sequence[GrowingDraft]) -> list[list[int]]:
+        """What is to be fed of texts, which is short."""
+        lengths = self._cache.lengths
+        self._feed(
+            {
+                draft.row.slot: draft.row.token_ids[lengths[draft.row.slot] : -1]
+                for draft in drafts
+                if len(draft.row.token_ids) - lengths[draft.row.slot] > PREFILL_CHUNK
+            }
+        )
+        return [draft.row.token_ids[lengths[draft.row.slot] :] for draft in drafts]
 
-    def _unseen_in(self, view: SparseView, drafts: Sequence[GrowingDraft]) -> tuple[list[CachedRow], list[list[int]]]:
+    def _unseen_in(self, view: SparseView, drafts: Sequence[GrowingDraft]) -> list[list[int]]:
         """The same over a view. A longer text is fed in pieces, between which columns are chosen anew."""
-        source_rows = [self._rows[draft.row.id].slot for draft in drafts]
-        places = view.follow(drafts, source_rows)
-        for draft, place, source_row in zip(drafts, places, source_rows, strict=True):
-            tokens = draft.row.token_ids
-            while len(tokens) - (end := view.cache.end(place.slot)) > view.refresh:
+        view.follow(drafts)
+        for draft in drafts:
+            tokens, slot = draft.row.token_ids, draft.row.slot
+            while len(tokens) - (end := view.cache.end(slot)) > view.refresh:
                 piece = tokens[end : end + view.refresh]
-                self.model.forward(self._chains([piece]), view.cache, first_row=place.slot, keep=slice(0, 0))
-                view.cache.commit([range(len(piece))], place.slot)
-                place.trunk += len(piece)
-                view.renew(draft.row, source_row)
-        chains = [
-            draft.row.token_ids[view.cache.end(place.slot) :] for draft, place in zip(drafts, places, strict=True)
-        ]
-        return places, chains
-
-    def _place(self, row: Row) -> CachedRow | None:
-        """Where a row lies in the cache that drafts see; None as long as it has not been drafted for."""
-        return (self._rows if self._view is None else self._view.rows).get(row.id)
+                self.model.forward(self._chains([piece]), view.cache, first_row=slot, keep=slice(0, 0))
+                view.cache.commit([range(len(piece))], slot)
+                view.renew(draft.row)
+        return [draft.row.token_ids[view.cache.end(draft.row.slot) :] for draft in drafts]
 
     def expand(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         """Feed the frontier of every draft."""
-        places = [place for draft in drafts if (place := self._place(draft.row)) is not None]
-        logits = feed(self.model, self._seen, drafts, places, are_chains=self.growth.drafts_chains)
-        return unpadded(logits, drafts)
+        assert self._fed is not None
+        return self._fed.listed(self._fed.feed(self.model, drafts, are_chains=self.growth.drafts_chains), drafts)
 
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         """Keep the accepted nodes that were fed; the next catch-up brings the rest."""
         for row, result in zip(rows, results, strict=True):
-            place = self._place(row)
-            if place is not None:
-                kept = place.fed_along(self._drafts[row.id], (result.tree.tokens[node] for node in result.path[1:]))
-                self._seen.rollback([place.trunk], place.slot)
-                self._seen.commit([kept], place.slot)
-                place.trunk += len(kept)
-                place.offset_of = {}
+            draft: GrowingDraft | None = row.state.pop(self, None)
+            if draft is not None:
+                kept = draft.columns_along(result.tree.tokens[node] for node in result.path[1:])
+                self._seen.commit([kept], row.slot)
             self.growth.end(row, result)
+
+
+@dataclass(frozen=True, eq=False)
+class _Viewed(RowState):
+    """That a row is drafted for over a view."""
+
+    view: SparseView
+
+    def ended(self, row: Row, *, is_kept: bool) -> None:
+        if is_kept:
+            self.view.give_back(row)
 
 
 def build(options: DraftModelOptions, context: DrafterContext) -> DraftModelDrafter:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
+from weakref import WeakSet
 
 from foredraft.config.drafting import BranchOptions, depth_within, draft_length, node_limit
 from foredraft.config.method import Method
@@ -15,9 +16,9 @@ from foredraft.drafters.iterate.jacobi import random_token
 from foredraft.drafters.lengths import CONFIDENCE, NOTHING, LengthOptions, LengthPolicy, PlannedDrafter
 from foredraft.drafters.parts.ngram_storage import RUNNER_UP_WEIGHT, STORAGES, Guess, NGramStorage
 from foredraft.drafters.parts.state_file import check_writable, warned
-from foredraft.engine.drafter import DraftSize, StepResult
+from foredraft.engine.drafter import DrafterFacts, DraftSize, StepResult
 from foredraft.engine.features import top_ids_of
-from foredraft.engine.row import Row
+from foredraft.engine.row import Row, RowState
 from foredraft.errors import ConfigError
 from foredraft.tree import DraftTree
 
@@ -57,7 +58,7 @@ class NasdOptions(LengthOptions, BranchOptions):
             raise ConfigError("state_file is of a storage that requests share; add shared=true, or leave it out")
 
 
-class NasdDrafter(PlannedDrafter[NGramStorage]):
+class NasdDrafter(PlannedDrafter["_Counted"]):
     """Drafts the most frequent successor of the last tokens, again and again, by counts of the row's text.
 
     Source: n-gram assisted speculative decoding (romsto/Speculative-Decoding; the text-only case is ANPD, Ou
@@ -78,8 +79,7 @@ class NasdDrafter(PlannedDrafter[NGramStorage]):
     Cost: dictionary operations per new token and per drafted node; none depends on the length of the text.
     """
 
-    name = "nasd"
-    is_free = True
+    facts = DrafterFacts("nasd", is_free=True)
 
     def __init__(
         self,
@@ -98,7 +98,8 @@ class NasdDrafter(PlannedDrafter[NGramStorage]):
         self._state_file = None if options.state_file is None else Path(options.state_file).expanduser()
         self._shared = (learned or self._opened()) if options.shared else None
         self._is_unsaved = False
-        self._num_counted_of: dict[int, int] = {}
+        self._running: WeakSet[_Counted] = WeakSet()
+        self.facts = replace(self.facts, is_shared=self._shared is not None)
 
     def _new_storage(self) -> NGramStorage:
         options = self.options
@@ -123,35 +124,26 @@ class NasdDrafter(PlannedDrafter[NGramStorage]):
         """The storage that all rows share; None where each has its own."""
         return self._shared
 
-    @property
-    def is_shared(self) -> bool:
-        return self._shared is not None
-
     def reset(self) -> None:
         """Forget what rows have shared. Rows that run go on learning from here."""
         if self._shared is not None:
             self._shared.reset()
             self._is_unsaved = True
 
-    def recall(self, row: Row, memory: object, num_tokens: int) -> int:
-        if self._shared is not None and memory is self._shared.epoch:
-            self._num_counted_of[row.id] = num_tokens  # the row before has put them in
-        return super().recall(row, memory, num_tokens)
-
-    def new_state(self, row: Row) -> NGramStorage:
+    def new_state(self, row: Row) -> _Counted:
         self._is_unsaved = True
-        storage = self._new_storage() if self._shared is None else self._shared
-        storage.extend(row.token_ids, [], first=self._num_counted_of.get(row.id, 1))
-        self._num_counted_of[row.id] = len(row.token_ids)
-        return storage
-
-    def fork(self, row: Row, copies: Sequence[Row]) -> None:
-        if self._shared is not None:  # the prompt has been counted
-            self._num_counted_of |= {copy.id: len(copy.token_ids) for copy in copies}
-        self.start(copies)
+        storage, first = self._shared, 1
+        if storage is None:
+            storage = self._new_storage()
+        elif self in row.state and row.state[self].epoch is storage.epoch:
+            first = row.state[self].num_tokens  # another row has put them in
+        storage.extend(row.token_ids, [], first=first)
+        counted = _Counted(self, storage, storage.epoch, len(row.token_ids))
+        self._running.add(counted)
+        return counted
 
     def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
-        storage, tokens, guess = self._state_of[row.id], row.token_ids, self._guess(row)
+        storage, tokens, guess = row.state[self].storage, row.token_ids, self._guess(row)
         length = self.length(row, budget, storage.log_shares(tokens, guess))
         return storage.draft(tokens, length, self.name, guess)
 
@@ -168,8 +160,9 @@ class NasdDrafter(PlannedDrafter[NGramStorage]):
         for row, result in zip(rows, results, strict=True):
             num_emitted = len(result.emitted)
             first = len(row.token_ids) - num_emitted
-            self._state_of[row.id].extend(row.token_ids, list(islice(ranked, num_emitted)), first)
-            self._num_counted_of[row.id] = len(row.token_ids)
+            counted = row.state[self]
+            counted.storage.extend(row.token_ids, list(islice(ranked, num_emitted)), first)
+            counted.num_tokens = len(row.token_ids)
 
     def _runners_up(self, results: Sequence[StepResult]) -> Iterator[list[int]]:
         """The target's best tokens in every place, row after row, best first; none where they are not learned."""
@@ -178,19 +171,37 @@ class NasdDrafter(PlannedDrafter[NGramStorage]):
         nodes = [range(len(result.emitted)) for result in results]
         return iter(top_ids_of([result.committed for result in results], self.options.filler_top_k, nodes).tolist())
 
-    def keep(self, row: Row) -> object:
-        return None if self._shared is None else self._shared.epoch
-
-    def forget(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            storage, num_counted = self._state_of.get(row.id), self._num_counted_of.pop(row.id, 1)
-            if storage is not None and storage is self._shared:  # nothing was said of the last step of a row
-                storage.extend(row.token_ids, [], first=num_counted)
-        super().forget(rows)
-        if self._shared is not None and self._state_file is not None and self._is_unsaved and not self._state_of:
+    def end(self, counted: _Counted, token_ids: Sequence[int]) -> None:
+        """Count the last tokens of a text; the file is written when no other row runs."""
+        self._running.discard(counted)
+        if self._shared is None:
+            return
+        if counted.storage is self._shared:  # nothing was said of the last step of a row
+            self._shared.extend(token_ids, [], first=counted.num_tokens)
+        if self._state_file is not None and self._is_unsaved and not self._running:
             self._is_unsaved = False
             with warned():
                 self._shared.save(self._state_file, self._vocab_size)
+
+
+@dataclass(eq=False)
+class _Counted(RowState):
+    """How many tokens of a row are in its storage, since when that has last begun anew."""
+
+    drafter: NasdDrafter
+    storage: NGramStorage
+    epoch: object
+    num_tokens: int
+
+    def copied(self) -> _Counted | None:
+        return None if self.drafter.learned is None else replace(self)
+
+    def cut(self, num_tokens: int) -> tuple[_Counted, int] | None:
+        num_tokens = min(num_tokens, self.num_tokens)
+        return None if self.drafter.learned is None else (replace(self, num_tokens=num_tokens), num_tokens)
+
+    def ended(self, row: Row, *, is_kept: bool) -> None:
+        self.drafter.end(self, row.token_ids)
 
 
 def build(options: NasdOptions, context: DrafterContext) -> NasdDrafter:

@@ -11,7 +11,7 @@ from foredraft.config.method import Method
 from foredraft.config.options import one_of, option, whole
 from foredraft.drafters.lengths import LengthOptions, LengthPolicy, PlannedDrafter
 from foredraft.drafters.parts.suffix_index import MATCHES, SuffixIndex
-from foredraft.engine.drafter import DraftSize
+from foredraft.engine.drafter import DrafterFacts, DraftSize
 from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.tree import DraftTree
@@ -70,9 +70,7 @@ class NGramDrafter(PlannedDrafter[SuffixIndex]):
     Cost: one dictionary entry per new token and suffix length; looking up does not depend on the length of the text.
     """
 
-    name = "ngram"
-    is_free = True
-    drafts_from_text = True
+    facts = DrafterFacts("ngram", is_free=True, drafts_from_text=True)
 
     def __init__(self, options: NGramOptions | None = None, *, length_policy: LengthPolicy | None = None) -> None:
         self.options = options or NGramOptions()
@@ -86,7 +84,7 @@ class NGramDrafter(PlannedDrafter[SuffixIndex]):
 
     def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
         length = self.length(row, budget)
-        index = self._state_of[row.id]
+        index: SuffixIndex = row.state[self]
         index.extend(row.token_ids)
         num_paths = budget.width(self.options.num_prompt_lookup_candidates)
         paths = index.continuations(row.token_ids, length, num_paths) if length else []

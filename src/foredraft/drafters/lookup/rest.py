@@ -9,7 +9,7 @@ from foredraft.config.drafting import BranchOptions, branches, draft_length, nod
 from foredraft.config.method import Method
 from foredraft.config.options import flag, option, path, whole
 from foredraft.drafters.lengths import LengthOptions, LengthPolicy, PlannedDrafter
-from foredraft.engine.drafter import DraftSize
+from foredraft.engine.drafter import DrafterFacts, DraftSize
 from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.retrieval.automaton import SuffixAutomaton
@@ -80,8 +80,7 @@ class RestDrafter(PlannedDrafter[SuffixAutomaton | None]):
     Cost: one lookup per step, whatever the length of the text; see `Datastore`.
     """
 
-    name = "rest"
-    drafts_from_text = True
+    facts = DrafterFacts("rest", drafts_from_text=True)
 
     def __init__(
         self, datastore: Datastore, options: RestOptions | None = None, *, length_policy: LengthPolicy | None = None
@@ -117,7 +116,7 @@ class RestDrafter(PlannedDrafter[SuffixAutomaton | None]):
 
     def _own_text(self, row: Row) -> GrowthRoot | None:
         """Where the row's own text stands; None where its end is new, or it is not looked up."""
-        text = self._state_of.get(row.id)
+        text: SuffixAutomaton | None = row.state[self]
         if text is None:
             return None
         text.extend(row.token_ids)

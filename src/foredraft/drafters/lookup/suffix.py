@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
+from weakref import WeakSet
 
 from foredraft.config.drafting import BranchOptions, branches, draft_length, node_limit
 from foredraft.config.method import Method
 from foredraft.config.options import flag, number, option, path, whole
 from foredraft.drafters.lengths import LengthOptions, LengthPolicy, PlannedDrafter
 from foredraft.drafters.parts.state_file import check_writable, warned
-from foredraft.engine.drafter import DraftSize, StepResult
-from foredraft.engine.row import Row
+from foredraft.engine.drafter import DrafterFacts, DraftSize, StepResult
+from foredraft.engine.row import Row, RowState
 from foredraft.errors import ConfigError
 from foredraft.retrieval.automaton import SuffixAutomaton
 from foredraft.retrieval.growth import GrowthRoot, TreeLimits, grow
@@ -53,7 +54,7 @@ class SuffixOptions(LengthOptions, BranchOptions):
             raise ConfigError("state_file is of a history that requests share; add shared=true, or leave it out")
 
 
-class SuffixDrafter(PlannedDrafter[SuffixAutomaton]):
+class SuffixDrafter(PlannedDrafter["_Known"]):
     """Drafts the likeliest continuations of the text's end, by how often and how long a context they have followed.
 
     Source: SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) for counts, draft lengths and past outputs;
@@ -70,9 +71,7 @@ class SuffixDrafter(PlannedDrafter[SuffixAutomaton]):
     Cost: amortised O(max_tree_depth) per new token and per drafted node; none depends on the length of the text.
     """
 
-    name = "suffix"
-    is_free = True
-    drafts_from_text = True
+    facts = DrafterFacts("suffix", is_free=True, drafts_from_text=True)
 
     def __init__(
         self,
@@ -88,21 +87,21 @@ class SuffixDrafter(PlannedDrafter[SuffixAutomaton]):
         if self._state_file is not None:
             check_writable(self._state_file)
         self._num_saved = 0 if history is None else history.num_added
-        self._spot_of: dict[int, SuffixMatch] = {}
+        self._running: WeakSet[_Known] = WeakSet()
+        self.facts = replace(self.facts, is_shared=history is not None)
 
-    @property
-    def is_shared(self) -> bool:
-        return self.history is not None
-
-    def new_state(self, row: Row) -> SuffixAutomaton:
+    def new_state(self, row: Row) -> _Known:
         options = self.options
         text = SuffixAutomaton(options.suffix_decoding_max_tree_depth, floor=options.suffix_decoding_min_token_prob)
         text.extend(row.token_ids)
-        return text
+        known = _Known(self, text)
+        self._running.add(known)
+        return known
 
     def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
         length = self.length(row, budget)
-        text = self._state_of[row.id]
+        known = row.state[self]
+        text = known.text
         text.extend(row.token_ids)
         roots, longest = [], 0
         place = text.match()
@@ -114,7 +113,7 @@ class SuffixDrafter(PlannedDrafter[SuffixAutomaton]):
             if spot is not None:
                 roots.append(GrowthRoot(self.history, spot))
                 longest = max(longest, len(spot.string) // 4)
-                self._spot_of[row.id] = spot
+                known.spot = spot
         options = self.options
         depth = min(length, max(1, int(longest * options.suffix_decoding_max_spec_factor)))
         if not roots or depth == 0:
@@ -126,22 +125,33 @@ class SuffixDrafter(PlannedDrafter[SuffixAutomaton]):
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         super().observe(rows, results)
         for row, result in zip(rows, results, strict=True):
-            spot = self._spot_of.pop(row.id, None)
+            known = row.state[self]
+            spot, known.spot = known.spot, None
             if spot is not None and self.history is not None and result.num_accepted:
                 self.history.touch(spot)
 
-    def forget(self, rows: Sequence[Row]) -> None:
-        super().forget(rows)
-        for row in rows:
-            self._spot_of.pop(row.id, None)
-            if self.history is not None:
-                self.history.add(row.output_ids)
-        if self.history is None or self._state_file is None or self._state_of:
+    def remember(self, known: _Known, output_ids: Sequence[int]) -> None:
+        """Take an output that has ended into the history; the file is written when no other row runs."""
+        self._running.discard(known)
+        if self.history is None:
             return
-        if self.history.num_added != self._num_saved:
+        self.history.add(output_ids)
+        if self._state_file is not None and not self._running and self.history.num_added != self._num_saved:
             self._num_saved = self.history.num_added
             with warned():
                 self.history.save(self._state_file)
+
+
+@dataclass(eq=False)
+class _Known(RowState):
+    """What is known of a row: its text, and where in the history its newest draft is from."""
+
+    drafter: SuffixDrafter
+    text: SuffixAutomaton
+    spot: SuffixMatch | None = None
+
+    def ended(self, row: Row, *, is_kept: bool) -> None:
+        self.drafter.remember(self, row.output_ids)
 
 
 def build(options: SuffixOptions, context: DrafterContext) -> SuffixDrafter:

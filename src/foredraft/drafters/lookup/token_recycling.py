@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
+from weakref import WeakSet
 
 from foredraft.config.drafting import DraftOptions, draft_length, node_limit
 from foredraft.config.method import Method
@@ -14,9 +15,9 @@ from foredraft.drafters.parts.adjacency import AdjacencyMatrix
 from foredraft.drafters.parts.draft import GrowingDraft
 from foredraft.drafters.parts.rank_tree import RankTree, TreeShape
 from foredraft.drafters.parts.state_file import check_writable, warned
-from foredraft.engine.drafter import ContextDrafter, DraftSize, PromptChunk, Requirements, StepResult
+from foredraft.engine.drafter import ContextDrafter, DrafterFacts, DraftSize, Needs, PromptChunk, StepResult
 from foredraft.engine.features import top_ids_of
-from foredraft.engine.row import Row
+from foredraft.engine.row import Row, RowState
 from foredraft.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -78,15 +79,13 @@ class TokenRecyclingDrafter(ContextDrafter):
     prompt, and with "prompt" and "vocabulary" the output embedding for its tokens.
     """
 
-    name = "token_recycling"
-    is_free = True
+    facts = DrafterFacts("token_recycling", is_free=True)
 
     def __init__(
         self, vocab_size: int, options: TokenRecyclingOptions | None = None, *, matrix: AdjacencyMatrix | None = None
     ) -> None:
         self.options = options = options or TokenRecyclingOptions()
         num_candidates = min(options.num_candidates, vocab_size)
-        self.requires = Requirements(prompt_logits=options.initial_state in ("vocabulary", "prompt"))
         max_nodes = options.max_draft_nodes or DEFAULT_NODES
         self._shape = TreeShape.of(best_tree(max_nodes, options.num_speculative_tokens, num_candidates).paths)
         self._learns_vocabulary = options.initial_state == "vocabulary"
@@ -96,42 +95,35 @@ class TokenRecyclingDrafter(ContextDrafter):
         self._is_blank = matrix is None
         self._start = matrix or AdjacencyMatrix(vocab_size, num_candidates)
         self._is_unsaved = False
-        self._matrix_of: dict[int, AdjacencyMatrix] = {}
+        self._running: WeakSet[_Learned] = WeakSet()
+        self.facts = replace(self.facts, is_shared=options.shared)
 
-    @property
-    def is_shared(self) -> bool:
-        return self.options.shared
-
-    def bind(self, target: CausalLM, cache: KVCache) -> None:
+    def needs(self, target: CausalLM, cache: KVCache) -> Needs:
+        """Candidates of the tokens of a prompt that are read are enough."""
         if self._is_blank and self._learns_vocabulary:
             self._start = AdjacencyMatrix.of_vocabulary(target, self._start.num_candidates)
             self._is_blank = False
             if self._state_file is not None:
                 self._start.save(self._state_file)
+        needs_logits = self.options.initial_state in ("vocabulary", "prompt")
+        return Needs(prompt_logits=needs_logits, partial_prompts=True)
 
-    def recall(self, row: Row, memory: object, num_tokens: int) -> int:
-        """Candidates of the tokens that are read are enough."""
-        return num_tokens
-
-    def read(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
+    def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         for row, chunk in zip(rows, chunks, strict=True):
-            tokens = row.token_ids[chunk.start : chunk.start + chunk.num_tokens]
-            top_ids = chunk.features.top_ids(self._start.num_candidates, range(chunk.num_tokens))
-            self._known(row).update(tokens, top_ids.cpu().numpy())
-
-    def start(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            matrix = self._known(row)
-            if self.options.initial_state != "empty":
-                matrix.add_text(row.token_ids)
-
-    def fork(self, row: Row, copies: Sequence[Row]) -> None:
-        for copy in copies:
-            matrix = self._matrix_of[row.id]
-            self._matrix_of[copy.id] = matrix if self.options.shared else matrix.copy()
+            learned = row.state.get(self)
+            if learned is None:
+                learned = row.state[self] = _Learned(self, self._matrix())
+                self._running.add(learned)
+            if chunk.num_tokens:
+                tokens = row.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+                top_ids = chunk.features.top_ids(self._start.num_candidates, range(chunk.num_tokens))
+                learned.matrix.update(tokens, top_ids.cpu().numpy())
+            if chunk.is_last and not learned.has_text and self.options.initial_state != "empty":
+                learned.matrix.add_text(row.token_ids)
+                learned.has_text = True
 
     def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
-        return filled(row, self._shape, budget.depth, self._matrix_of[row.id]).tree(self.name)
+        return filled(row, self._shape, budget.depth, row.state[self].matrix).tree(self.name)
 
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         if not rows:
@@ -141,14 +133,14 @@ class TokenRecyclingDrafter(ContextDrafter):
         start = 0
         for row, result, order in zip(rows, results, orders, strict=True):
             tokens = [result.tree.tokens[node] for node in order]
-            self._matrix_of[row.id].update(tokens, ranked[start : start + len(order)])
+            row.state[self].matrix.update(tokens, ranked[start : start + len(order)])
             start += len(order)
         self._is_unsaved = True
 
-    def forget(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self._matrix_of.pop(row.id, None)
-        if self.options.shared and self._state_file is not None and self._is_unsaved and not self._matrix_of:
+    def end(self, learned: _Learned) -> None:
+        """A row has ended; the file is written when no other row runs."""
+        self._running.discard(learned)
+        if self.options.shared and self._state_file is not None and self._is_unsaved and not self._running:
             self._is_unsaved = False
             with warned():
                 self._start.save(self._state_file)
@@ -163,12 +155,6 @@ class TokenRecyclingDrafter(ContextDrafter):
         check_writable(file)
         return None
 
-    def _known(self, row: Row) -> AdjacencyMatrix:
-        """The matrix of a row, a new one where it has none."""
-        if row.id not in self._matrix_of:
-            self._matrix_of[row.id] = self._matrix()
-        return self._matrix_of[row.id]
-
     def _matrix(self) -> AdjacencyMatrix:
         """The one that a new request works with."""
         if self.options.shared:
@@ -176,6 +162,21 @@ class TokenRecyclingDrafter(ContextDrafter):
         if self._is_blank:  # a new one costs nothing, a copy touches all of its memory
             return AdjacencyMatrix(self._start.vocab_size, self._start.num_candidates)
         return self._start.copy()
+
+
+@dataclass(eq=False)
+class _Learned(RowState):
+    """The matrix of a row, and whether its prompt is in there."""
+
+    drafter: TokenRecyclingDrafter
+    matrix: AdjacencyMatrix
+    has_text: bool = False
+
+    def copied(self) -> _Learned:
+        return replace(self, matrix=self.matrix if self.drafter.options.shared else self.matrix.copy())
+
+    def ended(self, row: Row, *, is_kept: bool) -> None:
+        self.drafter.end(self)
 
 
 def best_tree(num_nodes: int, max_depth: int, num_candidates: int, shares: Sequence[float] = RANK_SHARES) -> RankTree:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from foredraft.beginnings import memory_bytes
 from foredraft.config.drafting import DraftOptions, ModelOptions
 from foredraft.config.options import anything, option
 from foredraft.config.speculative import SpeculativeConfig
-from foredraft.engine.drafter import Drafter, DraftSize, StepResult, WrappingDrafter, own_result
+from foredraft.engine.drafter import Drafter, DraftSize, StepResult, WrappingDrafter, listens, own_result
 from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.tree import DraftPlan, DraftTree
@@ -88,41 +87,29 @@ class CompositeDrafter(WrappingDrafter):
             raise ConfigError(f"{self.name} combines drafters but got {len(parts)}; give two or more")
         super().__init__(parts)
         self._calibrations = [Calibration() for _ in parts]
-        self._proposed: dict[int, list[DraftTree]] = {}
-        self._ways = self._ways_with(tuple(place for place, part in enumerate(self.parts) if part.is_free))
-        self.arm = len(self._ways) - 1
-        if len(self._ways) > 1:
-            self.arms = tuple(self.sign.join(self.parts[place].name for place in way) for way in self._ways)
+        self._ways = self._ways_with(tuple(place for place, part in enumerate(self.parts) if part.facts.is_free))
+        titles = tuple(self.sign.join(self.parts[place].name for place in way) for way in self._ways)
+        self.facts = replace(self.facts, arms=titles if len(titles) > 1 else (), arm=len(titles) - 1)
 
     def _ways_with(self, free: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Places of the parts that draft together, way by way; the last one is taken where nobody chooses."""
         everything = tuple(range(len(self.parts)))
         return [free, everything] if 0 < len(free) < len(everything) else [everything]
 
-    def choose_arm(self, arm: int) -> None:
-        self.arm = arm
-
-    def recall(self, row: Row, memory: object, num_tokens: int) -> int:
-        """As many tokens as every part recalls."""
-        memories = memory if isinstance(memory, _Memories) else _Memories()
-        if len(memories) != len(self.parts):
-            memories = _Memories(None for _ in self.parts)
-        known = [part.recall(row, own, num_tokens) for part, own in zip(self.parts, memories, strict=True)]
-        while max(known) > min(known):  # a part that recalls less lets the others recall no more either
-            fewest = min(known)
-            for place, (part, own) in enumerate(zip(self.parts, memories, strict=True)):
-                if known[place] > fewest:
-                    known[place] = _recalled(part, row, own, fewest)
-        return known[0]
-
     def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         by_part: list[list[DraftTree]] = []
+        chosen = getattr(budgets[0], "arm", None) if budgets else None
+        way = self._ways[self.facts.arm if chosen is None else chosen]
+        if chosen is not None:
+            for budget in budgets:
+                budget.arm = None  # composites among the parts choose for themselves
         for place, part in enumerate(self.parts):
-            is_asked = place in self._ways[self.arm]
+            is_asked = place in way
             allowed = self._budgets(place, by_part, budgets) if is_asked else [DraftSize(0)] * len(budgets)
             by_part.append(part.propose(rows, allowed))
         proposed = [list(trees) for trees in zip(*by_part, strict=True)]
-        self._proposed.update(zip((row.id for row in rows), proposed, strict=True))
+        for row, trees in zip(rows, proposed, strict=True):
+            row.state[self] = trees
         return [self._combined(trees).planned(_last_plan(trees)) for trees in proposed]
 
     def _budgets(
@@ -147,48 +134,20 @@ class CompositeDrafter(WrappingDrafter):
         """One tree for a row, of the trees of the parts."""
 
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
-        proposed = [self._proposed[row.id] for row in rows]
+        proposed: list[list[DraftTree]] = [row.state[self] for row in rows]
         outcomes = []
         for place, part in enumerate(self.parts):
             own = [own_result(trees[place], result) for trees, result in zip(proposed, results, strict=True)]
             for result in own:
                 if len(result.tree) > 1:
                     self._calibrations[place].observe(result.tree, result.path)
-            if part.observes:
+            if listens(part):
                 part.observe(rows, own)
             outcomes.append(own)
         self._compare(outcomes)
 
     def _compare(self, outcomes: Sequence[Sequence[StepResult]]) -> None:
         """What became of the proposals of every part, row by row."""
-
-    def keep(self, row: Row) -> _Memories | None:
-        memories = _Memories(part.keep(row) for part in self.parts)
-        return None if all(memory is None for memory in memories) else memories
-
-    def forget(self, rows: Sequence[Row]) -> None:
-        super().forget(rows)
-        for row in rows:
-            self._proposed.pop(row.id, None)
-
-
-def _recalled(part: Drafter, row: Row, memory: object, count: int) -> int:
-    """Let a part that recalls more recall so many tokens, if it can, else fewer.
-
-    Heads make the entry of a token from the one that follows, so of n shared tokens they recall n - 1 at most.
-    """
-    if part.recall(row, memory, count) == count or part.recall(row, memory, count + 1) == count:
-        return count
-    return part.recall(row, memory, count)
-
-
-class _Memories(tuple[object, ...]):
-    """The memories that the parts keep of a row, one each."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all of them."""
-        return sum(map(memory_bytes, self))
 
 
 def _last_plan(trees: Sequence[DraftTree]) -> DraftPlan | None:

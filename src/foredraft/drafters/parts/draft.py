@@ -41,6 +41,7 @@ class GrowingDraft:
       frontier: nodes that are to be expanded next, the best one first.
       spots: of a static tree, the node of the shape that every node fills.
       child_of: by parent and token, the node.
+      column_of: of the nodes that were fed to a model, how many columns behind the text of the row; see `FedNodes`.
     """
 
     row: Row
@@ -59,6 +60,7 @@ class GrowingDraft:
     frontier: list[int] = field(default_factory=lambda: [0])
     spots: list[int] = field(default_factory=lambda: [0])
     child_of: dict[tuple[int, int], int] = field(default_factory=dict)
+    column_of: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tokens = [self.row.pending]
@@ -120,6 +122,16 @@ class GrowingDraft:
 
     def path_tokens(self, node: int) -> tuple[int, ...]:
         return tuple(self.tokens[i] for i in self.path(node))
+
+    def columns_along(self, tokens: Iterable[int]) -> list[int]:
+        """Columns, counted from the end of the text, of the fed nodes along a path of tokens from the root."""
+        node, columns = 0, []
+        for token in tokens:
+            node = self.child_of.get((node, token), -1)
+            if node not in self.column_of:
+                break
+            columns.append(self.column_of[node])
+        return columns
 
     def can_gain(self, least_mass: float) -> bool:
         """Whether children of the frontier could be among the best nodes, and are as likely as this together.

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from foredraft.drafters.parts.head_states import CachedStates
-from foredraft.drafters.parts.rows import CachedRow, frontier_nodes, spans, unpadded
-from foredraft.engine.drafter import Features, Requirements, StepResult
+from foredraft.drafters.parts.head_states import CachedStates, HeadRow
+from foredraft.drafters.parts.rows import FedNodes, spans
+from foredraft.engine.drafter import Features, Needs, StepResult
 from foredraft.engine.row import Row
 from foredraft.lazy import Lazy
 
@@ -40,6 +40,28 @@ else:
 
 MOST_OWED = 32
 """Committed tokens of a row whose entries are made later, with the next draft."""
+
+
+class EagleRow(HeadRow):
+    """What is known of a row: also streams of committed tokens whose entries are made later, from the first one on."""
+
+    def __init__(self, rows: EagleRows, last: torch.Tensor | None = None) -> None:
+        super().__init__(last)
+        self.rows = rows
+        self.owed: list[torch.Tensor] = []
+        self.first = 0
+
+    def taken(self) -> torch.Tensor:
+        """The streams that are owed, which are none any more."""
+        streams, self.owed = self.owed, []
+        return streams[0] if len(streams) == 1 else torch.cat(streams)
+
+    def copied(self) -> EagleRow:
+        return EagleRow(self.rows, self.last)
+
+    def ended(self, row: Row, *, is_kept: bool) -> None:
+        if is_kept:
+            self.rows.settle([row])
 
 
 class EagleRows(CachedStates):
@@ -75,28 +97,32 @@ class EagleRows(CachedStates):
         self._names = None if vocabulary is None or is_full else vocabulary.target_ids.contiguous()
         self._target = target
         self._masks = masks.Masks((masks.FULL,), None, head.dtype, target.device, is_additive=True)
-        self._owed: dict[int, tuple[Row, int, list[torch.Tensor]]] = {}  # rows, first tokens, streams
         self.native = int8_head(head, target, self._output_layer)
         self._is_alone = head.dtype == torch.float32
         dtype = head.dtype if self.native is None else torch.bfloat16
         self.column_bytes = head.shape.num_layers * head.shape.layer.kv_numbers * dtype.itemsize
-        self._places: list[CachedRow] = []  # of rows whose drafts grow
+        self._nodes_fed: FedNodes  # of drafts that grow
         self._fed: torch.Tensor  # (M, H), of the level that was fed last
         self._number_of: list[dict[int, int]] = []  # by draft, of the nodes of this level
 
     @property
-    def requires(self) -> Requirements:
-        """What the head reads of the target."""
+    def needs(self) -> Needs:
+        """What the head reads of the target, and its cache."""
         shape = self.head.shape
-        return Requirements(last_hidden=shape.reads_last_hidden, layer_inputs=shape.layer_inputs)
+        return Needs(
+            last_hidden=shape.reads_last_hidden,
+            layer_inputs=shape.layer_inputs,
+            partial_prompts=True,
+            caches=self.caches,
+        )
 
     def __contains__(self, row: Row) -> bool:
-        return row.id in self._last or row.id in self._owed
+        return super().__contains__(row) or (self in row.state and bool(row.state[self].owed))
 
     def of(self, rows: Sequence[Row]) -> torch.Tensor:
         """The outputs of their last entries (B, H)."""
         dtype = self.head.dtype if self.native is None else torch.float32
-        return torch.stack([self._last[row.id].to(dtype) for row in rows])
+        return torch.stack([row.state[self].last.to(dtype) for row in rows])
 
     # -- rows --------------------------------------------------------------------------------------------------
 
@@ -109,22 +135,25 @@ class EagleRows(CachedStates):
 
     def _owe(self, row: Row, stream: torch.Tensor, num_emitted: int) -> None:
         """Make the entries of the newest committed tokens later."""
-        start = len(row.token_ids) - 1 - num_emitted
-        _, first, parts = self._owed.setdefault(row.id, (row, start, []))
-        parts.append(stream.clone() if len(self.head.shape.streams) == 1 else stream)  # one is a view of the forward
-        if start + len(stream) - first >= MOST_OWED:
+        start, state = len(row.token_ids) - 1 - num_emitted, self.state_of(row)
+        if not state.owed:
+            state.first = start
+        state.owed.append(stream.clone() if len(self.head.shape.streams) == 1 else stream)  # one is of the forward
+        if start + len(stream) - state.first >= MOST_OWED:
             self.settle([row])
 
     def settle(self, rows: Iterable[Row]) -> None:
-        owed = [self._owed.pop(row.id) for row in rows if row.id in self._owed]
-        if owed:
-            streams = [parts[0] if len(parts) == 1 else torch.cat(parts) for _, _, parts in owed]
-            self._take_in([row for row, _, _ in owed], streams, [start for _, start, _ in owed])
+        """Make all entries of rows that are still to be made."""
+        owing = [row for row in rows if self in row.state and row.state[self].owed]
+        if owing:
+            states = [self.state_of(row) for row in owing]
+            self._take_in(owing, [state.taken() for state in states], [state.first for state in states])
 
-    def forget(self, rows: Sequence[Row]) -> None:
-        super().forget(rows)
-        for row in rows:
-            self._owed.pop(row.id, None)
+    def state_of(self, row: Row) -> EagleRow:
+        if self not in row.state:
+            row.state[self] = EagleRow(self)
+        state: EagleRow = row.state[self]
+        return state
 
     def _streams(self, features: Features, nodes: Sequence[int]) -> torch.Tensor:
         """What the head reads of nodes, side by side: (n, streams * H of the target)."""
@@ -139,17 +168,14 @@ class EagleRows(CachedStates):
         """Make entries of the next committed tokens of rows, side by side where they lie together."""
         given = {}
         for row, stream, start in zip(rows, states, starts, strict=True):
-            given[self._place(row, start, len(stream)).slot] = (
-                row,
-                row.token_ids[start + 1 : start + 1 + len(stream)],
-                stream,
-            )
+            self.cache.rollback([start], row.slot)
+            given[row.slot] = row, row.token_ids[start + 1 : start + 1 + len(stream)], stream
         for slots in spans(given):
             chains = [given[slot][1] if slot in given else [] for slot in slots]
             streams = [given[slot][2] if slot in given else None for slot in slots]
             if (native := self._kernels_for(sum(map(len, chains)))) is not None:
                 for slot, output in self._made(native, slots, chains, streams):
-                    self._last[given[slot][0].id] = output
+                    self.state_of(given[slot][0]).last = output
                 continue
             nodes = nodes_of.Nodes.from_chains(chains)
             width = len(self.head.shape.streams) * self.head.shape.target_size
@@ -161,7 +187,7 @@ class EagleRows(CachedStates):
             self.cache.commit([range(count) for count in nodes.counts], slots.start)
             for i, slot in enumerate(slots):
                 if slot in given:
-                    self._last[given[slot][0].id] = wide_outputs[i, nodes.counts[i] - 1].clone()
+                    self.state_of(given[slot][0]).last = wide_outputs[i, nodes.counts[i] - 1].clone()
 
     def _made(
         self,
@@ -202,20 +228,19 @@ class EagleRows(CachedStates):
           least_mass, sharpness: see `Growth`.
         """
         assert self.native is not None
-        row, count = draft.row, 0
-        place, owed = self.rows.get(row.id), None
-        if row.id in self._owed and place is not None and place.trunk == self._owed[row.id][1]:
-            _, start, parts = self._owed.pop(row.id)
-            streams = parts[0] if len(parts) == 1 else torch.cat(parts)
-            self._last[row.id] = torch.empty(self.head.shape.layer.hidden_size)
-            owed, count = (row.token_ids[start + 1 : start + 1 + len(streams)], streams), len(streams)
+        row, slot, count = draft.row, draft.row.slot, 0
+        state, owed = self.state_of(row), None
+        if state.owed and self.cache.lengths[slot] == state.first:
+            streams = state.taken()
+            state.last = torch.empty(self.head.shape.layer.hidden_size)
+            owed, count = (row.token_ids[state.first + 1 : state.first + 1 + len(streams)], streams), len(streams)
         self.settle([row])
-        place = self.rows[row.id]
+        assert state.last is not None
         draft.tokens, draft.parents, draft.scores = self.native.grow(
-            place.trunk + count,
+            self.cache.lengths[slot] + count,
             row.pending,
-            self._last[row.id] if owed is not None else self._last[row.id].float(),
-            *self._buffers(place.slot, 1, count + (draft.cap - 1) * draft.beam_width),
+            state.last if owed is not None else state.last.float(),
+            *self._buffers(slot, 1, count + (draft.cap - 1) * draft.beam_width),
             self._names,
             owed=owed,
             depth=draft.cap,
@@ -227,13 +252,13 @@ class EagleRows(CachedStates):
             least=draft.least,
             drawing=_drawing(draft),
         )
-        self.cache.commit([range(count)], place.slot)
-        place.trunk += count
+        self.cache.commit([range(count)], slot)
 
-    def open(self, rows: Sequence[Row]) -> torch.Tensor:
-        """Begin drafts: the outputs (B, H) of the entries that hold the pending tokens, which were made before."""
+    def open(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
+        """Begin drafts, in the order of their slots: the outputs (B, H) of the entries that hold the pending tokens."""
+        rows = [draft.row for draft in drafts]
         self.settle(rows)
-        self._places = self.rows.align([row.id for row in rows])
+        self._nodes_fed = FedNodes(self.cache, drafts)
         self._fed = self.of(rows)
         self._number_of = [{0: number} for number in range(len(rows))]
         return self._fed
@@ -246,18 +271,21 @@ class EagleRows(CachedStates):
             [number_of[draft.parents[node]] for node in draft.frontier]
             for draft, number_of in zip(drafts, self._number_of, strict=True)
         ]
+        fed = self._nodes_fed
         if (native := self._kernels_for(len(drafts) * width)) is not None:
-            buffers = self._buffers(0, len(drafts), width)
-            nodes = frontier_nodes(self.cache, drafts, self._places, are_chains=False)
+            buffers = self._buffers(fed.first, fed.num_rows, width)
+            nodes = fed.nodes(drafts, are_chains=False)
             features = self._fed[[number for row in above for number in row]]
-            lengths = self.cache.row_lengths(0, len(drafts))
+            lengths = self.cache.row_lengths(fed.first, fed.num_rows)
             self._fed = native.feed(nodes, lengths, *buffers, features, is_true=False)
         else:
-            nodes = frontier_nodes(self.cache, drafts, self._places, are_chains=are_chains)
-            padded = torch.tensor([row + [0] * (width - len(row)) for row in above], device=self._fed.device)
-            outputs = self._run(nodes, self._fed[padded].to(self.head.dtype), 0, is_true=False)
-            self._fed = unpadded(outputs, drafts)
-        self.cache.commit([range(width)] * len(drafts))
+            nodes = fed.nodes(drafts, are_chains=are_chains)
+            padded = torch.zeros(fed.num_rows, width, dtype=torch.long)
+            for draft, numbers in zip(drafts, above, strict=True):
+                padded[draft.row.slot - fed.first, : len(numbers)] = torch.tensor(numbers)
+            features = self._fed[padded.to(self._fed.device)].to(self.head.dtype)
+            self._fed = fed.listed(self._run(nodes, features, fed.first, is_true=False), drafts)
+        fed.commit(width)
         starts = accumulate(counts, initial=0)
         self._number_of = [
             {node: start + j for j, node in enumerate(draft.frontier)}
@@ -267,10 +295,7 @@ class EagleRows(CachedStates):
 
     def close(self) -> None:
         """Forget what was fed of drafts."""
-        self.cache.rollback([place.trunk for place in self._places])
-        for place in self._places:
-            place.offset_of = {}
-        self._places = []
+        self._nodes_fed.close()
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """(..., H) -> (..., V_d)."""

@@ -205,11 +205,6 @@ class Growth:
         if self._learns and len(result.tree) > 1 and row.law.is_greedy:
             self._candidates.follow(result.tree, result.emitted[0])
 
-    def forget(self, rows: Sequence[Row]) -> None:
-        """Drop the state of rows that have finished."""
-        for row in rows:
-            self.policy.forget(row)
-
     # -- one level ---------------------------------------------------------------------------------------------
 
     def _is_open(self, draft: GrowingDraft, level: int) -> bool:
@@ -222,7 +217,7 @@ class Growth:
         picks = [_Pick.of(drafts[i], node, starts[i] + j) for i in growing for j, node in enumerate(drafts[i].frontier)]
         for draft in drafts:
             draft.frontier = []
-        pools: dict[int, tuple[GrowingDraft, list[_Candidate]]] = {}
+        pools: dict[GrowingDraft, list[_Candidate]] = {}
         for pick, (scored, law) in zip(picks, self._successors(picks, logits), strict=True):
             draft, node = pick.draft, pick.node
             if law is not None:
@@ -230,9 +225,9 @@ class Growth:
             if draft.shape is not None:
                 draft.fill(node, [token for token, _ in scored])
             else:
-                _, pool = pools.setdefault(draft.row.id, (draft, []))
+                pool = pools.setdefault(draft, [])
                 pool += [(draft.scores[node] + score, node, token, score) for token, score in scored]
-        for draft, pool in pools.values():
+        for draft, pool in pools.items():
             self._add(draft, pool)
 
     def _growing(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from foredraft.drafters.parts.rows import CachedRow, CachedRows, CacheMemory, spans
-from foredraft.engine.drafter import Drafter, DraftSize, Features, OwnCache, PromptChunk, StepResult
-from foredraft.engine.row import Row
+from foredraft.drafters.parts.rows import spans
+from foredraft.engine.drafter import DraftCache, Drafter, DraftSize, Features, PromptChunk, StepResult
+from foredraft.engine.row import Row, RowState
 from foredraft.lazy import Lazy
 
 if TYPE_CHECKING:
@@ -33,6 +34,16 @@ def last_hidden(features: Features, nodes: Sequence[int]) -> torch.Tensor:
     return features.last_hidden(nodes)
 
 
+@dataclass(eq=False)
+class HeadRow(RowState):
+    """What heads draft from in a row: the state (H,) of its last committed token; None where there is none yet."""
+
+    last: torch.Tensor | None = None
+
+    def copied(self) -> HeadRow:
+        return replace(self)
+
+
 class HeadStates:
     """The state (H,) of the last committed token of every row; none yet where the prompt is a single token.
 
@@ -40,28 +51,28 @@ class HeadStates:
       take: the states that heads read.
     """
 
-    lag = 0
-    """How many tokens after its own the entry of a token needs."""
-
     def __init__(self, take: TakeStates) -> None:
         self._take = take
-        self._last: dict[int, torch.Tensor] = {}
+
+    @property
+    def caches(self) -> tuple[DraftCache, ...]:
+        """Caches that grow with the text."""
+        return ()
 
     def __contains__(self, row: Row) -> bool:
         """Whether there is anything to draft from."""
-        return row.id in self._last
+        return self in row.state and row.state[self].last is not None
+
+    def state_of(self, row: Row) -> HeadRow:
+        """The state of a row, a new one where it has none."""
+        if self not in row.state:
+            row.state[self] = HeadRow()
+        state: HeadRow = row.state[self]
+        return state
 
     def of(self, rows: Sequence[Row]) -> torch.Tensor:
         """Of several rows, (B, H)."""
-        return torch.stack([self._last[row.id] for row in rows])
-
-    def own_caches(self) -> list[OwnCache]:
-        """Caches that grow with the text."""
-        return []
-
-    def recall(self, row: Row, memory: object, num_tokens: int) -> int:
-        """How much of a prompt need not be read again: never its last token, whose state is wanted."""
-        return max(0, min(num_tokens, len(row.token_ids) - 2))
+        return torch.stack([row.state[self].last for row in rows])
 
     def read(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         """Take in chunks of prompts."""
@@ -82,20 +93,7 @@ class HeadStates:
           starts: index in its text of the first token of every row.
         """
         for row, state in zip(rows, states, strict=True):
-            self._last[row.id] = state[-1].clone()
-
-    def fork(self, row: Row, copies: Sequence[Row]) -> None:
-        """Give other samples of a prompt what its row has."""
-        if row.id in self._last:
-            self._last.update((copy.id, self._last[row.id]) for copy in copies)
-
-    def keep(self, row: Row) -> object:
-        """For prompts that begin like this row."""
-        return None
-
-    def forget(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self._last.pop(row.id, None)
+            self.state_of(row).last = state[-1].clone()
 
 
 class CachedStates(HeadStates):
@@ -112,46 +110,17 @@ class CachedStates(HeadStates):
     """
 
     column_bytes: int
+    lag = 0
+    """How many tokens after its own the entry of a token needs."""
 
     def __init__(self, take: TakeStates, writer: torch.nn.Module, num_layers: int, device: torch.device) -> None:
         super().__init__(take)
         self._writer = writer
         self.cache = ragged.KVCache(num_layers, device=device)
-        self.rows = CachedRows(self.cache)
 
-    def own_caches(self) -> list[OwnCache]:
-        return [OwnCache(self.cache, self.column_bytes)]
-
-    def settle(self, rows: Iterable[Row]) -> None:
-        """Make all entries of rows that are still to be made."""
-
-    def recall(self, row: Row, memory: object, num_tokens: int) -> int:
-        """Take over entries of an earlier row; an entry that knows what followed its token there is of no use here."""
-        if not isinstance(memory, CacheMemory) or memory.writer is not self._writer:
-            return 0
-        num_known = super().recall(row, memory, min(num_tokens - self.lag, memory.length))
-        return self.rows.recall(row.id, memory, num_known) if num_known else 0
-
-    def _place(self, row: Row, start: int, count: int) -> CachedRow:
-        """Where the entries of so many tokens are about to be put."""
-        place = self.rows.enter(row.id)
-        self.cache.rollback([start], place.slot)
-        place.trunk = start + count
-        return place
-
-    def fork(self, row: Row, copies: Sequence[Row]) -> None:
-        self.settle([row])
-        super().fork(row, copies)
-        for copy in copies if row.id in self.rows else ():
-            self.rows.fork(row.id, copy.id)
-
-    def keep(self, row: Row) -> CacheMemory | None:
-        self.settle([row])
-        return self.rows.keep(row.id, self._writer)
-
-    def forget(self, rows: Sequence[Row]) -> None:
-        super().forget(rows)
-        self.rows.remove(row.id for row in rows)
+    @property
+    def caches(self) -> tuple[DraftCache, ...]:
+        return (DraftCache(self.cache, lambda: self.column_bytes, writer=lambda: self._writer, lag=self.lag),)
 
 
 class PrefixStates(CachedStates):
@@ -169,13 +138,14 @@ class PrefixStates(CachedStates):
         self.column_bytes = layer.shape.kv_numbers * next(layer.parameters()).element_size()
 
     def _take_in(self, rows: Sequence[Row], states: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
-        state_of = {}
+        given = {}
         for row, state, start in zip(rows, states, starts, strict=True):
-            state_of[self._place(row, start, len(state)).slot] = (row.id, state)
-        for slots in spans(state_of, max_gap=0):
-            outputs = self._run([state_of[slot][1] for slot in slots], slots[0])
+            self.cache.rollback([start], row.slot)
+            given[row.slot] = row, state
+        for slots in spans(given, max_gap=0):
+            outputs = self._run([given[slot][1] for slot in slots], slots[0])
             for slot, output in zip(slots, outputs, strict=True):
-                self._last[state_of[slot][0]] = output
+                self.state_of(given[slot][0]).last = output
 
     def _run(self, states: Sequence[torch.Tensor], first_slot: int) -> list[torch.Tensor]:
         """Feed the next states of neighbouring rows; the last output (H,) of each."""
@@ -216,35 +186,21 @@ class HeadDrafter(Drafter, Generic[States]):
             self.growth.begin(row, budget if row in self.states else DraftSize(0), self.reach)
             for row, budget in zip(rows, budgets, strict=True)
         ]
-        growing = [draft for draft in drafts if draft.cap > 0]
+        growing = sorted((draft for draft in drafts if draft.cap > 0), key=lambda draft: draft.row.slot)
         if growing:
             self._grow(growing)
         return [self.growth.finish(draft, self.name) for draft in drafts]
 
     @abstractmethod
     def _grow(self, drafts: Sequence[GrowingDraft]) -> None:
-        """Grow drafts of rows whose states are known to their end."""
+        """Grow drafts of rows whose states are known to their end, in the order of their slots."""
 
-    def own_caches(self) -> Sequence[OwnCache]:
-        return self.states.own_caches()
-
-    def recall(self, row: Row, memory: object, num_tokens: int) -> int:
-        return self.states.recall(row, memory, num_tokens)
-
-    def read(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
-        self.states.read(rows, chunks)
-
-    def fork(self, row: Row, copies: Sequence[Row]) -> None:
-        self.states.fork(row, copies)
+    def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
+        read = [place for place, chunk in enumerate(chunks) if chunk.num_tokens]
+        if read:
+            self.states.read([rows[place] for place in read], [chunks[place] for place in read])
 
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         self.states.observe(rows, results)
         for row, result in zip(rows, results, strict=True):
             self.growth.end(row, result)
-
-    def keep(self, row: Row) -> object:
-        return self.states.keep(row)
-
-    def forget(self, rows: Sequence[Row]) -> None:
-        self.growth.forget(rows)
-        self.states.forget(rows)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from foredraft.drafters.parts.growth import Growth
 from foredraft.drafters.parts.layer_set import LayerSet, quantized, skipping
-from foredraft.drafters.parts.rows import CachedRow, feed, reach, unpadded
-from foredraft.engine.drafter import Drafter, DraftSize, OwnCache, StepResult
+from foredraft.drafters.parts.rows import FedNodes, reach
+from foredraft.engine.drafter import Drafter, DrafterFacts, DraftSize, Needs, StepResult
 from foredraft.engine.row import Row
 from foredraft.lazy import Lazy
 
@@ -40,7 +40,7 @@ class SelfDrafter(Drafter):
         themselves.
       with_head: whether the output embedding is quantised, too; see `quantize_linears`.
       view: chosen columns of the target's cache, over which it drafts instead of over all of them.
-      usual_acceptance: see `Drafter`.
+      usual_acceptance: see `DrafterFacts`.
       growth: arguments of `Growth`.
 
     Exactness: lossless for any variant; the target, its modules and its committed cache are never changed.
@@ -61,14 +61,13 @@ class SelfDrafter(Drafter):
         usual_acceptance: float | None = None,
         **growth: Any,
     ) -> None:
-        self.name = name
-        self.usual_acceptance = usual_acceptance
+        self.facts = DrafterFacts(name, usual_acceptance=usual_acceptance)
         self.layer_set = layer_set or LayerSet()
         self._group_size, self._with_head = group_size, with_head
         self.growth = Growth(**growth)
         self._view = view
         self._target: CausalLM | None = None
-        self._places: list[CachedRow] = []  # of the rows of the cache, while a draft grows
+        self._fed: FedNodes  # while drafts grow
         self._spoilt: set[int] = set()  # slots where something that is not a number was written meanwhile
 
     def _variant(self, target: CausalLM) -> CausalLM:
@@ -79,27 +78,26 @@ class SelfDrafter(Drafter):
             return skipping(target, self.layer_set)
         return target.variant("as it is", lambda *_: None)
 
-    def bind(self, target: CausalLM, cache: KVCache) -> None:
+    def needs(self, target: CausalLM, cache: KVCache) -> Needs:
         self._cache = cache if self._view is None else self._view.bind(target, cache)
         if target is not self._target:
             self._target, self.model = target, self._variant(target)
         self.growth.takes_trees = target.supports_trees
-
-    def own_caches(self) -> list[OwnCache]:
-        return [] if self._view is None else [self._view.own_cache(memory_of.bytes_per_token(self.model))]
+        if self._view is None:
+            return Needs()
+        return Needs(caches=(self._view.own_cache(lambda: memory_of.bytes_per_token(self.model)),))
 
     def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         drafts = [
             self.growth.begin(row, budget, reach(self.model, row)) for row, budget in zip(rows, budgets, strict=True)
         ]
-        last = max((slot for slot, draft in enumerate(drafts) if draft.cap > 0), default=-1)
-        if last >= 0:
+        growing = sorted((draft for draft in drafts if draft.cap > 0), key=lambda draft: draft.row.slot)
+        if growing:
             if self._view is not None:
-                self._view.follow(drafts[: last + 1])
-            lengths = self._cache.lengths[: last + 1]
-            self._places = [CachedRow(slot, length) for slot, length in enumerate(lengths)]
+                self._view.follow(growing)
+            lengths = list(self._cache.lengths)
             try:
-                self.growth.grow(drafts[: last + 1], self)  # they lie in the cache as they do for the target
+                self.growth.grow(growing, self)  # they lie in the cache as they do for the target
             finally:
                 self._cache.rollback(lengths)
                 while self._spoilt:
@@ -109,34 +107,31 @@ class SelfDrafter(Drafter):
 
     def open(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         """Feed the pending tokens."""
-        logits = self.model.forward(lm.Nodes.from_chains([[draft.row.pending] for draft in drafts]), self._cache)
-        self._cache.commit([range(1)] * len(drafts))
-        for place in self._places[: len(drafts)]:
-            place.trunk += 1
-        return self._watched(logits)[:, 0]
+        first, last = drafts[0].row.slot, drafts[-1].row.slot
+        chains: list[list[int]] = [[] for _ in range(first, last + 1)]
+        for draft in drafts:
+            chains[draft.row.slot - first].append(draft.row.pending)
+        logits = self.model.forward(lm.Nodes.from_chains(chains), self._cache, first_row=first)
+        self._cache.commit(list(map(range, map(len, chains))), first)
+        self._fed = FedNodes(self._cache, drafts)
+        return self._fed.listed(self._watched(logits, first), drafts)
 
     def expand(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         """Feed the frontier of every draft."""
-        places = self._places[: len(drafts)]
-        logits = feed(self.model, self._cache, drafts, places, are_chains=self.growth.drafts_chains)
-        return unpadded(self._watched(logits), drafts)
+        logits = self._fed.feed(self.model, drafts, are_chains=self.growth.drafts_chains)
+        return self._fed.listed(self._watched(logits, self._fed.first), drafts)
 
-    def _watched(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits (B, F, V), looked through for NaN.
+    def _watched(self, logits: torch.Tensor, first: int) -> torch.Tensor:
+        """The logits (B, F, V) of rows from ``first`` on, looked through for NaN.
 
         All logits of a node are NaN where its hidden state is, and so is what it has left in the cache. From there it
         would reach the target's own nodes, and other rows that come to this place.
         """
         nodes = logits[..., 0].isnan()
         if bool(nodes.any()):
-            self._spoilt.update(nodes.any(1).nonzero()[:, 0].tolist())
+            self._spoilt.update(first + place for place in nodes.any(1).nonzero()[:, 0].tolist())
         return logits
 
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
             self.growth.end(row, result)
-
-    def forget(self, rows: Sequence[Row]) -> None:
-        self.growth.forget(rows)
-        if self._view is not None:
-            self._view.forget(rows)

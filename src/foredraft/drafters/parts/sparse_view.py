@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from foredraft.config.options import one_of, option, whole
 from foredraft.drafters.parts.growth import GrowthOptions
-from foredraft.drafters.parts.rows import CachedRow, CachedRows
-from foredraft.engine.drafter import OwnCache
+from foredraft.engine.drafter import DraftCache
 from foredraft.errors import ConfigError
 from foredraft.lazy import Lazy
 
@@ -129,70 +128,46 @@ class SparseView:
         self._voter = votes.SnapKVScorer(model) if self.selector == SNAPKV else None
         room = self.budget + self.refresh + 32  # for a draft, too
         self.cache = views.ViewCache(model.num_layers, capacity=room, device=model.device, dtype=source.dtype)
-        self.rows = CachedRows(self.cache)
         return self.cache
 
-    def own_cache(self, column_bytes: int) -> OwnCache:
+    def own_cache(self, column_bytes: Callable[[], int]) -> DraftCache:
         """The cache of the view, whose rows do not grow with their text."""
-        return OwnCache(self.cache, column_bytes, self.cache.capacity)
+        return DraftCache(self.cache, column_bytes, self.cache.capacity)
 
-    def follow(self, drafts: Sequence[GrowingDraft], source_rows: Sequence[int] | None = None) -> list[CachedRow]:
-        """Bring the view up to date; the places of the rows, in front and in this order, with nothing behind them.
-
-        Rows that are not to be drafted for stay as they are.
-
-        Args:
-          source_rows: of the whole cache, by draft; by default draft i belongs to row i.
-        """
-        for draft in drafts:
-            self.rows.enter(draft.row.id)
-        places = self.rows.align([draft.row.id for draft in drafts])
+    def follow(self, drafts: Sequence[GrowingDraft]) -> None:
+        """Bring the rows of drafts up to date."""
         pieces = []
-        for draft, place, source_row in zip(drafts, places, source_rows or range(len(drafts)), strict=True):
-            if draft.cap > 0 and not self.renew(draft.row, source_row):
-                end, length = self.cache.end(place.slot), self._source.lengths[source_row]
-                pieces.append(views.Piece(place.slot, source_row, end, max(end, length)))
+        for draft in drafts:
+            slot = draft.row.slot
+            if not self.renew(draft.row):
+                end, length = self.cache.end(slot), self._source.lengths[slot]
+                pieces.append(views.Piece(slot, slot, end, max(end, length)))
         self.cache.append(self._source, pieces)
-        for place in places:
-            place.trunk = self.cache.lengths[place.slot]
-        return places
 
-    def renew(self, row: Row, source_row: int) -> bool:
+    def renew(self, row: Row) -> bool:
         """Choose the columns of a row anew where it would hold too many; whether it was necessary."""
-        place = self.rows[row.id]
-        self.cache.rollback([place.trunk], place.slot)
-        end, held = self.cache.end(place.slot), place.trunk
-        length = max(end, self._source.lengths[source_row])
+        slot = row.slot
+        end, held = self.cache.end(slot), self.cache.lengths[slot]
+        length = max(end, self._source.lengths[slot])
         if held + length - end <= self.budget + (self.refresh if held else 0):
             return False
-        self.give_back(row, source_row)
-        self.cache.choose(place.slot, self._source, source_row, self._chosen(row, source_row, length))
-        place.trunk = self.cache.lengths[place.slot]
+        self.give_back(row)
+        self.cache.choose(slot, self._source, slot, self._chosen(row, length))
         self.num_choices += 1
         return True
 
-    def give_back(self, row: Row, source_row: int) -> None:
-        """Put what was read in the view, as far as it is known to stay, behind what the whole cache holds of a row."""
-        if row.id in self.rows:
-            place = self.rows[row.id]
-            self.cache.rollback([place.trunk], place.slot)
-            self.cache.give_back(place.slot, self._source, source_row)
+    def give_back(self, row: Row) -> None:
+        """Put what was read in the view behind what the whole cache holds of a row."""
+        self.cache.give_back(row.slot, self._source, row.slot)
 
-    def forget(self, rows: Sequence[Row]) -> None:
-        """Drop rows that have finished."""
-        for row in rows:
-            if row.id in self.rows and row.finish_reason == "error":
-                self.cache.erase(self.rows[row.id].slot)  # a NaN would reach the next row in this place
-        self.rows.remove(row.id for row in rows)
-
-    def _chosen(self, row: Row, source_row: int, length: int) -> list[views.Columns]:
+    def _chosen(self, row: Row, length: int) -> list[views.Columns]:
         """Columns of every layer of a row that is longer than the budget."""
         recent = (range(length - self.budget, length),)
         if self._voter is None:
             ends = (range(self.sinks), range(length - self.budget + self.sinks, length))
             return [ends if kind == masks.FULL else recent for kind in self._kinds]
         last_tokens = [min(token, self._last_token) for token in row.token_ids[length - self.window : length]]
-        found = self._voter.votes(last_tokens, self._source, source_row)
+        found = self._voter.votes(last_tokens, self._source, row.slot)
         return [
             self._elected(of_layer, length) if kind == masks.FULL else recent
             for kind, of_layer in zip(self._kinds, found, strict=True)

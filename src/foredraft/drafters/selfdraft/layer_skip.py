@@ -147,19 +147,19 @@ class SwiftDrafter(SelfDrafter):
 
     def _try_one(self, search: SwiftSearch, rows: Sequence[Row]) -> None:
         """Score a candidate on one of the rows that have generated enough, in turn."""
-        ready = [slot for slot, row in enumerate(rows) if row.num_output_tokens > self._num_scored]
+        ready = [row for row in rows if row.num_output_tokens > self._num_scored]
         if not ready:
             return
-        slot = ready[self.num_scoring_passes % len(ready)]
+        row = ready[self.num_scoring_passes % len(ready)]
 
         def score_again(layer_set: LayerSet) -> float:
             self._layers.leave_out(layer_set.attention, layer_set.mlp)
-            return self._score(rows[slot], self._cache, slot)
+            return self._score(row, self._cache, row.slot)
 
         candidate = search.candidate()
         self._layers.leave_out(candidate.attention, candidate.mlp)
         try:
-            search.tell(self._score(rows[slot], self._cache, slot), score_again)
+            search.tell(self._score(row, self._cache, row.slot), score_again)
         finally:
             self._use(search.best)
 

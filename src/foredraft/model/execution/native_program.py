@@ -394,13 +394,14 @@ class NativeProgram:
         depths: Sequence[int],
         num_columns: int,
         names: torch.Tensor | None,
+        first_row: int = 0,
     ) -> tuple[list[list[int]], int] | None:
         """Run chains, one node at least of each, and behind each its likeliest token, again and again.
 
         Of those that are found the last one is not run; the others lie in the columns behind the nodes.
 
         Args:
-          chains: the next tokens of the first rows of the cache.
+          chains: the next tokens of rows of the cache from ``first_row`` on.
           depths: how many tokens are wanted of every row.
           num_columns: of logits that count.
           names: int64 (V,), the tokens of the columns; None for their own numbers.
@@ -410,7 +411,7 @@ class NativeProgram:
         """
         most, nodes = max(depths), Nodes.from_chains(chains)
         nodes.tokens.clamp_(max=self._vocab_size - 1)  # the last token stands for those that the model does not know
-        if not self.takes(nodes.counts) or (opened := self._open(nodes, cache, more=most - 1)) is None:
+        if not self.takes(nodes.counts) or (opened := self._open(nodes, cache, first_row, most - 1)) is None:
             return None
         tables, store, fields = opened
         tokens, wanted = (abi.Integer * (most * len(depths)))(), abi.array_of(depths)

@@ -1,0 +1,432 @@
+"""The drafts of an engine: of its drafter, whose faults end the drafts of the rows of a call alone, and beside it what
+requests bring along: what they predict, and what a grammar forces."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from foredraft.beginnings import bytes_of, memory_bytes
+from foredraft.config.keywords import has_items
+from foredraft.engine.budget import CAUSES, DraftSize
+from foredraft.engine.drafter import (
+    DraftCache,
+    Drafter,
+    DrafterFacts,
+    Needs,
+    PromptChunk,
+    StepResult,
+    leaves_of,
+    listens,
+    own_result,
+)
+from foredraft.engine.prediction import PREDICTION
+from foredraft.engine.row import RowState
+from foredraft.errors import ConfigError, ProbabilityError, TreeError, described, is_fatal
+from foredraft.sampling.precision import double_device
+from foredraft.tree import DraftPlan, DraftTree
+
+if TYPE_CHECKING:
+    from foredraft.config.acceptance import AcceptanceRule
+    from foredraft.engine.row import Row
+    from foredraft.model.cache.ragged import KVCache, RowStates
+    from foredraft.model.lm import CausalLM
+
+logger = logging.getLogger("foredraft")
+
+T = TypeVar("T")
+
+GRAMMAR = "grammar"
+"""Name of what proposed tokens that the grammar forces."""
+
+GUESSED = "grammar_guess"
+"""Name of what proposed tokens that came of the same choice of the grammar before, and what those force."""
+
+MOST_FORCED, LEAST_FORCED = 16, 4
+"""Forced tokens of a row that runs alone, and of one among many. More hardly help it, and the others wait for them."""
+
+EXPECTED = 0.9
+"""Chance of a predicted token after right ones, where the drafter says those of its own."""
+
+
+class Drafts:
+    """Asks a drafter, and joins what rows draft by themselves (`SamplingParams.prediction`).
+
+    Rows of a call that a fault has ended lose what the drafter knows of them, the lengths of the target's cache are put
+    back, and the rows go on decoding plainly. A draft that does not fit its row counts as a fault of this row alone.
+    The first fault is told in a warning; `RowStats.drafter_error` has that of each row.
+
+    A prediction and the drafter's draft are one tree, in which the drafter's nodes come last; where rules look at the
+    distributions that drafts are from, or only chains are verified, what the row drafts takes the place of the
+    drafter's. Nodes that the grammar of a row does not allow are left out, but for drafts that are samples, which must
+    not be chosen from. So are tokens of the prompt that the target reads and never returns. The drafter sees the
+    outcome of its own proposals.
+
+    Args:
+      drafter: an exception when it is made into a part of the engine is raised: the set-up is wrong then.
+      target: the model.
+      cache: of the target.
+      rule: how drafts are accepted.
+      contains_faults: whether exceptions stay here; else they are raised.
+
+    Attributes:
+      needs: of the drafter.
+      facts: of the drafter.
+      observes: whether the drafter does anything when it is told of steps.
+
+    Raises: ConfigError for a drafter without a name, or with needs that no forward can meet.
+    Exactness: as of the drafter; a draft that never comes is the empty draft. What a row drafts depends on its text.
+    """
+
+    def __init__(
+        self, drafter: Drafter, target: CausalLM, cache: KVCache, rule: AcceptanceRule, *, contains_faults: bool
+    ) -> None:
+        if not isinstance(drafter, Drafter) or not isinstance(drafter.facts, DrafterFacts):
+            raise ConfigError(f"{type(drafter).__name__} cannot be a drafter; derive from Drafter, and give it facts")
+        name: object = drafter.name
+        needs: object = drafter.needs(target, cache)
+        if not isinstance(name, str) or not name or not isinstance(needs, Needs):
+            raise ConfigError(
+                f"{type(drafter).__name__} cannot be a drafter: its name is {name!r} and its needs "
+                f"{type(needs).__name__}; give it DrafterFacts with a name, and return Needs"
+            )
+        if any(not 0 <= layer < target.num_layers for layer in needs.layer_inputs):
+            raise ConfigError(
+                f"drafter {name!r} needs the inputs of layers {needs.layer_inputs}; {target.name} has layers "
+                f"0..{target.num_layers - 1}"
+            )
+        if not all(isinstance(each, DraftCache) for each in needs.caches):
+            raise ConfigError(f"drafter {name!r} needs caches {needs.caches!r}; each must be a DraftCache")
+        self.name, self.needs, self.facts, self.observes = name, needs, drafter.facts, listens(drafter)
+        for own in needs.caches:
+            own.cache.clear()  # what an earlier engine left
+        self._drafter = drafter
+        self._leaves = leaves_of(drafter, needs)
+        self._cache = cache
+        self._rule = rule
+        self._contains_faults = contains_faults
+        self._has_warned = False
+        self._vocab_size, self._num_embeddings = target.vocab_size, target.num_embeddings
+        self._device = double_device(target.device)  # of distributions
+
+    # -- the verbs ---------------------------------------------------------------------------------------------
+
+    def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
+        """Show chunks of prompts; a row begins with its last one."""
+        self._tell(self._drafter.start, rows, chunks)
+
+    def fork(self, row: Row, copies: Sequence[Row]) -> None:
+        """Begin with further samples of the prompt of a row, which has just started."""
+        if row.stats.drafter_error:
+            self._give_up(copies, row.stats.drafter_error)
+        elif row.is_plain:
+            for copy in copies:
+                copy.is_plain = True
+        else:
+            self._try([row, *copies], partial(self._forked, row, copies), None)
+
+    def _forked(self, row: Row, copies: Sequence[Row]) -> None:
+        for copy in copies:
+            for part, state in row.state.items():
+                if isinstance(state, RowState) and (own := state.copied()) is not None:
+                    copy.state[part] = own
+        self._drafter.start(copies, [PromptChunk.end_of(copy) for copy in copies])
+
+    def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
+        """One draft per row."""
+        asked = self._with_drafts(rows)
+        none: list[Any] = []
+        of_rows, of_budgets = _at(asked, rows, budgets)
+        drafts = self._try(of_rows, partial(self._proposed, of_rows, of_budgets), none) if asked else none
+        if asked and not drafts:  # what it has written may not be finite
+            for slot, length in enumerate(self._cache.lengths):
+                self._cache.erase(slot, length)
+        fitting = dict(zip(asked, drafts, strict=False))
+        trees = [self._fitting(row, fitting.get(place)) for place, row in enumerate(rows)]
+        for place, (row, tree, budget) in enumerate(zip(rows, trees, budgets, strict=True)):
+            matching = row.law.matching
+            if row.prediction is None and matching is None and self._vocab_size == self._num_embeddings:
+                continue
+            row.state[self] = tree
+            if row.prediction is not None and (predicted := row.prediction.draft(row.token_ids, budget)):
+                tree = self._joined(predicted, tree, budget)
+            if self._vocab_size < self._num_embeddings:
+                tree = tree.below(self._vocab_size)
+            trees[place] = matching.legal(tree) if matching is not None and tree.probs is None else tree
+        return trees
+
+    def _joined(self, predicted: Sequence[int], tree: DraftTree, budget: DraftSize) -> DraftTree:
+        chain = DraftTree.chain(tree.tokens[0], predicted, source=PREDICTION)
+        if len(tree) == 1 or budget.chains_only or not self._rule.keeps_tokens:
+            return chain.planned(tree.plan)
+        if tree.scores is not None:
+            chain = replace(chain, scores=tuple(EXPECTED**depth for depth in range(len(chain))))
+        return chain.joined(tree, budget.nodes)
+
+    def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
+        """Tell the drafter of a step, as if it had proposed what of its own was verified."""
+        if self.observes:
+            own = [
+                own_result(row.state[self], result) if self in row.state else result
+                for row, result in zip(rows, results, strict=True)
+            ]
+            self._tell(self._drafter.observe, rows, own)
+
+    # -- what is known of rows -----------------------------------------------------------------------------------
+
+    def end(self, rows: Sequence[Row], *, is_kept: bool = False) -> None:
+        """Tell what is known of rows that these have ended; see `RowState.ended`."""
+        for row in rows:
+            if row.has_drafter:
+                self._try([row], partial(self._ended, row, is_kept), None)
+
+    def _ended(self, row: Row, is_kept: bool) -> None:
+        for state in list(row.state.values()):
+            if isinstance(state, RowState):
+                state.ended(row, is_kept=is_kept)
+
+    def drop(self, rows: Sequence[Row]) -> None:
+        """Forget rows that go on without the drafter."""
+        for row in rows:
+            row.state = {}
+            if row.slot >= 0:
+                for own in self.needs.caches:
+                    own.cache.lengths[row.slot] = own.cache.offsets[row.slot] = 0
+                    own.cache.erase(row.slot)
+
+    def kept(self, row: Row) -> object:
+        """What is known of a row, for prompts that begin like it; None for nothing."""
+        return self._try([row], partial(self._known_of, row), None) if row.has_drafter else None
+
+    def _known_of(self, row: Row) -> Kept | None:
+        num_tokens, slot = len(row.token_ids) - 1, row.slot
+        cut = {part: state.cut(num_tokens) for part, state in row.state.items() if isinstance(state, RowState)}
+        columns = [
+            None
+            if own.writer is None or not own.cache.lengths[slot]
+            else KeptColumns(own.writer(), own.cache.export(slot, own.cache.lengths[slot]), own.cache.lengths[slot])
+            for own in self.needs.caches
+        ]
+        kept = Kept({part: found[0] for part, found in cut.items() if found is not None}, columns)
+        return kept if kept.states or any(each is not None for each in columns) else None
+
+    def known(self, row: Row, memory: object, num_tokens: int) -> int:
+        """Take over what an earlier row has left, whose first ``num_tokens`` tokens are those of this prompt.
+
+        Args:
+          memory: of `kept`; None for nothing.
+        Returns: how many of these tokens the drafter need not be shown; the target reads the others again.
+        """
+        if not row.has_drafter:
+            return num_tokens
+        return self._try([row], partial(self._taken_over, row, memory, num_tokens), num_tokens)
+
+    def _taken_over(self, row: Row, memory: object, num_tokens: int) -> int:
+        kept = memory if isinstance(memory, Kept) else Kept()
+        pairs = [
+            (own, found if found is not None and own.writer is not None and found.writer == own.writer() else None)
+            for own, found in zip(self.needs.caches, kept.columns or [None] * len(self.needs.caches), strict=True)
+        ]
+        count = num_tokens
+        for own, found in pairs:
+            if own.lag is not None:
+                count = min(count, num_tokens - own.lag, 0 if found is None else found.length)
+        if any(needs.last_hidden or needs.layer_inputs for _, needs in self._leaves):
+            count = min(count, len(row.token_ids) - 2)  # what heads draft from is that of the last token
+        count = max(count, 0)
+        while (fewer := min([count, *self._covered(kept, count)])) < count:
+            count = fewer
+        found_states = {part: state.cut(count) for part, state in kept.states.items()}
+        row.state = {part: found[0] for part, found in found_states.items() if found is not None}
+        for own, found in pairs:
+            if found is not None:
+                own.cache.load(row.slot, found.states, min(count, found.length))
+        return count
+
+    def _covered(self, kept: Kept, num_tokens: int) -> list[int]:
+        """How many tokens drafters know that must know all of a prompt."""
+        covered = []
+        for leaf, needs in self._leaves:
+            if needs.reads_prompts and not needs.partial_prompts:
+                found = kept.states[leaf].cut(num_tokens) if leaf in kept.states else None
+                covered.append(0 if found is None else max(0, min(found[1], num_tokens)))
+        return covered
+
+    # -- faults ------------------------------------------------------------------------------------------------
+
+    def _with_drafts(self, rows: Sequence[Row]) -> list[int]:
+        """Places of the rows that the drafter is told of."""
+        return [i for i, row in enumerate(rows) if row.has_drafter]
+
+    def _tell(self, verb: Callable[..., None], rows: Sequence[Row], *others: Sequence[Any]) -> None:
+        """Call a verb for the rows that have drafts, with their entries of other lists."""
+        with_drafts = self._with_drafts(rows)
+        if with_drafts:
+            of_rows, *of_others = _at(with_drafts, rows, *others)
+            self._try(of_rows, partial(verb, of_rows, *of_others), None)
+
+    def _try(self, rows: Sequence[Row], call: Callable[[], T], otherwise: T) -> T:
+        lengths = list(self._cache.lengths)
+        try:
+            result = call()
+            if self._cache.lengths != lengths:
+                raise TreeError(f"the drafter left {self._cache.lengths} tokens per row in the cache, not {lengths}")
+            return result
+        except BaseException as fault:
+            self._cache.lengths[:] = lengths
+            self._contain(rows, fault)
+            return otherwise
+
+    def _contain(self, rows: Sequence[Row], fault: BaseException) -> None:
+        if is_fatal(fault) or not self._contains_faults:
+            raise fault
+        self._give_up(rows, described(fault))
+
+    def _give_up(self, rows: Sequence[Row], reason: str) -> None:
+        for row in rows:
+            row.stats.drafter_error = row.stats.drafter_error or reason
+        self.drop(rows)
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "drafter %r has failed (%s); the %d rows that it was drafting for go on without drafts, with the same "
+                "tokens. Further faults are counted in metrics and not told.",
+                self.name,
+                reason,
+                len(rows),
+            )
+
+    def _proposed(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[Any]:
+        """Something for each of the rows."""
+        drafts = self._drafter.propose(rows, budgets)
+        if not has_items(drafts):
+            raise TreeError(f"propose returned {type(drafts).__name__}; give a list of DraftTree, one for each row")
+        drafts = list(drafts)
+        if len(drafts) != len(rows):
+            raise TreeError(f"{len(drafts)} drafts for {len(rows)} rows")
+        return drafts
+
+    def _fitting(self, row: Row, draft: Any) -> DraftTree:
+        """The draft of a row where it fits, else the empty one."""
+        if not row.has_drafter:
+            return DraftTree.root(row.pending)
+        try:
+            return self._checked(row, draft)
+        except BaseException as fault:
+            self._contain([row], fault)
+            self._cache.erase(row.slot, self._cache.lengths[row.slot])
+            return DraftTree.root(row.pending)
+
+    def _checked(self, row: Row, tree: Any) -> DraftTree:
+        """The draft, which begins with the pending token and has tokens that the target can read.
+
+        Raises: TreeError, ProbabilityError.
+        """
+        if not isinstance(tree, DraftTree):
+            raise TreeError(f"propose returned {type(tree).__name__} for a row; give a DraftTree")
+        tokens = tree.tokens
+        if tokens[0] != row.pending:
+            raise TreeError(f"the draft starts with token {tokens[0]}, but {row.pending} is pending")
+        if min(tokens) < 0 or max(tokens) >= self._num_embeddings:
+            outside = next(token for token in tokens if not 0 <= token < self._num_embeddings)
+            raise TreeError(f"the draft holds token {outside}, outside the vocabulary, 0..{self._num_embeddings - 1}")
+        if tree.plan is not None and not (
+            isinstance(tree.plan, DraftPlan) and isinstance(tree.plan.gamma, int) and tree.plan.cause in CAUSES
+        ):
+            raise TreeError(f"the plan of the draft is {tree.plan!r}; give a DraftPlan of a length and a known cause")
+        if self._rule.needs_law and tree.probs is not None:
+            self._check_law(tree, tree.probs, is_sampled=not row.law.is_greedy)
+        return tree
+
+    def _check_law(self, tree: DraftTree, probs: torch.Tensor, *, is_sampled: bool) -> None:
+        is_table = isinstance(probs, torch.Tensor) and probs.is_floating_point() and probs.device == self._device
+        if not is_table or probs.shape[1] != self._vocab_size:
+            kind = f"{probs.dtype} {tuple(probs.shape)}" if isinstance(probs, torch.Tensor) else type(probs).__name__
+            raise TreeError(
+                f"draft probabilities are {kind}; give floats over the vocabulary, (M, {self._vocab_size}), on "
+                f"{self._device}"
+            )
+        if not is_sampled or len(tree) == 1:
+            return
+        parents, tokens = list(tree.parents[1:]), list(tree.tokens[1:])
+        totals, drawn = probs[sorted({*parents})].sum(-1), probs[parents, tokens]
+        if not bool((totals - 1.0).abs().amax() <= ROUNDING) or not bool(drawn.amin() > 0.0):
+            raise ProbabilityError(
+                f"draft probabilities of nodes with children add up to {totals.tolist()}, and those of the drafted "
+                f"tokens are {drawn.tolist()}; give the distributions that the tokens were drawn from, after "
+                "temperature, top-k, top-p and any restriction, or none for a deterministic draft"
+            )
+
+
+ROUNDING = 0.01
+"""Distance of the total of a distribution from 1: eight bits of a bfloat16, and a little more."""
+
+
+def _at(places: Sequence[int], *lists: Sequence[Any]) -> tuple[Sequence[Any], ...]:
+    """The entries of lists at some places, without a copy where these are all."""
+    if len(places) == len(lists[0]):
+        return lists
+    return tuple([entries[i] for i in places] for entries in lists)
+
+
+
+@dataclass(frozen=True)
+class KeptColumns:
+    """The first columns of a row in a cache of a drafter, in copies, for texts that begin alike."""
+
+    writer: object
+    states: RowStates
+    length: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a drafter knew of a row, for texts that begin alike.
+
+    Args:
+      states: by part.
+      columns: of every cache of the drafter; None where there are none.
+    """
+
+    states: dict[Any, RowState] = field(default_factory=dict)
+    columns: Sequence[KeptColumns | None] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all copies."""
+        of_columns = sum(bytes_of(each.states) for each in self.columns if each is not None)
+        return of_columns + sum(map(memory_bytes, self.states.values()))
+
+
+def with_forced(row: Row, tree: DraftTree, budget: DraftSize, rule: AcceptanceRule, num_rows: int = 1) -> DraftTree:
+    """A draft with the tokens that the grammar of its row forces: they are right, whatever is measured of drafts.
+
+    Beyond them come a few that the grammar's choices led to before, where a row has seen that these are mostly right.
+
+    Args:
+      tree: legal already, so that it goes along with what is forced as far as it reaches.
+      budget: that the row has, before a governor's decision.
+      num_rows: rows of the step.
+    """
+    matching = row.law.matching
+    if matching is None or not budget.depth:
+        return tree
+    most = max(MOST_FORCED // num_rows, LEAST_FORCED)
+    forced = matching.forced(min(budget.depth, most))
+    may_guess = rule.keeps_tokens and (len(tree) == 1 or not budget.chains_only)
+    guessed = matching.guessed(min(budget.depth, MOST_FORCED), forced) if may_guess else ()
+    if not forced and not guessed:
+        return tree
+    chain = DraftTree.chain(tree.tokens[0], (*forced, *guessed), source=GRAMMAR)
+    if guessed:
+        chain = replace(chain, sources=(GRAMMAR,) * (len(forced) + 1) + (GUESSED,) * len(guessed))
+    if tree.scores is not None:
+        chances = [EXPECTED**place for place in range(1, len(guessed) + 1)]
+        chain = replace(chain, scores=(1.0,) * (len(forced) + 1) + tuple(chances))
+    chain = budget.cut(chain)
+    return chain.joined(tree, budget.nodes) if rule.keeps_tokens else chain.planned(tree.plan)
