@@ -9,7 +9,7 @@ import torch
 
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
-from foredraft.engine.drafter import Drafter, Requirements, StepResult
+from foredraft.engine.drafter import Drafter, Needs, StepResult
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
 from foredraft.model.lm import CausalLM
@@ -21,7 +21,7 @@ class Probing(Drafter):
     """Drafts fixed trees and keeps what it is told."""
 
     name = "probing"
-    requires = Requirements(choices=True)
+    requires = Needs(choices=True)
 
     def __init__(self) -> None:
         self.seen: list[tuple[list[int], StepResult, torch.Tensor]] = []

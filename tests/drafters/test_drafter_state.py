@@ -24,7 +24,7 @@ from foredraft.drafters.lookup.suffix import SuffixDrafter
 from foredraft.drafters.parts.draft import GrowingDraft
 from foredraft.drafters.parts.layer_set import LayerSet
 from foredraft.drafters.parts.self_draft import SelfDrafter
-from foredraft.engine.drafter import Drafter, Features, PromptChunk, Requirements, StepResult
+from foredraft.engine.drafter import Drafter, Features, PromptChunk, Needs, StepResult
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
 from foredraft.errors import ConfigError, TokenizerMismatchError
@@ -267,8 +267,8 @@ def test_a_path_ends_where_the_nodes_do() -> None:
 class Fixedly(Drafter):
     """One token below every pending token."""
 
-    def __init__(self, name: str, guess: Callable[[Any], int], requires: Requirements | None = None) -> None:
-        self.name, self._guess, self.requires = name, guess, requires or Requirements()
+    def __init__(self, name: str, guess: Callable[[Any], int], requires: Needs | None = None) -> None:
+        self.name, self._guess, self.requires = name, guess, requires or Needs()
         self.told: list[StepResult] = []
         self.learned: list[torch.Tensor] = []
 

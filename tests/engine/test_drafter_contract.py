@@ -16,7 +16,7 @@ from contained import CONTAINED, TEXTS, VOCAB_SIZE, params, plain, run, target
 from drafting import made
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.cost_model import CostModel
-from foredraft.engine.drafter import Drafter, Requirements
+from foredraft.engine.drafter import Drafter, Needs
 from foredraft.engine.engine import Engine
 from foredraft.engine.governor import Governor
 from foredraft.engine.row import Row
@@ -425,8 +425,8 @@ def test_a_drafter_that_cannot_say_whether_it_is_shared_drafts_for_no_row_with_a
         ({"name": 5}, "its name is 5"),
         ({"requires": None}, "its requires NoneType"),
         ({"requires": {"prompts": True}}, "its requires dict"),
-        ({"requires": Requirements(layer_inputs=(9,))}, r"the inputs of layers \(9,\)"),
-        ({"requires": Requirements(layer_inputs=(-1,))}, r"the inputs of layers \(-1,\)"),
+        ({"requires": Needs(layer_inputs=(9,))}, r"the inputs of layers \(9,\)"),
+        ({"requires": Needs(layer_inputs=(-1,))}, r"the inputs of layers \(-1,\)"),
     ],
 )
 def test_a_drafter_that_cannot_run_is_refused_when_the_engine_is_made(changed: dict[str, Any], message: str) -> None:
@@ -439,4 +439,4 @@ def test_a_drafter_that_cannot_run_is_refused_when_the_engine_is_made(changed: d
 
 def test_something_else_than_a_drafter_is_refused() -> None:
     with pytest.raises(ConfigError, match="NGram cannot be a drafter"):
-        Engine(target(), type("NGram", (), {"name": "x", "requires": Requirements()})(), CONTAINED)
+        Engine(target(), type("NGram", (), {"name": "x", "requires": Needs()})(), CONTAINED)

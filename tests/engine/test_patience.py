@@ -22,7 +22,7 @@ from foredraft.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.drafters.parts.rank_tree import RankTree
 from foredraft.engine.cost_model import SHARE, CostModel
-from foredraft.engine.drafter import Drafter, Requirements
+from foredraft.engine.drafter import Drafter, Needs
 from foredraft.engine.engine import Engine
 from foredraft.engine.governor import TO_LOSE, TO_RETURN, Governor, Patience
 from foredraft.engine.row import Row
@@ -106,7 +106,7 @@ class Studious(Drafter):
     """Drafts nothing, and wants to see prompts."""
 
     name = "studious"
-    requires = Requirements(prompts=True)
+    requires = Needs(prompts=True)
 
     def propose(self, rows: Any, budgets: Any) -> list[DraftTree]:
         return [DraftTree.root(row.pending) for row in rows]
@@ -162,7 +162,7 @@ class Dawdling(Drafter):
     """Drafts nothing, wants features, and takes its time over every step."""
 
     name = "dawdling"
-    requires = Requirements(last_hidden=True, choices=True)
+    requires = Needs(last_hidden=True, choices=True)
 
     def __init__(self) -> None:
         self.started: list[int] = []

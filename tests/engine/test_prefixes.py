@@ -18,7 +18,7 @@ from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.engine.drafter import Drafter, Requirements
+from foredraft.engine.drafter import Drafter, Needs
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
@@ -261,7 +261,7 @@ def test_rows_that_ended_in_an_error_leave_nothing() -> None:
 class ReadsHidden(EmptyDrafter):
     """Holds the last hidden state of every committed token, and nothing else."""
 
-    requires = Requirements(last_hidden=True, layer_inputs=(1,))
+    requires = Needs(last_hidden=True, layer_inputs=(1,))
 
     def __init__(self) -> None:
         self.states: dict[int, list[torch.Tensor]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,9 @@ from foredraft.drafters.lookup.rest import RestDrafter
 from foredraft.drafters.lookup.suffix import SuffixDrafter
 from foredraft.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.drafter import Drafter, PromptChunk
+from foredraft.engine.row import Row, RowState
+from foredraft.model.cache.group import CacheGroup
 from foredraft.model.lm import CausalLM
 from foredraft.testing import MakeDrafter, check_drafter, conformance, decode
 from foredraft.testing.conformance import Trace
@@ -46,6 +50,31 @@ def made(method: str, length: int | None = None, *given: Any, cls: type[Any] | N
     if length is not None:
         chosen["num_speculative_tokens"] = length
     return (cls or CLASSES[method])(*given, options(**chosen), **own)
+
+
+def begin(drafter: Drafter, rows: Sequence[Row], target: Any = None) -> CacheGroup:
+    """Let a drafter begin with rows whose prompts are read, as an engine does: with slots, and with its last chunks.
+
+    Args:
+      target: for drafters that need it.
+
+    Returns: its caches, to which further rows may be added.
+    """
+    caches = CacheGroup([own.cache for own in drafter.needs(target, None).caches])  # type: ignore[arg-type]
+    for slot, row in enumerate(rows):
+        caches.add()
+        row.slot = slot
+    drafter.start(rows, [PromptChunk.end_of(row) for row in rows])
+    return caches
+
+
+def end(*rows: Row) -> None:
+    """Let rows end, as an engine does."""
+    for row in rows:
+        for state in row.state.values():
+            if isinstance(state, RowState):
+                state.ended(row, is_kept=False)
+        row.state = {}
 
 
 def check_conforms(make_drafter: MakeDrafter, target: CausalLM, depths: tuple[int, ...]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from foredraft.accept.rules import Verdict
-from foredraft.drafters.parts.rows import CachedRow
+from foredraft.drafters.parts.draft import GrowingDraft
 from foredraft.engine import accepting as accept
 from foredraft.engine import decoding
 from foredraft.engine.row import Row
@@ -286,5 +286,5 @@ def keeps_the_first_columns(patch: pytest.MonkeyPatch) -> None:
 
 
 def _patch_kept(patch: pytest.MonkeyPatch, change: Callable[[list[int]], list[int]]) -> None:
-    fed_along = CachedRow.fed_along
-    patch.setattr(CachedRow, "fed_along", lambda self, draft, tokens: change(fed_along(self, draft, tokens)))
+    columns_along = GrowingDraft.columns_along
+    patch.setattr(GrowingDraft, "columns_along", lambda self, tokens: change(columns_along(self, tokens)))

@@ -374,7 +374,6 @@ def _at(places: Sequence[int], *lists: Sequence[Any]) -> tuple[Sequence[Any], ..
     return tuple([entries[i] for i in places] for entries in lists)
 
 
-
 @dataclass(frozen=True)
 class KeptColumns:
     """The first columns of a row in a cache of a drafter, in copies, for texts that begin alike."""

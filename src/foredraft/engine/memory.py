@@ -47,9 +47,7 @@ class MemoryUse:
     prefix_bytes: int = 0
 
     @classmethod
-    def of(
-        cls, plan: MemoryPlan | None, lengths: Sequence[int], allocated: int, prefix_bytes: int = 0
-    ) -> MemoryUse:
+    def of(cls, plan: MemoryPlan | None, lengths: Sequence[int], allocated: int, prefix_bytes: int = 0) -> MemoryUse:
         """As it is now.
 
         Args:
@@ -77,7 +75,9 @@ class MemoryPlan:
     Raises: ConfigError for a plan that does not hold one row of any length.
     """
 
-    def __init__(self, num_bytes: int, target: CausalLM, own_caches: Sequence[DraftCache] = (), share: str = "") -> None:
+    def __init__(
+        self, num_bytes: int, target: CausalLM, own_caches: Sequence[DraftCache] = (), share: str = ""
+    ) -> None:
         self.num_bytes = num_bytes
         of_target = bytes_per_token(target)
         of_drafter = sum(own.column_bytes() for own in own_caches if own.most_columns is None)

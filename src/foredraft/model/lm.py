@@ -346,9 +346,7 @@ class CausalLM:
             raise ShapeError(f"row {list(map(len, chains)).index(0)} has no token behind which its chain could go on")
         check_autocast(self.device)
         program = self.execution.program
-        found = None if program is None else program.chains(
-            chains, cache, depths, num_columns, names, first_row
-        )
+        found = None if program is None else program.chains(chains, cache, depths, num_columns, names, first_row)
         self.num_forwards += 0 if found is None else found[1]
         return None if found is None else found[0]
 

@@ -22,7 +22,7 @@ from foredraft.drafters.none import EmptyDrafter
 from foredraft.drafters.parts.composite import PRIOR_WEIGHT, Calibration
 from foredraft.drafters.parts.layer_set import LayerSet
 from foredraft.drafters.parts.self_draft import SelfDrafter
-from foredraft.engine.drafter import Drafter, PromptChunk, Requirements, StepResult
+from foredraft.engine.drafter import Drafter, PromptChunk, Needs, StepResult
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
@@ -36,9 +36,9 @@ from toys import VOCAB_SIZE, small, target
 class Fixedly(Drafter):
     """Proposes one tree below every pending token, and keeps what it is told."""
 
-    def __init__(self, name: str, paths: Sequence[Sequence[int]], requires: Requirements | None = None) -> None:
+    def __init__(self, name: str, paths: Sequence[Sequence[int]], requires: Needs | None = None) -> None:
         self.name = name
-        self.requires = requires or Requirements()
+        self.requires = requires or Needs()
         self._paths = paths
         self.told: list[StepResult] = []
         self.learned: list[list[int]] = []
@@ -150,7 +150,7 @@ def test_calibration_moves_from_what_is_stated_to_what_happens() -> None:
 
 def test_every_part_is_told_about_its_own_nodes() -> None:
     plain = decode(target(), EmptyDrafter(), [([1, 2, 3], replace(GREEDY, max_tokens=3))]).outputs["0.0"]
-    requires = Requirements(choices=True)
+    requires = Needs(choices=True)
     right = Fixedly("right", [plain[:1]], requires)
     wrong = Fixedly("wrong", [[(plain[0] + 1) % VOCAB_SIZE], [plain[0], (plain[1] + 1) % VOCAB_SIZE]], requires)
     path_only = Fixedly("path", [plain[:2]])
@@ -177,18 +177,18 @@ def test_every_part_is_told_about_its_own_nodes() -> None:
 
 def test_a_union_asks_for_all_that_its_parts_ask_for() -> None:
     asking = [
-        Requirements(last_hidden=True),
-        Requirements(layer_inputs=(1,)),
-        Requirements(layer_inputs=(0,), prompt_logits=True, prompts=True, choices=True),
+        Needs(last_hidden=True),
+        Needs(layer_inputs=(1,)),
+        Needs(layer_inputs=(0,), prompt_logits=True, prompts=True, choices=True),
     ]
     together = UnionDrafter([Fixedly(str(i), [[1]], requires) for i, requires in enumerate(asking)]).requires
-    for name in (field.name for field in fields(Requirements)):
+    for name in (field.name for field in fields(Needs)):
         assert getattr(together, name), name
     assert together.layer_inputs == (0, 1)
 
 
 def test_parts_read_prompts_if_they_want_to_and_are_asked_what_to_keep() -> None:
-    curious = Fixedly("curious", [[1]], Requirements(prompt_logits=True))
+    curious = Fixedly("curious", [[1]], Needs(prompt_logits=True))
     plain = Fixedly("plain", [[2]])
     engine = Engine(target(), UnionDrafter([curious, plain]), prefixes=PrefixStore(1))
     (row,) = engine.add_request([1, 2, 3], replace(GREEDY, max_tokens=2))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from drafting import made
 from foredraft.drafters.lengths import Heuristic
 from foredraft.drafters.lookup.nasd import NasdDrafter
-from foredraft.engine.drafter import Features, Requirements, StepResult
+from foredraft.engine.drafter import Features, Needs, StepResult
 from foredraft.errors import ConfigError
 from foredraft.tree import DraftTree
 
@@ -232,7 +232,7 @@ def test_asks_for_as_many_as_it_learns() -> None:
     for k in (3, 1):
         started(made("nasd", filler_top_k=k), [1, 2], Asked([[2, 3, 4, 5]]))
     assert Asked.wanted == [3]
-    assert NasdDrafter().requires == Requirements()
+    assert NasdDrafter().requires == Needs()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from foredraft.drafters.lengths import Heuristic
 from foredraft.drafters.lookup.ngram import NGramDrafter
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.drafters.parts.suffix_index import MATCHES, continuation
-from foredraft.engine.drafter import Requirements, StepResult
+from foredraft.engine.drafter import Needs, StepResult
 from foredraft.errors import ConfigError
 from foredraft.tree import DraftTree
 
@@ -227,7 +227,7 @@ def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
 
 
 def test_needs_nothing_of_the_target() -> None:
-    assert NGramDrafter().requires == Requirements()
+    assert NGramDrafter().requires == Needs()
 
 
 def test_empty_drafter_proposes_roots() -> None:
