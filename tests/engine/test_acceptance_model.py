@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from foredraft.engine.acceptance_model import NUM_COMPARED, AcceptanceModel
 from foredraft.tree import DraftTree
 
+ROWS: Any = [SimpleNamespace(state={}) for _ in range(2)]
+
 
 def test_acceptance_is_learned_from_nodes_that_were_never_verified() -> None:
     model = AcceptanceModel()
     for number in range(60):
-        model.proposed(0, DraftTree.chain(1, [2, 3, 4 + number % 2], source="x"))
-        model.came(0, [2, 3, 4])
-    chances = {node: chance for chance, node in model.best_nodes(0, DraftTree.chain(1, [2, 3, 4]), 0.0)}
+        model.proposed(ROWS[0], DraftTree.chain(1, [2, 3, 4 + number % 2], source="x"))
+        model.came(ROWS[0], [2, 3, 4])
+    chances = {node: chance for chance, node in model.best_nodes(ROWS[0], DraftTree.chain(1, [2, 3, 4]), 0.0)}
     assert chances[1] > 0.5  # of another drafter, of which nothing is known
-    known = [chance for chance, _ in model.best_nodes(0, DraftTree.chain(1, [2, 3, 4], source="x"), 0.0)]
+    known = [chance for chance, _ in model.best_nodes(ROWS[0], DraftTree.chain(1, [2, 3, 4], source="x"), 0.0)]
     assert known[0] > 0.9
     assert known[2] / known[1] == pytest.approx(0.5, abs=0.1)
 
@@ -25,12 +29,12 @@ def test_acceptance_is_learned_from_nodes_that_were_never_verified() -> None:
 def test_a_row_that_fares_badly_expects_less_than_another() -> None:
     model = AcceptanceModel()
     for number in range(40):
-        model.proposed(number % 2, DraftTree.chain(1, [2], source="x"))
-        model.came(number % 2, [2 if number % 2 else 3])
-    bad, good = model.by_depth(0, 1)[0], model.by_depth(1, 1)[0]
+        model.proposed(ROWS[number % 2], DraftTree.chain(1, [2], source="x"))
+        model.came(ROWS[number % 2], [2 if number % 2 else 3])
+    bad, good = model.by_depth(ROWS[0], 1)[0], model.by_depth(ROWS[1], 1)[0]
     assert bad < 0.35 < 0.6 < good
-    model.forget(0)
-    assert model.by_depth(0, 1)[0] > bad
+    ROWS[0].state.clear()
+    assert model.by_depth(ROWS[0], 1)[0] > bad
 
 
 def test_a_row_that_fares_well_is_not_believed_level_by_level() -> None:
@@ -38,10 +42,10 @@ def test_a_row_that_fares_well_is_not_believed_level_by_level() -> None:
     model = AcceptanceModel()
     chain = DraftTree(tuple(range(1, 8)), tuple(range(-1, 6)), scores=tuple(0.5**depth for depth in range(7)))
     for place in range(120):
-        model.proposed(place % 2, chain)
-        model.came(place % 2, (9,) if place % 2 else (2, 3, 9))
-    lucky, unlucky = ([chance for chance, _ in model.best_nodes(row, chain, 0.0)] for row in (0, 1))
-    assert model.factor(0) > 1.1 > 0.9 > model.factor(1)
+        model.proposed(ROWS[place % 2], chain)
+        model.came(ROWS[place % 2], (9,) if place % 2 else (2, 3, 9))
+    lucky, unlucky = ([chance for chance, _ in model.best_nodes(row, chain, 0.0)] for row in ROWS)
+    assert model.factor(ROWS[0]) > 1.1 > 0.9 > model.factor(ROWS[1])
     assert lucky[0] > unlucky[0]
     assert lucky[3] / lucky[0] == pytest.approx(unlucky[3] / unlucky[0])
 
@@ -51,8 +55,8 @@ def test_what_scores_are_worth_is_learned() -> None:
     assert model.trust == 1.0
     chain = DraftTree((1, 2), (-1, 0), scores=(1.0, 0.8))
     for place in range(400):
-        model.proposed(0, chain)
-        model.came(0, (2 if place % 5 < 2 else 9,))
+        model.proposed(ROWS[0], chain)
+        model.came(ROWS[0], (2 if place % 5 < 2 else 9,))
     assert model.trust == pytest.approx(0.5, abs=0.1)
 
 
@@ -67,16 +71,16 @@ def test_the_best_nodes_are_those_of_products_along_their_paths(has_scores: bool
         for parent in parents[1:]:
             scores.append(scores[parent] * rng.uniform(0.3, 1.0))
         tree = DraftTree(tuple(range(1, 17)), parents, scores=tuple(scores) if has_scores else None, source="x")
-        known = {node: chance for chance, node in model.best_nodes(0, tree, 0.0)}
+        known = {node: chance for chance, node in model.best_nodes(ROWS[0], tree, 0.0)}
         assert known.keys() == set(range(1, 16))
         for node, parent in enumerate(parents[1:], 1):
             assert known[node] < known.get(parent, 1.0)
-        found = model.best_nodes(0, tree, 0.05)
+        found = model.best_nodes(ROWS[0], tree, 0.05)
         assert found == sorted(found, key=lambda one: (-one[0], one[1]))
         assert {node for _, node in found} == {node for node, chance in known.items() if chance > 0.05}
-        model.proposed(0, tree)
-        model.came(0, tree.path_tokens(rng.randrange(16)))
-        model.came(0, (99,))
+        model.proposed(ROWS[0], tree)
+        model.came(ROWS[0], tree.path_tokens(rng.randrange(16)))
+        model.came(ROWS[0], (99,))
 
 
 # -- heads beside their validation -------------------------------------------------------------------------------------
@@ -88,8 +92,8 @@ def warnings_of(caplog: pytest.LogCaptureFixture, hit_rate: float, num_drafts: i
     model = AcceptanceModel()
     model.compare_with({"eagle3": 0.5})
     for number in range(num_drafts):
-        model.proposed(1, DraftTree.chain(number, [1], source=source))
-        model.came(1, [1 if number % 100 < 100 * hit_rate else 2])
+        model.proposed(ROWS[1], DraftTree.chain(number, [1], source=source))
+        model.came(ROWS[1], [1 if number % 100 < 100 * hit_rate else 2])
     assert model.is_comparing == (source != "eagle3" or num_drafts < NUM_COMPARED)
     return len(caplog.records)
 
@@ -105,10 +109,10 @@ def test_only_first_drafts_after_different_tokens_count(caplog: pytest.LogCaptur
     model = AcceptanceModel()
     model.compare_with({"eagle3": 0.5})
     for _ in range(10 * NUM_COMPARED):  # one rejection, again and again
-        model.proposed(1, DraftTree.chain(7, [1], source="eagle3"))
-        model.came(1, [2])
+        model.proposed(ROWS[1], DraftTree.chain(7, [1], source="eagle3"))
+        model.came(ROWS[1], [2])
     for number in range(2 * NUM_COMPARED):  # another drafter has a part in these
-        model.proposed(1, DraftTree((number, 1, 3), (-1, 0, 0), sources=("", "ngram", "eagle3")))
-        model.came(1, [2])
+        model.proposed(ROWS[1], DraftTree((number, 1, 3), (-1, 0, 0), sources=("", "ngram", "eagle3")))
+        model.came(ROWS[1], [2])
     assert not caplog.records
     assert model.is_comparing

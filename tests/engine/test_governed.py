@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ def engine(method: str, curve: Mapping[int, float], num_rows: int) -> Engine:
     config = SpeculativeConfig(method, **keys.get(method, {}))
     drafter = make_drafter(config, DrafterContext(target(), draft_model()))
     costs = CostModel(curve)
-    decides = MethodBandit(drafter, costs) if drafter.arms else Governor(costs)
+    decides = MethodBandit(drafter.facts, costs) if drafter.facts.arms else Governor(costs)
     return Engine(target(), drafter, EngineConfig(max_num_seqs=num_rows), governor=decides)
 
 
@@ -104,21 +105,6 @@ def test_other_rules_are_not_governed() -> None:
     drafter = make_drafter(SpeculativeConfig("ngram"), DrafterContext(target()))
     one = Engine(target(), drafter, EngineConfig(acceptance="standard"), governor=Governor(CostModel(FREE)))
     assert one.governor is None
-
-
-def test_rows_that_were_aborted_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(governor, "MEMORY", 8)
-    monkeypatch.setattr(governor, "TO_LOSE", math.inf)  # no drafter is left for what the clock says
-    one = engine("ngram", FREE, 1)
-    assert isinstance(one.governor, Governor)
-    num_rows = []
-    for number in range(100):
-        one.add_request([1, 2, 3] * 4, PARAMS["greedy"], str(number))
-        one.step()
-        one.step()
-        one.abort(str(number))
-        num_rows.append(one.governor.acceptance.num_rows)
-    assert 5 < max(num_rows) <= 8 + 2
 
 
 @pytest.mark.usefixtures("_governed")
@@ -407,14 +393,15 @@ def test_a_governor_begins_with_what_is_usual_for_a_drafter(monkeypatch: pytest.
     drafter = make_drafter(SpeculativeConfig("sparse_kv", kv_budget=8, kv_sinks=1), DrafterContext(target()))
     governor = new_governor(target(), drafter)
     assert isinstance(governor, Governor)
-    survival, usual = governor.acceptance, drafter.usual_acceptance
-    assert survival.by_depth(0, 3) == pytest.approx([usual, usual**2, usual**3])
+    survival, usual = governor.acceptance, drafter.facts.usual_acceptance
+    rows: Any = [SimpleNamespace(state={}) for _ in range(13)]
+    assert survival.by_depth(rows[12], 3) == pytest.approx([usual, usual**2, usual**3])
     drafts = [DraftTree.chain(1, [2, 3, 4], source=drafter.name) for _ in range(12)]
-    for row, draft in enumerate(drafts[:2]):
+    for row, draft in zip(rows[:2], drafts[:2], strict=True):
         survival.proposed(row, draft)
         survival.came(row, [9])
-    assert survival.by_depth(99, 1)[0] > 0.65
-    for row, draft in enumerate(drafts[2:], 2):
+    assert survival.by_depth(rows[12], 1)[0] > 0.65
+    for row, draft in zip(rows[2:12], drafts[2:], strict=True):
         survival.proposed(row, draft)
         survival.came(row, [9])
-    assert survival.by_depth(99, 1)[0] < 0.4
+    assert survival.by_depth(rows[12], 1)[0] < 0.4

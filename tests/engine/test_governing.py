@@ -90,8 +90,8 @@ def test_what_is_learned_at_the_next_decision_is_what_every_step_has_shown(monke
     monkeypatch.setattr("foredraft.engine.governing.perf_counter", lambda: next(ticks) * 10e-6)
     governor = Governor(CostModel({1: 8.0, 8: 9.0, 32: 20.0}))
     scheduler: Any = SimpleNamespace(waiting=[], prefilling=[])
-    governing = Governing(governor, EmptyDrafter(), scheduler)
-    row: Any = SimpleNamespace(id=0, is_finished=False, token_ids=[1], num_remaining_tokens=500)
+    governing = Governing(governor, EmptyDrafter().facts, scheduler)
+    row: Any = SimpleNamespace(id=0, state={}, is_finished=False, token_ids=[1], num_remaining_tokens=500)
     clock: Any = SimpleNamespace(laps={"propose_seconds": 0.0, "verify_seconds": 0.002, "observe_seconds": 0.0})
     tree = DraftTree.chain(1, [2, 3], source="x")
     counted, decided = [], 0
@@ -110,4 +110,3 @@ def test_what_is_learned_at_the_next_decision_is_what_every_step_has_shown(monke
     assert governor.totals.num_tokens == 400
     assert governor.acceptance.at_depth(1) > 0.95
     assert governor.acceptance.at_depth(2) < 0.05
-    assert not governor.acceptance.num_rows

@@ -69,7 +69,7 @@ class World:
         number = 0
         while waiting or rows:
             while waiting and len(rows) < self.num_rows:
-                rows.append(SimpleNamespace(id=number, text=waiting.pop(0), place=20, is_finished=False))
+                rows.append(SimpleNamespace(id=number, state={}, text=waiting.pop(0), place=20, is_finished=False))
                 number += 1
             budgets = [DraftSize(LENGTH - row.place - 1) for row in rows]
             if governor is None:
@@ -162,7 +162,7 @@ def test_what_a_plain_step_of_several_rows_takes_is_seen_soon(num_rows: int, num
 def test_a_plain_step_that_is_due_decides_what_follows_it_too() -> None:
     """Where steps are short, the next decision comes only steps later; until then an older one was followed."""
     one, text = governor(FLAT), list(range(LENGTH))
-    row: Any = SimpleNamespace(id=0, text=text, place=20, is_finished=False)
+    row: Any = SimpleNamespace(id=0, state={}, text=text, place=20, is_finished=False)
     due = []
     for _ in range(40):
         place, one.habit.depth = row.place, 0
@@ -240,7 +240,7 @@ def test_it_speaks_of_no_acceptance_where_nothing_was_drafted() -> None:
 def test_where_nothing_was_drafted_the_speed_is_that_of_plain_decoding() -> None:
     """Steps that took longer than was expected, as the first ones do: that says nothing of drafts."""
     one = governor(FLAT)
-    rows: list[Any] = [SimpleNamespace(id=0, is_finished=False)]
+    rows: list[Any] = [SimpleNamespace(id=0, state={}, is_finished=False)]
     output: Any = SimpleNamespace(row=rows[0], token_ids=(5,))
     for seconds in (0.09, 0.05, 0.03, 0.0222, 0.0222):
         one.budgets(rows, [DraftSize(8)])
@@ -260,7 +260,7 @@ def test_levels_that_a_drafter_never_makes_are_neither_hoped_for_nor_paid_for() 
     curve = {1: 20.0, 64: 21.0}
     one = governor(curve)
     guesser = Guesser(lambda place: 0.9, depth=3)
-    rows: list[Any] = [SimpleNamespace(id=0, is_finished=False)]
+    rows: list[Any] = [SimpleNamespace(id=0, state={}, is_finished=False)]
     text = list(range(5000))
     place, asked = 20, []
     for _ in range(120):
@@ -289,7 +289,7 @@ def test_a_first_draft_that_is_slow_does_not_keep_a_batch_from_drafting() -> Non
     world = CostModel(curve)
     world.after(7000)
     rows: list[Any] = [
-        SimpleNamespace(id=i, is_finished=False, num_remaining_tokens=200, stats=RowStats()) for i in range(4)
+        SimpleNamespace(id=i, state={}, is_finished=False, num_remaining_tokens=200, stats=RowStats()) for i in range(4)
     ]
     drafted = []
     for number in range(60):
@@ -315,7 +315,7 @@ def test_a_row_that_gains_more_than_others_counts_less_at_the_end_of_a_batch() -
     """Both have as many tokens to come, and one makes two in a step: what it gains does not make the batch shorter."""
     one = Governor(CostModel(FLAT))
     fast, slow = (
-        SimpleNamespace(id=i, is_finished=False, num_remaining_tokens=100, stats=RowStats()) for i in range(2)
+        SimpleNamespace(id=i, state={}, is_finished=False, num_remaining_tokens=100, stats=RowStats()) for i in range(2)
     )
     for _ in range(50):
         fast.stats.record(1, 1, 2)
@@ -486,7 +486,7 @@ class Sure:
     def run(self, one: Governor, curve: dict[int, float], num_steps: int = 600) -> float:
         """Speed by that of plain decoding."""
         rng, costs = random.Random(1), CostModel(curve)
-        row: Any = SimpleNamespace(id=0, is_finished=False)
+        row: Any = SimpleNamespace(id=0, state={}, is_finished=False)
         plain = spent = 0.0
         for step in range(num_steps):
             is_deciding = step % self.interval == 0
@@ -548,12 +548,12 @@ def test_drafts_that_mostly_bring_nothing_are_made_for_those_that_are_sure() -> 
 
 
 def test_rows_share_what_a_step_is_worth() -> None:
-    rows: Any = [SimpleNamespace(id=row) for row in range(3)]
+    rows: Any = [SimpleNamespace(id=row, state={}) for row in range(3)]
     one = governor({1: 20.0, 3: 20.0, 4: 26.0, 5: 32.0, 6: 38.0, 8: 50.0})
     trees = [scored(0.95, 0.1), scored(0.1), DraftTree.root(7)]
     for _ in range(40):
         one.cut(rows, trees)
         for row, tree, text in zip(rows, trees, ((2,), (9,), (9,)), strict=True):
-            came = SimpleNamespace(row=SimpleNamespace(id=row.id, is_finished=False), token_ids=text)
+            came = SimpleNamespace(row=SimpleNamespace(id=row.id, state=row.state, is_finished=False), token_ids=text)
             one.follow([came], [tree])
     assert [tree.tokens for tree in one.cut(rows, trees)] == [(1, 2), (1,), (7,)]

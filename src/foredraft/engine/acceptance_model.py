@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
 from foredraft.engine.cost_model import MEMORY, RATE
 from foredraft.tree import DraftTree
+
+if TYPE_CHECKING:
+    from foredraft.engine.row import Row
 
 logger = logging.getLogger("foredraft")
 
@@ -132,6 +136,8 @@ class _Open:
 
 @dataclass
 class _Row:
+    """What is known of a row: ``row.state[model]``."""
+
     fares: RowAcceptance = field(default_factory=RowAcceptance)
     drafts: list[_Open] = field(default_factory=list)
 
@@ -149,7 +155,6 @@ class AcceptanceModel:
     def __init__(self) -> None:
         self._known: dict[Kind, Rate] = {}
         self._depth_rates: dict[int, Rate] = {}
-        self._rows: dict[int, _Row] = {}
         self._now = 0  # drafts so far
         self._num_outcomes = 0
         self._trust = Rate(1.0)  # of nodes with scores: seen by what these let expect
@@ -160,21 +165,21 @@ class AcceptanceModel:
 
     # -- learning --------------------------------------------------------------------------------------------------
 
-    def proposed(self, row_id: int, tree: DraftTree) -> None:
+    def proposed(self, row: Row, tree: DraftTree) -> None:
         """A draft was made for a row, whole: before anything is cut from it."""
         if len(tree) > 1:
             self._now += 1
-            row = self._rows.setdefault(row_id, _Row())
-            for draft in row.drafts:
+            known: _Row = row.state.setdefault(self, _Row())
+            for draft in known.drafts:
                 draft.is_newest = False
-            row.drafts.append(_Open(tree))
+            known.drafts.append(_Open(tree))
 
-    def came(self, row_id: int, tokens: Sequence[int]) -> None:
+    def came(self, row: Row, tokens: Sequence[int]) -> None:
         """These tokens have followed in the text of a row."""
-        row = self._rows.get(row_id)
-        if row is not None:
+        known: _Row | None = row.state.get(self)
+        if known is not None:
             for token in tokens:
-                row.drafts = [draft for draft in row.drafts if self._follow(row, draft, token)]
+                known.drafts = [draft for draft in known.drafts if self._follow(known, draft, token)]
 
     def _follow(self, row: _Row, draft: _Open, token: int) -> bool:
         """Go one token on; whether there is more of the draft."""
@@ -243,30 +248,16 @@ class AcceptanceModel:
                 100 * validated,
             )
 
-    def rested(self, row_id: int) -> None:
+    def rested(self, row: Row) -> None:
         """Nothing was drafted for a row: that it fared badly counts less and less."""
-        if row_id in self._rows:
-            self._rows[row_id].fares.fade()
+        if self in row.state:
+            row.state[self].fares.fade()
 
     def expect(self, source: str, depth: int, rate: float, num_trials: float) -> None:
         """Begin with a rate that was measured elsewhere, of first children of a drafter."""
         level = min(depth, KINDS)
         for known in (self._known.setdefault((source, level, 0), Rate(rate)), self._depth_rate(level)):
             known.trials, known.hits = num_trials, rate * num_trials
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of which something is kept."""
-        return len(self._rows)
-
-    def keep_only(self, row_ids: Iterable[int]) -> None:
-        """Drop what belongs to other rows."""
-        for row_id in self._rows.keys() - set(row_ids):
-            self.forget(row_id)
-
-    def forget(self, row_id: int) -> None:
-        """Drop what belongs to a row alone."""
-        self._rows.pop(row_id, None)
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
@@ -275,14 +266,14 @@ class AcceptanceModel:
         """How often a child of a node that was right is right itself, by what drafters estimate; 1 at most."""
         return min(self._trust.value, 1.0)
 
-    def factor(self, row_id: int) -> float:
+    def factor(self, row: Row) -> float:
         """How much better or worse a row fares than others."""
-        row = self._rows.get(row_id)
-        return 1.0 if row is None else row.fares.factor
+        known: _Row | None = row.state.get(self)
+        return 1.0 if known is None else known.fares.factor
 
-    def by_depth(self, row_id: int, depth: int) -> list[float]:
+    def by_depth(self, row: Row, depth: int) -> list[float]:
         """The chance that a draft is accepted to depth 1, 2, ... ``depth``, as far as that is worth a thought."""
-        factor, chance, chances = self.factor(row_id), 1.0, []
+        factor, chance, chances = self.factor(row), 1.0, []
         rates = self._depth_rates_now()
         for level in range(depth):
             chance *= min(rates[min(level, KINDS - 1)] * factor, MOST_CERTAIN)
@@ -311,9 +302,9 @@ class AcceptanceModel:
         """How often a draft that was right so far is right at this depth, too; over all rows."""
         return self._depth_rate(depth).value
 
-    def best_nodes(self, row_id: int, tree: DraftTree, least: float = LITTLE) -> list[tuple[float, int]]:
+    def best_nodes(self, row: Row, tree: DraftTree, least: float = LITTLE) -> list[tuple[float, int]]:
         """Nodes of a draft and their chances, the likeliest first and each after its parent, down to a chance."""
-        parents, scores, of_row = tree.parents, tree.scores, self.factor(row_id)
+        parents, scores, of_row = tree.parents, tree.scores, self.factor(row)
         chances, depths, ranks = [1.0], [0], [0] * len(parents)
         found = []
         for node in range(1, len(parents)):

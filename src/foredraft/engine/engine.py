@@ -274,18 +274,19 @@ class Engine:
             features = [RowFeatures(output, i, choices) for i in range(len(rows))]
             observe(self._drafts, trees, paths, outputs, features)
         clock.lap("observe_seconds")
-        for row in rows:
-            if row.is_finished:
-                self.profile.ended.add(row.stats)
-                self._scheduler.retire(row)
-        clock.lap("emit_seconds")
         self.profile.num_steps += 1
         if is_plain:
             self._governing.rested(len(rows), clock)
         else:
             self._governing.learn(trees, outputs, clock)
-            if self._governing.leaves(self._scheduler.running):
-                self._scheduler.leave_drafter()
+        clock.skip()
+        for row in rows:
+            if row.is_finished:
+                self.profile.ended.add(row.stats)
+                self._scheduler.retire(row)
+        clock.lap("emit_seconds")
+        if not is_plain and self._governing.leaves(self._scheduler.running):
+            self._scheduler.leave_drafter()
         return outputs
 
     def _erase_doubtful(self, rows: list[Row]) -> None:

@@ -86,7 +86,6 @@ class Governing:
         if self._governor is None or not self._governor.patience.ends():
             return False
         self._hand_over()
-        self._governor.leave(rows)
         logger.debug("%d rows go on without the drafter, which costs more than it brings", len(rows))
         return True
 
@@ -167,12 +166,8 @@ class Governing:
     def _compare(self, acceptance: AcceptanceModel, outputs: Sequence[RowOutput]) -> None:
         """Hold the drafts of a step without a governor against the tokens that have come."""
         for draft, output in zip(self._drafts, outputs, strict=True):
-            acceptance.proposed(output.row.id, draft)
-            acceptance.came(output.row.id, output.token_ids)
-            if output.row.is_finished:
-                acceptance.forget(output.row.id)
-        if acceptance.num_rows > len(outputs) + MEMORY:  # which were aborted
-            acceptance.keep_only(output.row.id for output in outputs)
+            acceptance.proposed(output.row, draft)
+            acceptance.came(output.row, output.token_ids)
         if not acceptance.is_comparing:
             self._acceptance = None
 

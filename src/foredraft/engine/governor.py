@@ -167,7 +167,6 @@ class Governor:
         self._reach = 0  # levels of the deepest draft so far, and
         self._is_at_end = False  # whether more were allowed: the drafter makes no deeper ones
         self._weights: list[float] = []
-        self._begun: set[int] = set()  # rows that were drafted for
         self._widths: dict[int, float] = {}  # nodes per row that are kept at a depth, of drafts that branch
         self._coverage: dict[int, float] = {}  # share of the chance of a level that the kept nodes have
         self._value = Rate(0.0)  # tokens per row that the best parts of drafts with scores gain
@@ -249,7 +248,7 @@ class Governor:
         most = min(cap, self._reach) if self._is_at_end else cap
         chances: list[float] = []
         for row, budget, weight in zip(rows, budgets, self._weights, strict=True):
-            for level, chance in enumerate(self.acceptance.by_depth(row.id, min(int(budget), most))):
+            for level, chance in enumerate(self.acceptance.by_depth(row, min(int(budget), most))):
                 if level == len(chances):
                     chances.append(0.0)
                 chances[level] += weight * chance
@@ -319,11 +318,8 @@ class Governor:
 
     def _hold(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> None:
         """Keep drafts until their texts have come."""
-        if self.acceptance.num_rows > len(rows) + MEMORY:  # which were aborted
-            self._begun &= {row.id for row in rows}
-            self.acceptance.keep_only(row.id for row in rows)
         for row, tree in zip(rows, trees, strict=True):
-            self.acceptance.proposed(row.id, tree)
+            self.acceptance.proposed(row, tree)
 
     def _worth(self, num_rows: int) -> Worth:
         """How many tokens must be gained by verifying drafts of so many nodes."""
@@ -337,14 +333,14 @@ class Governor:
 
     def _whole_or_none(self, rows: Sequence[Row], trees: Sequence[DraftTree], worth: Worth) -> list[DraftTree]:
         """All drafts as they are where that pays, else none."""
-        gained = sum(sum(self.acceptance.by_depth(row.id, tree.depth)) for row, tree in zip(rows, trees, strict=True))
+        gained = sum(sum(self.acceptance.by_depth(row, tree.depth)) for row, tree in zip(rows, trees, strict=True))
         if gained > worth(sum(map(len, trees)), False):
             return list(trees)
         return [DraftTree.root(tree.tokens[0], tree.source) for tree in trees]
 
     def _best(self, rows: Sequence[Row], trees: Sequence[DraftTree], worth: Worth) -> list[Chances]:
         """The nodes of every draft that pay."""
-        found = [self.acceptance.best_nodes(row.id, tree) for row, tree in zip(rows, trees, strict=True)]
+        found = [self.acceptance.best_nodes(row, tree) for row, tree in zip(rows, trees, strict=True)]
         if len(rows) > 1:
             weights = self._weights_for(len(rows))
             found = [[(w * chance, node) for chance, node in nodes] for w, nodes in zip(weights, found, strict=True)]
@@ -362,7 +358,7 @@ class Governor:
         covered: dict[int, float] = {}
         whole: dict[int, float] = {}
         for row, tree, nodes in zip(rows, trees, kept, strict=True):
-            for level, chance in enumerate(self.acceptance.by_depth(row.id, tree.depth), 1):
+            for level, chance in enumerate(self.acceptance.by_depth(row, tree.depth), 1):
                 whole[level] = whole.get(level, 0.0) + chance
             for chance, node in nodes:
                 level = tree.depths[node]
@@ -407,13 +403,14 @@ class Governor:
         size = sum(map(len, trees))
         self.costs.verified(num_rows, size, other_seconds, are_chains=are_chains)
         if self._asked_depth:
-            rows = {output.row.id for output in outputs}
             num_levels = min(self._asked_depth, self._reach) if self._is_at_end else self._asked_depth
-            self.costs.drafted(num_rows, num_levels, drafting_seconds, is_first=not rows <= self._begun)
-            self._begun |= rows
+            is_first = not all(self in output.row.state for output in outputs)
+            self.costs.drafted(num_rows, num_levels, drafting_seconds, is_first=is_first)
+            for output in outputs:
+                output.row.state[self] = True  # that it has been drafted for
         else:
             for output in outputs:
-                self.acceptance.rested(output.row.id)
+                self.acceptance.rested(output.row)
         self.follow(outputs)
         done = Steps()
         num_drafted = size - num_rows if any(len(tree) > 1 for tree in trees) else 0
@@ -437,23 +434,13 @@ class Governor:
         if drafts:
             self._hold([output.row for output in outputs], drafts)
         for output in outputs:
-            row = output.row
-            self.acceptance.came(row.id, output.token_ids)
-            if row.is_finished:
-                self.acceptance.forget(row.id)
-                self._begun.discard(row.id)
+            self.acceptance.came(output.row, output.token_ids)
 
     def value_of(self, outputs: Sequence[RowOutput]) -> float:
         """Tokens that a step has brought, those of drafts as far as they make the batch end sooner."""
         weights = self._weights_for(len(outputs))
         gained = [weight * (len(output.token_ids) - 1) for weight, output in zip(weights, outputs, strict=True)]
         return len(outputs) + sum(gained)
-
-    def leave(self, rows: Sequence[Row]) -> None:
-        """Drop what is known of rows alone, which go on without the drafter."""
-        for row in rows:
-            self.acceptance.forget(row.id)
-            self._begun.discard(row.id)
 
     # -- what it knows ---------------------------------------------------------------------------------------------
 

@@ -155,11 +155,6 @@ class MethodBandit:
         """Tokens that a step has brought, see `Governor.value_of`."""
         return self._current.value_of(outputs)
 
-    def leave(self, rows: Sequence[Row]) -> None:
-        """Drop what is known of rows alone, see `Governor.leave`."""
-        for governor in self.governors:
-            governor.leave(rows)
-
     @property
     def habit(self) -> Habit:
         """What the arm that drafts decided last."""

@@ -388,7 +388,7 @@ def check_governed(
       costs: seconds of a step by its number of nodes.
     """
     model = CostModel(costs)
-    governor: AnyGovernor = MethodBandit(drafter, model) if drafter.arms else Governor(model)
+    governor: AnyGovernor = MethodBandit(drafter.facts, model) if drafter.facts.arms else Governor(model)
     for run in ("first", "second"):
         trace = _decode_all(target, drafter, params, governor=governor)
         compare(trace, plain, f"{drafter.name}, governed, {run} run, {_words(params)}")

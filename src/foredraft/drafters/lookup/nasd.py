@@ -143,7 +143,8 @@ class NasdDrafter(PlannedDrafter["_Counted"]):
         return counted
 
     def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
-        storage, tokens, guess = row.state[self].storage, row.token_ids, self._guess(row)
+        storage: NGramStorage = row.state[self].storage
+        tokens, guess = row.token_ids, self._guess(row)
         length = self.length(row, budget, storage.log_shares(tokens, guess))
         return storage.draft(tokens, length, self.name, guess)
 
