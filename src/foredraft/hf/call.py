@@ -75,7 +75,7 @@ class Call:
         self._rows: list[EngineRow] = []
         self._params: list[SamplingParams] = []
         self._add_rows()
-        self._index_of = {row.id: index for index, row in enumerate(self._rows)}
+        self._index_of = {row: index for index, row in enumerate(self._rows)}
 
     def _add_rows(self) -> None:
         """Queue the rows. Consecutive equal ones share their prefill, unless their processors tell them apart."""
@@ -111,7 +111,7 @@ class Call:
             for output in outputs:
                 if output.error is not None:
                     raise output.error
-                self._columns.take(self._index_of[output.row.id], output)
+                self._columns.take(self._index_of[output.row], output)
             self._advance()
             while (full := self._full_row()) is not None:
                 self._cut(full)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from foredraft.config.sampling import SamplingParams
 from foredraft.engine.engine import Engine
 from foredraft.engine.exclusive_use import ExclusiveUse
+from foredraft.engine.row import Row
 from foredraft.engine.stats import RowStats, StepProfile
 from foredraft.errors import CopyError, EngineBusyError, PromptError
 from foredraft.model.default_device import makes_on_cpu
@@ -53,7 +54,7 @@ class Runner:
         self._payoff = payoff
         self._use = ExclusiveUse()  # of the thread that has the lock
         self._num_requests = 0
-        self._session_of: dict[int, Session] = {}  # by row, while it is unfinished
+        self._session_of: dict[Row, Session] = {}  # while it is unfinished
         self._abandoned: deque[Session] = deque()
         self._idle = IdleWatch(self)
 
@@ -100,7 +101,7 @@ class Runner:
                 raise
             session = Session(requests, self._engine, self._num_spec_tokens)
             self._idle.end()
-            self._session_of.update(dict.fromkeys(session.row_ids, session))
+            self._session_of.update(dict.fromkeys(session.rows, session))
             return session
 
     def _follow_target(self) -> None:
@@ -161,14 +162,14 @@ class Runner:
             outputs = self._engine.step()
             ended = perf_counter()
             for output in outputs:
-                owner = self._session_of.get(output.row.id)
+                owner = self._session_of.get(output.row)
                 if owner is None:  # of a call that was cut off before it could wait for it
                     self._engine.abort(output.row.request_id)
                     continue
                 if not owner.take(output, started, ended) and not output.row.is_finished:
                     self._engine.abort_row(output.row, "error")
                 if output.row.is_finished:
-                    del self._session_of[output.row.id]
+                    del self._session_of[output.row]
                     self._payoff.ended(output.row.stats)
         except BaseException as error:
             failed = self._fail(error)
@@ -181,8 +182,8 @@ class Runner:
 
     def _fail(self, error: BaseException) -> set[Session]:
         """End the sessions that had rows in what broke off; the engine has ended these rows already."""
-        untouched = {row.id for row in self._engine.waiting_rows}
-        failed = {session for row_id, session in self._session_of.items() if row_id not in untouched}
+        untouched = set(self._engine.waiting_rows)
+        failed = {session for row, session in self._session_of.items() if row not in untouched}
         for session in failed:
             session.failure = error
         for session in failed:
@@ -194,8 +195,8 @@ class Runner:
         for request in session.requests:
             if not request.is_finished:
                 self._engine.abort(request.id)
-        for row_id in session.row_ids:
-            self._session_of.pop(row_id, None)
+        for row in session.rows:
+            self._session_of.pop(row, None)
         session.abort()
         self._note_idle()
 

@@ -221,11 +221,11 @@ class Session:
         self._governor = engine.governor
         self._before = None if self._governor is None else replace(self._governor.totals)
         self._place_of = {
-            text.row.id: (place, request, text) for place, request in enumerate(self.requests) for text in request.texts
+            text.row: (place, request, text) for place, request in enumerate(self.requests) for text in request.texts
         }
 
     @property
-    def row_ids(self) -> list[int]:
+    def rows(self) -> list[Row]:
         return list(self._place_of)
 
     @property
@@ -268,7 +268,7 @@ class Session:
 
         Returns: whether all of it could be read, see `TextStream.take`.
         """
-        place, request, text = self._place_of[output.row.id]
+        place, request, text = self._place_of[output.row]
         num_known, num_released = len(text.token_ids), text.num_released
         num_logprobs = len(text.logprobs)  # of tokens that were said before there are none
         is_first = text.started is None and not num_known

@@ -23,6 +23,7 @@ from foredraft.engine.governor import Governor
 from foredraft.tune.walk import CountedStep, Counts, RecordedText, Walk, until_interrupted
 
 if TYPE_CHECKING:
+    from foredraft.engine.row import Row
     from foredraft.model.lm import CausalLM
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 10, 16)
@@ -208,8 +209,8 @@ def decoded(
     Raises: KeyboardInterrupt where no text had a step by then.
     """
     engine = Engine(target, drafter(), EngineConfig(max_num_seqs=ROWS_AT_ONCE))
-    steps: dict[int, Counter[CountedStep]] = {}
-    contexts: dict[int, list[int]] = {}
+    steps: dict[Row, Counter[CountedStep]] = {}
+    contexts: dict[Row, list[int]] = {}
     rows = [engine.add_request(text.prompt, text.params)[0] for text in texts]
     with until_interrupted(engine, rows, interrupted):
         for outputs in engine.run():
@@ -217,15 +218,15 @@ def decoded(
                 if output.tree is None:
                     continue
                 step = CountedStep(len(output.tree), 1, output.tree.depth, output.num_accepted)
-                steps.setdefault(output.row.id, Counter())[step] += 1
-                contexts.setdefault(output.row.id, []).append(len(output.row.token_ids))
+                steps.setdefault(output.row, Counter())[step] += 1
+                contexts.setdefault(output.row, []).append(len(output.row.token_ids))
             say(sum(row.is_finished for row in rows))
     if interrupted is not None and interrupted.is_set() and not steps:
         raise KeyboardInterrupt
     if setting.name not in prices.drafting:
         prices.drafting[setting.name] = {1: alone(target, drafter(), texts, prices.mean())[0]}
     counts = tuple(
-        Counts(steps[row.id], row.num_output_tokens, fmean(contexts[row.id])) for row in rows if row.id in steps
+        Counts(steps[row], row.num_output_tokens, fmean(contexts[row])) for row in rows if row in steps
     )
     return SettingCounts(setting, counts, setting.name)
 

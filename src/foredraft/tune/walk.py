@@ -136,7 +136,7 @@ class Walk:
         self.rows: list[Row] = []  # in the order of their slots
         self._caches = CacheGroup([own.cache for own in needs.caches])
         self._waiting = list(texts)
-        self._text_of: dict[int, list[int]] = {}
+        self._text_of: dict[Row, list[int]] = {}
         self._rows_from = Engine(target, EmptyDrafter())  # which never runs
 
     @property
@@ -149,7 +149,7 @@ class Walk:
         while self._waiting and len(self.rows) < num_rows:
             text = self._waiting.pop(0)
             (row,) = self._rows_from.add_request(text.prompt, text.params)
-            self._text_of[row.id] = [*text.prompt, *text.output]
+            self._text_of[row] = [*text.prompt, *text.output]
             row.slot = len(self.rows)
             self.rows.append(row)
             self._caches.add()
@@ -189,7 +189,7 @@ class Walk:
 
     def _accept(self, row: Row, tree: DraftTree) -> StepResult:
         """Example: the text goes on with 5, 6, 7, and the draft is 5, 6, 8: two are right, and 7 is the bonus."""
-        text, path = self._text_of[row.id], [0]
+        text, path = self._text_of[row], [0]
         emitted: list[int] = []
         while True:
             emitted.append(text[len(row.token_ids) + len(emitted)])
