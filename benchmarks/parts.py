@@ -43,7 +43,7 @@ from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters import drafter_factory, make_drafter
 from foredraft.drafters.context import DrafterContext
 from foredraft.engine.costs import Forward, filled_cache, median_times, seconds_of
-from foredraft.engine.drafter import Drafter, DraftSize, Features, StepResult
+from foredraft.engine.drafter import Drafter, DraftSize, Features, PromptChunk, StepResult
 from foredraft.engine.engine import EngineConfig
 from foredraft.engine.row import Row
 from foredraft.engine.stats import StepProfile
@@ -428,12 +428,13 @@ def draft_cost(
 ) -> DraftCost:
     """Drive one drafter over one row whose target goes on with ``text`` most of the time."""
     row, drafter, ahead = text.row(context, num_steps), make(), text.tokens(context + num_steps * _LONGEST)
+    drafter.needs(None, None)  # type: ignore[arg-type]  # of these none looks at the model
     observed: list[int] = []
     proposed: list[int] = []
     nodes: list[int] = []
     with no_garbage_collection():
         begin = perf_counter_ns()
-        drafter.start([row])
+        drafter.start([row], [PromptChunk.end_of(row)])
         start = perf_counter_ns() - begin
         for _ in range(num_steps):
             begin = perf_counter_ns()
@@ -444,7 +445,6 @@ def draft_cost(
             drafter.observe([row], [result])
             observed.append(perf_counter_ns() - begin)
             nodes.append(len(tree))
-    drafter.forget([row])
     return DraftCost(
         drafter=name,
         context=context,

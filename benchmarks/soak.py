@@ -26,9 +26,10 @@ import tempfile
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from time import perf_counter, process_time, sleep
@@ -44,13 +45,13 @@ from foredraft.drafters import make_drafter
 from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.cost_model import CostModel
-from foredraft.engine.drafter import Drafter
+from foredraft.engine.drafter import Drafter, PromptChunk
 from foredraft.engine.engine import Engine
 from foredraft.engine.governing import AnyGovernor
 from foredraft.engine.governor import Governor, Patience
 from foredraft.engine.memory import bytes_per_token
 from foredraft.engine.method_bandit import MethodBandit
-from foredraft.engine.row import Row
+from foredraft.engine.row import Row, RowState
 from foredraft.heads.checkpoint import write_checkpoint
 from foredraft.heads.eagle import EagleHead, EagleShape, default_streams
 from foredraft.heads.eagle_layouts import write_eagle
@@ -66,7 +67,8 @@ from foredraft.tree import DraftTree
 
 FIRST_ID = 1 << 40
 """Where ids of rows begin: no other number is as large, so that those which drafters keep can be found."""
-VERBS = ("recall", "read", "start", "fork", "propose", "observe", "keep", "forget")
+VERBS, OF_STATES = ("start", "propose", "observe"), ("copied", "cut", "ended")
+"""What is called of drafters, and of what they know of rows."""
 
 
 class Fault(Exception):
@@ -74,15 +76,18 @@ class Fault(Exception):
 
 
 def with_faults(drafter: Drafter, rng: random.Random, rate: float, found: Counter[str]) -> Drafter:
-    """The drafter, whose calls fail before or after their work, at random, and whose drafts are nonsense at times."""
+    """The drafter, whose calls fail before or after their work, at random, and whose drafts are nonsense at times.
+
+    So do calls of what it knows of rows.
+    """
 
     def failing(verb: str, sound: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **others: Any) -> Any:
             chance = rng.random() / rate if rate else 2.0
-            if chance < 0.5 and verb != "forget":  # a row that is not forgotten is rightly left behind
+            if chance < 0.5:
                 found[verb] += 1
                 raise Fault(f"before {verb}")
-            result = sound(*args)
+            result = sound(*args, **others)
             if chance < 1.0:
                 found[verb] += 1
                 if verb == "propose" and chance < 0.75:
@@ -92,8 +97,27 @@ def with_faults(drafter: Drafter, rng: random.Random, rate: float, found: Counte
 
         return call
 
+    def starting(rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
+        start(rows, chunks)
+        for row in rows:
+            for state in row.state.values():
+                make_fail(state)
+
+    def cutting(cut: Callable[[int], Any], num_tokens: int) -> Any:
+        kept = cut(num_tokens)
+        if kept is not None:
+            make_fail(kept[0])
+        return kept
+
+    def make_fail(state: object) -> None:
+        if isinstance(state, RowState) and "cut" not in vars(state):
+            sound = {verb: getattr(state, verb) for verb in OF_STATES}
+            sound["cut"] = partial(cutting, sound["cut"])
+            vars(state).update({verb: failing(verb, call) for verb, call in sound.items()})
+
+    start = drafter.start
     for verb in VERBS:
-        setattr(drafter, verb, failing(verb, getattr(drafter, verb)))
+        setattr(drafter, verb, failing(verb, starting if verb == "start" else getattr(drafter, verb)))
     return drafter
 
 
@@ -229,6 +253,8 @@ class Soak:
         """The rows of a request that has ended against those of the same request alone."""
         self.counts["texts"] += len(asked.rows)
         for row in asked.rows:
+            if row.state:
+                raise AssertionError(f"{title}: of a row that has ended there is left: {row.state}")
             self.counts[f"ended by {row.finish_reason}"] += 1
             self.counts["tokens"] += row.num_output_tokens
             self.counts["accepted"] += row.stats.num_accepted_draft_tokens
@@ -419,7 +445,7 @@ def toy_world(rng: random.Random, folder: Path, methods: tuple[str, ...] = tuple
 def governor(drafter: Drafter) -> AnyGovernor:
     """Finds more than a few nodes too dear, so that drafts are cut; rows leave the drafter at times."""
     costs = CostModel({1: 0.001, 8: 0.0012, 64: 0.004, 512: 0.032})
-    made = MethodBandit(drafter, costs) if drafter.arms else Governor(costs)
+    made = MethodBandit(drafter.facts, costs) if drafter.facts.arms else Governor(costs)
     made.patience = Moody(0)
     return made
 

@@ -45,7 +45,7 @@ from foredraft.bench.workload import read_questions
 from foredraft.config.engine import EngineConfig
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.engine.drafter import ContextDrafter, Drafter, DraftSize
+from foredraft.engine.drafter import ContextDrafter, Drafter, DrafterFacts, DraftSize
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
 from foredraft.engine.stats import RowStats
@@ -189,7 +189,7 @@ class SuccessorDrafter(ContextDrafter):
     """The likeliest nodes of the tree that successors of single tokens span."""
 
     def __init__(self, name: str, successors: Argmax | Bigrams, num_nodes: int | None) -> None:
-        self.name = name
+        self.facts = DrafterFacts(name)
         self._successors, self._num_nodes = successors, num_nodes
 
     def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:

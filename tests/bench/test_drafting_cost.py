@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from parts import CONFIGS, PhraseText, draft_cost, draft_costs, opened
 
+from drafting import begin, end
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters import drafter_factory
 from foredraft.drafters.context import DrafterContext
@@ -64,7 +65,7 @@ def work(drafter: Drafter, context: int) -> tuple[int, int]:
     """
     text = PhraseText(VOCAB_SIZE)
     row, ahead = text.row(context, NUM_STEPS), text.tokens(context + NUM_STEPS * 65)
-    drafter.start([row])
+    begin(drafter, [row])
     drafter.propose([row], [20])  # what is built at the first step is not of every step
     row.token_ids = Watched(row.token_ids)
     num_lines = 0
@@ -84,7 +85,7 @@ def work(drafter: Drafter, context: int) -> tuple[int, int]:
         drafter.observe([row], [result])
         sys.settrace(before)
     reads = row.token_ids.num_reads
-    drafter.forget([row])
+    end(row)
     return reads, num_lines
 
 
