@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import CancelledError
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,10 @@ from contained import CONTAINED, TEXTS, VOCAB_SIZE, params, plain, run, target
 from drafting import made
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.cost_model import CostModel
-from foredraft.engine.drafter import Drafter, Needs
+from foredraft.engine.drafter import Drafter, DrafterFacts, Needs
 from foredraft.engine.engine import Engine
 from foredraft.engine.governor import Governor
-from foredraft.engine.row import Row
+from foredraft.engine.row import Row, RowState
 from foredraft.errors import ConfigError, TreeError, as_exception
 from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.testing import check_cache_lengths
@@ -65,16 +65,84 @@ def sound() -> Drafter:
     return made("ngram", 4, prompt_lookup_min=1)
 
 
-def rows_of(drafter: Drafter, governor: Any = None, **others: Any) -> list[Row]:
+def rows_of(drafter: Drafter, governor: Any = None, prefixes: PrefixStore | None = None, **others: Any) -> list[Row]:
     """All texts, three at a time, the second of which is the victim."""
-    engine = Engine(target(), drafter, replace(CONTAINED, **others), governor=governor, prefixes=PrefixStore(8))
+    engine = Engine(
+        target(), drafter, replace(CONTAINED, **others), governor=governor, prefixes=prefixes or PrefixStore(8)
+    )
     rows = []
     for number, text in enumerate(TEXTS):
         rows += engine.add_request(text, params(number), VICTIM if number == 1 else str(number))
     while engine.has_unfinished:
         engine.step()
         check_cache_lengths(engine)
+    assert not any(row.state for row in rows)
     return rows
+
+
+Answer = Callable[["Known", Any], Any]
+"""From a state and what it would say rightly to what it says."""
+
+
+@dataclass(eq=False)
+class Known(RowState):
+    """What a `Knowing` drafter knows of a row."""
+
+    request_id: str
+    num_tokens: int
+    answers: dict[str, Answer]
+    is_of_earlier: bool = False
+
+    def copied(self) -> Any:
+        return self._said("copied", replace(self))
+
+    def cut(self, num_tokens: int) -> Any:
+        num_tokens = min(num_tokens, self.num_tokens)
+        verb = "cut again" if self.is_of_earlier else "cut"
+        return self._said(verb, (replace(self, num_tokens=num_tokens, is_of_earlier=True), num_tokens))
+
+    def ended(self, row: Row, *, is_kept: bool) -> None:
+        self._said("ended", None)
+
+    def _said(self, verb: str, right: Any) -> Any:
+        answer = self.answers.get(verb)
+        return right if answer is None else answer(self, right)
+
+
+class Knowing(Drafter):
+    """Drafts from the text, reads prompts, and has states whose verbs say what they are told to.
+
+    Args:
+      answers: by verb; "cut again" is that of a state which an earlier row has left.
+    """
+
+    name = "knowing"
+
+    def __init__(self, answers: dict[str, Answer]) -> None:
+        self.answers = answers
+        self.num_read: dict[str, int] = {}
+        self._inner = sound()
+
+    def needs(self, target: Any, cache: Any) -> Needs:
+        return Needs(prompts=True)
+
+    def start(self, rows: Any, chunks: Any) -> None:
+        for row, chunk in zip(rows, chunks, strict=True):
+            known = row.state.get(self) or Known(row.request_id, 0, self.answers)
+            assert chunk.start == known.num_tokens or row.index
+            row.state[self] = replace(known, request_id=row.request_id, num_tokens=chunk.start + chunk.num_tokens)
+            self.num_read[row.request_id] = self.num_read.get(row.request_id, 0) + chunk.num_tokens
+            if chunk.is_last:
+                self._inner.start([row], [chunk])
+
+    def propose(self, rows: Any, budgets: Any) -> Any:
+        assert all(type(row.state[self]) is Known for row in rows)
+        return self._inner.propose(rows, budgets)
+
+    def observe(self, rows: Any, results: Any) -> None:
+        for row in rows:
+            row.state[self].num_tokens = len(row.token_ids) - 1
+        self._inner.observe(rows, results)
 
 
 def is_victim(rows: Any) -> bool:
@@ -83,15 +151,14 @@ def is_victim(rows: Any) -> bool:
 
 # -- exceptions ----------------------------------------------------------------------------------------------------
 
-VERBS = ("recall", "start", "fork", "propose", "observe", "keep", "forget", "read")
+VERBS = ("start", "propose", "observe")
+STATE_VERBS = ("copied", "cut", "ended")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_exception_of_any_kind_stays_in_the_rows_of_its_call(fault: str) -> None:
     for verb in VERBS:
         drafter = sound()
-        if verb == "read":
-            drafter.requires = replace(drafter.requires, prompts=True)
         works = getattr(drafter, verb)
 
         def broken(rows: Any, *others: Any, works: Any = works) -> Any:
@@ -105,8 +172,71 @@ def test_an_exception_of_any_kind_stays_in_the_rows_of_its_call(fault: str) -> N
         assert {row.finish_reason for row in rows} == {"length"}
         assert rows[4].stats.num_draft_tokens > 0, verb  # it came when the victim had left
         assert not rows[4].stats.drafter_error
-        if verb not in ("fork", "recall"):  # of several samples, and of prompts that begin like earlier ones
-            assert rows[1].stats.drafter_error.startswith(type(FAULTS[fault]()).__name__), verb
+        assert rows[1].stats.drafter_error.startswith(type(FAULTS[fault]()).__name__), verb
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_exception_while_a_prompt_is_read_stays_in_the_rows_of_its_chunk(fault: str) -> None:
+    class Illiterate(Knowing):
+        def start(self, rows: Any, chunks: Any) -> None:
+            if is_victim(rows) and not chunks[0].is_last:
+                raise FAULTS[fault]()
+            super().start(rows, chunks)
+
+    rows = rows_of(Illiterate({}), prefill_chunk_size=3)
+    assert [row.output_ids for row in rows] == plain()
+    assert rows[1].stats.drafter_error.startswith(type(FAULTS[fault]()).__name__)
+    assert rows[1].stats.num_draft_tokens == 0
+    assert rows[4].stats.num_draft_tokens > 0
+    assert not rows[4].stats.drafter_error
+
+
+def of_the_victim(answer: Callable[[], Any]) -> Answer:
+    """What states of the victim say; all others are sound."""
+    return lambda state, right: answer() if state.request_id == VICTIM else right
+
+
+def fail(fault: str) -> Any:
+    raise FAULTS[fault]()
+
+
+def samples_of(drafter: Drafter) -> tuple[list[Row], list[Row]]:
+    """Three samples of the victim, and a row beside them that began before: both with plain decoding's tokens."""
+    engine = Engine(target(), drafter, replace(CONTAINED, max_num_seqs=4), prefixes=PrefixStore(8))
+    before = engine.add_request(TEXTS[0], params(0), "0")
+    engine.step()
+    rows = engine.add_request(TEXTS[1], params(1, n=3), VICTIM)  # greedy: all alike
+    while engine.has_unfinished:
+        engine.step()
+        check_cache_lengths(engine)
+    assert [row.output_ids for row in (*before, *rows)] == [plain()[0], *[plain()[1]] * 3]
+    assert not any(row.state for row in (*before, *rows))
+    return rows, before
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_exception_of_a_state_stays_in_its_row(fault: str) -> None:
+    for verb in STATE_VERBS:
+        drafter = Knowing({verb: of_the_victim(lambda: fail(fault))})
+        victims, others = samples_of(drafter) if verb == "copied" else ((rows := rows_of(drafter))[1:2], [rows[0]])
+        name = type(FAULTS[fault]()).__name__
+        assert all(row.stats.drafter_error.startswith(name) for row in victims), verb
+        assert not any(row.stats.drafter_error for row in others), verb
+        assert all(row.stats.num_draft_tokens > 0 for row in others), verb
+        if verb != "copied":
+            assert [bool(row.stats.drafter_error) for row in rows] == [False, True, False, False, False]
+            assert [row.output_ids for row in rows] == plain(), verb
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_exception_in_what_an_earlier_row_has_left_stays_in_the_row_that_takes_it_over(fault: str) -> None:
+    """It goes on with the target's columns, and without drafts; there, a drafter that failed reads nothing again."""
+    drafter = Knowing({"cut again": lambda state, right: fail(fault)})
+    rows = rows_of(drafter)
+    assert [row.output_ids for row in rows] == plain()
+    assert [bool(row.stats.drafter_error) for row in rows] == [False, False, False, False, True]
+    assert rows[4].stats.drafter_error.startswith(type(FAULTS[fault]()).__name__)
+    assert rows[4].num_cached_tokens == len(TEXTS[4]) - 1
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, Interrupt])
@@ -148,38 +278,92 @@ def test_a_panic_of_a_processor_or_a_tokenizer_ends_its_own_row() -> None:
 
 # -- what verbs return -----------------------------------------------------------------------------------------------
 
-WRONG_RETURNS: dict[str, list[Any]] = {
-    "propose": [None, 5, "no", b"no", {}, [], [None] * 9, object(), torch.zeros(()), DraftTree.root(1)],
-    "recall": [None, -1, 10**6, 2.0, "all", [1], torch.tensor([1, 2]), float("nan"), True],
-}
+WRONG_DRAFTS: list[Any] = [None, 5, "no", b"no", {}, [], [None] * 9, object(), torch.zeros(()), DraftTree.root(1)]
+WRONG_NUMBERS: list[Any] = [None, -1, 10**6, 2.0, "all", [1], torch.tensor([1, 2]), float("nan"), True]
+WRONG_STATES: list[Any] = [5, "no", object(), [], RowState, (RowState(), 1)]
+WRONG_CUTS: list[Any] = [
+    *(5, "no", object(), [], RowState(), (), (RowState(),), (RowState(), 1, 1), [RowState(), 1]),
+    *((None, 1), (5, 1), (RowState, 1)),
+]
 
 
-@pytest.mark.parametrize("verb", WRONG_RETURNS)
-def test_a_wrong_return_of_a_verb_is_a_fault_of_its_rows(verb: str) -> None:
-    for value in WRONG_RETURNS[verb]:
+def test_a_wrong_return_of_propose_is_a_fault_of_its_rows() -> None:
+    for value in WRONG_DRAFTS:
         drafter = sound()
-        setattr(drafter, verb, lambda *_, value=value: value)
+        drafter.propose = lambda *_, value=value: value  # type: ignore[method-assign]
         rows = rows_of(drafter)
         assert [row.output_ids for row in rows] == plain(), repr(value)
-        if verb == "propose":
-            assert all(row.stats.drafter_error.startswith("TreeError: ") for row in rows), repr(value)
+        assert all(row.stats.drafter_error.startswith("TreeError: ") for row in rows), repr(value)
+
+
+def test_a_copy_that_is_no_state_is_a_fault_of_the_samples_of_its_prompt() -> None:
+    for value in WRONG_STATES:
+        victims, others = samples_of(Knowing({"copied": of_the_victim(lambda value=value: value)}))
+        assert all(row.stats.drafter_error.startswith("TypeError: copied returned") for row in victims), repr(value)
+        assert not any(row.stats.drafter_error for row in others), repr(value)
+        assert others[0].stats.num_draft_tokens > 0, repr(value)
+
+
+def test_a_state_may_begin_anew_with_every_sample_and_every_prompt() -> None:
+    rows, _ = samples_of(Knowing({"copied": lambda state, right: None}))
+    assert not any(row.stats.drafter_error for row in rows)
+    drafter = Knowing({"cut": lambda state, right: None})
+    rows = rows_of(drafter)
+    assert [row.output_ids for row in rows] == plain()
+    assert not any(row.stats.drafter_error for row in rows)
+    assert rows[4].num_cached_tokens == 0  # it must be shown the whole prompt
+    assert drafter.num_read["4"] == len(TEXTS[4]) - 1
+
+
+@pytest.mark.parametrize("verb", ["cut", "cut again"])
+def test_a_wrong_return_of_cut_is_a_fault_of_its_row(verb: str) -> None:
+    """What a row leaves is looked at when it ends, and what another one takes over when that begins."""
+    wrong: list[Answer] = [lambda state, right, value=value: value for value in WRONG_CUTS]
+    wrong += [lambda state, right, value=value: (right[0], value) for value in WRONG_NUMBERS]
+    for place, answer in enumerate(wrong):
+
+        def said(state: Known, right: Any, answer: Answer = answer) -> Any:
+            return answer(state, right) if verb == "cut again" or state.request_id == "0" else right
+
+        rows = rows_of(Knowing({verb: said}))
+        culprit = 0 if verb == "cut" else 4
+        assert [row.output_ids for row in rows] == plain(), place
+        assert [bool(row.stats.drafter_error) for row in rows] == [number == culprit for number in range(5)], place
+        assert "cut returned" in rows[culprit].stats.drafter_error, place
+        if verb == "cut":  # nothing of it is left to others
+            assert rows[4].num_cached_tokens == 0
+            assert rows[4].stats.num_draft_tokens > 0
+        else:
+            assert rows[4].num_cached_tokens == len(TEXTS[4]) - 1
+            assert rows[4].stats.num_draft_tokens == 0
+
+
+@pytest.mark.parametrize("number", [-1, 99, None, "all"])
+def test_a_number_of_recalled_tokens_that_makes_no_sense_is_told(number: Any) -> None:
+    rows = rows_of(Knowing({"cut again": lambda state, right: (right[0], number)}))
+    assert f"cut returned {number!r} of {len(TEXTS[4]) - 1} tokens" in rows[4].stats.drafter_error
 
 
 def test_returns_that_nobody_reads_may_be_anything() -> None:
-    for verb in ("start", "observe", "forget", "keep"):
+    for verb in ("start", "observe"):
         drafter = sound()
         works = getattr(drafter, verb)
         setattr(drafter, verb, lambda *args, works=works: (works(*args), object())[1])
         rows = rows_of(drafter)
         assert [row.output_ids for row in rows] == plain()
         assert not any(row.stats.drafter_error for row in rows)
+    rows = rows_of(Knowing({"ended": lambda state, right: object()}))
+    assert [row.output_ids for row in rows] == plain()
+    assert not any(row.stats.drafter_error for row in rows)
 
 
 def test_a_number_of_any_whole_type_may_be_recalled() -> None:
     for number in (np.int64(1), torch.tensor(1), 1):
-        drafter = sound()
-        drafter.recall = lambda *_, number=number: number
-        assert not any(row.stats.drafter_error for row in rows_of(drafter))
+        drafter = Knowing({"cut again": lambda state, right, number=number: (replace(right[0], num_tokens=1), number)})
+        rows = rows_of(drafter)
+        assert not any(row.stats.drafter_error for row in rows)
+        assert rows[4].num_cached_tokens == 1
+        assert drafter.num_read["4"] == len(TEXTS[4]) - 2
 
 
 # -- drafts ----------------------------------------------------------------------------------------------------------
@@ -377,8 +561,9 @@ def test_sampled_drafts_in_every_dtype_are_right(rule: str, dtype: torch.dtype) 
 
 def test_a_drafter_that_leaves_other_lengths_in_the_cache_is_at_fault() -> None:
     class Longer(EmptyDrafter):
-        def bind(self, target: Any, cache: Any) -> None:
+        def needs(self, target: Any, cache: Any) -> Needs:
             self._cache = cache
+            return Needs()
 
         def propose(self, rows: Any, budgets: Any) -> Any:
             self._cache.lengths[0] += 1
@@ -391,10 +576,12 @@ def test_a_drafter_that_leaves_other_lengths_in_the_cache_is_at_fault() -> None:
 
 def test_an_arm_that_cannot_be_chosen_is_a_fault_of_the_rows_that_are_drafted_for() -> None:
     class Stuck(Proposing):
-        arms = ("one", "other")
+        facts = DrafterFacts("stuck", arms=("one", "other"))
 
-        def choose_arm(self, arm: int) -> None:
-            raise LookupError(f"no arm {arm}")
+        def propose(self, rows: Any, budgets: Any) -> Any:
+            if (arm := budgets[0].arm) is not None:
+                raise LookupError(f"no arm {arm}")
+            return super().propose(rows, budgets)
 
     governor = Governor(CostModel(GOVERNED))
     governor.arm = 1
@@ -403,40 +590,55 @@ def test_an_arm_that_cannot_be_chosen_is_a_fault_of_the_rows_that_are_drafted_fo
     assert rows[0].stats.drafter_error == "LookupError: no arm 1"
 
 
-def test_a_drafter_that_cannot_say_whether_it_is_shared_drafts_for_no_row_with_a_salt() -> None:
-    class Unsure(Proposing):
-        @property
-        def is_shared(self) -> bool:
-            raise RuntimeError("who knows")
+def test_a_shared_drafter_drafts_for_no_row_with_a_salt() -> None:
+    class Shared(Proposing):
+        facts = DrafterFacts("shared", is_shared=True)
 
-    engine = Engine(target(), Unsure(chain), CONTAINED)
+    engine = Engine(target(), Shared(chain), CONTAINED)
     rows = [engine.add_request(text, params(number))[0] for number, text in enumerate(TEXTS)]
-    for row in rows:
+    for row in rows[1:]:
         row.cache_salt = "mine"
     list(engine.run())
     assert [row.output_ids for row in rows] == plain()
-    assert sum(row.stats.num_draft_tokens for row in rows) == 0
+    assert rows[0].stats.num_draft_tokens > 0
+    assert sum(row.stats.num_draft_tokens for row in rows[1:]) == 0
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("facts", "needs", "message"),
     [
-        ({"name": None}, "its name is None"),
-        ({"name": 5}, "its name is 5"),
-        ({"requires": None}, "its requires NoneType"),
-        ({"requires": {"prompts": True}}, "its requires dict"),
-        ({"requires": Needs(layer_inputs=(9,))}, r"the inputs of layers \(9,\)"),
-        ({"requires": Needs(layer_inputs=(-1,))}, r"the inputs of layers \(-1,\)"),
+        (DrafterFacts(None), Needs(), "its name is None"),  # type: ignore[arg-type]
+        (DrafterFacts(5), Needs(), "its name is 5"),  # type: ignore[arg-type]
+        (DrafterFacts(), Needs(), "its name is ''"),
+        (None, Needs(), "give it facts"),
+        ({"name": "x"}, Needs(), "give it facts"),
+        (DrafterFacts("x"), None, "its needs NoneType"),
+        (DrafterFacts("x"), {"prompts": True}, "its needs dict"),
+        (DrafterFacts("x"), Needs(layer_inputs=(9,)), r"the inputs of layers \(9,\)"),
+        (DrafterFacts("x"), Needs(layer_inputs=(-1,)), r"the inputs of layers \(-1,\)"),
+        (DrafterFacts("x"), Needs(caches=(5,)), r"needs caches \(5,\); each must be a DraftCache"),  # type: ignore[arg-type]
+        (DrafterFacts("x"), Needs(caches=5), "needs caches 5; each must be a DraftCache"),  # type: ignore[arg-type]
     ],
 )
-def test_a_drafter_that_cannot_run_is_refused_when_the_engine_is_made(changed: dict[str, Any], message: str) -> None:
-    drafter = sound()
-    for name, value in changed.items():
-        setattr(drafter, name, value)
+def test_a_drafter_that_cannot_run_is_refused_when_the_engine_is_made(facts: Any, needs: Any, message: str) -> None:
+    drafter: Any = sound()
+    drafter.facts, drafter.needs = facts, lambda *_: needs
     with pytest.raises(ConfigError, match=message):
+        Engine(target(), drafter, CONTAINED)
+
+
+def test_a_drafter_that_cannot_say_what_it_needs_is_not_run() -> None:
+    """The set-up is wrong then: nothing is contained."""
+
+    def raising(*_: Any) -> Needs:
+        raise LookupError("no such layer")
+
+    drafter: Any = sound()
+    drafter.needs = raising
+    with pytest.raises(LookupError, match="no such layer"):
         Engine(target(), drafter, CONTAINED)
 
 
 def test_something_else_than_a_drafter_is_refused() -> None:
     with pytest.raises(ConfigError, match="NGram cannot be a drafter"):
-        Engine(target(), type("NGram", (), {"name": "x", "requires": Needs()})(), CONTAINED)
+        Engine(target(), type("NGram", (), {"name": "x", "facts": DrafterFacts("x")})(), CONTAINED)

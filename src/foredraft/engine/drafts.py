@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from foredraft.beginnings import bytes_of, memory_bytes
-from foredraft.config.keywords import has_items
+from foredraft.config.keywords import has_items, shown, whole_number
 from foredraft.engine.budget import CAUSES, DraftSize
 from foredraft.engine.drafter import (
     DraftCache,
@@ -100,7 +100,7 @@ class Drafts:
                 f"drafter {name!r} needs the inputs of layers {needs.layer_inputs}; {target.name} has layers "
                 f"0..{target.num_layers - 1}"
             )
-        if not all(isinstance(each, DraftCache) for each in needs.caches):
+        if not isinstance(needs.caches, tuple) or not all(isinstance(each, DraftCache) for each in needs.caches):
             raise ConfigError(f"drafter {name!r} needs caches {needs.caches!r}; each must be a DraftCache")
         self.name, self.needs, self.facts, self.observes = name, needs, drafter.facts, listens(drafter)
         for own in needs.caches:
@@ -134,6 +134,8 @@ class Drafts:
         for copy in copies:
             for part, state in row.state.items():
                 if isinstance(state, RowState) and (own := state.copied()) is not None:
+                    if not isinstance(own, RowState):
+                        raise TypeError(f"copied returned {shown(own)}; give a RowState, or None to begin anew")
                     copy.state[part] = own
         self._drafter.start(copies, [PromptChunk.end_of(copy) for copy in copies])
 
@@ -205,7 +207,8 @@ class Drafts:
 
     def _known_of(self, row: Row) -> Kept | None:
         num_tokens, slot = len(row.token_ids) - 1, row.slot
-        cut = {part: state.cut(num_tokens) for part, state in row.state.items() if isinstance(state, RowState)}
+        states = {part: state for part, state in row.state.items() if isinstance(state, RowState)}
+        cut = {part: _cut(state, num_tokens) for part, state in states.items()}
         columns = [
             None
             if own.writer is None or not own.cache.lengths[slot]
@@ -241,7 +244,7 @@ class Drafts:
         count = max(count, 0)
         while (fewer := min([count, *self._covered(kept, count)])) < count:
             count = fewer
-        found_states = {part: state.cut(count) for part, state in kept.states.items()}
+        found_states = {part: _cut(state, count) for part, state in kept.states.items()}
         row.state = {part: found[0] for part, found in found_states.items() if found is not None}
         for own, found in pairs:
             if found is not None:
@@ -253,8 +256,8 @@ class Drafts:
         covered = []
         for leaf, needs in self._leaves:
             if needs.reads_prompts and not needs.partial_prompts:
-                found = kept.states[leaf].cut(num_tokens) if leaf in kept.states else None
-                covered.append(0 if found is None else max(0, min(found[1], num_tokens)))
+                found = _cut(kept.states[leaf], num_tokens) if leaf in kept.states else None
+                covered.append(0 if found is None else found[1])
         return covered
 
     # -- faults ------------------------------------------------------------------------------------------------
@@ -361,6 +364,25 @@ class Drafts:
                 f"tokens are {drawn.tolist()}; give the distributions that the tokens were drawn from, after "
                 "temperature, top-k, top-p and any restriction, or none for a deterministic draft"
             )
+
+
+def _cut(state: RowState, num_tokens: int) -> tuple[RowState, int] | None:
+    """What is known after at most so many tokens, and after how many; None for nothing.
+
+    Raises: TypeError, ConfigError where a state says something else.
+    """
+    found: object = state.cut(num_tokens)
+    if found is None:
+        return None
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], RowState):
+        raise TypeError(f"cut returned {shown(found)}; give a RowState and a number of tokens, or None")
+    try:
+        number = whole_number(found[1])
+    except TypeError:
+        number = -1
+    if not 0 <= number <= num_tokens:
+        raise ConfigError(f"cut returned {found[1]!r} of {num_tokens} tokens; give a number of tokens, 0..{num_tokens}")
+    return found[0], number
 
 
 ROUNDING = 0.01
