@@ -12,6 +12,7 @@ from foredraft.config.sampling import SamplingParams
 from foredraft.engine.drafter import Drafter, Needs, StepResult
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
+from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM
 from foredraft.testing import decode, toy_model
 from foredraft.tree import DraftTree
@@ -21,10 +22,12 @@ class Probing(Drafter):
     """Drafts fixed trees and keeps what it is told."""
 
     name = "probing"
-    requires = Needs(choices=True)
 
     def __init__(self) -> None:
         self.seen: list[tuple[list[int], StepResult, torch.Tensor]] = []
+
+    def needs(self, target: CausalLM, cache: KVCache) -> Needs:
+        return Needs(choices=True)
 
     def propose(self, rows: Sequence[Row], budgets: Sequence[int]) -> list[DraftTree]:
         paths = [[5, 6], [7], [5, 8]]

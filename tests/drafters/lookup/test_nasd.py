@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafting import made
+from drafting import begin, made
 from foredraft.drafters.lengths import Heuristic
 from foredraft.drafters.lookup.nasd import NasdDrafter
 from foredraft.engine.drafter import Features, Needs, StepResult
@@ -25,6 +25,12 @@ class Row:
 
     id: int
     token_ids: list[int]
+    state: dict[Any, Any] = field(default_factory=dict)
+    slot: int = -1
+
+    @property
+    def pending(self) -> int:
+        return self.token_ids[-1]
 
 
 class Ranked(Features):
@@ -47,7 +53,7 @@ NOTHING = ranked()
 def started(drafter: NasdDrafter, tokens: list[int], features: Features = NOTHING, id: int = 1) -> Any:
     """A row whose text after the first token came in one step, with what the target ranked high in its places."""
     row: Any = Row(id, tokens[:1])
-    drafter.start([row])
+    begin(drafter, [row])
     if tokens[1:]:
         row.token_ids += tokens[1:]
         drafter.observe([row], [StepResult(DraftTree.root(tokens[0]), (0,), tuple(tokens[1:]), text_features=features)])
@@ -232,7 +238,8 @@ def test_asks_for_as_many_as_it_learns() -> None:
     for k in (3, 1):
         started(made("nasd", filler_top_k=k), [1, 2], Asked([[2, 3, 4, 5]]))
     assert Asked.wanted == [3]
-    assert NasdDrafter().requires == Needs()
+    anything: Any = None
+    assert NasdDrafter().needs(anything, anything) == Needs()
 
 
 @pytest.mark.parametrize(

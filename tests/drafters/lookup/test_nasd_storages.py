@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from drafting import made
+from drafting import begin, end, made
 from foredraft import LLM, SamplingParams
+from foredraft.config.engine import EngineConfig
 from foredraft.drafters.lookup.nasd import NasdDrafter, NGramStorage
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import StepResult
+from foredraft.engine.engine import Engine
 from foredraft.errors import CheckpointError, ConfigError
+from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.model.lm import CausalLM
 from foredraft.testing import decode, toy_model
 from foredraft.tree import DraftTree
@@ -44,6 +48,12 @@ class Row:
     id: int
     token_ids: list[int]
     seed: int = 3
+    state: dict[Any, Any] = field(default_factory=dict)
+    slot: int = -1
+
+    @property
+    def pending(self) -> int:
+        return self.token_ids[-1]
 
 
 def proposed(drafter: NasdDrafter, row: Any, budget: int = 9) -> tuple[int, ...]:
@@ -53,7 +63,7 @@ def proposed(drafter: NasdDrafter, row: Any, budget: int = 9) -> tuple[int, ...]
 
 def started(drafter: NasdDrafter, *tokens: int, id: int = 1, seed: int = 3) -> Any:
     row: Any = Row(id, list(tokens), seed)
-    drafter.start([row])
+    begin(drafter, [row])
     return row
 
 
@@ -126,7 +136,7 @@ def test_words_and_sizes_that_do_not_fit_are_refused() -> None:
 def test_what_is_shared_lives_until_it_is_reset() -> None:
     drafter = made("nasd", 2, shared=True)
     first = started(drafter, 1, 2, 3)
-    drafter.forget([first])
+    end(first)
     assert proposed(drafter, started(drafter, 9, 1, id=2)) == (2, 3)
     drafter.reset()
     assert proposed(drafter, started(drafter, 8, 1, id=3)) == ()
@@ -139,8 +149,9 @@ def num_observations(drafter: NasdDrafter, *context: int) -> float:
 
 def test_a_prompt_counts_once_for_all_its_samples() -> None:
     drafter = made("nasd", 2, shared=True, filler_top_k=1)
-    row, copy = started(drafter, 1, 2, 3), Row(2, [1, 2, 3])
-    drafter.fork(row, [copy])
+    row = started(drafter, 1, 2, 3)
+    copy: Any = Row(2, [1, 2, 3], state={drafter: row.state[drafter].copied()})
+    begin(drafter, [copy])
     assert num_observations(drafter, 1) == 1
     assert proposed(drafter, copy) == ()
     copy.token_ids.append(1)
@@ -153,7 +164,7 @@ def test_the_last_tokens_of_a_row_count_too() -> None:
     drafter = made("nasd", 2, shared=True, filler_top_k=1)
     row, other = started(drafter, 1, 2), started(drafter, 7, id=2)
     row.token_ids += [8, 9]
-    drafter.forget([row, other])
+    end(row, other)
     assert proposed(drafter, started(drafter, 2, id=3)) == (8, 9)
     assert num_observations(drafter, 1) == 1
 
@@ -161,17 +172,42 @@ def test_the_last_tokens_of_a_row_count_too() -> None:
 def test_a_prefix_that_is_reused_counts_once() -> None:
     drafter = made("nasd", 2, shared=True, filler_top_k=1)
     first = started(drafter, 1, 2, 3, 4)
-    memory = drafter.keep(first)
-    drafter.forget([first])
-    second: Any = Row(2, [1, 2, 3, 1, 2])
-    assert drafter.recall(second, memory, 3) == 3
-    drafter.start([second])
+    kept, _ = first.state[drafter].cut(3)
+    end(first)
+    known, num_tokens = kept.cut(3)
+    assert num_tokens == 3
+    begin(drafter, [Row(2, [1, 2, 3, 1, 2], state={drafter: known})])
     assert (num_observations(drafter, 1), num_observations(drafter, 2), num_observations(drafter, 3)) == (2, 1, 2)
     drafter.reset()
-    third: Any = Row(3, [1, 2, 3, 1])
-    drafter.recall(third, memory, 3)
-    drafter.start([third])
+    begin(drafter, [Row(3, [1, 2, 3, 1], state={drafter: kept.cut(3)[0]})])
     assert num_observations(drafter, 1) == 1  # what was counted then is not here any more
+
+
+def test_a_text_that_goes_on_counts_once_with_what_ended_it(target: CausalLM) -> None:
+    """The last step of a row, of which a drafter is told nothing, as well; but for its last token, in no cache."""
+    drafter = made("nasd", 4, shared=True, filler_top_k=1)
+    engine = Engine(target, drafter, prefixes=PrefixStore(2))
+    (first,) = engine.add_request(PROMPTS[0], MODES["greedy"])
+    list(engine.run())
+    (second,) = engine.add_request([*first.token_ids, 7, 5], MODES["greedy"])
+    list(engine.run())
+    assert second.num_cached_tokens >= len(first.token_ids) - 1
+    known = second.token_ids[:-1]
+    counted = Counter([*known, first.token_ids[-2]])
+    assert {token: num_observations(drafter, token) for token in known} == counted
+
+
+def test_a_prompt_that_was_not_read_to_its_end_does_not_count(target: CausalLM) -> None:
+    drafter = made("nasd", 4, shared=True, filler_top_k=1)
+    engine = Engine(target, drafter, EngineConfig(prefill_chunk_size=4), prefixes=PrefixStore(2))
+    engine.add_request(PROMPTS[0], MODES["greedy"])
+    list(engine.run())
+    before = num_observations(drafter, 3)
+    (row,) = engine.add_request([*PROMPTS[0], *[3, 8] * 10], MODES["greedy"])
+    engine.step()
+    assert 0 < row.num_prefilled < row.num_prompt_to_read
+    engine.abort(row.request_id)
+    assert num_observations(drafter, 3) == before
 
 
 # --- the file ------------------------------------------------------------------------------------------------------

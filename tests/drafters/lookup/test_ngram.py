@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafting import made
+from drafting import begin, made
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters.lengths import Heuristic
 from foredraft.drafters.lookup.ngram import NGramDrafter
@@ -26,15 +26,21 @@ class Row:
 
     id: int
     token_ids: list[int]
+    state: dict[Any, Any] = field(default_factory=dict)
+    slot: int = -1
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def pending(self) -> int:
+        return self.token_ids[-1]
+
 
 def started(drafter: NGramDrafter, tokens: list[int], id: int = 1) -> Any:
     row: Any = Row(id, list(tokens))
-    drafter.start([row])
+    begin(drafter, [row])
     return row
 
 
@@ -184,11 +190,6 @@ def test_heuristic_policy_hears_the_outcome() -> None:
 # --- rows, cost, options ---------------------------------------------------------------------------
 
 
-def test_forgetting_a_row_that_never_started_is_harmless() -> None:
-    row: Any = Row(5, [1])
-    NGramDrafter().forget([row])
-
-
 def test_a_step_reads_only_the_end_of_the_text() -> None:
     """No rescans: with 20,000 tokens of context a step reads a few dozen of them, also where all tokens are equal."""
 
@@ -202,7 +203,7 @@ def test_a_step_reads_only_the_end_of_the_text() -> None:
 
     drafter = made("ngram", length=5, num_prompt_lookup_candidates=4)
     row: Any = Row(1, Counting([7] * 20_000))
-    drafter.start([row])
+    begin(drafter, [row])
     row.token_ids.read = 0
     for _ in range(10):
         tree = drafter.propose([row], [5])[0]
@@ -227,13 +228,14 @@ def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
 
 
 def test_needs_nothing_of_the_target() -> None:
-    assert NGramDrafter().requires == Needs()
+    anything: Any = None
+    assert NGramDrafter().needs(anything, anything) == Needs()
 
 
 def test_empty_drafter_proposes_roots() -> None:
     rows: list[Any] = [Row(1, [4, 5]), Row(2, [6])]
     drafter = EmptyDrafter()
-    drafter.start(rows)
+    begin(drafter, rows)
     trees = drafter.propose(rows, [3, 0])
     assert [(tree.tokens, tree.parents, tree.source) for tree in trees] == [
         ((5,), (-1,), "none"),

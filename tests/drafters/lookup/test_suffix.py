@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafting import made
+from drafting import begin, end, made
 from foredraft import LLM, SamplingParams
 from foredraft.drafters.lookup.suffix import SuffixDrafter
 from foredraft.engine.drafter import StepResult
@@ -273,12 +273,16 @@ def test_many_threads_may_use_one_history() -> None:
 
 def row(row_id: int, prompt: Sequence[int], output: Sequence[int] = ()) -> Any:
     return SimpleNamespace(
-        id=row_id, token_ids=[*prompt, *output], output_ids=list(output), num_prompt_tokens=len(prompt)
+        id=row_id,
+        token_ids=[*prompt, *output],
+        output_ids=list(output),
+        num_prompt_tokens=len(prompt),
+        state={},
     )
 
 
 def drafted(drafter: SuffixDrafter, one: Any) -> tuple[int, ...]:
-    drafter.start([one])
+    begin(drafter, [one])
     (tree,) = drafter.propose([one], [8])
     drafter.observe([one], [StepResult(tree, (0,), (one.token_ids[-1],))])
     return tree.tokens[1:]
@@ -289,7 +293,7 @@ def test_shared_requests_learn_from_outputs_and_not_from_prompts() -> None:
     drafter = SuffixDrafter(history=history)
     first = row(1, [40, 41, 42, 43], [1, 2, 3, 4, 5, 6])
     drafted(drafter, first)
-    drafter.forget([first])
+    end(first)
     assert drafted(drafter, row(2, [9, 1, 2, 3])) == (4, 5, 6)
     assert drafted(drafter, row(3, [9, 40, 41])) == ()
 
@@ -299,7 +303,7 @@ def test_a_match_of_n_tokens_is_worth_so_many_drafted_ones() -> None:
     for factor, depth in ((0.5, 1), (1.0, 2), (3.0, 6)):
         drafter = made("suffix", suffix_decoding_max_spec_factor=factor, suffix_decoding_min_token_prob=0.0)
         one = row(0, text)
-        drafter.start([one])
+        begin(drafter, [one])
         assert drafter.propose([one], [20])[0].depth == depth
 
 

@@ -27,7 +27,7 @@ from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.model.lm import CausalLM
-from foredraft.testing import PROMPTS, decode, toy_model
+from foredraft.testing import PROMPTS, check_no_state, decode, toy_model
 from foredraft.tree import DraftTree
 
 VOCAB_SIZE = 64
@@ -118,7 +118,7 @@ def test_rows_are_the_targets_candidates_along_prompt_and_tree() -> None:
     tree = one.propose([row], [9])[0]
     text = list(row.token_ids)
     engine.step()
-    rows = one._matrix_of[row.id].candidates
+    rows = row.state[one].matrix.candidates
 
     def best(tokens: list[int]) -> list[int]:
         with torch.no_grad():
@@ -152,7 +152,7 @@ def test_nothing_passes_from_one_request_to_another_unless_asked(initial_state: 
     one, shared = drafter(initial_state=initial_state), drafter(initial_state=initial_state, shared=True)
     fresh = num_steps(drafter(initial_state=initial_state))
     assert [num_steps(one), num_steps(one)] == [fresh, fresh]
-    assert not one._matrix_of
+    check_no_state(one)
     first, before = num_steps(shared), shared._start.candidates
     second = num_steps(shared)
     assert first == fresh

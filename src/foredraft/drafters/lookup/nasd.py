@@ -174,11 +174,13 @@ class NasdDrafter(PlannedDrafter["_Counted"]):
 
     def end(self, counted: _Counted, token_ids: Sequence[int]) -> None:
         """Count the last tokens of a text; the file is written when no other row runs."""
+        has_begun = counted in self._running
         self._running.discard(counted)
         if self._shared is None:
             return
-        if counted.storage is self._shared:  # nothing was said of the last step of a row
+        if has_begun:  # nothing was said of the last step of a row
             self._shared.extend(token_ids, [], first=counted.num_tokens)
+            counted.num_tokens = len(token_ids)
         if self._state_file is not None and self._is_unsaved and not self._running:
             self._is_unsaved = False
             with warned():

@@ -113,7 +113,7 @@ class TokenRecyclingDrafter(ContextDrafter):
             learned = row.state.get(self)
             if learned is None:
                 learned = row.state[self] = _Learned(self, self._matrix())
-                self._running.add(learned)
+            self._running.add(learned)
             if chunk.num_tokens:
                 tokens = row.token_ids[chunk.start : chunk.start + chunk.num_tokens]
                 top_ids = chunk.features.top_ids(self._start.num_candidates, range(chunk.num_tokens))
