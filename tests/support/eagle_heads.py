@@ -167,10 +167,10 @@ class HandsOn(EmptyDrafter):
     """Hands every verb to another drafter but those that a subclass answers itself."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.requires = drafter, drafter.requires
+        self.drafter, self.facts = drafter, drafter.facts
 
     def __getattribute__(self, name: str) -> Any:
-        is_verb = name in ("recall", "read", "fork", "keep", "forget", "start", "bind", "propose", "observe")
+        is_verb = name in ("needs", "start", "propose", "observe")
         own = getattr(type(self), name, None)
         is_handed_on = is_verb and own is getattr(EmptyDrafter, name)
         return getattr(self.drafter, name) if is_handed_on else super().__getattribute__(name)

@@ -104,8 +104,6 @@ class _Watched(WrappingDrafter):
         self.drafter = drafter
         self.facts = replace(drafter.facts, name=drafter.name)
         self.shown = shown or Shown(drafter.name)
-        self._started: set[int] = set()
-        self._num_read: dict[tuple[int, int], int] = {}  # by row and how often it was sent back
         self._reads_prompts = self._reads_all = False
 
     def needs(self, target: CausalLM, cache: KVCache) -> Needs:
@@ -116,16 +114,16 @@ class _Watched(WrappingDrafter):
 
     def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         for row, chunk in zip(rows, chunks, strict=True):
-            place = row.id, row.stats.num_preemptions
-            known = self._num_read.get(place, 0 if self._reads_all and not row.state and not row.index else chunk.start)
+            begins_anew = self._reads_all and not row.state and not row.index
+            told = row.state.setdefault(self, _Told(0 if begins_anew else chunk.start))
+            known = told.num_read
             require(
                 chunk.start == known or not self._reads_prompts,
                 f"start: row {row.id} goes on at {chunk.start}, but {known} tokens are read",
             )
             require(self._reads_prompts or chunk.is_last, f"{self.name} reads prompts and wants nothing of them")
-            self._num_read[place] = chunk.start + chunk.num_tokens
-            if chunk.is_last:
-                self._started.add(row.id)
+            told.num_read = chunk.start + chunk.num_tokens
+            told.has_started = told.has_started or chunk.is_last
         super().start(rows, chunks)
 
     def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
@@ -133,7 +131,8 @@ class _Watched(WrappingDrafter):
         trees = self.drafter.propose(rows, budgets)
         require(len(trees) == len(rows), f"{self.name}: {len(trees)} drafts for {len(rows)} rows")
         for row, tokens, budget, tree in zip(rows, before, budgets, trees, strict=True):
-            require(row.id in self._started, f"propose before start for row {row.id}")
+            has_started = self in row.state and row.state[self].has_started
+            require(has_started, f"propose before start for row {row.id}")
             require(row.token_ids == tokens, f"{self.name} changed the tokens of row {row.id}")
             require(
                 tree.tokens[0] == tokens[-1],
@@ -152,6 +151,14 @@ class _Watched(WrappingDrafter):
             path = [result.tree.tokens[node] for node in result.path[1:]]
             require(path == list(result.emitted[: len(path)]), "observe: the accepted path is not what was emitted")
         self.drafter.observe(rows, results)
+
+
+@dataclass
+class _Told:
+    """What a drafter was told of a row: so many tokens of its prompt, and whether that was all."""
+
+    num_read: int
+    has_started: bool = False
 
 
 def require(holds: bool, message: str) -> None:

@@ -20,6 +20,7 @@ from foredraft.drafters.lengths import Fixed
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.drafters.parts import candidates, eagle_rows
 from foredraft.drafters.parts.eagle_rows import EagleRows
+from foredraft.drafters.parts.rows import FedNodes
 from foredraft.engine.drafter import DraftSize
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
@@ -174,14 +175,14 @@ class Watched(HandsOn):
         if num_entries == 0:
             assert row not in states
             return
-        place = states.rows[row.id]
-        assert place.trunk == states.cache.lengths[place.slot] == num_entries
+        slot = row.slot
+        assert states.cache.lengths[slot] == num_entries
         cache, output = from_scratch(states.head, row.token_ids)
-        torch.testing.assert_close(states._last[row.id], output, rtol=0, atol=1e-9)
+        torch.testing.assert_close(states.of([row])[0], output, rtol=0, atol=1e-9)
         for layer, (keys, values) in cache.states.items():
             own = states.cache.layers[layer]
-            torch.testing.assert_close(own.keys[place.slot, :, :num_entries], keys[0], rtol=0, atol=1e-9)
-            torch.testing.assert_close(own.values[place.slot, :, :num_entries], values[0], rtol=0, atol=1e-9)
+            torch.testing.assert_close(own.keys[slot, :, :num_entries], keys[0], rtol=0, atol=1e-9)
+            torch.testing.assert_close(own.values[slot, :, :num_entries], values[0], rtol=0, atol=1e-9)
         self.num_entries += 1
 
     def check_tree(self, row: Row, tree: DraftTree, depth: int) -> None:
@@ -250,9 +251,11 @@ def stale_features(observe: Any) -> Any:
     """Drafts begin at what was known a step ago."""
 
     def wrong(self: EagleRows, rows: Any, results: Any) -> None:
-        before = dict(self._last)
+        before = [row.state[self].last if self in row.state else None for row in rows]
         observe(self, rows, results)
-        self._last.update(before)
+        for row, last in zip(rows, before, strict=True):
+            if last is not None:
+                row.state[self].last = last
 
     return wrong
 
@@ -269,7 +272,7 @@ def wrong_parent(feed: Any) -> Any:
 
 FAULTS: dict[str, Apply] = {
     "drafted nodes stand one position too far": with_result(
-        eagle_rows, "frontier_nodes", lambda nodes, call: replace(nodes, depths=nodes.depths + 1)
+        FedNodes, "nodes", lambda nodes, call: replace(nodes, depths=nodes.depths + 1)
     ),
     "drafted nodes see all that were fed before them": siblings_seen,
     "every entry is made of the feature before its own": with_result(
@@ -314,9 +317,9 @@ class Recording(HandsOn):
         self.trees: list[DraftTree] = []
         self.num_read = 0
 
-    def read(self, rows: Sequence[Row], chunks: Any) -> None:
+    def start(self, rows: Sequence[Row], chunks: Any) -> None:
         self.num_read += sum(chunk.num_tokens for chunk in chunks)
-        self.drafter.read(rows, chunks)
+        self.drafter.start(rows, chunks)
 
     def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         trees = self.drafter.propose(rows, budgets)

@@ -23,6 +23,7 @@ from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
 from foredraft.errors import ShapeError
 from foredraft.heads.medusa_hydra import HydraHeads, PrefixLayer
+from foredraft.model.cache.group import CacheGroup
 from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.model.cache.ragged import KVCache
 from foredraft.testing import GREEDY, PROMPTS, SAMPLED, decode
@@ -220,12 +221,12 @@ def check_contexts(engine: Engine) -> None:
             with torch.inference_mode():
                 want = hydra_heads(True).contexts(states)
             fresh = PrefixStates(contexts.layer, last_hidden, torch.device("cpu"))
+            fresh.cache.add_rows()
             with torch.inference_mode():
-                fresh._take_in([row], [states], [0])
-            place = contexts.rows[row.id]
-            assert contexts.cache.lengths[place.slot] == len(text)
+                fresh._take_in([cast("Row", SimpleNamespace(slot=0, state={}))], [states], [0])
+            assert contexts.cache.lengths[row.slot] == len(text)
             for got, expected in zip(
-                contexts.cache.export(place.slot, len(text)), fresh.cache.export(0, len(text)), strict=True
+                contexts.cache.export(row.slot, len(text)), fresh.cache.export(0, len(text)), strict=True
             ):
                 for one, other in zip(got, expected, strict=True):
                     torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
@@ -241,11 +242,14 @@ def test_what_is_kept_of_a_row_equals_a_fresh_pass(kind: str) -> None:
 def test_a_row_whose_states_are_no_numbers_leaves_nothing_behind() -> None:
     """What it wrote lies behind the columns of the next row in its place, masked: 0 * NaN must not be."""
     contexts = PrefixStates(hydra_heads(True).prefix, last_hidden, torch.device("cpu"))
-    long, bad, good = (cast("Row", SimpleNamespace(id=i, token_ids=[1] * 9)) for i in range(3))
+    caches = CacheGroup([contexts.cache])
+    long, bad, good = (cast("Row", SimpleNamespace(slot=slot, token_ids=[1] * 9, state={})) for slot in (0, 1, 1))
+    assert [caches.add(), caches.add()] == [long.slot, bad.slot]
     states = states_along(target(), (3, 1, 4, 1, 5, 9, 2))
     with torch.inference_mode():
         contexts._take_in([long, bad], [states[:6], torch.full((6, HIDDEN), torch.nan, dtype=torch.float64)], [0, 0])
-        contexts.forget([bad])
+        caches.remove(bad.slot)
+        assert caches.add() == good.slot
         contexts._take_in([good], [states[:2]], [0])
         contexts._take_in([long, good], [states[6:], states[2:3]], [6, 2])  # attention runs over seven columns of both
         want = hydra_heads(True).contexts(states[:3])[-1]
@@ -286,8 +290,9 @@ def test_an_earlier_state_of_the_target_is_read_where_heads_want_it() -> None:
     drafter = MultiHeadDrafter(
         heads, target().num_layers, tree=TREES["grown"], target_vocab_size=VOCAB_SIZE, max_depth=NUM_HEADS
     )
-    assert drafter.requires.layer_inputs == (1,)
-    assert not drafter.requires.last_hidden
+    needs = drafter.needs(target(), target().new_cache())
+    assert needs.layer_inputs == (1,)
+    assert not needs.last_hidden
     assert [row.output_ids for row in run(drafter)] == [row.output_ids for row in run(EmptyDrafter())]
 
 
