@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -14,7 +16,7 @@ import test_drafters
 import torch
 from test_drafters import VOCAB_SIZE, target
 
-from drafting import made
+from drafting import begin, made
 from foredraft import LLM, SamplingParams
 from foredraft.drafters.compose.first import FirstDrafter
 from foredraft.drafters.compose.union import UnionDrafter
@@ -24,13 +26,16 @@ from foredraft.drafters.lookup.suffix import SuffixDrafter
 from foredraft.drafters.parts.draft import GrowingDraft
 from foredraft.drafters.parts.layer_set import LayerSet
 from foredraft.drafters.parts.self_draft import SelfDrafter
-from foredraft.engine.drafter import Drafter, Features, PromptChunk, Needs, StepResult
+from foredraft.engine.drafter import Drafter, DrafterFacts, DraftSize, Features, Needs, PromptChunk, StepResult
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
 from foredraft.errors import ConfigError, TokenizerMismatchError
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.lm import CausalLM
 from foredraft.retrieval.datastore import Datastore
 from foredraft.retrieval.history import OutputHistory
-from foredraft.testing import PROMPTS, toy_model
+from foredraft.testing import PROMPTS, check_no_state, toy_model
+from foredraft.testing.conformance import FIRST_ROW_ID
 from foredraft.tree import DraftTree
 from toys import datastore_of
 
@@ -95,21 +100,16 @@ class OneByOne(Drafter):
     """Hands rows on one at a time."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.name, self.requires = drafter, drafter.name, drafter.requires
+        self.drafter, self.facts = drafter, drafter.facts
 
-    def read(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
+    def needs(self, target: CausalLM, cache: KVCache) -> Needs:
+        return self.drafter.needs(target, cache)
+
+    def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         for row, chunk in zip(rows, chunks, strict=True):
-            self.drafter.read([row], [chunk])
+            self.drafter.start([row], [chunk])
 
-    def start(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self.drafter.start([row])
-
-    def fork(self, row: Row, copies: Sequence[Row]) -> None:
-        for copy in copies:
-            self.drafter.fork(row, [copy])
-
-    def propose(self, rows: Sequence[Row], budgets: Sequence[int]) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         return [self.drafter.propose([row], [budget])[0] for row, budget in zip(rows, budgets, strict=True)]
 
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
@@ -126,28 +126,35 @@ def test_rows_that_start_together_are_told_apart(method: str) -> None:
 
 @pytest.mark.parametrize("method", [*DRAFTERS, *OTHERS])
 def test_nothing_is_left_of_rows_that_have_ended(method: str) -> None:
-    """No entry under any row, in the drafter, its parts and their policies, after rows that finish and one aborted."""
+    """Neither state nor ids, in a drafter that lives on, its parts and their policies; one of the rows is aborted."""
     drafter = {**DRAFTERS, **OTHERS}[method]()
     engine = Engine(target(), drafter)
-    for number, (prompt, params) in enumerate(REQUESTS):
-        engine.add_request(prompt, params, str(number))
+    rows = [
+        row
+        for number, (prompt, params) in enumerate(REQUESTS)
+        for row in engine.add_request(prompt, params, str(number))
+    ]
+    for row in rows:
+        row.id += FIRST_ROW_ID
     engine.step()
+    known = states_of(rows)
     engine.step()
+    known += states_of(rows)
+    assert len(known) >= len(rows) or method == "layer-skip"  # which knows a row by the cache of the target alone
     engine.abort("1")
-    list(engine.run())
-    for part in (drafter, *getattr(drafter, "parts", ())):
-        growth = getattr(part, "growth", None)
-        owners = [part, getattr(part, "length_policy", None), getattr(part, "_rows", None), growth]
-        owners += [growth.policy] if growth else []
-        tables = [
-            (type(one).__name__, name, value)
-            for one in owners
-            if one
-            for name, value in vars(one).items()
-            if isinstance(value, dict)
-        ]
-        assert tables
-        assert [table for table in tables if table[2]] == []
+    while engine.has_unfinished:
+        engine.step()
+        known += states_of(rows)
+    assert [row.state for row in rows] == [{}] * len(rows)
+    check_no_state(drafter)
+    gc.collect()
+    assert [state() for state in known if state() is not None] == []
+
+
+def states_of(rows: Iterable[Row]) -> list[weakref.ref[Any]]:
+    """What is known of rows now, as far as that can be referred to weakly."""
+    states = [state for row in rows for state in row.state.values()]
+    return [weakref.ref(state) for state in states if not isinstance(state, (int, list, tuple))]
 
 
 # -- as new as the text --------------------------------------------------------------------------------------------
@@ -165,7 +172,20 @@ class Ranked(Features):
 
 def row_of(row_id: int, tokens: Sequence[int], num_output_tokens: int = 0) -> Any:
     first = len(tokens) - num_output_tokens
-    return SimpleNamespace(id=row_id, token_ids=list(tokens), output_ids=list(tokens[first:]), num_prompt_tokens=first)
+    return SimpleNamespace(
+        id=row_id,
+        token_ids=list(tokens),
+        output_ids=list(tokens[first:]),
+        num_prompt_tokens=first,
+        pending=tokens[-1],
+        state={},
+    )
+
+
+def started(drafter: Drafter, tokens: Sequence[int]) -> Any:
+    row = row_of(0, tokens)
+    begin(drafter, [row])
+    return row
 
 
 def proposal(drafter: Drafter, row: Any, budget: int = 8) -> DraftTree:
@@ -179,14 +199,13 @@ def paths(tree: DraftTree) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("method", ["ngram", "suffix", "rest"])
 def test_a_text_that_grew_is_drafted_for_like_one_that_was_given(method: str) -> None:
     drafter = DRAFTERS[method]()
-    row = row_of(0, PROMPTS[0])
-    drafter.start([row])
+    row = started(drafter, PROMPTS[0])
     for emitted in ((8, 3, 1), (4,), (1, 5, 9, 2), (6, 8), (3,)):
         tree = proposal(drafter, row)
         row.token_ids += emitted
         drafter.observe([row], [StepResult(tree, (0,), emitted)])
-        fresh, whole = DRAFTERS[method](), row_of(1, row.token_ids)
-        fresh.start([whole])
+        fresh = DRAFTERS[method]()
+        whole = started(fresh, row.token_ids)
         grown, given = proposal(drafter, row), proposal(fresh, whole)
         assert (grown.tokens, grown.parents, grown.scores) == (given.tokens, given.parents, given.scores)
     assert len(proposal(drafter, row)) > 1
@@ -195,15 +214,14 @@ def test_a_text_that_grew_is_drafted_for_like_one_that_was_given(method: str) ->
 def test_rest_reads_what_followed_the_end_of_the_text() -> None:
     """The pending token is part of the context, and the budget is the depth."""
     drafter = made("rest", 9, datastore(), retrieval_match_min=2, retrieval_dynamic_index=False)
-    assert paths(proposal(drafter, row_of(0, [60, 0, 1]))) == {(2,), (2, 3), (2, 3, 4), (2, 3, 4, 5)}
-    assert paths(proposal(drafter, row_of(0, [60, 0, 1]), 2)) == {(2,), (2, 3)}
-    assert paths(proposal(drafter, row_of(0, [60, 61]))) == set()
+    assert paths(proposal(drafter, started(drafter, [60, 0, 1]))) == {(2,), (2, 3), (2, 3, 4), (2, 3, 4, 5)}
+    assert paths(proposal(drafter, started(drafter, [60, 0, 1]), 2)) == {(2,), (2, 3)}
+    assert paths(proposal(drafter, started(drafter, [60, 61]))) == set()
 
 
 def test_rest_merges_the_datastore_with_the_text() -> None:
     drafter = made("rest", 1, datastore(), retrieval_match_min=2)
-    row = row_of(0, [5, 6, 50, 5, 6])
-    drafter.start([row])
+    row = started(drafter, [5, 6, 50, 5, 6])
     assert paths(proposal(drafter, row)) == {(8,), (50,)}
 
 
@@ -222,8 +240,8 @@ def test_an_output_that_was_right_is_forgotten_later() -> None:
     history = OutputHistory(6, max_outputs=2)
     for start in (10, 20):
         history.add(range(start, start + 4))
-    drafter, row = SuffixDrafter(history=history), row_of(0, [1, 10, 11])
-    drafter.start([row])
+    drafter = SuffixDrafter(history=history)
+    row = started(drafter, [1, 10, 11])
     tree = proposal(drafter, row)
     assert tree.tokens[1] == 12
     drafter.observe([row], [StepResult(tree, (0, 1), (12, 5))])
@@ -234,7 +252,7 @@ def test_an_output_that_was_right_is_forgotten_later() -> None:
 
 def test_a_request_leaves_what_requests_start_from_as_it_was() -> None:
     drafter = made("token_recycling", 3, VOCAB_SIZE, max_draft_nodes=10, initial_state="vocabulary")
-    drafter.bind(target(), target().new_cache(1))
+    drafter.needs(target(), target().new_cache(1))
     before = drafter._start.candidates
     run(drafter, REQUESTS[:1])
     assert (drafter._start.candidates == before).all()
@@ -243,9 +261,9 @@ def test_a_request_leaves_what_requests_start_from_as_it_was() -> None:
 def test_candidates_of_the_prompt_stand_behind_their_tokens() -> None:
     """The text's own successors first, then what the target ranked high in the same place."""
     drafter, row = made("token_recycling", 3, 9, num_candidates=3, max_draft_nodes=4), row_of(0, [4, 5, 6])
-    drafter.read([row], [PromptChunk(0, 2, Ranked([[1, 2, 3], [3, 1, 7]]))])
-    drafter.start([row])
-    assert drafter._matrix_of[0].candidates[[4, 5, 6]].tolist() == [[5, 1, 2], [6, 3, 1], [-1, -1, -1]]
+    for chunk in (PromptChunk(0, 2, Ranked([[1, 2, 3], [3, 1, 7]])), PromptChunk.end_of(row)):
+        drafter.start([row], [chunk])
+    assert row.state[drafter].matrix.candidates[[4, 5, 6]].tolist() == [[5, 1, 2], [6, 3, 1], [-1, -1, -1]]
 
 
 def test_every_node_of_a_tree_of_counts_follows_its_own_path() -> None:
@@ -267,8 +285,8 @@ def test_a_path_ends_where_the_nodes_do() -> None:
 class Fixedly(Drafter):
     """One token below every pending token."""
 
-    def __init__(self, name: str, guess: Callable[[Any], int], requires: Needs | None = None) -> None:
-        self.name, self._guess, self.requires = name, guess, requires or Needs()
+    def __init__(self, name: str, guess: Callable[[Any], int]) -> None:
+        self.facts, self._guess = DrafterFacts(name), guess
         self.told: list[StepResult] = []
         self.learned: list[torch.Tensor] = []
 

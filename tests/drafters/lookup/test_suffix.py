@@ -42,12 +42,12 @@ def count(texts: Sequence[Sequence[int]], string: Sequence[int]) -> int:
 def test_every_short_string_is_counted(text: list[int], max_length: int) -> None:
     """Counts and latest ends of all strings up to max_length, after every token."""
     automaton = SuffixAutomaton(max_length)
-    for end in range(1, len(text) + 1):
-        automaton.extend(text[:end])
+    for length in range(1, len(text) + 1):
+        automaton.extend(text[:length])
     for start in range(len(text)):
         state = 0
-        for end in range(start + 1, min(start + max_length, len(text)) + 1):
-            string = text[start:end]
+        for length in range(1, min(max_length, len(text) - start) + 1):
+            string = text[start : start + length]
             state = automaton._next[state][string[-1]]
             assert automaton._count[state] == count([text], string)
             last = max(i for i in range(len(text)) if text[i : i + len(string)] == string)
