@@ -17,13 +17,12 @@ from drafting import made
 from foredraft import LLM, SamplingParams
 from foredraft.drafters.compose.union import UnionDrafter
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.engine.drafter import Drafter
+from foredraft.engine.drafter import Drafter, Needs
 from foredraft.engine.engine import Engine
 from foredraft.engine.governing import Governing
 from foredraft.engine.memory import bytes_per_token
 from foredraft.engine.row import Row
 from foredraft.errors import MOST_CHARACTERS, PromptError, is_fatal, told
-from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.model.lm import CausalLM
 from foredraft.serve.errors import ApiError
 from foredraft.testing import PerfectDrafter, check_cache_lengths, toy_model
@@ -85,18 +84,6 @@ def test_drafting_that_has_ended_stays_so_when_a_row_leaves_for_want_of_memory()
     assert all(row.stats.drafter_error for row in rows)
 
 
-@pytest.mark.parametrize("returned", [-1, 99, None, "all"])
-def test_a_number_of_recalled_tokens_that_makes_no_sense_is_a_fault(returned: Any) -> None:
-    drafter = made("ngram", 4, prompt_lookup_min=1)
-    drafter.recall = lambda *_: returned
-    prefixes = PrefixStore(8)
-    run(EmptyDrafter(), prefixes=prefixes)
-    rows = run(drafter, prefixes=prefixes)
-    assert [row.output_ids for row in rows] == plain()
-    assert f"recall returned {returned!r} of {len(TEXTS[0]) - 1} tokens" in rows[0].stats.drafter_error
-    assert rows[0].num_cached_tokens == len(TEXTS[0]) - 1
-
-
 def test_an_error_that_cannot_be_told_is_told_by_its_type(caplog: pytest.LogCaptureFixture) -> None:
     class Unspeakable(Exception):
         def __str__(self) -> str:
@@ -151,8 +138,9 @@ class Spoiler(Drafter):
     def __init__(self, num_drafted: int) -> None:
         self._num_drafted = num_drafted
 
-    def bind(self, target: CausalLM, cache: Any) -> None:
+    def needs(self, target: CausalLM, cache: Any) -> Needs:
         self._cache = cache
+        return Needs()
 
     def propose(self, rows: Any, budgets: Any) -> list[DraftTree]:
         for buffer in self._cache._buffers():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -19,7 +18,7 @@ from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters import make_drafter
 from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.engine import costs, governing, governor
+from foredraft.engine import costs, governing
 from foredraft.engine.cost_model import FEW, CostCurve, CostModel
 from foredraft.engine.costs import Forward, StepCosts
 from foredraft.engine.engine import Engine

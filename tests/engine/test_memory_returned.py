@@ -18,13 +18,11 @@ from foredraft import LLM, SamplingParams
 from foredraft.config.engine import EngineConfig
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine import engine as engine_module
-from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
 from foredraft.model.cache.storage import RaggedLayer
 from foredraft.model.lm import Nodes
 from foredraft.sessions import idle
-from foredraft.tree import DraftTree
 
 METHODS = [*DRAFTERS, *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle2", "hydra++", "union"))]
 
@@ -128,31 +126,6 @@ def test_a_prompt_has_its_room_before_it_is_read(monkeypatch: pytest.MonkeyPatch
     engine.add_request(long_text(1, 2500), SamplingParams(max_tokens=4, seed=1, ignore_eos=True))
     list(engine.run())
     assert len(allocated) == 2
-
-
-class Faulty(Drafter):
-    """Drafts nothing, and does not know its caches."""
-
-    name = "faulty"
-
-    def __init__(self, caches: Any) -> None:
-        self.caches = caches
-
-    def own_caches(self) -> Any:
-        return self.caches()
-
-    def propose(self, rows: Any, budgets: Any) -> list[DraftTree]:
-        return [DraftTree.root(row.pending) for row in rows]
-
-
-@pytest.mark.parametrize("caches", [lambda: [5], lambda: 5, lambda: 1 / 0])
-def test_caches_of_a_drafter_that_are_none_end_no_row(caches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "SHRINK_STEPS", 4)
-    engine = Engine(long_target(), Faulty(caches), EngineConfig(contains_faults=True))
-    (row,) = engine.add_request(long_text(1, 20), SamplingParams(max_tokens=20, seed=1, ignore_eos=True))
-    list(engine.run())
-    engine.release_memory()
-    assert (row.finish_reason, held(engine)) == ("length", 0)
 
 
 def test_an_idle_llm_gives_back_what_a_long_call_has_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -25,7 +25,7 @@ from foredraft.engine.cost_model import SHARE, CostModel
 from foredraft.engine.drafter import Drafter, Needs
 from foredraft.engine.engine import Engine
 from foredraft.engine.governor import TO_LOSE, TO_RETURN, Governor, Patience
-from foredraft.engine.row import Row
+from foredraft.engine.row import Row, RowState
 from foredraft.model.capture import Wanted
 from foredraft.model.lm import CausalLM
 from foredraft.testing import GREEDY, SAMPLED, perturbed, toy_model
@@ -106,7 +106,9 @@ class Studious(Drafter):
     """Drafts nothing, and wants to see prompts."""
 
     name = "studious"
-    requires = Needs(prompts=True)
+
+    def needs(self, target: CausalLM, cache: Any) -> Needs:
+        return Needs(prompts=True)
 
     def propose(self, rows: Any, budgets: Any) -> list[DraftTree]:
         return [DraftTree.root(row.pending) for row in rows]
@@ -162,15 +164,20 @@ class Dawdling(Drafter):
     """Drafts nothing, wants features, and takes its time over every step."""
 
     name = "dawdling"
-    requires = Needs(last_hidden=True, choices=True)
 
     def __init__(self) -> None:
         self.started: list[int] = []
         self.observed: list[int] = []
-        self.forgotten: list[int] = []
+        self.ended: list[int] = []
 
-    def start(self, rows: Any) -> None:
-        self.started += [row.id for row in rows]
+    def needs(self, target: CausalLM, cache: Any) -> Needs:
+        return Needs(last_hidden=True, choices=True)
+
+    def start(self, rows: Any, chunks: Any) -> None:
+        begun = [row for row, chunk in zip(rows, chunks, strict=True) if chunk.is_last]
+        self.started += [row.id for row in begun]
+        for row in begun:
+            row.state[self] = Noted(self)
 
     def propose(self, rows: Any, budgets: Any) -> list[DraftTree]:
         return [DraftTree.root(row.pending) for row in rows]
@@ -180,8 +187,15 @@ class Dawdling(Drafter):
         self.observed += [row.id for row in rows]
         time.sleep(0.05)
 
-    def forget(self, rows: Any) -> None:
-        self.forgotten += [row.id for row in rows]
+
+@dataclass(eq=False)
+class Noted(RowState):
+    """Tells a `Dawdling` drafter which rows have ended for it."""
+
+    drafter: Dawdling
+
+    def ended(self, row: Row, *, is_kept: bool) -> None:
+        self.drafter.ended.append(row.id)
 
 
 def test_rows_go_on_without_a_drafter_that_takes_longer_than_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +216,7 @@ def test_rows_go_on_without_a_drafter_that_takes_longer_than_they_do(monkeypatch
     list(engine.run())
     assert all(row.is_plain for row in first)
     assert 0 < len(drafter.observed) < 60, "it was told of some steps and then left"
-    assert sorted(drafter.forgotten) == sorted(row.id for row in first)
+    assert sorted(drafter.ended) == sorted(row.id for row in first)
     assert wanted[0].last_hidden, "features were wanted at first,"
     assert not wanted[-1].last_hidden, "and not in the end"
     assert first[0].stats.num_undrafted_steps["governor"] >= 20

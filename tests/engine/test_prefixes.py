@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -20,7 +20,7 @@ from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import Drafter, Needs
 from foredraft.engine.engine import Engine
-from foredraft.engine.row import Row
+from foredraft.engine.row import Row, RowState
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.model.cache.prefixes import PrefixStore
@@ -258,27 +258,49 @@ def test_rows_that_ended_in_an_error_leave_nothing() -> None:
     assert len(store) == 0
 
 
-class ReadsHidden(EmptyDrafter):
-    """Holds the last hidden state of every committed token, and nothing else."""
+@dataclass(eq=False)
+class Hidden(RowState):
+    """Features of every committed token of a row."""
 
-    requires = Needs(last_hidden=True, layer_inputs=(1,))
+    states: list[torch.Tensor]
+    is_for_others: bool
+
+    def copied(self) -> Hidden:
+        return Hidden(list(self.states), self.is_for_others)
+
+    def cut(self, num_tokens: int) -> tuple[Hidden, int] | None:
+        known = Hidden(self.states[:num_tokens], self.is_for_others)
+        return (known, len(known.states)) if self.is_for_others else None
+
+
+class ReadsHidden(EmptyDrafter):
+    """Holds the last hidden state of every committed token, and nothing else.
+
+    Attributes:
+      states, num_read: by row, also when that has ended: what was known of it, and how long the chunks of its prompt
+        were.
+    """
+
+    is_for_others = False
 
     def __init__(self) -> None:
         self.states: dict[int, list[torch.Tensor]] = {}
         self.num_read: dict[int, list[int]] = {}
 
-    def read(self, rows: Any, chunks: Any) -> None:
+    def needs(self, target: CausalLM, cache: KVCache) -> Needs:
+        return Needs(last_hidden=True, layer_inputs=(1,))
+
+    def start(self, rows: Any, chunks: Any) -> None:
         for row, chunk in zip(rows, chunks, strict=True):
-            self._add(row, chunk.features, chunk.num_tokens)
-            self.num_read.setdefault(row.id, []).append(chunk.num_tokens)
-
-    def start(self, rows: Any) -> None:
-        for row in rows:
-            assert len(self.states[row.id]) == row.num_prompt_tokens - 1
-
-    def fork(self, row: Any, copies: Any) -> None:
-        for copy in copies:
-            self.states[copy.id] = list(self.states[row.id])
+            hidden = row.state.setdefault(self, Hidden([], self.is_for_others))
+            self.states[row.id] = hidden.states
+            assert len(hidden.states) == chunk.start
+            if chunk.is_last:
+                assert chunk.start == row.num_prompt_tokens - 1
+                assert chunk.num_tokens == 0
+            else:
+                self._add(row, chunk.features, chunk.num_tokens)
+                self.num_read.setdefault(row.id, []).append(chunk.num_tokens)
 
     def observe(self, rows: Any, results: Any) -> None:
         for row, result in zip(rows, results, strict=True):
@@ -286,18 +308,13 @@ class ReadsHidden(EmptyDrafter):
 
     def _add(self, row: Any, features: Any, count: int) -> None:
         both = features.last_hidden(range(count)), features.layer_input(1, range(count))
-        self.states.setdefault(row.id, []).extend(torch.cat(both, dim=-1).clone())
+        row.state[self].states.extend(torch.cat(both, dim=-1).clone())
 
 
 class RemembersHidden(ReadsHidden):
     """Keeps them for prompts that begin alike."""
 
-    def keep(self, row: Any) -> object:
-        return list(self.states[row.id])
-
-    def recall(self, row: Any, memory: Any, num_tokens: int) -> int:
-        self.states[row.id] = memory[:num_tokens]
-        return len(self.states[row.id])
+    is_for_others = True
 
 
 def hidden_states(tokens: list[int]) -> torch.Tensor:
@@ -470,7 +487,8 @@ def test_what_drafters_know_of_texts_is_counted() -> None:
     for each in (llm.with_speculative_config(None), llm):
         each.generate({"prompt_token_ids": list(range(40, 80))}, params)
         sizes.append(each.memory.prefix_bytes)
-    per_token = sum(own.column_bytes for own in llm.drafting.new_drafter().own_caches())
+    needs = llm.drafting.new_drafter().needs(llm.target, llm.target.new_cache())
+    per_token = sum(own.column_bytes() for own in needs.caches)
     assert 40 * per_token <= sizes[1] - sizes[0] <= 60 * per_token
 
 
