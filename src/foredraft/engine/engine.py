@@ -280,10 +280,10 @@ class Engine:
         else:
             self._governing.learn(trees, outputs, clock)
         clock.skip()
-        for row in rows:
-            if row.is_finished:
-                self.profile.ended.add(row.stats)
-                self._scheduler.retire(row)
+        finished = [row for row in rows if row.is_finished]
+        for row in finished:
+            self.profile.ended.add(row.stats)
+        self._scheduler.retire(*finished)
         clock.lap("emit_seconds")
         if not is_plain and self._governing.leaves(self._scheduler.running):
             self._scheduler.leave_drafter()

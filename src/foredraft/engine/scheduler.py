@@ -252,7 +252,7 @@ class Scheduler:
                 each.finish_reason = "length"
                 self.ended.append(each)
             row.forks = []
-            self.retire(row)
+        self.retire(*rows)
 
     def _enter(self, row: Row) -> list[Row]:
         """Move a row to those that decode, with its forks, which are returned; those without a slot wait for one."""
@@ -295,13 +295,15 @@ class Scheduler:
 
     # -- leaving -----------------------------------------------------------------------------------------------
 
-    def retire(self, row: Row) -> None:
-        """Take a row out of the cache, and leave what it has there to later ones."""
-        is_kept = self._may_keep(row)
-        self._drafts.end([row], is_kept=is_kept)
-        if is_kept:
-            self._keep(row)
-        self._remove(row, erase=row.finish_reason in (None, "error"))
+    def retire(self, *rows: Row) -> None:
+        """Take rows out of the caches, and leave what they have there to later ones."""
+        for row in rows:
+            is_kept = self._may_keep(row)
+            self._drafts.end([row], is_kept=is_kept)
+            if is_kept:
+                self._keep(row)
+        for row in sorted(rows, key=lambda row: row.slot, reverse=True):  # so that no row moves that leaves as well
+            self._remove(row, erase=row.finish_reason in (None, "error"))
 
     def withdraw(self, request_id: str) -> list[Row]:
         """Take out the rows of a request, wherever they are; all that were taken out."""
@@ -310,8 +312,7 @@ class Scheduler:
             self.waiting.remove(row)
         running = [row for row in self._rows if row.request_id == request_id]
         withdrawn = [each for row in [*waiting, *running] for each in (row, *row.forks)]
-        for row in running:
-            self.retire(row)
+        self.retire(*running)
         return withdrawn
 
     def end_all(self) -> None:
@@ -354,13 +355,17 @@ class Scheduler:
         row.state = {}
         if erase:
             self._caches.erase(row.slot)
-        if row.slot < self.num_decoding:
+        slot = row.slot
+        if slot < self.num_decoding:
             self.num_decoding -= 1
-            self._swap(row.slot, self.num_decoding)
-        self._caches.remove(row.slot)
+            if slot != self.num_decoding:
+                self._caches.move(self.num_decoding, slot)
+                self._place(self._rows[self.num_decoding], slot)
+            slot = self.num_decoding
+        self._caches.remove(slot)
         last = self._rows.pop()
-        if last is not row:
-            self._rows[row.slot], last.slot = last, row.slot
+        if slot < len(self._rows):
+            self._place(last, slot)
         row.slot = -1
 
     def _append(self, row: Row, slot: int) -> None:
@@ -370,8 +375,11 @@ class Scheduler:
     def _swap(self, slot: int, other: int) -> None:
         self._caches.swap(slot, other)
         row, moved = self._rows[slot], self._rows[other]
-        self._rows[slot], self._rows[other] = moved, row
-        row.slot, moved.slot = other, slot
+        self._place(row, other)
+        self._place(moved, slot)
+
+    def _place(self, row: Row, slot: int) -> None:
+        self._rows[slot], row.slot = row, slot
 
 
 def _salt_of(row: Row) -> object:

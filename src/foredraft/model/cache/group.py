@@ -42,6 +42,11 @@ class CacheGroup:
         for cache in self.caches:
             cache.swap(slot, other)
 
+    def move(self, slot: int, target: int) -> None:
+        """Put a row in the place of another, which leaves; its own is free."""
+        for cache in self.caches:
+            cache.move(slot, target)
+
     def remove(self, slot: int) -> None:
         """Drop a row; the last row takes its place."""
         for cache in self.caches:

@@ -229,7 +229,7 @@ class KVCache(Cache):  # type: ignore[misc]
     def fork(self, row: int) -> int:
         """Append a copy of a row; returns its index."""
         copy = self.add_rows()
-        self._copy(row, copy)
+        self.move(row, copy)
         return copy
 
     @torch.inference_mode()
@@ -273,7 +273,7 @@ class KVCache(Cache):  # type: ignore[misc]
         """Drop a row; the last row takes its place."""
         last = self.num_rows - 1
         if row != last:
-            self._copy(last, row)
+            self.move(last, row)
         self.lengths.pop()
         self.offsets.pop()
 
@@ -291,7 +291,8 @@ class KVCache(Cache):  # type: ignore[misc]
         self.lengths, self.offsets = lengths, offsets
 
     @torch.inference_mode()
-    def _copy(self, row: int, target: int) -> None:
+    def move(self, row: int, target: int) -> None:
+        """Put a copy of a row in the place of another."""
         length = self.lengths[row]
         for buffer in self._buffers():
             buffer[target, :, :length] = buffer[row, :, :length]
