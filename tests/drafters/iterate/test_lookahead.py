@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from drafting import made
+from drafting import begin, made
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
@@ -234,8 +234,8 @@ def test_window_pool_and_steps_equal_a_naive_reference(
     for _ in range(14):
         assert len(engine.step()[0].token_ids) == naive.step()
         assert row.token_ids == naive.text
-        assert drafter._window_of[row.id].levels == naive.levels
-        pool = drafter._pool_of[row.id]
+        assert row.state[drafter].window.levels == naive.levels
+        pool = row.state[drafter].pool
         assert {key: pool.continuations(key)[::-1] for key in pool._continuations_of} == naive.pool
     assert len(row.output_ids) > 14  # some of it was right
 
@@ -354,7 +354,7 @@ def test_guesses_go_on_while_the_window_rests() -> None:
     drafter = made("lookahead", 3, window_size=4)
     params = replace(GREEDY, seed=0)  # it draws the window, which may not be the guess
     (row,) = Engine(target(), drafter).add_request([5, 6, 7, 8, 9, 5], params)
-    drafter.start([row])
+    begin(drafter, [row])
     whole = drafter.propose_row(row, DraftSize(3))
     assert whole.is_whole
     assert len(whole) > 4
