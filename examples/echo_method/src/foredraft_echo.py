@@ -8,7 +8,9 @@ from typing import ClassVar
 from foredraft.drafting import (
     ContextDrafter,
     DrafterContext,
+    DrafterFacts,
     DraftOptions,
+    DraftSize,
     DraftTree,
     Method,
     Row,
@@ -33,12 +35,12 @@ class EchoDrafter(ContextDrafter):
     Exactness: lossless for any acceptance rule that takes deterministic drafts. Randomness: none.
     """
 
-    name = "echo"
+    facts = DrafterFacts("echo", is_free=True, drafts_from_text=True)
 
     def __init__(self, distance: int, length: int) -> None:
         self.distance, self.length = distance, length
 
-    def propose_row(self, row: Row, budget: int) -> DraftTree:
+    def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
         copy = row.token_ids[-self.distance :]
         return DraftTree.chain(row.pending, (copy * self.length)[: min(self.length, budget)], source=self.name)
 
