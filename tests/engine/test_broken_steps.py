@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 from foredraft import LLM, SamplingParams
 from foredraft.config.method import methods
+from foredraft.engine.drafter import listens
+from foredraft.engine.drafts import Drafts
 from foredraft.engine.engine import Engine
 from foredraft.heads.checkpoint import write_checkpoint
 from foredraft.heads.eagle import EagleHead, EagleShape, default_streams
@@ -156,9 +158,9 @@ def places(llm: LLM) -> list[tuple[Any, str, int]]:
     """Where a step may be cut off: owner, name, and at which call."""
     made = llm.drafting.new_drafter()
     drafter = type(made)
-    verbs = [(drafter, name, 2) for name in (("propose", "observe") if made.observes else ("propose",))]
+    verbs = [(drafter, name, 2) for name in (("propose", "observe") if listens(made) else ("propose",))]
     forwards = [(CausalLM, "forward", number) for number in (1, 2, 4)]  # of the target or of a draft model
-    return [*verbs, (drafter, "start", 1), (drafter, "forget", 1), *forwards]
+    return [*verbs, (drafter, "start", 1), (Drafts, "end", 1), *forwards]
 
 
 @pytest.mark.parametrize("config", entries())
@@ -219,10 +221,8 @@ def test_a_close_that_is_cut_off_tells_those_whose_rows_it_ends(config: str, mon
     first, second, third = (llm.stream(prompt, PARAMS) for prompt in PROMPTS[:3])
     next(first)
     next(second)
-    made = llm.drafting.new_drafter()
-    drafter = type(made)
     with monkeypatch.context() as patch:
-        patch.setattr(drafter, "forget", breaking(drafter.forget, 1, after=False))
+        patch.setattr(Drafts, "end", breaking(Drafts.end, 1, after=False))
         with pytest.raises(Interrupt):
             first.close()
     assert list(first) == []

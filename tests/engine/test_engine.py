@@ -19,6 +19,7 @@ from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.none import EmptyDrafter
+from foredraft.drafters.parts.rows import FedNodes
 from foredraft.engine import decoding
 from foredraft.engine import engine as engine_module
 from foredraft.engine.drafter import Drafter
@@ -84,16 +85,18 @@ def places(engine: Engine) -> list[tuple[Any, str]]:
     found: list[tuple[Any, str]] = [
         *((engine_module, verb) for verb in ("propose", "accept_rows", "emit", "observe")),
         (decoding, "logprobs_of"),
-        *((Scheduler, verb) for verb in ("admit", "to_read", "next_chunk", "start", "to_decode", "retire")),
+        *((Scheduler, verb) for verb in ("admit", "to_read", "next_chunk", "start", "retire")),
         *((Forwards, verb) for verb in ("read", "verify")),
         *((engine.cache, verb) for verb in ("commit", "open", "reserve", "swap", "fork", "remove", "add_rows")),
-        *((engine.drafter, verb) for verb in ("start", "fork", "propose", "observe", "forget")),
+        *((engine.caches, verb) for verb in ("add", "fork", "swap", "remove")),
+        *((engine.drafter, verb) for verb in ("start", "propose", "observe")),
+        *((engine._drafts, verb) for verb in ("start", "fork", "propose", "observe", "end")),
     ]
     inner = getattr(engine.drafter, "_cache", None)
     if inner is not None:
         found += [(inner, name) for name in ("commit", "open", "swap", "fork", "remove", "add_rows", "rollback")]
         found += [(engine.drafter, name) for name in ("_feed", "open", "expand")]
-        found += [(engine.drafter._rows, name) for name in ("enter", "fork", "align", "remove")]
+        found += [(FedNodes, name) for name in ("feed", "nodes", "commit", "close")]
         found += [(engine.drafter.growth, name) for name in ("begin", "grow", "_extend", "finish")]
     return found
 

@@ -27,7 +27,7 @@ from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.drafters.parts.sparse_view import SparseView
 from foredraft.drafters.selfdraft.sparse_kv import USUAL_ACCEPTANCE
 from foredraft.engine import memory
-from foredraft.engine.drafter import Drafter
+from foredraft.engine.drafter import DraftCache, Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.memory import MemoryUse, available_on, bytes_per_token
 from foredraft.engine.row import Row
@@ -129,14 +129,14 @@ def test_what_rows_take_of_the_plan_is_told_while_they_run() -> None:
     engine = Engine(target(), EmptyDrafter(), plan(512))
 
     def use() -> MemoryUse:
-        return MemoryUse.of(engine.plan, engine.cache, engine.drafter.own_caches())
+        return MemoryUse.of(engine.plan, engine.cache.lengths, engine.caches.num_bytes)
 
     assert (use().planned_share, use().planned_bytes) == (0.0, 512 * bytes_per_token(target()))
     engine.add_request(text(0, 30), params(0, 60, n=2))
     shares = [use().planned_share for _ in engine.run()]
     assert set(shares) == {2 * 128 / 512, 2 * 192 / 512, 0.0}  # two rows, beyond 64 tokens, none
     assert use().allocated_bytes == engine.cache.num_bytes > 0
-    free = MemoryUse.of(None, engine.cache, ())
+    free = MemoryUse.of(None, engine.cache.lengths, engine.cache.num_bytes)
     assert (free.planned_share, free.planned_bytes) == (None, None)
 
 
@@ -155,23 +155,31 @@ def test_one_long_row_and_many_short_ones_share_a_plan() -> None:
 def test_caches_of_drafters_that_grow_are_counted(method: str, caplog: pytest.LogCaptureFixture) -> None:
     """What target and drafter have allocated together stays within the plan, and the texts are those without one."""
     lm, drafter = make_counted(method)
-    (own, *_) = drafter.own_caches()
     requests = [(text(i, 50 + 9 * (i % 3)), params(i, 30)) for i in range(8)]
     num_bytes = 6 * 192 * bytes_per_token(lm)
     with caplog.at_level(logging.INFO, logger="foredraft"):
         engine = Engine(lm, drafter, EngineConfig(max_num_seqs=8, max_kv_bytes=num_bytes))
-    assert f"and {sum(each.column_bytes for each in drafter.own_caches())} of its drafter" in caplog.text
+    own_caches = own_caches_of(engine)
+    own = own_caches[0]
+    assert f"and {sum(each.column_bytes() for each in own_caches)} of its drafter" in caplog.text
     rows = [row for prompt, given in requests for row in engine.add_request(prompt, given)]
     most = most_of_drafter = 0
     while engine.has_unfinished:
         engine.step()
         most_of_drafter = max(most_of_drafter, own.cache.num_bytes)
-        most = max(most, engine.cache.num_bytes + sum(each.cache.num_bytes for each in drafter.own_caches()))
+        most = max(most, engine.cache.num_bytes + sum(each.cache.num_bytes for each in own_caches))
     assert 0 < most_of_drafter < most <= num_bytes
     shape = own.cache.num_slots, own.cache.capacity
-    assert own.cache.num_bytes == own.column_bytes * shape[0] * shape[1]  # what is counted is what is allocated
+    assert own.cache.num_bytes == own.column_bytes() * shape[0] * shape[1]  # what is counted is what is allocated
     free, *_ = run(EmptyDrafter(), EngineConfig(), requests)
     assert [row.output_ids for row in rows] == [row.output_ids for row in free]
+
+
+def own_caches_of(engine: Engine) -> tuple[DraftCache, ...]:
+    """Caches of the drafter of an engine, which are those beside the target's."""
+    own = engine._drafts.needs.caches
+    assert [each.cache for each in own] == list(engine.caches)[1:]
+    return own
 
 
 def make_counted(method: str) -> tuple[CausalLM, Drafter]:
@@ -201,7 +209,7 @@ def test_views_of_constant_size_are_told_and_come_besides(caplog: pytest.LogCapt
     assert f"{megabytes:.1f} MB a row for views of constant size come on top" in caplog.text
     assert "1000 tokens in all rows" in caplog.text
     assert "and 0 of its drafter" in caplog.text
-    (own,) = engine.drafter.own_caches()
+    (own,) = own_caches_of(engine)
     assert own.most_columns == 56
 
 
