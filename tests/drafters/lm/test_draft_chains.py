@@ -20,7 +20,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from drafting import check_conforms
+from drafting import begin, check_conforms, end
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.lengths import Fixed, LengthPolicy
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
@@ -116,7 +116,7 @@ def row_of(row_id: int, text: Sequence[int], **params: float) -> Row:
 def drafts_of(drafter: DraftModelDrafter, num_steps: int = 6, **params: float) -> list[list[tuple[int, ...]]]:
     """Tokens and parents of what is proposed to three rows, of which some is accepted, and one leaves in the middle."""
     rows = [row_of(number, TEXT[number : number + 3 + 9 * number], **params) for number in range(3)]
-    drafter.start(rows)
+    caches = begin(drafter, rows)
     found = []
     for step in range(num_steps):
         trees = drafter.propose(rows, [1 + (step + row.id) % 5 for row in rows])
@@ -133,8 +133,10 @@ def drafts_of(drafter: DraftModelDrafter, num_steps: int = 6, **params: float) -
             results.append(StepResult(tree, tuple(path), tokens))
         drafter.observe(rows, results)
         if step == num_steps // 2:
-            drafter.forget(rows[:1])
+            end(rows[0])
+            caches.remove(0)  # the last row takes its place
             del rows[0]
+            rows[1].slot = 0
     return found
 
 
@@ -289,10 +291,10 @@ def test_weights_that_were_released_are_those_that_were_packed() -> None:
 def test_long_catching_up_runs_as_modules() -> None:
     made = drafter()
     row = row_of(0, TEXT)
-    made.start([row])
+    begin(made, [row])
     row.token_ids.extend(TEXT)  # more than are fed at once
     (tree,) = made.propose([row], [3])
     other = DraftModelDrafter(adapter(execution="eager"), target_vocab_size=V, policy=Fixed(5))
     fresh = row_of(0, [*TEXT, *TEXT])
-    other.start([fresh])
+    begin(other, [fresh])
     assert other.propose([fresh], [3])[0].tokens == tree.tokens

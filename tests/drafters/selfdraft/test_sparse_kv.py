@@ -109,6 +109,13 @@ def filled(lm: CausalLM, texts: list[list[int]]) -> Any:
     return cache
 
 
+def bind(drafter: SelfDrafter, lm: CausalLM, source: Any) -> None:
+    """Give a drafter the target's cache, and its own as many rows, as an engine does."""
+    caches = [own.cache for own in drafter.needs(lm, source).caches]
+    for cache in caches:
+        cache.add_rows(source.num_rows)
+
+
 def kept_columns(length: int, budget: int, sinks: int, *, slides: bool) -> list[int]:
     if length <= budget:
         return list(range(length))
@@ -157,7 +164,7 @@ def test_streaming_is_the_model_over_the_kept_keys_at_their_positions(name: str,
     texts = [random_ids(30, 1), random_ids(5, 2), random_ids(19, 3)]
     drafter = sparse()
     source = filled(lm, texts)
-    drafter.bind(lm, source)
+    bind(drafter, lm, source)
     drafter._view.follow([draft_of(i, text) for i, text in enumerate(texts)])
     assert drafter._cache.lengths == [8, 5, 8]
     for trees in (
@@ -178,7 +185,7 @@ def test_sliding_layers_keep_the_last_columns() -> None:
     lm, model = adapter("gemma3"), target_model("gemma3", first_attention("gemma3"))
     text = random_ids(30, 1)
     drafter = sparse()
-    drafter.bind(lm, filled(lm, [text]))
+    bind(drafter, lm, filled(lm, [text]))
     drafter._view.follow([draft_of(0, text)])
     logits = drafter.model.forward(Nodes.from_trees([DraftTree.root(3)]), drafter._cache)
     window = model.config.sliding_window
@@ -203,7 +210,8 @@ def draft_of(row_id: int, text: list[int]) -> GrowingDraft:
     params = SamplingParams(temperature=0.0)
     law = Sampler(params, vocab_size=VOCAB_SIZE)
     checker = StopChecker(params, (), len(text), 100)
-    return GrowingDraft(Row(row_id, "0", 0, [*text, 3], len(text), params, 7, law, 100, checker), cap=4)
+    row = Row(row_id, "0", 0, [*text, 3], len(text), params, 7, law, 100, checker, slot=row_id)
+    return GrowingDraft(row, cap=4)
 
 
 def naive_choice(attentions: torch.Tensor, budget: int, sinks: int, window: int, num_kv_heads: int) -> list[set[int]]:
@@ -243,7 +251,7 @@ def test_snapkv_keeps_what_a_naive_reference_keeps(execution: str) -> None:
     source = filled(lm, [random_ids(6, 6), text])
     before = [buffer.clone() for buffer in source._buffers()]
     drafter = sparse("snapkv")
-    drafter.bind(lm, source)
+    bind(drafter, lm, source)
     forwards = lm.num_forwards
     drafter._view.follow([draft_of(0, random_ids(6, 6)), draft_of(1, text)])
     assert all(torch.equal(old, new) for old, new in zip(before, source._buffers(), strict=True))

@@ -13,7 +13,7 @@ from test_sparse_kv import SHAPES, columns_of, draft_of, model_over_kept_keys, n
 
 import toys
 from architectures import VOCAB_SIZE, draft_model, target_model
-from drafting import check_conforms, made
+from drafting import begin, check_conforms, made
 from foredraft import LLM
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters.compose.union import UnionDrafter
@@ -23,6 +23,7 @@ from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine, EngineConfig
 from foredraft.errors import ConfigError, ShapeError, UnsupportedModelError
+from foredraft.model.cache.group import CacheGroup
 from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.model.cache.views import ViewCache
 from foredraft.model.lm import CausalLM
@@ -77,7 +78,7 @@ def started(drafter: DraftModelDrafter, texts: list[list[int]]) -> list[Any]:
     drafts = [draft_of(i, text) for i, text in enumerate(texts)]
     for draft in drafts:
         draft.row.token_ids[-1] = 3
-    drafter.start([draft.row for draft in drafts])
+    begin(drafter, [draft.row for draft in drafts])
     return drafts
 
 
@@ -98,17 +99,19 @@ def test_streaming_is_the_small_model_over_the_kept_keys_at_their_positions(name
 
 @torch.inference_mode()
 def test_snapkv_keeps_what_a_naive_reference_keeps_of_a_small_model() -> None:
-    """Columns of every layer and head of rows that lie elsewhere in the whole cache, found again by their keys."""
+    """Columns of every layer and head of rows that have moved since they were read, found again by their keys."""
     lm, model = draft_adapter("qwen2"), draft_model("qwen2", "eager")
     drafter, texts = small(lm, "snapkv"), [random_ids(6, 6), random_ids(40, 5), random_ids(25, 7)]
-    drafts = started(drafter, texts)[::-1]  # in another order than they have been read
+    drafts = started(drafter, texts)
+    CacheGroup([drafter._cache, drafter._seen]).swap(0, 2)
+    drafts[0].row.slot, drafts[2].row.slot = 2, 0
+    drafts.reverse()
     drafter.open(drafts)
     for slot, draft in enumerate(drafts):
         text = draft.row.token_ids[:-1]
         attentions = model(torch.tensor([text]), output_attentions=True).attentions
-        source = drafter._rows[draft.row.id].slot
         for layer, attention in enumerate(attentions):
-            whole, kept = drafter._cache.layers[layer].keys[source], drafter._seen.layers[layer].keys[slot]
+            whole, kept = drafter._cache.layers[layer].keys[slot], drafter._seen.layers[layer].keys[slot]
             expected = naive_choice(attention[0], 8, 1, 3, whole.shape[0])
             wanted = [sorted(columns) if len(text) > 8 else list(range(len(text))) for columns in expected]
             assert columns_of(kept, whole, len(text), min(8, len(text))) == wanted
@@ -149,7 +152,7 @@ def test_what_a_step_reads_does_not_grow_with_the_text(selector: str) -> None:
     assert drafter.widest <= 8 + 3 + 3 + 4
     assert max(drafter.held) <= 8 + 3 + 3 + 4
     assert 120 // (3 + 4) <= drafter._view.num_choices <= 120 // 3
-    assert drafter._cache.num_rows == drafter._seen.num_rows == len(drafter._rows) == len(drafter._view.rows) == 0
+    assert drafter._cache.num_rows == drafter._seen.num_rows == 0
 
 
 def test_what_was_missed_is_read_in_pieces_over_the_view() -> None:
@@ -165,10 +168,11 @@ def test_what_was_missed_is_read_in_pieces_over_the_view() -> None:
     drafter.open([draft])
     assert own.num_forwards - count == 20  # 59 unseen tokens: 19 times 3, and the last 2 with their logits
     assert drafter.widest <= 8 + 2 * 3
-    memory = drafter.keep(draft.row)
-    assert memory.length == 100
-    assert all(pair is not None and pair[0].shape[1] == 100 for pair in memory.states)
-    pair = memory.states[0]
+    draft.row.state[drafter._view].ended(draft.row, is_kept=True)
+    assert drafter._cache.lengths == [100]
+    states = drafter._cache.export(0, 100)
+    assert all(pair is not None and pair[0].shape[1] == 100 for pair in states)
+    pair = states[0]
     fresh = own.new_cache(1)
     own.forward(drafter._chains([text]), fresh)
     torch.testing.assert_close(pair[0], fresh.layers[0].keys[0, :, :100])  # keys of the first layer see no other token
@@ -212,7 +216,7 @@ def test_a_text_that_goes_on_finds_what_was_read_over_the_view() -> None:
     drafter = engine.drafter
     assert isinstance(drafter, DraftModelDrafter)
     assert again.num_cached_tokens >= 60
-    assert drafter._rows[again.id].trunk == len(text) - 1
+    assert drafter._cache.lengths[again.slot] == len(text) - 1
     list(engine.run())
     plain = decode(toys.target(), small(own), [(tuple(text), replace(GREEDY, max_tokens=20, ignore_eos=True))])
     assert plain.outputs["0.0"] == tuple(again.output_ids)
