@@ -22,51 +22,63 @@ from foredraft.drafters.none import EmptyDrafter
 from foredraft.drafters.parts.composite import PRIOR_WEIGHT, Calibration
 from foredraft.drafters.parts.layer_set import LayerSet
 from foredraft.drafters.parts.self_draft import SelfDrafter
-from foredraft.engine.drafter import Drafter, PromptChunk, Needs, StepResult
+from foredraft.engine.drafter import DraftCache, Drafter, DrafterFacts, Needs, PromptChunk, StepResult
 from foredraft.engine.engine import Engine
-from foredraft.engine.row import Row
+from foredraft.engine.row import Row, RowState
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.model.cache.prefixes import PrefixStore
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.lm import CausalLM
 from foredraft.testing import GREEDY, PROMPTS, SAMPLED, decode
 from foredraft.tree import DraftTree
 from toys import VOCAB_SIZE, small, target
 
 
+class Noted(RowState):
+    """What is noted of the row that it was made for, of which `Fixedly.reach` tokens can be taken over."""
+
+    def __init__(self, drafter: Fixedly, row: Row) -> None:
+        self.drafter, self.row_id = drafter, row.id
+
+    def cut(self, num_tokens: int) -> tuple[RowState, int]:
+        self.drafter.asked.append(num_tokens)
+        return self, min(num_tokens, self.drafter.reach)
+
+
 class Fixedly(Drafter):
     """Proposes one tree below every pending token, and keeps what it is told."""
 
-    def __init__(self, name: str, paths: Sequence[Sequence[int]], requires: Needs | None = None) -> None:
-        self.name = name
-        self.requires = requires or Needs()
+    def __init__(self, name: str, paths: Sequence[Sequence[int]], needs: Needs | None = None) -> None:
+        self.facts = DrafterFacts(name)
+        self.wanted = needs or Needs()
         self._paths = paths
         self.told: list[StepResult] = []
         self.learned: list[list[int]] = []
         self.by_node: list[tuple[tuple[int, ...], list[int]]] = []
         self.has_read: list[tuple[int, torch.Tensor]] = []
-        self.recalled: list[tuple[object, int]] = []
+        self.asked: list[int] = []
         self.reach = 99
         self.num_asked = 0
+
+    def needs(self, target: CausalLM, cache: KVCache) -> Needs:
+        return self.wanted
 
     def propose(self, rows: Sequence[Row], budgets: Sequence[int]) -> list[DraftTree]:
         self.num_asked += sum(budget > 0 for budget in budgets)
         trees = [DraftTree.from_paths(row.pending, self._paths, source=self.name) for row in rows]
         return [tree.cut(budget) for tree, budget in zip(trees, budgets, strict=True)]
 
-    def recall(self, row: Row, memory: object, num_tokens: int) -> int:
-        self.recalled.append((memory, num_tokens))
-        return min(num_tokens, self.reach)
-
-    def read(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
-        self.has_read += [(chunk.start, chunk.features.top_ids(2, range(chunk.num_tokens))) for chunk in chunks]
-
-    def keep(self, row: Row) -> object:
-        return f"{self.name} of row {row.id}"
+    def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
+        read = [chunk for chunk in chunks if not chunk.is_last]
+        self.has_read += [(chunk.start, chunk.features.top_ids(2, range(chunk.num_tokens))) for chunk in read]
+        for row in rows:
+            row.state.setdefault(self, Noted(self, row))
 
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         self.told += results
         self.learned += [result.committed.top_ids(1, range(len(result.emitted)))[:, 0].tolist() for result in results]
-        if self.requires.choices:
+        if self.wanted.choices:
             nodes = [range(len(result.tree)) for result in results]
             self.by_node += [
                 (result.features.choices, result.features.top_ids(2, own)[:, 0].tolist())
@@ -150,9 +162,9 @@ def test_calibration_moves_from_what_is_stated_to_what_happens() -> None:
 
 def test_every_part_is_told_about_its_own_nodes() -> None:
     plain = decode(target(), EmptyDrafter(), [([1, 2, 3], replace(GREEDY, max_tokens=3))]).outputs["0.0"]
-    requires = Needs(choices=True)
-    right = Fixedly("right", [plain[:1]], requires)
-    wrong = Fixedly("wrong", [[(plain[0] + 1) % VOCAB_SIZE], [plain[0], (plain[1] + 1) % VOCAB_SIZE]], requires)
+    needs = Needs(choices=True)
+    right = Fixedly("right", [plain[:1]], needs)
+    wrong = Fixedly("wrong", [[(plain[0] + 1) % VOCAB_SIZE], [plain[0], (plain[1] + 1) % VOCAB_SIZE]], needs)
     path_only = Fixedly("path", [plain[:2]])
     engine = Engine(target(), UnionDrafter([right, wrong, path_only], max_nodes=16))
     engine.add_request([1, 2, 3], replace(GREEDY, max_tokens=6))
@@ -176,15 +188,25 @@ def test_every_part_is_told_about_its_own_nodes() -> None:
 
 
 def test_a_union_asks_for_all_that_its_parts_ask_for() -> None:
+    own = [DraftCache(target().new_cache(), lambda: 1) for _ in range(2)]
     asking = [
-        Needs(last_hidden=True),
-        Needs(layer_inputs=(1,)),
+        Needs(last_hidden=True, partial_prompts=True, caches=(own[0],)),
+        Needs(layer_inputs=(1,), caches=(own[1],)),
         Needs(layer_inputs=(0,), prompt_logits=True, prompts=True, choices=True),
     ]
-    together = UnionDrafter([Fixedly(str(i), [[1]], requires) for i, requires in enumerate(asking)]).requires
-    for name in (field.name for field in fields(Needs)):
+    together = needs_of(asking)
+    for name in {field.name for field in fields(Needs)} - {"partial_prompts"}:
         assert getattr(together, name), name
     assert together.layer_inputs == (0, 1)
+    assert together.caches == (own[0], own[1])
+    assert not together.partial_prompts
+    assert needs_of([Needs(last_hidden=True, partial_prompts=True), Needs(choices=True)]).partial_prompts
+
+
+def needs_of(asking: Sequence[Needs]) -> Needs:
+    """What a union of drafters needs that need these."""
+    union = UnionDrafter([Fixedly(str(i), [[1]], needs) for i, needs in enumerate(asking)])
+    return union.needs(target(), target().new_cache())
 
 
 def test_parts_read_prompts_if_they_want_to_and_are_asked_what_to_keep() -> None:
@@ -197,13 +219,16 @@ def test_parts_read_prompts_if_they_want_to_and_are_asked_what_to_keep() -> None
     assert (start, best.shape) == (0, (2, 2))
     assert plain.has_read == []
     list(engine.run())
-    curious.reach = 3
-    engine.add_request([*row.token_ids, 5, 6], replace(GREEDY, max_tokens=2))
-    engine.step()
     known = len(row.token_ids) - 1
-    assert curious.recalled == [(f"curious of row {row.id}", known)]
-    assert plain.recalled == [(f"plain of row {row.id}", length) for length in (known, 3)]
+    assert curious.asked == plain.asked == [known]
+    curious.reach = 3
+    (again,) = engine.add_request([*row.token_ids, 5, 6], replace(GREEDY, max_tokens=2))
+    engine.step()
+    assert curious.asked[1] == known
+    assert curious.asked[-1] == plain.asked[-1] == 3
+    assert again.num_cached_tokens == 3
     assert [start for start, _ in curious.has_read] == [0, 3]
+    assert [again.state[part].row_id for part in (curious, plain)] == [row.id, row.id]
 
 
 def test_a_dear_drafter_is_not_asked_where_a_cheap_one_knows_enough() -> None:
