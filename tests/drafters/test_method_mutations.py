@@ -60,7 +60,7 @@ from mutants import (
     Call,
     Mutant,
     arguments_changed,
-    forgetful_of_ends,
+    keeps_rows,
     one_state_for_all,
     only_once,
     replaced,
@@ -75,7 +75,7 @@ from mutants import (
 
 
 def _all_like_the_first(call: Call) -> dict[str, Any]:
-    return {"rows": [Altered(call.rows[0], id=row.id) for row in call.rows]}
+    return {"rows": [Altered(call.rows[0], id=row.id, state=row.state) for row in call.rows]}
 
 
 _NEIGHBOURS = test_drafter_state.test_neighbours_and_predecessors_change_no_draft
@@ -92,11 +92,8 @@ OF_ROWS: dict[str, type] = {
     "token-recycling": TokenRecyclingDrafter,
 }
 ROWS = (
-    *(
-        Mutant(f"{name} keeps rows that have ended", forgetful_of_ends(cls), _LEFT, (name,))
-        for name, cls in OF_ROWS.items()
-    ),
-    Mutant("a composition keeps rows that have ended", forgetful_of_ends(CompositeDrafter), _LEFT, ("union",)),
+    *(Mutant(f"{name} keeps rows that have ended", keeps_rows(cls), _LEFT, (name,)) for name, cls in OF_ROWS.items()),
+    Mutant("a composition keeps rows that have ended", keeps_rows(CompositeDrafter), _LEFT, ("union",)),
     *(
         Mutant(f"all rows share one state of {name}", one_state_for_all(OF_ROWS[name]), _NEIGHBOURS, (name,))
         for name in ("lookahead", "suffix", "rest")
@@ -240,7 +237,7 @@ TOKEN_RECYCLING = (
 def _read_by_all(read: Any) -> Any:
     def wrong(composed: CompositeDrafter, rows: Sequence[Any], chunks: Sequence[Any]) -> None:
         for part in composed.parts:
-            part.read(rows, chunks)
+            part.start(rows, chunks)
 
     return wrong
 
@@ -289,7 +286,7 @@ COMPOSITION = (
     ),
     Mutant(
         "a part reads a prompt unasked",
-        wrapped(CompositeDrafter, "read", _read_by_all),
+        wrapped(CompositeDrafter, "start", _read_by_all),
         test_composition.test_parts_read_prompts_if_they_want_to_and_are_asked_what_to_keep,
     ),
     Mutant("nobody learns what a part is worth", skipped(Calibration, "observe"), _BELIEVES),
@@ -332,11 +329,12 @@ def _variants(
 
 
 def _passing_over(propose: Any) -> Any:
-    """Rows that may not draft are left out, and the others move up in the batch."""
+    """Rows that may not draft are left out, and the others are looked for where they would lie without them."""
 
     def wrong(drafter: SelfDrafter, rows: Sequence[Any], budgets: Sequence[int]) -> list[DraftTree]:
         some = [i for i, budget in enumerate(budgets) if budget > 0]
-        trees = dict(zip(some, propose(drafter, [rows[i] for i in some], [budgets[i] for i in some]), strict=True))
+        moved = [Altered(rows[i], slot=place) for place, i in enumerate(some)]
+        trees = dict(zip(some, propose(drafter, moved, [budgets[i] for i in some]), strict=True))
         return [trees.get(i) or DraftTree.root(row.pending, drafter.name) for i, row in enumerate(rows)]
 
     return wrong

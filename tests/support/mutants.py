@@ -184,17 +184,24 @@ def told(drafter: type, change: Callable[[Any], Any]) -> Apply:
     return with_arguments(drafter, "observe", lambda call: {"results": [change(result) for result in call.results]})
 
 
-def forgetful_of_ends(drafter: type) -> Apply:
-    """Nothing is dropped when rows end."""
-    return skipped(drafter, "forget")
+def keeps_rows(drafter: type) -> Apply:
+    """What is known of rows is noted in the drafter, too, where it outlives them."""
+
+    def make(start: Any) -> Any:
+        def wrong(self: Any, rows: Any, chunks: Any) -> None:
+            start(self, rows, chunks)
+            vars(self).setdefault("noted", {}).update((row.id, row.state.get(self)) for row in rows)
+
+        return wrong
+
+    return wrapped(drafter, "start", make)
 
 
 def one_state_for_all(drafter: type) -> Apply:
-    """All rows go by one id, so each finds what was noted of another."""
+    """All rows have one state, so each finds what was noted of another."""
 
     def as_one(call: Call) -> dict[str, Any]:
-        return {"rows": [Altered(row, id=0) for row in call.rows]}
+        shared = vars(call.self).setdefault("shared", {})
+        return {"rows": [Altered(row, state=shared) for row in call.rows]}
 
-    return together(
-        *(with_arguments(drafter, verb, as_one) for verb in ("start", "propose", "observe")), forgetful_of_ends(drafter)
-    )
+    return together(*(with_arguments(drafter, verb, as_one) for verb in ("start", "propose", "observe")))
