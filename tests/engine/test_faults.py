@@ -18,6 +18,7 @@ from foredraft.drafters.lookup.ngram import NGramDrafter
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
+from foredraft.engine.row import RowState
 from foredraft.errors import NumericsError, TreeError
 from foredraft.model.lm import CausalLM
 from foredraft.testing import check_drafter, toy_model
@@ -32,21 +33,31 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 
 
 def failing(drafter: Drafter, verb: str, number: int, fault: BaseException, *, after: bool) -> Drafter:
-    """The drafter, whose n-th call of a verb fails before or after its work."""
-    sound, calls = getattr(drafter, verb), [0]
+    """The drafter, whose n-th call of a verb fails before or after its work; "ended" is that of states of rows."""
+    owner: Any = RowState() if verb == "ended" else drafter
+    sound, calls = getattr(owner, verb), [0]
 
-    def broken(*args: Any) -> Any:
+    def broken(*args: Any, **keys: Any) -> Any:
         calls[0] += 1
-        result = sound(*args) if calls[0] != number or after else None
+        result = sound(*args, **keys) if calls[0] != number or after else None
         if calls[0] == number:
             raise fault
         return result
 
-    setattr(drafter, verb, broken)
+    setattr(owner, verb, broken)
+    if owner is not drafter:
+        start = drafter.start
+
+        def starting(rows: Any, chunks: Any) -> None:
+            start(rows, chunks)
+            for row in rows:
+                row.state["of a test"] = owner
+
+        drafter.start = starting  # type: ignore[method-assign]
     return drafter
 
 
-@pytest.mark.parametrize("verb", ["start", "propose", "observe", "forget"])
+@pytest.mark.parametrize("verb", ["start", "propose", "observe", "ended"])
 @pytest.mark.parametrize("method", DRAFTERS)
 def test_a_failing_drafter_changes_no_token_and_rows_that_it_did_not_touch_are_drafted_for(
     method: str, verb: str, caplog: pytest.LogCaptureFixture

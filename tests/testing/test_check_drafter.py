@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,8 @@ from foredraft import LLM, SamplingParams
 from foredraft.drafters.lookup.ngram import NGramDrafter, NGramOptions
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.budget import DraftSize
-from foredraft.engine.row import Row
+from foredraft.engine.drafter import Needs, PromptChunk
+from foredraft.engine.row import Row, RowState
 from foredraft.errors import ForedraftError
 from foredraft.model.lm import Nodes
 from foredraft.testing import check_drafter, toy_model
@@ -113,11 +114,45 @@ class LeavesTheVocabulary(_Around):
         return DraftTree.chain(row.pending, [10_000][:budget])
 
 
+class StartsNothing(_Around):
+    """Drafts from a state of rows that it never makes."""
+
+    def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
+        pass
+
+
+class StartsWithTheFirstChunk(_Around):
+    """Wants prompts, and begins with rows at their first chunk, which single tokens do not have."""
+
+    def needs(self, target: Any, cache: Any) -> Needs:
+        return Needs(prompts=True)
+
+    def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
+        pairs = [(row, chunk) for row, chunk in zip(rows, chunks, strict=True) if not chunk.is_last]
+        super().start([row for row, _ in pairs], [chunk for _, chunk in pairs])
+
+
+class ShortensTheTargetsCache(_Around):
+    """Takes a column of a row away that counts."""
+
+    def needs(self, target: Any, cache: Any) -> Needs:
+        self.cache = cache
+        return Needs()
+
+    def propose(self, rows: Sequence[Row], budgets: Sequence[int]) -> list[DraftTree]:
+        self.cache.lengths[rows[0].slot] -= 1
+        return super().propose(rows, budgets)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
-    "broken", [DraftsTooDeep, StartsElsewhere, TouchesTheText, LosesARow, AsksTheTarget, LeavesTheVocabulary]
+    "broken",
+    [
+        *(DraftsTooDeep, StartsElsewhere, TouchesTheText, LosesARow, AsksTheTarget, LeavesTheVocabulary),
+        *(StartsNothing, StartsWithTheFirstChunk, ShortensTheTargetsCache),
+    ],
 )
 def test_a_broken_drafter_is_found_out(broken: Any) -> None:
-    with pytest.raises((AssertionError, ForedraftError, ValueError)):
+    with pytest.raises((AssertionError, ForedraftError, ValueError, KeyError)):
         check_drafter(broken, target(), depths=(2,))
 
 
@@ -158,8 +193,8 @@ class _Keeping(_Around):
         super().__init__(depth)
         self.kept: Any = {}
 
-    def start(self, rows: Sequence[Row]) -> None:
-        super().start(rows)
+    def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
+        super().start(rows, chunks)
         for row in rows:
             self.keep_of(row)
 
@@ -168,22 +203,32 @@ class _Keeping(_Around):
 
 
 class KeepsIds(_Keeping):
-    """Never drops what it knows of a row."""
+    """Keeps what it knows of rows in a table of its own, and never drops it."""
+
+
+@dataclass(eq=False)
+class _Dropping(RowState):
+    """Has a drafter drop what it knows of a row when that ends, if it knows enough."""
+
+    kept: dict[int, int]
+    least: int
+
+    def ended(self, row: Row, *, is_kept: bool) -> None:
+        if self.kept[row.id] >= self.least:
+            del self.kept[row.id]
 
 
 class DropsOnlyDrafted(_Keeping):
     """Drops what it knows of rows that were drafted for; a row may end before that."""
 
+    def keep_of(self, row: Row) -> None:
+        super().keep_of(row)
+        row.state["of what it keeps"] = _Dropping(self.kept, 2)
+
     def propose_row(self, row: Row, budget: int) -> DraftTree:
         self.kept.setdefault(row.id, 0)
         self.kept[row.id] += 1
         return super().propose_row(row, budget)
-
-    def forget(self, rows: Sequence[Row]) -> None:
-        super().forget(rows)
-        for row in rows:
-            if self.kept.get(row.id, 0) > 1:
-                del self.kept[row.id]
 
 
 class KeepsRows(_Keeping):
@@ -218,6 +263,17 @@ class KeepsAMethod(_Keeping):
 def test_state_that_outlives_its_rows_is_found(broken: Any) -> None:
     with pytest.raises(AssertionError, match=rf"state of rows outlives them in {broken.__name__}\.kept"):
         check_drafter(broken, target(), depths=(2,))
+
+
+def test_a_table_that_rows_are_dropped_from_as_they_end_is_no_fault() -> None:
+    """However they end: every row that began is told of."""
+
+    class DropsAll(_Keeping):
+        def keep_of(self, row: Row) -> None:
+            super().keep_of(row)
+            row.state["of what it keeps"] = _Dropping(self.kept, 0)
+
+    assert check_drafter(DropsAll, target(), depths=(2,)).num_drafted > 0
 
 
 def test_a_drafter_that_breaks_only_where_it_is_governed_is_found_out() -> None:
