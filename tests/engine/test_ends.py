@@ -15,9 +15,9 @@ from drafting import made
 from foredraft import LLM, SamplingParams
 from foredraft.config.engine import EngineConfig
 from foredraft.drafters.lookup.ngram import NGramDrafter
+from foredraft.engine.drafts import Drafts
 from foredraft.engine.engine import Engine
 from foredraft.engine.forwards import Forwards
-from foredraft.engine.drafts import GuardedDrafter
 from foredraft.errors import ContextLengthError, PromptError
 from foredraft.model.cache.ragged import KVCache
 from foredraft.testing import check_cache_lengths, toy_model
@@ -129,10 +129,10 @@ def test_a_stream_that_is_closed_within_a_step_ends_after_it(config: Any, tmp_pa
 
 PLACES: dict[str, tuple[type, str]] = {
     "reading": (Forwards, "read"),
-    "drafting": (GuardedDrafter, "propose"),
+    "drafting": (Drafts, "propose"),
     "verifying": (Forwards, "verify"),
     "committing": (KVCache, "commit"),
-    "observing": (GuardedDrafter, "observe"),
+    "observing": (Drafts, "observe"),
 }
 
 

@@ -57,12 +57,18 @@ def test_every_text_is_that_of_its_request_alone_and_nothing_stays_behind(
 
 
 def test_what_drafters_keep_of_rows_is_found(tmp_path: Path) -> None:
-    """The check itself: a drafter that forgets nothing is told, by where its state lies."""
+    """The check itself: a drafter that holds on to rows is told, and a row in its cache, by where they lie."""
     soak = soaked(1, tmp_path, 0.0, 0, ["draft_model"])
     engine = soak.engines["draft_model"]
-    engine.drafter.forget = lambda _: None
+    beside = soak.world.target, engine.cache
+    works, seen = engine.drafter.start, list[Any]()
+    engine.drafter.start = lambda rows, chunks: (seen.extend(rows), works(rows, chunks))
     engine.add_request(*soak.world.request(random.Random(1)))
     list(engine.run())
-    left = leftovers(engine.drafter, beside=(soak.world.target, engine.cache))
+    engine.drafter.seen, (_, own) = [], engine.caches.caches
+    assert not leftovers(engine.drafter, beside=(*beside, engine.drafter.start))
+    engine.drafter.seen = seen
+    own.add_rows()
+    left = leftovers(engine.drafter, beside=beside)
     assert any("KVCache of lengths" in each for each in left)
     assert any("Row" in each for each in left)
