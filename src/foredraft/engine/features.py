@@ -30,7 +30,7 @@ class Features:
     This base has nothing. Features hold what a forward has left in memory: ask for them while the call they were
     handed to runs, and keep copies of what is to last.
 
-    Raises: ConfigError for what ``Drafter.requires`` does not name.
+    Raises: ConfigError for what `Drafter.needs` does not name.
     """
 
     def last_hidden(self, nodes: Sequence[int]) -> torch.Tensor:
@@ -91,7 +91,7 @@ class _FeaturesAt(Features):
 
 
 def _not_required(name: str) -> ConfigError:
-    return ConfigError(f"a drafter asked for features that were not computed; let its `requires` name {name}")
+    return ConfigError(f"a drafter asked for features that were not computed; let its `needs` name {name}")
 
 
 class RowFeatures(Features):
