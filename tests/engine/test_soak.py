@@ -31,7 +31,7 @@ def soaked(num_requests: int, folder: Path, fault_rate: float, seed: int, method
 @pytest.mark.parametrize(
     ("num_requests", "fault_rate", "seed", "rates"),
     [
-        pytest.param(44, 0.03, 3, DENSE, marks=pytest.mark.slow),
+        pytest.param(44, 0.03, 4, DENSE, marks=pytest.mark.slow),
         pytest.param(150, 0.01, 1, {}, marks=pytest.mark.full),
         pytest.param(100, 0.1, 2, {}, marks=pytest.mark.full),
         pytest.param(800, 0.01, 3, {}, marks=pytest.mark.full),
