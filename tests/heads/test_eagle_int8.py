@@ -27,7 +27,7 @@ from foredraft.model.nodes import Nodes
 from foredraft.native import library as kernels_of
 from foredraft.native.codes import Codes
 from foredraft.native.packed_matmul import CodesMatrix
-from foredraft.testing import GREEDY, PROMPTS, SAMPLED, toy_model
+from foredraft.testing import GREEDY, PROMPTS, SAMPLED, check_no_state, toy_model
 
 HALF = torch.bfloat16
 TEXTS = [*PROMPTS[:3], PROMPTS[4]]
@@ -209,7 +209,7 @@ def test_texts_stay_what_they_are(
     assert decoded(made, params, dtype=dtype) == plain
     assert bool(together) == (not is_small)
     assert [decoded(made, params, [prompt], dtype)[0] for prompt in TEXTS] == plain
-    assert not made.states._owed
+    check_no_state(made)
 
 
 @torch.no_grad()
@@ -254,9 +254,9 @@ def test_entries_that_are_made_late_have_the_bits_of_those_made_at_once(monkeypa
         row = engine.add_request(TEXTS[0], replace(GREEDY, max_tokens=40))[0]
         while row.num_output_tokens < 12:
             engine.step()
-        assert len(states._owed) == (most_owed > 1)
+        assert bool(row.state[states].owed) == (most_owed > 1)
         states.settle([row])
-        assert states.rows[row.id].trunk == states.cache.lengths[0] == len(row.token_ids) - 1
+        assert states.cache.lengths[row.slot] == len(row.token_ids) - 1
         return states.cache.layers[0].keys[0, :, : len(row.token_ids) - 1].clone()
 
     assert torch.equal(keys(32), keys(1))
@@ -268,8 +268,8 @@ def test_long_waits_are_settled() -> None:
     row = engine.add_request(PROMPTS[0], replace(GREEDY, max_tokens=60))[0]
     while row.num_output_tokens < 50:
         engine.step()
-    (_, first, parts) = made.states._owed[row.id]
-    assert sum(map(len, parts)) < 32 <= first
+    state = row.state[made.states]
+    assert 0 < sum(map(len, state.owed)) < 32 <= state.first
 
 
 @pytest.mark.parametrize(

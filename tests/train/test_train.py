@@ -64,7 +64,7 @@ def test_unrolled_steps_are_what_decoding_computes(generation: int, monkeypatch:
     head, lm = eagle_heads.trained(generation), eagle_heads.target()
     seen: list[list[Tensor]] = []
     real_open, real_feed = EagleRows.open, EagleRows.feed
-    monkeypatch.setattr(EagleRows, "open", lambda self, rows: seen.append([real_open(self, rows)]) or seen[-1][0])
+    monkeypatch.setattr(EagleRows, "open", lambda self, given: seen.append([real_open(self, given)]) or seen[-1][0])
     monkeypatch.setattr(
         EagleRows, "feed", lambda self, *a, **k: seen[-1].append(real_feed(self, *a, **k)) or seen[-1][-1]
     )

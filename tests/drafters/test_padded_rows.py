@@ -1,0 +1,188 @@
+"""Drafts for some rows of a batch, which lie apart: what lies between is padding, and every draft is of its own row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import test_medusa_hydra
+import test_sparse_kv
+import test_sparse_model
+
+import eagle_heads
+import toys
+from foredraft import LLM
+from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.heads.eagle import EagleDrafter
+from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.lm.draft_model import DraftModelDrafter
+from foredraft.drafters.none import EmptyDrafter
+from foredraft.drafters.parts.layer_set import LayerSet
+from foredraft.drafters.parts.rows import FedNodes
+from foredraft.drafters.parts.self_draft import SelfDrafter
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.engine import Engine
+from foredraft.engine.row import Row
+from foredraft.model.lm import CausalLM
+from foredraft.testing import GREEDY, PROMPTS, SAMPLED
+from harness import random_ids
+
+DEPTH = 3
+TEXTS = sorted(PROMPTS, key=len)
+"""The shortest first, as they come into the cache: row i has slot i."""
+UNDRAFTED = [((0, 2), GREEDY), ((0, 2), SAMPLED), ((0, 2, 3), GREEDY), ((0, 1, 2), SAMPLED)]
+"""Of five rows: a slot between the others, two of them, and none."""
+
+
+def draft_model(**options: Any) -> DraftModelDrafter:
+    return DraftModelDrafter(toys.small(), target_vocab_size=toys.VOCAB_SIZE, policy=Fixed(DEPTH), **options)
+
+
+def eagle(**options: Any) -> EagleDrafter:
+    """Of a sharpness that is given: what it learns of one row, others would be drafted for with."""
+    given = {"num_branches": 3, "reranks": True, "max_nodes": 9, "sharpness": 1.0, **options}
+    target = eagle_heads.target()
+    head = eagle_heads.trained(3)
+    return EagleDrafter(head, target, target_vocab_size=target.vocab_size, policy=Fixed(DEPTH), **given)
+
+
+def layer_skip(**options: Any) -> SelfDrafter:
+    given = {"layer_set": LayerSet((1,), ()), "target_vocab_size": toys.VOCAB_SIZE, "policy": Fixed(DEPTH), **options}
+    return SelfDrafter("layer_skip", **given)
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "draft_model": draft_model,
+    "draft_model, trees": lambda: draft_model(num_branches=2, beam_width=2),
+    "draft_model over a view": lambda: test_sparse_model.small(toys.small(), "streaming", DEPTH),
+    "draft_model over a view that is voted for": lambda: test_sparse_model.small(
+        toys.small(), "snapkv", DEPTH, num_branches=2
+    ),
+    "eagle3": eagle,
+    "eagle3, chains": lambda: eagle(num_branches=1, reranks=False, max_nodes=None),
+    "medusa": lambda: test_medusa_hydra.make("medusa"),
+    "hydra": lambda: test_medusa_hydra.make("hydra"),
+    "hydra++": lambda: test_medusa_hydra.make("hydra++"),
+    "layer_skip": layer_skip,
+    "layer_skip, trees": lambda: layer_skip(num_branches=2, beam_width=2),
+    "sparse_kv": lambda: test_sparse_kv.sparse("streaming", DEPTH, toys.VOCAB_SIZE),
+    "sparse_kv, votes and trees": lambda: test_sparse_kv.sparse("snapkv", DEPTH, toys.VOCAB_SIZE, num_branches=2),
+}
+
+
+def target(method: str) -> CausalLM:
+    return eagle_heads.target() if method.startswith("eagle") else toys.target()
+
+
+def run(lm: CausalLM, drafter: Drafter, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Row]:
+    """Run requests together; those that come together lie in the cache in their order."""
+    engine = Engine(lm, drafter)
+    rows = [engine.add_request(prompt, params)[0] for prompt, params in requests]
+    while not all(row.output_ids for row in rows):
+        engine.step()
+    assert [row.slot for row in rows] == list(range(len(rows)))
+    list(engine.run())
+    return rows
+
+
+def counts(row: Row) -> tuple[int, int, int]:
+    return row.stats.num_steps, row.stats.num_draft_tokens, row.stats.num_accepted_draft_tokens
+
+
+def wanted(params: SamplingParams) -> SamplingParams:
+    return replace(params, max_tokens=24, ignore_eos=True)
+
+
+@cache
+def alone(method: str, place: int, params: SamplingParams) -> Row:
+    """A row by itself, with a drafter of its own."""
+    return run(target(method), DRAFTERS[method](), [(TEXTS[place], wanted(params))])[0]
+
+
+@cache
+def plain(params: SamplingParams) -> list[list[int]]:
+    rows = run(toys.target(), EmptyDrafter(), [(text, wanted(params)) for text in TEXTS])
+    return [row.output_ids for row in rows]
+
+
+def check(method: str, undrafted: Sequence[int], params: SamplingParams) -> None:
+    """Texts are those of plain decoding, and what is drafted and accepted of a row what is when it is alone."""
+    requests = [
+        (text, replace(wanted(params), num_speculative_tokens=0 if place in undrafted else None))
+        for place, text in enumerate(TEXTS)
+    ]
+    rows = run(target(method), DRAFTERS[method](), requests)
+    assert [row.output_ids for row in rows] == plain(params)
+    drafted = [place for place in range(len(rows)) if place not in undrafted]
+    assert [counts(rows[place]) for place in drafted] == [counts(alone(method, place, params)) for place in drafted]
+    assert sum(rows[place].stats.num_accepted_draft_tokens for place in drafted) > 0
+    assert [rows[place].stats.num_draft_tokens for place in undrafted] == [0] * len(undrafted)
+
+
+@pytest.mark.parametrize("method", DRAFTERS)
+def test_rows_that_lie_apart_are_drafted_for_as_alone(method: str) -> None:
+    for undrafted, params in UNDRAFTED:
+        check(method, undrafted, params)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "draft_model over a view", "eagle3", "layer_skip", "sparse_kv"])
+def test_rows_that_are_taken_for_neighbours_are_noticed(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were the slots between forgotten, texts would stay what they are, and drafts would be worse or none."""
+    original = FedNodes.__init__
+
+    def wrong(self: FedNodes, cache: Any, drafts: Any) -> None:
+        original(self, cache, drafts)
+        self._places = list(range(len(drafts)))
+
+    check(method, (0, 2), GREEDY)
+    monkeypatch.setattr(FedNodes, "__init__", wrong)
+    with pytest.raises((AssertionError, IndexError)):
+        check(method, (0, 2), GREEDY)
+
+
+# -- over the library's own kernels ------------------------------------------------------------------------------------
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "draft_model": {"num_speculative_tokens": 4},
+    "eagle3": {"num_speculative_tokens": 4},
+    "eagle3, level by level": {"num_speculative_tokens": 4, "draft_rerank": False},
+    "medusa": {},
+    "hydra++": {},
+    "layer_skip": {"num_speculative_tokens": 4},
+    "sparse_kv": {"num_speculative_tokens": 4, "kv_budget": 16},
+}
+ORDINARY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+@cache
+def tiny() -> LLM:
+    return LLM("zoo:tiny", None, dtype="float32")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_that_lie_apart_are_drafted_for_over_kernels(name: str) -> None:
+    """Five prompts of a model that was trained, two of which want no drafts."""
+    llm = tiny()
+    given: Any = [{"prompt_token_ids": random_ids(6 + 5 * place, place, 500)} for place in range(5)]
+    expected = [output.outputs[0].token_ids for output in llm.generate(given, ORDINARY)]
+    drafting = llm.with_speculative_config(
+        {"method": name.partition(",")[0], "length_policy": "fixed", **CONFIGS[name]}
+    )
+    for undrafted in ((0, 2), (0, 1, 2)):
+        params = [replace(ORDINARY, num_speculative_tokens=0 if i in undrafted else None) for i in range(5)]
+        outputs = drafting.generate(given, params)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        for place, output in enumerate(outputs):
+            found = output.metrics.speculative_decoding
+            if place in undrafted:
+                assert found["num_draft_tokens"] == 0
+            else:
+                (by_itself,) = drafting.generate([given[place]], ORDINARY)
+                assert found["num_accepted_draft_tokens"] > 0
+                assert (
+                    found["num_accepted_draft_tokens"]
+                    == by_itself.metrics.speculative_decoding["num_accepted_draft_tokens"]
+                )
