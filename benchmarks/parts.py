@@ -489,7 +489,7 @@ class PhraseText:
             num_prompt_tokens=context,
             params=params,
             seed=1,
-            law=Sampler(params, vocab_size=self.vocab_size, prompt_ids=ids[:1]),
+            sampler=Sampler(params, vocab_size=self.vocab_size, prompt_ids=ids[:1]),
             max_length=max_length,
             checker=StopChecker(params, (), context, max_length),
         )

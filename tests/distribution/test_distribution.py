@@ -643,7 +643,7 @@ class TestBadRows:
 
     def test_shapes_are_checked(self) -> None:
         law = law_of(SamplingParams(), 4)
-        with pytest.raises(ShapeError, match="1 laws"):
+        with pytest.raises(ShapeError, match="1 samplers"):
             choose(torch.zeros(2, 4), [law], [()], [0])
 
 

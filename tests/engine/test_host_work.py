@@ -248,7 +248,7 @@ def work_per_step(
     monkeypatch.setattr(EagleRows, "_run", counter.paused(EagleRows._run))
     monkeypatch.setattr(PrefixStates, "_run", counter.paused(PrefixStates._run))
     row.token_ids = Text(row.token_ids, counter)
-    row.law._tokens = Text(row.law._tokens, counter)
+    row.sampler._tokens = Text(row.sampler._tokens, counter)
     found = []
     try:
         for number in range(3 + 5):

@@ -205,9 +205,9 @@ def _ending(turn: ChatTurn, conversation: Conversation) -> str:
 def _why_different(conversation: Conversation) -> str:
     config = conversation.llm.speculative_config
     if not config.rule.is_lossless:
-        return f"{config.rejection_sample_method!r} changes the law of what is sampled, 'match' keeps law and tokens"
+        return f"{config.rejection_sample_method!r} changes the distribution, 'match' keeps that and the tokens"
     if not config.rule.keeps_tokens:
-        return f"{config.rejection_sample_method!r} keeps the law and not the tokens, 'match' keeps both"
+        return f"{config.rejection_sample_method!r} keeps the distribution and not the tokens, 'match' keeps both"
     return "in half precision near-ties may fall differently: try --dtype float32"
 
 

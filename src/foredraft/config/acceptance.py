@@ -29,7 +29,7 @@ class AcceptanceRule:
       name: by which it is chosen.
       takes_trees: drafts may branch.
       shares_noise: the drafter may draw by the target's own noise, since nothing else is random.
-      needs_law: a draft that was sampled carries the distribution it was drawn from.
+      needs_probs: a draft that was sampled carries the distribution it was drawn from.
       is_lossless: the output follows the distribution of plain decoding.
       keeps_tokens: the output has the very tokens of plain decoding with the same seed.
       aliases: names of other tools.
@@ -38,32 +38,32 @@ class AcceptanceRule:
     name: str
     takes_trees: bool
     shares_noise: bool
-    needs_law: bool
+    needs_probs: bool
     is_lossless: bool
     keeps_tokens: bool
     aliases: tuple[str, ...] = ()
 
 
 MATCH = AcceptanceRule(
-    "match", takes_trees=True, shares_noise=True, needs_law=False, is_lossless=True, keeps_tokens=True
+    "match", takes_trees=True, shares_noise=True, needs_probs=False, is_lossless=True, keeps_tokens=True
 )
 STANDARD = AcceptanceRule(
     "standard",
     takes_trees=True,
     shares_noise=False,
-    needs_law=True,
+    needs_probs=True,
     is_lossless=True,
     keeps_tokens=False,
     aliases=("rejection", "rejection_sampler"),
 )
 BLOCK = AcceptanceRule(
-    "block", takes_trees=False, shares_noise=False, needs_law=True, is_lossless=True, keeps_tokens=False
+    "block", takes_trees=False, shares_noise=False, needs_probs=True, is_lossless=True, keeps_tokens=False
 )
 TYPICAL = AcceptanceRule(
     "typical",
     takes_trees=True,
     shares_noise=False,
-    needs_law=False,
+    needs_probs=False,
     is_lossless=False,
     keeps_tokens=False,
     aliases=("typical_acceptance", "typical_acceptance_sampler"),

@@ -348,7 +348,7 @@ class Acceptance(ThresholdPolicy):
     threshold_momentum: float = 0.9
 
     def first_threshold(self, row: Row) -> Threshold:
-        published = 0.8 if row.law.is_greedy else 0.5
+        published = 0.8 if row.sampler.is_greedy else 0.5
         first = published if self.draft_threshold is None else self.draft_threshold
         return Threshold(first, self.initial_acceptance_rate)
 
@@ -460,8 +460,8 @@ def normalised_entropy(probs: Tensor) -> float:
     """-sum p log(p + 1e-8) / log V of a distribution (V,), 0..1; 0 for a vocabulary of one token."""
     if len(probs) < 2:
         return 0.0
-    law = probs.double()
-    entropy = -float((law * (law + 1e-8).log()).sum())
+    probs = probs.double()
+    entropy = -float((probs * (probs + 1e-8).log()).sum())
     return min(max(entropy / math.log(len(probs)), 0.0), 1.0)
 
 

@@ -42,7 +42,7 @@ def accept_rows(
     if RULES[rule].keeps_tokens:
         return match_rows(rows, trees, logits, choices)
     listed = as_list(logits)
-    greedy = [i for i, row in enumerate(rows) if row.law.is_greedy]
+    greedy = [i for i, row in enumerate(rows) if row.sampler.is_greedy]
     verdicts = {}
     if greedy:
         of_greedy = listed if len(greedy) == len(listed) else listed.of(greedy)
@@ -58,7 +58,7 @@ def _accept_sampled(
     rule: str, row: Row, tree: DraftTree, logits: torch.Tensor, limits: TypicalLimits | None
 ) -> Verdict:
     def target_probs(node: int) -> torch.Tensor:
-        return probs(logits[node : node + 1], [row.law], [tree.path_tokens(node)])[0]
+        return probs(logits[node : node + 1], [row.sampler], [tree.path_tokens(node)])[0]
 
     if rule == TYPICAL.name:
         return typical(tree, target_probs, limits)
@@ -116,11 +116,11 @@ def match_rows(
 
 def _match_one(row: Row, tree: DraftTree, logits: torch.Tensor) -> Verdict:
     """`match_rows` of one row on the CPU, whose nodes have the logits (N, V): of those that are visited alone."""
-    law, length = row.law, len(row.token_ids)
+    sampler, length = row.sampler, len(row.token_ids)
     path: list[int] = []
 
     def chosen(node: int) -> int:
-        path.append(choose_at(logits, node, law, path, length + len(path)))
+        path.append(choose_at(logits, node, sampler, path, length + len(path)))
         return path[-1]
 
     return match(tree, chosen)
@@ -135,7 +135,7 @@ def as_list(logits: Logits) -> NodeLogits:
 
 def _argmaxes(rows: Sequence[Row], trees: Sequence[DraftTree], logits: NodeLogits) -> dict[int, tuple[int, ...]]:
     """The tokens after all nodes of the rows whose choice is the argmax, by row."""
-    plain = [i for i, row in enumerate(rows) if row.law.is_argmax]
+    plain = [i for i, row in enumerate(rows) if row.sampler.is_argmax]
     if not plain:
         return {}
     starts = logits.starts
@@ -157,5 +157,5 @@ def _choose(
     else:
         picked = logits.values[upload([torch.tensor(places, device="cpu")], logits.device)[0]]
     positions = [len(rows[i].token_ids) + len(path) for (i, _), path in zip(nodes, paths, strict=True)]
-    chosen: list[int] = choose(picked, [rows[i].law for i, _ in nodes], paths, positions).tolist()
+    chosen: list[int] = choose(picked, [rows[i].sampler for i, _ in nodes], paths, positions).tolist()
     return chosen

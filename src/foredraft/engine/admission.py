@@ -70,9 +70,9 @@ class Admission:
         prediction = self._prediction(params, len(prompt))
         rows = []
         for index in range(params.n):
-            law = self._law(params, prompt, history_ids, mix(seed, index))
+            sampler = self._sampler(params, prompt, history_ids, mix(seed, index))
             own = None if prediction is None else prediction.copy()
-            rows.append(self._row(prompt, law, request_id, index, own, offset))
+            rows.append(self._row(prompt, sampler, request_id, index, own, offset))
         for row, output in zip(rows, output_ids, strict=False):
             self._continue(row, as_ids(output))
         return rows
@@ -104,8 +104,8 @@ class Admission:
             if (finish := row.checker.check(token)) is not None:
                 row.finish_reason, row.stop_reason = finish.reason, finish.cause
         row.extend(output_ids)
-        if row.law.matching is not None and row.law.matching.fault is not None:
-            raise ConfigError(f"output_ids cannot be continued: {row.law.matching.fault}")
+        if row.sampler.matching is not None and row.sampler.matching.fault is not None:
+            raise ConfigError(f"output_ids cannot be continued: {row.sampler.matching.fault}")
         row.num_replayed = len(output_ids)
 
     def _prediction(self, params: SamplingParams, start: int) -> Prediction | None:
@@ -122,9 +122,11 @@ class Admission:
             )
         return Prediction(given, start)
 
-    def _law(self, params: SamplingParams, prompt: list[int], history_ids: Sequence[int] | None, seed: int) -> Sampler:
+    def _sampler(
+        self, params: SamplingParams, prompt: list[int], history_ids: Sequence[int] | None, seed: int
+    ) -> Sampler:
         wanted = params.structured_outputs
-        law = Sampler(
+        sampler = Sampler(
             params,
             vocab_size=self.target.vocab_size,
             eos_token_ids=self.eos_token_ids,
@@ -133,19 +135,19 @@ class Admission:
             device=self.target.device,
             matching=None if wanted is None else self.grammars.matching(StructuredOutputs.of(wanted)),
         )
-        law.seed, law.contains_faults = seed, self.contains_faults
-        return law
+        sampler.seed, sampler.contains_faults = seed, self.contains_faults
+        return sampler
 
     def _row(
         self,
         prompt: list[int],
-        law: Sampler,
+        sampler: Sampler,
         request_id: str,
         index: int,
         prediction: Prediction | None,
         offset: int,
     ) -> Row:
-        params, length, limit = law.params, len(prompt), self.limit_of(offset)
+        params, length, limit = sampler.params, len(prompt), self.limit_of(offset)
         if params.max_tokens is not None:
             wanted = length + params.max_tokens
         else:
@@ -158,8 +160,8 @@ class Admission:
             token_ids=list(prompt),
             num_prompt_tokens=length,
             params=params,
-            seed=law.seed,
-            law=law,
+            seed=sampler.seed,
+            sampler=sampler,
             max_length=max_length,
             checker=StopChecker(params, self.eos_token_ids, length, max_length, self.tokenizer),
             prediction=prediction,

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from foredraft.engine.drafter import StepResult
-from foredraft.engine.outputs import RowOutput, logprobs_of
 from foredraft.engine.drafts import with_forced
+from foredraft.engine.outputs import RowOutput, logprobs_of
 from foredraft.errors import as_exception, is_fatal, told
 from foredraft.sampling import distribution
 from foredraft.tree import DraftTree
@@ -89,7 +89,7 @@ def emit_row(
     has_failed = verdict.next_token < 0
     row.is_in_doubt = has_failed and not row.is_in_doubt
     is_lost = has_failed and not row.is_in_doubt
-    error = distribution.failure(logits[place][verdict.path[-1]], row.law) if is_lost else None
+    error = distribution.failure(logits[place][verdict.path[-1]], row.sampler) if is_lost else None
     decided = [tree.tokens[node] for node in verdict.path[1:]] + ([] if has_failed else [verdict.next_token])
     tokens, finish, fault = _until_the_end(row.checker, decided)
     if fault is not None:
@@ -107,7 +107,9 @@ def emit_row(
         output = replace(
             output,
             logprobs=logprobs_of(row, tokens, chosen_from, paths),
-            scores=distribution.scores(chosen_from, [row.law] * len(nodes), paths) if config.output_scores else None,
+            scores=distribution.scores(chosen_from, [row.sampler] * len(nodes), paths)
+            if config.output_scores
+            else None,
             logits=chosen_from.float() if config.output_logits else None,
         )
     row.record(tree, accepted, len(tokens))

@@ -151,7 +151,7 @@ class Drafts:
         fitting = dict(zip(asked, drafts, strict=False))
         trees = [self._fitting(row, fitting.get(place)) for place, row in enumerate(rows)]
         for place, (row, tree, budget) in enumerate(zip(rows, trees, budgets, strict=True)):
-            matching = row.law.matching
+            matching = row.sampler.matching
             if row.prediction is None and matching is None and self._vocab_size == self._num_embeddings:
                 continue
             row.state[self] = tree
@@ -342,11 +342,11 @@ class Drafts:
             isinstance(tree.plan, DraftPlan) and isinstance(tree.plan.gamma, int) and tree.plan.cause in CAUSES
         ):
             raise TreeError(f"the plan of the draft is {tree.plan!r}; give a DraftPlan of a length and a known cause")
-        if self._rule.needs_law and tree.probs is not None:
-            self._check_law(tree, tree.probs, is_sampled=not row.law.is_greedy)
+        if self._rule.needs_probs and tree.probs is not None:
+            self._check_probs(tree, tree.probs, is_sampled=not row.sampler.is_greedy)
         return tree
 
-    def _check_law(self, tree: DraftTree, probs: torch.Tensor, *, is_sampled: bool) -> None:
+    def _check_probs(self, tree: DraftTree, probs: torch.Tensor, *, is_sampled: bool) -> None:
         is_table = isinstance(probs, torch.Tensor) and probs.is_floating_point() and probs.device == self._device
         if not is_table or probs.shape[1] != self._vocab_size:
             kind = f"{probs.dtype} {tuple(probs.shape)}" if isinstance(probs, torch.Tensor) else type(probs).__name__
@@ -434,7 +434,7 @@ def with_forced(row: Row, tree: DraftTree, budget: DraftSize, rule: AcceptanceRu
       budget: that the row has, before a governor's decision.
       num_rows: rows of the step.
     """
-    matching = row.law.matching
+    matching = row.sampler.matching
     if matching is None or not budget.depth:
         return tree
     most = max(MOST_FORCED // num_rows, LEAST_FORCED)

@@ -43,5 +43,5 @@ def logprobs_of(
     k = row.params.logprobs
     if k is None:
         return ()
-    table = distribution.log_probs(logits, [row.law] * len(tokens), paths)
+    table = distribution.log_probs(logits, [row.sampler] * len(tokens), paths)
     return tuple(TokenLogprobs.of(tokens, table, k, row.params.logprob_token_ids))

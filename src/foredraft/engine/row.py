@@ -58,7 +58,7 @@ class Row:
       num_prompt_tokens: how many of them are the prompt.
       params: what the user asked for.
       seed: of this row; sample i of n has ``mix(seed of the request, i)``.
-      law: turns logits of this row into its target distribution; holds the incremental history.
+      sampler: turns logits of this row into its target distribution; holds the incremental history.
       max_length: prompt and output together never exceed it.
       checker: decides after every token whether the row ends with it.
       num_cached_tokens: how many tokens of the prompt were in the cache already, from rows that have ended.
@@ -86,7 +86,7 @@ class Row:
     num_prompt_tokens: int
     params: SamplingParams
     seed: int
-    law: Sampler
+    sampler: Sampler
     max_length: int
     checker: StopChecker
     stats: RowStats = field(default_factory=RowStats)
@@ -139,7 +139,7 @@ class Row:
     @property
     def drafts_itself(self) -> bool:
         """Whether it may have a draft whatever the drafter does: of a prediction, or of what its grammar forces."""
-        return self.prediction is not None or self.law.matching is not None
+        return self.prediction is not None or self.sampler.matching is not None
 
     @property
     def is_finished(self) -> bool:
@@ -183,7 +183,7 @@ class Row:
     def extend(self, tokens: Sequence[int]) -> None:
         """Append emitted tokens and carry the sampler's history along."""
         self.token_ids.extend(tokens)
-        self.law.extend(tokens)
+        self.sampler.extend(tokens)
 
 
 def as_ids(prompt: Iterable[Any]) -> list[int]:

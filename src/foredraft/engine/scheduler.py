@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from foredraft.engine.memory import MemoryPlan
     from foredraft.engine.row import Row
     from foredraft.engine.stats import StepProfile
-    from foredraft.model.cache.prefixes import PrefixStore
     from foredraft.model.cache.group import CacheGroup
+    from foredraft.model.cache.prefixes import PrefixStore
     from foredraft.model.lm import CausalLM
 
 HEADROOM = 64

@@ -163,7 +163,7 @@ class Call:
         row, target = self._wishes.rows[index], self._engine.target
         with self._lock:
             logits = tail(target, [*row.token_ids, *text], padding, self._rows[index].offset)
-        law = Sampler(
+        sampler = Sampler(
             self._params[index],
             vocab_size=target.vocab_size,
             eos_token_ids=self._engine.eos_token_ids,
@@ -171,10 +171,10 @@ class Call:
             history_ids=row.shown_ids,
             device=target.device,
         )
-        law.extend(text)
+        sampler.extend(text)
         for kept in (self._columns.logits, self._columns.scores):
             if kept is self._columns.scores and kept:
-                logits = scores(logits, [law] * rest, [padding[:count] for count in range(rest)])
+                logits = scores(logits, [sampler] * rest, [padding[:count] for count in range(rest)])
             for column, value in zip(kept[len(text) :], logits, strict=False):
                 column[index] = value
 

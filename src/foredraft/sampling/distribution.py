@@ -42,12 +42,12 @@ __all__ = [
 ]
 
 
-def log_probs(logits: Tensor, laws: Sequence[Sampler], paths: Sequence[Path]) -> Tensor:
+def log_probs(logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path]) -> Tensor:
     """The processed distribution at each node, as log-probabilities.
 
     Args:
       logits: (M, V), any float dtype; never changed.
-      laws: M samplers, one per node; nodes of one row share theirs.
+      samplers: M samplers, one per node; nodes of one row share theirs.
       paths: M paths, the draft tokens between the row's committed tokens and the node, its own included.
 
     Returns: float32 (M, V); NaN in rows without a distribution. A greedy row has no temperature and no truncation: its
@@ -55,28 +55,30 @@ def log_probs(logits: Tensor, laws: Sequence[Sampler], paths: Sequence[Path]) ->
       is decoded is what `probs` returns.
     Exactness: transformers' own values up to the rounding of the normaliser, and exactly its support.
     """
-    return _warped(logits, laws, paths, _log_law)
+    return _warped(logits, samplers, paths, _log_probs)
 
 
-def scores(logits: Tensor, laws: Sequence[Sampler], paths: Sequence[Path]) -> Tensor:
+def scores(logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path]) -> Tensor:
     """The processed scores at each node before any softmax, as ``generate`` returns them; -inf where a token is out.
 
     Arguments as for `log_probs`. Returns: float32 (M, V), never the logits themselves.
     Exactness: transformers' own values.
     """
-    return _warped(logits, laws, paths, lambda scores, warper: warper.truncated(warper.scaled(scores)))
+    return _warped(logits, samplers, paths, lambda scores, warper: warper.truncated(warper.scaled(scores)))
 
 
-def probs(logits: Tensor, laws: Sequence[Sampler], paths: Sequence[Path]) -> Tensor:
+def probs(logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path]) -> Tensor:
     """The distribution from which each node's token is decoded, float64 (M, V) and summing to one; NaN in bad rows.
 
     Arguments as for `log_probs`. A greedy row is a point mass on its argmax.
     """
-    result = for_double(log_probs(logits, laws, paths)).double().exp_()
+    result = for_double(log_probs(logits, samplers, paths)).double().exp_()
     result /= result.sum(dim=-1, keepdim=True)
-    greedy = [row for row, law in enumerate(laws) if law.is_greedy]
+    greedy = [row for row, sampler in enumerate(samplers) if sampler.is_greedy]
     if greedy:
-        best = choose(logits[greedy], [laws[row] for row in greedy], [paths[row] for row in greedy], [0] * len(greedy))
+        best = choose(
+            logits[greedy], [samplers[row] for row in greedy], [paths[row] for row in greedy], [0] * len(greedy)
+        )
         best = best.to(result.device)
         point = torch.zeros(len(greedy), result.shape[1], dtype=torch.float64, device=result.device)
         point.scatter_(1, best.clamp(min=0)[:, None], 1.0)
@@ -85,13 +87,13 @@ def probs(logits: Tensor, laws: Sequence[Sampler], paths: Sequence[Path]) -> Ten
     return result
 
 
-def choose(logits: Tensor, laws: Sequence[Sampler], paths: Sequence[Path], positions: Sequence[int]) -> Tensor:
+def choose(logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path], positions: Sequence[int]) -> Tensor:
     """The target's own token at each node: argmax of log p + Gumbel noise keyed by (seed, position, token).
 
     Source: the Gumbel-max trick (Gumbel 1954); keyed as in `foredraft.sampling.noise`.
 
     Args:
-      logits, laws, paths: as for `log_probs`.
+      logits, samplers, paths: as for `log_probs`.
       positions: M absolute indices in the sequence of the token being chosen.
 
     Returns: int64 (M,) on the device of the logits; -1 where `failure` has something to say.
@@ -100,30 +102,30 @@ def choose(logits: Tensor, laws: Sequence[Sampler], paths: Sequence[Path], posit
     Randomness: a pure function of (seed of the sampler, position, token id); none when greedy, where the lowest index
       of the largest logit wins.
     """
-    if all(law.is_argmax for law in laws):
-        check_shapes(logits, laws, paths)
+    if all(sampler.is_argmax for sampler in samplers):
+        check_shapes(logits, samplers, paths)
         return argmax(logits)
-    return choose_siblings(logits, laws, paths, positions, 1)[0][:, 0]
+    return choose_siblings(logits, samplers, paths, positions, 1)[0][:, 0]
 
 
-def choose_at(logits: Tensor, node: int, law: Sampler, path: Path, position: int) -> int:
+def choose_at(logits: Tensor, node: int, sampler: Sampler, path: Path, position: int) -> int:
     """`choose` at one of the nodes whose logits are (N, V): its token, or -1."""
-    if not law.is_processed:
+    if not sampler.is_processed:
         found = None
-        if law.is_greedy:
+        if sampler.is_greedy:
             found = sample_kernels.argmax_at(logits, node)
-        elif not law.warper.truncates:
+        elif not sampler.warper.truncates:
             found = sample_kernels.gumbel_argmax_at(
-                logits, node, law.warper.temperature, noise.row_key(law.seed, position)
+                logits, node, sampler.warper.temperature, noise.row_key(sampler.seed, position)
             )
         if found is not None:
             return found
-    return int(choose(logits[node : node + 1], [law], [path], [position]))
+    return int(choose(logits[node : node + 1], [sampler], [path], [position]))
 
 
 def choose_siblings(
     logits: Tensor,
-    laws: Sequence[Sampler],
+    samplers: Sequence[Sampler],
     paths: Sequence[Path],
     positions: Sequence[int],
     k: int,
@@ -142,24 +144,24 @@ def choose_siblings(
     Exactness: over seeds, k draws without replacement from the distribution.
     Randomness: as for `choose`.
     """
-    scores = for_double(processed(logits, laws, paths))
-    groups = _grouped(laws, lambda law: law.kind)  # temperature and truncation, greedy ones apart
+    scores = for_double(processed(logits, samplers, paths))
+    groups = _grouped(samplers, lambda sampler: sampler.kind)  # temperature and truncation, greedy ones apart
     if columns is not None:
-        if any(law.is_processed for law in laws):
+        if any(sampler.is_processed for sampler in samplers):
             raise ShapeError("processors name tokens, and these logits are of some tokens only; spread them first")
         names = torch.cat([columns.to(scores.device), columns.new_full((1,), -1, device=scores.device)])
     if len(groups) == 1:
-        found, values = _best(scores, laws, positions, k, columns)
+        found, values = _best(scores, samplers, positions, k, columns)
         return (found if columns is None else names[found]), values  # the last name is that of no column, -1
-    tokens = torch.empty(len(laws), k, dtype=torch.int64, device=scores.device)
-    values = torch.empty(len(laws), k, dtype=torch.float64, device=scores.device)
+    tokens = torch.empty(len(samplers), k, dtype=torch.int64, device=scores.device)
+    values = torch.empty(len(samplers), k, dtype=torch.float64, device=scores.device)
     for rows in groups.values():
-        group = _best(scores[rows], [laws[row] for row in rows], [positions[row] for row in rows], k, columns)
+        group = _best(scores[rows], [samplers[row] for row in rows], [positions[row] for row in rows], k, columns)
         tokens[rows], values[rows] = group
     return (tokens if columns is None else names[tokens]), values
 
 
-def failure(logits: Tensor, law: Sampler) -> Exception:
+def failure(logits: Tensor, sampler: Sampler) -> Exception:
     """The error for a row (V,) of logits whose choice was -1: that of the model, or of what has processed them."""
     if bool(torch.isnan(logits).any()):
         return NumericsError("the model returned NaN logits; try a wider dtype, or check the weights")
@@ -167,29 +169,29 @@ def failure(logits: Tensor, law: Sampler) -> Exception:
         return NumericsError("the model returned -inf for every token; check its attention mask and weights")
     if bool((logits == torch.inf).any()):
         return NumericsError("the model returned infinite logits; try a wider dtype, or check the weights")
-    if law.fault is not None:
-        return law.fault
-    limits = ", ".join(f"{name}={shown(value, 80)}" for name, value in law.params.limits.items())
+    if sampler.fault is not None:
+        return sampler.fault
+    limits = ", ".join(f"{name}={shown(value, 80)}" for name, value in sampler.params.limits.items())
     return NoTokenError(
         "a logits processor returned NaN, or the sampling parameters leave no token possible; relax "
         f"{limits or 'the sampling parameters'}"
     )
 
 
-def _grouped(laws: Sequence[Sampler], key: Callable[[Sampler], Key]) -> dict[Key, list[int]]:
+def _grouped(samplers: Sequence[Sampler], key: Callable[[Sampler], Key]) -> dict[Key, list[int]]:
     """Numbers of the samplers with the same key."""
     groups: dict[Key, list[int]] = {}
-    for row, law in enumerate(laws):
-        groups.setdefault(key(law), []).append(row)
+    for row, sampler in enumerate(samplers):
+        groups.setdefault(key(sampler), []).append(row)
     return groups
 
 
 def _warped(
-    logits: Tensor, laws: Sequence[Sampler], paths: Sequence[Path], warp: Callable[[Tensor, LogitsFilter], Tensor]
+    logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path], warp: Callable[[Tensor, LogitsFilter], Tensor]
 ) -> Tensor:
     """Processed logits, and of these what a function makes of rows with equal temperature and truncation."""
-    scores = process(logits, laws, paths)
-    groups = _grouped(laws, lambda law: law.warper)
+    scores = process(logits, samplers, paths)
+    groups = _grouped(samplers, lambda sampler: sampler.warper)
     if len(groups) == 1:
         result = warp(scores, next(iter(groups)))
         return result.clone() if result is logits else result
@@ -200,17 +202,17 @@ def _warped(
 
 
 def _best(
-    scores: Tensor, laws: Sequence[Sampler], positions: Sequence[int], k: int, columns: Tensor | None = None
+    scores: Tensor, samplers: Sequence[Sampler], positions: Sequence[int], k: int, columns: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The k best columns of rows of one kind, and their distance to the best: (M, k) int64 and float64."""
-    if laws[0].is_greedy:
+    if samplers[0].is_greedy:
         return largest(scores, k)
-    warper = laws[0].warper
-    keys = [noise.row_key(law.seed, position) for law, position in zip(laws, positions, strict=True)]
+    warper = samplers[0].warper
+    keys = [noise.row_key(sampler.seed, position) for sampler, position in zip(samplers, positions, strict=True)]
     return perturbed_best(warper, scores, keys, k, columns)
 
 
-def _log_law(scores: Tensor, warper: LogitsFilter) -> Tensor:
+def _log_probs(scores: Tensor, warper: LogitsFilter) -> Tensor:
     """Log-probabilities of rows with equal parameters, NaN in bad ones: float32 (M, V) -> float32 (M, V)."""
     if not warper.truncates or scores.device.type != "cpu" or not warper.has_shortcut:
         scaled = warper.scaled(scores)
@@ -222,7 +224,7 @@ def _log_law(scores: Tensor, warper: LogitsFilter) -> Tensor:
         if not support.is_sure:
             support = support.among(warper.kept(row))
         normaliser = peak + np.log(support.weights.sum(dtype=np.float64))
-        law = result[index].numpy()
-        law.fill(-np.inf)
-        law[support.ids] = support.scores - np.float32(normaliser)
+        kept = result[index].numpy()
+        kept.fill(-np.inf)
+        kept[support.ids] = support.scores - np.float32(normaliser)
     return result

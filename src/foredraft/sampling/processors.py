@@ -219,26 +219,26 @@ class Sampler:
         scores[size:] = -torch.inf
 
 
-def process(logits: Tensor, laws: Sequence[Sampler], paths: Sequence[Path]) -> Tensor:
+def process(logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path]) -> Tensor:
     """Everything before the temperature: (M, V) of any float dtype -> float32 (M, V).
 
     The input itself comes back when it is float32 and no processor is active; it is never changed.
     """
-    return processed(logits, laws, paths).float()
+    return processed(logits, samplers, paths).float()
 
 
-def processed(logits: Tensor, laws: Sequence[Sampler], paths: Sequence[Path]) -> Tensor:
+def processed(logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path]) -> Tensor:
     """`process`, but where no processor is active the input comes back as it is, in its own dtype."""
-    check_shapes(logits, laws, paths)
-    active = [row for row, law in enumerate(laws) if law.is_processed]
+    check_shapes(logits, samplers, paths)
+    active = [row for row, sampler in enumerate(samplers) if sampler.is_processed]
     if not active:
         return logits
     scores = logits.detach().to(torch.float32, copy=True)
-    apply_entries(scores, [(row, laws[row], paths[row]) for row in active], as_arrays=scores.device.type == "cpu")
-    for law, rows in _by_prefix_length(active, laws, paths):
-        scores[rows] = law.run_custom(scores[rows], [paths[row] for row in rows])
+    apply_entries(scores, [(row, samplers[row], paths[row]) for row in active], as_arrays=scores.device.type == "cpu")
+    for sampler, rows in _by_prefix_length(active, samplers, paths):
+        scores[rows] = sampler.run_custom(scores[rows], [paths[row] for row in rows])
     for row in active:
-        laws[row].mask(scores[row], paths[row])
+        samplers[row].mask(scores[row], paths[row])
     return scores
 
 
@@ -251,7 +251,7 @@ def apply_entries(scores: Tensor, nodes: Sequence[tuple[int, Sampler, Path]], as
     where_of: Any = np.where if as_arrays else torch.where
 
     def gathered(entries_of: Callable[[Sampler, Path], Entries | None]) -> list[Any]:
-        arrays = _gathered([(row, entries_of(law, path)) for row, law, path in nodes], scores.shape[1])
+        arrays = _gathered([(row, entries_of(sampler, path)) for row, sampler, path in nodes], scores.shape[1])
         return arrays if as_arrays else [torch.from_numpy(array).to(scores.device) for array in arrays]
 
     if added := gathered(Sampler.biases):
@@ -268,9 +268,11 @@ def apply_entries(scores: Tensor, nodes: Sequence[tuple[int, Sampler, Path]], as
         flat[banned[0]] = -torch.inf
 
 
-def check_shapes(logits: Tensor, laws: Sequence[Sampler], paths: Sequence[Path]) -> None:
-    if logits.ndim != 2 or not logits.shape[0] == len(laws) == len(paths):
-        raise ShapeError(f"logits {tuple(logits.shape)}, {len(laws)} laws, {len(paths)} paths; want (M, V), M and M")
+def check_shapes(logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path]) -> None:
+    if logits.ndim != 2 or not logits.shape[0] == len(samplers) == len(paths):
+        raise ShapeError(
+            f"logits {tuple(logits.shape)}, {len(samplers)} samplers, {len(paths)} paths; want (M, V), M and M"
+        )
 
 
 def _gathered(parts: Sequence[tuple[int, Entries | None]], vocab_size: int) -> list[np.ndarray]:
@@ -291,14 +293,14 @@ def _gathered(parts: Sequence[tuple[int, Entries | None]], vocab_size: int) -> l
 
 
 def _by_prefix_length(
-    rows: Sequence[int], laws: Sequence[Sampler], paths: Sequence[Path]
+    rows: Sequence[int], samplers: Sequence[Sampler], paths: Sequence[Path]
 ) -> list[tuple[Sampler, list[int]]]:
     """Nodes with custom processors, those of one sequence and depth together."""
     groups: dict[tuple[int, int], list[int]] = {}
     for row in rows:
-        if laws[row].params.logits_processors:
-            groups.setdefault((id(laws[row]), len(paths[row])), []).append(row)
-    return [(laws[group[0]], group) for group in groups.values()]
+        if samplers[row].params.logits_processors:
+            groups.setdefault((id(samplers[row]), len(paths[row])), []).append(row)
+    return [(samplers[group[0]], group) for group in groups.values()]
 
 
 def checked_scores(processor: object, scores: Any, shape: tuple[int, ...]) -> Tensor:

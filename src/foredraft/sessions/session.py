@@ -9,10 +9,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from foredraft.config.sampling import SamplingParams
+from foredraft.engine.drafts import GRAMMAR, GUESSED
 from foredraft.engine.engine import Engine, RowOutput, TokenLogprobs
 from foredraft.engine.prediction import PREDICTION
 from foredraft.engine.stats import RowStats
-from foredraft.engine.drafts import GRAMMAR, GUESSED
 from foredraft.errors import as_exception, is_fatal, told
 from foredraft.sessions.outputs import (
     TARGET,

@@ -81,8 +81,8 @@ def token_gap(
     edge = _law_after(params, target, prompt, output, logits)[0]
     outside = [token for token in tokens if not edge[token] > -torch.inf]
     if outside and params.top_p < 1.0:
-        law = scores.double().exp()
-        tail = float(law[law <= law[outside[0]]].sum())
+        probs = scores.double().exp()
+        tail = float(probs[probs <= probs[outside[0]]].sum())
         return abs(tail - (1.0 - params.top_p))
     return abs(float(scores[tokens[0]] - scores[tokens[1]]) + _noise_gap(params, sample, len(text), tokens))
 
@@ -90,9 +90,9 @@ def token_gap(
 def _law_after(
     params: SamplingParams, target: CausalLM, prompt: Sequence[int], output: Sequence[int], logits: torch.Tensor
 ) -> torch.Tensor:
-    law = Sampler(params, vocab_size=target.vocab_size, prompt_ids=list(prompt))
-    law.extend(output)
-    return log_probs(logits, [law], [()])
+    sampler = Sampler(params, vocab_size=target.vocab_size, prompt_ids=list(prompt))
+    sampler.extend(output)
+    return log_probs(logits, [sampler], [()])
 
 
 def _noise_gap(params: SamplingParams, sample: int, position: int, tokens: tuple[int, int]) -> float:

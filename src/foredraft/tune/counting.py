@@ -225,9 +225,7 @@ def decoded(
         raise KeyboardInterrupt
     if setting.name not in prices.drafting:
         prices.drafting[setting.name] = {1: alone(target, drafter(), texts, prices.mean())[0]}
-    counts = tuple(
-        Counts(steps[row], row.num_output_tokens, fmean(contexts[row])) for row in rows if row in steps
-    )
+    counts = tuple(Counts(steps[row], row.num_output_tokens, fmean(contexts[row])) for row in rows if row in steps)
     return SettingCounts(setting, counts, setting.name)
 
 

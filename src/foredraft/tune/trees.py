@@ -172,7 +172,7 @@ def _ranks_of(target: CausalLM, drafter: MultiHeadDrafter, row: Row, num_heads: 
             break
         logits = drafter.along(depth, states, token_ids, first)
         positions = range(first + 2 + depth, len(tokens))
-        places = Parents([row.law] * len(logits), [()] * len(logits), list(positions))
+        places = Parents([row.sampler] * len(logits), [()] * len(logits), list(positions))
         for i, (best, position) in enumerate(
             zip(drafter.growth.ranked(logits, places, MAX_SIBLINGS), positions, strict=True)
         ):

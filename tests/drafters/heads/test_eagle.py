@@ -159,7 +159,7 @@ class Watched(HandsOn):
         trees = self.drafter.propose(rows, budgets)
         for row, tree, budget in zip(rows, trees, budgets, strict=True):
             self.check_entries(row)
-            if self.checks_trees and row.law.is_greedy and len(row.token_ids) > 1:
+            if self.checks_trees and row.sampler.is_greedy and len(row.token_ids) > 1:
                 self.check_tree(row, tree, min(self.depth, budget))
         return trees
 

@@ -68,7 +68,7 @@ class Watched(HandsOn):
     def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         trees = self.drafter.propose(rows, budgets)
         for row, tree, budget in zip(rows, trees, budgets, strict=True):
-            if row.law.is_greedy and len(row.token_ids) > 1:
+            if row.sampler.is_greedy and len(row.token_ids) > 1:
                 assert {tree.path_tokens(node) for node in range(1, len(tree))} == self.wanted(row, min(3, budget))
                 self.num_trees += 1
         return trees

@@ -71,7 +71,7 @@ def test_no_child_where_there_is_no_law() -> None:
 
 def test_processors_are_not_run_over_columns_that_are_no_tokens() -> None:
     with pytest.raises(ShapeError, match="spread them first"):
-        choose_siblings(torch.zeros(1, 3), places(["biased"], 40).laws, [()], [0], 1, torch.tensor([1, 2, 3]))
+        choose_siblings(torch.zeros(1, 3), places(["biased"], 40).samplers, [()], [0], 1, torch.tensor([1, 2, 3]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

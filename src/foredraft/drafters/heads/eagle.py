@@ -183,7 +183,7 @@ class EagleDrafter(HeadDrafter[EagleRows]):
     def _grows_at_once(self, draft: GrowingDraft) -> bool:
         """Whether a draft can be grown by the library's own kernels: by the head and by noise alone."""
         has_room = draft.cap <= MOST_CAP and self.growth.is_unconditional
-        return self.states.native is not None and has_room and self.growth.ranks_by_scores(draft.row.law)
+        return self.states.native is not None and has_room and self.growth.ranks_by_scores(draft.row.sampler)
 
     def open(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         """What follows the pending tokens was computed when these became known; the output layer is missing."""

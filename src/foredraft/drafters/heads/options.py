@@ -56,12 +56,12 @@ class HeadOptions(DraftOptions, ModelOptions, VocabularyOptions):
         "[[0], [0, 0], [1]], or a file of foredraft tune tree; by default the best one for usual accuracies",
     )
     draft_sample_method: str = draft_sampling(
-        "greedy takes the likeliest tokens of a head, probabilistic draws from its law, with the target's noise",
+        "greedy takes the likeliest tokens of a head, probabilistic draws from what it says, with the target's noise",
     )
     rejection_sample_method: str = acceptance(
         RULES.values(),
         "how drafts are accepted: match (equal tokens for any draft), standard (rejection), or typical, which changes "
-        "the law of what is sampled",
+        "the distribution of what is sampled",
     )
     posterior_threshold: float = option(
         number(0.0, 1.0), POSTERIOR_THRESHOLD, "typical: probability that is always enough for a drafted token"

@@ -116,7 +116,7 @@ class LookaheadDrafter(ContextDrafter):
             self._learn(row, len(result.emitted))
 
     def _new_window(self, row: Row) -> GuessWindow:
-        ends = frozenset((*row.law.eos_token_ids, *(row.params.stop_token_ids or ())))
+        ends = frozenset((*row.sampler.eos_token_ids, *(row.params.stop_token_ids or ())))
         return GuessWindow(self.options.window_size, self.options.num_speculative_tokens, PromptTokens(row).next, ends)
 
     def _learn(self, row: Row, num_new_tokens: int) -> None:

@@ -39,19 +39,21 @@ class Parents:
     """M nodes that get children.
 
     Args:
-      laws: of their rows.
+      samplers: of their rows.
       paths: draft tokens up to each node, its own included.
       positions: of the tokens that follow.
     """
 
-    laws: Sequence[distribution.Sampler]
+    samplers: Sequence[distribution.Sampler]
     paths: Sequence[tuple[int, ...]]
     positions: Sequence[int]
 
     def of(self, rows: Sequence[int]) -> Parents:
         """Some of them."""
         return Parents(
-            [self.laws[row] for row in rows], [self.paths[row] for row in rows], [self.positions[row] for row in rows]
+            [self.samplers[row] for row in rows],
+            [self.paths[row] for row in rows],
+            [self.positions[row] for row in rows],
         )
 
 
@@ -92,11 +94,11 @@ class Candidates:
     def log_probs(self, logits: torch.Tensor, parents: Parents) -> torch.Tensor:
         """The processed distribution after each node (M, V), for users of its shape: a reduced one stays reduced."""
         logits, _ = self._processable(logits, parents)
-        return distribution.log_probs(logits, parents.laws, parents.paths)
+        return distribution.log_probs(logits, parents.samplers, parents.paths)
 
     def whole(self, logits: torch.Tensor, parents: Parents) -> torch.Tensor:
         """The processed distribution after each node over all of the target's tokens (M, V)."""
-        return precision.for_double(distribution.log_probs(self._spread(logits), parents.laws, parents.paths))
+        return precision.for_double(distribution.log_probs(self._spread(logits), parents.samplers, parents.paths))
 
     def best(self, logits: torch.Tensor, parents: Parents, k: int, *, as_chances: bool) -> list[Scored]:
         """Up to k children of every node; equal ones in the order of their ids, none where there is no distribution.
@@ -106,14 +108,14 @@ class Candidates:
             depths; else how far each is behind the best.
         """
         logits, columns = self._processable(logits, parents)
-        found: list[Scored] = [[] for _ in parents.laws]
+        found: list[Scored] = [[] for _ in parents.samplers]
         for is_certain in (True, False):
             # scores that only rank greedy rows need no distribution
-            by_law = [self._is_greedy or (law.is_greedy and as_chances) for law in parents.laws]
-            rows = [i for i, needs_law in enumerate(by_law) if needs_law == is_certain]
+            by_likelihood = [self._is_greedy or (sampler.is_greedy and as_chances) for sampler in parents.samplers]
+            rows = [i for i, is_one in enumerate(by_likelihood) if is_one == is_certain]
             if rows:
                 some = logits if len(rows) == len(found) else logits[rows]
-                rank = self._by_law if is_certain else self._by_noise
+                rank = self._by_likelihood if is_certain else self._by_noise
                 for i, scored in zip(rows, rank(some, parents.of(rows), k, columns, as_chances), strict=True):
                     found[i] = scored
         return found
@@ -121,12 +123,12 @@ class Candidates:
     def only(self, logits: torch.Tensor, parents: Parents) -> list[int]:
         """The best child of every node, -1 where there is no distribution."""
         logits, columns = self._processable(logits, parents)
-        laws, paths, positions = parents.laws, parents.paths, parents.positions
+        samplers, paths, positions = parents.samplers, parents.paths, parents.positions
         if self._is_greedy:
-            return _named(distribution.argmax(distribution.log_probs(logits, laws, paths)), columns).tolist()
+            return _named(distribution.argmax(distribution.log_probs(logits, samplers, paths)), columns).tolist()
         if columns is None:
-            return distribution.choose(logits, laws, paths, positions).tolist()
-        best, _ = distribution.choose_siblings(logits, laws, paths, positions, 1, columns)
+            return distribution.choose(logits, samplers, paths, positions).tolist()
+        best, _ = distribution.choose_siblings(logits, samplers, paths, positions, 1, columns)
         return best[:, 0].tolist()
 
     def follow(self, tree: DraftTree, emitted: int) -> None:
@@ -138,18 +140,18 @@ class Candidates:
 
     # -- one kind of rows ------------------------------------------------------------------------------------------
 
-    def _by_law(
+    def _by_likelihood(
         self, logits: torch.Tensor, parents: Parents, k: int, columns: torch.Tensor | None, as_chances: bool
     ) -> list[Scored]:
         k = min(k, logits.shape[-1])
-        if all(law.is_argmax for law in parents.laws):  # softmax keeps the order of logits
+        if all(sampler.is_argmax for sampler in parents.samplers):  # softmax keeps the order of logits
             found, scores = choice.likeliest(logits, k, self.sharpness) if as_chances else choice.largest(logits, k)
         else:
-            laws = precision.for_double(distribution.log_probs(logits, parents.laws, parents.paths))
-            found, scores = choice.largest(laws, k)
+            log_probs = precision.for_double(distribution.log_probs(logits, parents.samplers, parents.paths))
+            found, scores = choice.largest(log_probs, k)
             if as_chances:
-                powers = [self.sharpness if law.is_greedy else 1.0 for law in parents.laws]
-                chances = torch.log_softmax(laws * torch.tensor(powers, device=laws.device)[:, None], dim=-1)
+                powers = [self.sharpness if sampler.is_greedy else 1.0 for sampler in parents.samplers]
+                chances = torch.log_softmax(log_probs * torch.tensor(powers, device=log_probs.device)[:, None], dim=-1)
                 scores = chances.gather(1, found.clamp(min=0)).double()
         return _paired(_named(found, columns), scores.where(found >= 0, -torch.inf))
 
@@ -161,13 +163,13 @@ class Candidates:
         The token that wins here wins there unless another comes near: the chance of each is its share by its distance
         to the winner.
         """
-        laws, paths, positions = parents.laws, parents.paths, parents.positions
-        found, gaps = distribution.choose_siblings(logits, laws, paths, positions, k, columns)
+        samplers, paths, positions = parents.samplers, parents.paths, parents.positions
+        found, gaps = distribution.choose_siblings(logits, samplers, paths, positions, k, columns)
         return _paired(found, gaps - gaps.logsumexp(-1, keepdim=True) if as_chances else gaps)
 
     def _processable(self, logits: torch.Tensor, parents: Parents) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits that the samplers of nodes can process, and the tokens of their columns; None for their numbers."""
-        if self._ids is None or any(law.is_processed for law in parents.laws):
+        if self._ids is None or any(sampler.is_processed for sampler in parents.samplers):
             return self._spread(logits), None
         self._ids = self._ids.to(logits.device)  # once, not with every call
         return logits, self._ids

@@ -41,7 +41,7 @@ class CompositeOptions(DraftOptions, ModelOptions):
         handed_on = {key: getattr(self, key) for key in HANDED_ON if getattr(self, key) not in (None, 0)}
         parts = tuple(_part(part, handed_on) for part in self.drafters)
         rules = [self.rule, *(part.rule for part in parts)]
-        other = sorted({rule.name for rule in rules if rule.needs_law or not rule.is_lossless})
+        other = sorted({rule.name for rule in rules if rule.needs_probs or not rule.is_lossless})
         if other:
             raise ConfigError(
                 f"method {name!r} is exact under rejection_sample_method='match' only; it got {', '.join(other)}"

@@ -37,7 +37,7 @@ class GrowingDraft:
     Attributes:
       tokens, parents, depths: of the nodes.
       scores: of the nodes, the higher the likelier; of a path the sum, so never above the parent's.
-      laws: by node, the distribution (V,) that its children were drawn from, where the acceptance rule needs it.
+      probs: by node, the distribution (V,) that its children were drawn from, where the acceptance rule needs it.
       frontier: nodes that are to be expanded next, the best one first.
       spots: of a static tree, the node of the shape that every node fills.
       child_of: by parent and token, the node.
@@ -56,7 +56,7 @@ class GrowingDraft:
     parents: list[int] = field(default_factory=lambda: [-1])
     depths: list[int] = field(default_factory=lambda: [0])
     scores: list[float] = field(default_factory=lambda: [0.0])
-    laws: dict[int, torch.Tensor] = field(default_factory=dict)
+    probs: dict[int, torch.Tensor] = field(default_factory=dict)
     frontier: list[int] = field(default_factory=lambda: [0])
     spots: list[int] = field(default_factory=lambda: [0])
     child_of: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -160,11 +160,11 @@ class GrowingDraft:
           has_chances: scores are logarithms of how likely paths are to be accepted.
           is_whole: it must not be cut.
         """
-        probs = None
+        table = None
         scores = tuple(map(exp, self.scores)) if has_chances else None
-        if self.laws:
-            blank = torch.zeros_like(next(iter(self.laws.values())))
-            probs = torch.stack([self.laws.get(node, blank) for node in range(max(self.laws) + 1)])
+        if self.probs:
+            blank = torch.zeros_like(next(iter(self.probs.values())))
+            table = torch.stack([self.probs.get(node, blank) for node in range(max(self.probs) + 1)])
         return DraftTree(
-            tuple(self.tokens), tuple(self.parents), probs, scores, source, plan=self.plan, is_whole=is_whole
+            tuple(self.tokens), tuple(self.parents), table, scores, source, plan=self.plan, is_whole=is_whole
         )

@@ -365,11 +365,11 @@ class EagleRows(CachedStates):
 
 def _drawing(draft: GrowingDraft) -> int8.RankingNoise | None:
     """How the target draws the tokens that a draft foresees; None where it takes its likeliest."""
-    law, start = draft.row.law, len(draft.row.token_ids)
-    if law.is_greedy:
+    sampler, start = draft.row.sampler, len(draft.row.token_ids)
+    if sampler.is_greedy:
         return None
-    warper = law.warper
-    keys = [noise.row_key(law.seed, start + depth) for depth in range(draft.cap)]
+    warper = sampler.warper
+    keys = [noise.row_key(sampler.seed, start + depth) for depth in range(draft.cap)]
     return int8.RankingNoise(keys, (warper.top_k, warper.temperature, warper.top_p, warper.min_p))
 
 

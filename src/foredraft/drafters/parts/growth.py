@@ -109,8 +109,8 @@ class Growth:
         self._reranks = reranks
         self._max_depth = max_depth
         self._max_nodes = max_nodes
-        self._is_greedy = sample_method == "greedy" or not (rule.shares_noise or rule.needs_law)
-        self._needs_law = rule.needs_law and not self._is_greedy
+        self._is_greedy = sample_method == "greedy" or not (rule.shares_noise or rule.needs_probs)
+        self._needs_probs = rule.needs_probs and not self._is_greedy
         self._shares_noise = rule.shares_noise
         self._candidates = Candidates(
             target_vocab_size, vocabulary, is_greedy=self._is_greedy, sharpness=sharpness or SHARPNESS
@@ -137,11 +137,11 @@ class Growth:
         """Whether drafts depend on the expander and their row's sampler alone: reranked, and as long as they may be."""
         return self._reranks and self._shares_noise and self.policy.looks_at == NOTHING
 
-    def ranks_by_scores(self, law: Sampler) -> bool:
+    def ranks_by_scores(self, sampler: Sampler) -> bool:
         """Whether tokens are ranked by logits, or by noise and what temperature, top-k, top-p and min-p leave."""
-        if law.is_processed:
+        if sampler.is_processed:
             return False
-        return law.is_greedy or (law.warper.has_shortcut and not self._is_greedy)
+        return sampler.is_greedy or (sampler.warper.has_shortcut and not self._is_greedy)
 
     # -- the life of a draft -----------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class Growth:
         """Lengths of drafts where `grow` would add chains of the largest logits and nobody asks for more, else None."""
         if not self.drafts_chains or self._reranks or self._is_greedy or self.policy.looks_at != NOTHING:
             return None
-        if not all(draft.row.law.is_argmax for draft in drafts):
+        if not all(draft.row.sampler.is_argmax for draft in drafts):
             return None
         return [min(draft.cap, draft.room) for draft in drafts]
 
@@ -202,7 +202,7 @@ class Growth:
     def end(self, row: Row, result: StepResult) -> None:
         """Take in the outcome of a step."""
         self.policy.update(row, result.tree.depth, result.num_accepted)
-        if self._learns and len(result.tree) > 1 and row.law.is_greedy:
+        if self._learns and len(result.tree) > 1 and row.sampler.is_greedy:
             self._candidates.follow(result.tree, result.emitted[0])
 
     # -- one level ---------------------------------------------------------------------------------------------
@@ -218,10 +218,10 @@ class Growth:
         for draft in drafts:
             draft.frontier = []
         pools: dict[GrowingDraft, list[_Candidate]] = {}
-        for pick, (scored, law) in zip(picks, self._successors(picks, logits), strict=True):
+        for pick, (scored, probs) in zip(picks, self._successors(picks, logits), strict=True):
             draft, node = pick.draft, pick.node
-            if law is not None:
-                draft.laws[node] = law
+            if probs is not None:
+                draft.probs[node] = probs
             if draft.shape is not None:
                 draft.fill(node, [token for token, _ in scored])
             else:
@@ -238,11 +238,11 @@ class Growth:
         if not growing or not self.policy.looks(level):
             return growing
         picks = [_Pick.of(drafts[i], drafts[i].frontier[0], starts[i]) for i in growing]
-        laws = self._candidates.log_probs(_picked(logits, picks), _parents(picks))
-        for i, law in zip(growing, laws, strict=True):
+        of_picks = self._candidates.log_probs(_picked(logits, picks), _parents(picks))
+        for i, log_probs in zip(growing, of_picks, strict=True):
             draft = drafts[i]
             if draft.plan is not None:
-                self.policy.stop(draft.row, draft.plan, level, law)
+                self.policy.stop(draft.row, draft.plan, level, log_probs)
                 draft.cap = min(draft.cap, draft.plan.gamma)
         return [i for i in growing if level < drafts[i].cap]
 
@@ -273,11 +273,11 @@ class Growth:
         ]
         found = iter(self._successors(picks, logits.flatten(0, 1)))
         for draft in drafts:
-            for scored, law in islice(found, draft.cap):
+            for scored, probs in islice(found, draft.cap):
                 for node in draft.take_frontier():
                     draft.fill(node, [token for token, _ in scored])
-                    if law is not None:
-                        draft.laws[node] = law
+                    if probs is not None:
+                        draft.probs[node] = probs
 
     # -- what follows nodes ------------------------------------------------------------------------------------
 
@@ -294,7 +294,7 @@ class Growth:
 
     def _is_sampled(self, row: Row) -> bool:
         """Whether the children of this row's nodes are draws from a distribution that the acceptance rule asks for."""
-        return self._needs_law and not row.law.is_greedy
+        return self._needs_probs and not row.sampler.is_greedy
 
     def _best(self, picks: Sequence[_Pick], logits: torch.Tensor) -> list[tuple[Scored, None]]:
         """By the target's own noise, or the likeliest."""
@@ -308,8 +308,8 @@ class Growth:
     def _drawn(self, picks: Sequence[_Pick], logits: torch.Tensor) -> list[tuple[Scored, torch.Tensor]]:
         """Draws without replacement from the drafter's own distribution, from a stream that the target never uses."""
         found = []
-        for pick, law in zip(picks, self._candidates.whole(logits, _parents(picks)), strict=True):
-            row, probs = pick.draft.row, law.exp()
+        for pick, log_probs in zip(picks, self._candidates.whole(logits, _parents(picks)), strict=True):
+            row, probs = pick.draft.row, log_probs.exp()
             own = noise.KeyedNoise(row.seed, row.num_steps, len(row.token_ids))
             tokens = own.draft(pick.depth, probs, min(pick.width, pick.draft.room), pick.branch)
             found.append(([(token, 0.0) for token in tokens], probs))
@@ -358,10 +358,10 @@ def _picked(logits: torch.Tensor, picks: Sequence[_Pick]) -> torch.Tensor:
 
 
 def _parents(picks: Sequence[_Pick]) -> Parents:
-    """Laws and paths of the picked nodes, and the positions of the tokens that follow them."""
+    """Samplers and paths of the picked nodes, and the positions of the tokens that follow them."""
     rows = [pick.draft.row for pick in picks]
     positions = [len(row.token_ids) + pick.depth for row, pick in zip(rows, picks, strict=True)]
-    return Parents([row.law for row in rows], [pick.path for pick in picks], positions)
+    return Parents([row.sampler for row in rows], [pick.path for pick in picks], positions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,11 +378,11 @@ class GrowthOptions(LengthOptions, BranchOptions):
     )
     draft_sharpness: float | None = option(
         number(0.0, above=True),
-        help="power of the drafter's law where draft_rerank ranks nodes for a greedy target; 1 is the law itself. By "
+        help="power of the drafter's distribution where draft_rerank ranks nodes for a greedy target; 1 is itself. By "
         "default that by which first choices are right as often as they are said to be",
     )
     draft_sample_method: str = draft_sampling(
-        "greedy takes the argmax of the drafter, probabilistic draws from its law",
+        "greedy takes the argmax of the drafter, probabilistic draws from its distribution",
     )
 
     def check(self) -> None:

@@ -174,13 +174,15 @@ class SwiftDrafter(SelfDrafter):
         self.num_scoring_passes += 1
         with cache.kept(slot, first, cache.lengths[slot]):
             logits = lm.fit_vocabulary(
-                self.model.forward(lm.Nodes.from_chains([fed]), cache, first_row=slot)[0], row.law.vocab_size
+                self.model.forward(lm.Nodes.from_chains([fed]), cache, first_row=slot)[0], row.sampler.vocab_size
             )
-        if row.law.is_greedy:
+        if row.sampler.is_greedy:
             found = distribution.argmax(logits)
         else:
             size = len(true)
-            found = distribution.choose(logits, [row.law] * size, [()] * size, list(range(first + 1, first + 1 + size)))
+            found = distribution.choose(
+                logits, [row.sampler] * size, [()] * size, list(range(first + 1, first + 1 + size))
+            )
         num_right: int = (found == torch.tensor(true, device=found.device)).sum().item()  # type: ignore[assignment]
         return num_right / len(true)
 

@@ -64,8 +64,8 @@ class CacheGroup:
 
     def shrink(self) -> bool:
         """Give back what no row has needed since the last call; whether there was anything."""
-        return any([cache.shrink() for cache in self.caches])
+        return sum(cache.shrink() for cache in self.caches) > 0
 
     def release(self) -> bool:
         """Give back all memory of caches without rows; whether there was any."""
-        return any([cache.release() for cache in self.caches])
+        return sum(cache.release() for cache in self.caches) > 0
