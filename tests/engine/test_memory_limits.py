@@ -25,6 +25,7 @@ from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.memory import available_on, bytes_per_token
 from foredraft.engine.row import Row
+from foredraft.model.cache import pages
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.cache.storage import RaggedLayer
 from foredraft.model.lm import CausalLM
@@ -76,6 +77,7 @@ def grow(
         return buffer
 
     monkeypatch.setattr(RaggedLayer, "_allocate", staticmethod(counted))
+    monkeypatch.setattr(pages, "IS_LAZY", False)  # as on accelerators
     kv = KVCache(num_layers, num_rows=num_rows, capacity=256)
     states = torch.zeros(num_rows, 2, 1, 8)
     kv.open(0, num_rows, 1)
@@ -146,8 +148,8 @@ def test_wide_trees_stay_within_a_plan() -> None:
 def address_space(num_bytes: int) -> Iterator[None]:
     """So many bytes more than the process has now, as ``ulimit -v`` would set it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + num_bytes, hard))
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (num_pages * resource.getpagesize() + num_bytes, hard))
     try:
         yield
     finally:

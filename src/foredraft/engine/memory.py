@@ -60,7 +60,9 @@ class MemoryUse:
 
 
 class MemoryPlan:
-    """Keeps the cache within a number of bytes: what is counted is what is allocated, rows times the longest of them.
+    """Keeps the cache within a number of bytes: what is counted is what is allocated.
+
+    That is the columns of every row where memory is lazy (`KVCache.is_lazy`), else rows times the longest of them.
 
     A request comes in when it fits beside those that run. When they have grown too long together, the one that came
     last leaves its slot, waits before all others, and is read again; what it has said so far is replayed.
@@ -69,6 +71,7 @@ class MemoryPlan:
       num_bytes: of keys and values of the target, drafts included, and of drafters' caches that grow with the text.
       target: whose cache it is.
       own_caches: caches of the drafter. Those of constant size, views of `sparse_kv`, are told and come on top.
+      is_lazy: see `KVCache.is_lazy`.
       share: text that says which share of free memory ``num_bytes`` is; empty for a number that was given.
 
     Exactness: what was said is replayed as chains, by the kernels that said it: under a native promise no bit changes.
@@ -76,9 +79,15 @@ class MemoryPlan:
     """
 
     def __init__(
-        self, num_bytes: int, target: CausalLM, own_caches: Sequence[DraftCache] = (), share: str = ""
+        self,
+        num_bytes: int,
+        target: CausalLM,
+        own_caches: Sequence[DraftCache] = (),
+        share: str = "",
+        *,
+        is_lazy: bool = False,
     ) -> None:
-        self.num_bytes = num_bytes
+        self.num_bytes, self._is_lazy = num_bytes, is_lazy
         of_target = bytes_per_token(target)
         of_drafter = sum(own.column_bytes() for own in own_caches if own.most_columns is None)
         self.bytes_per_token = of_target + of_drafter
@@ -92,11 +101,12 @@ class MemoryPlan:
         views = sum(own.column_bytes() * own.most_columns for own in own_caches if own.most_columns is not None)
         on_top = f"; {views / 1e6:.1f} MB a row for views of constant size come on top" if views else ""
         logger.info(
-            "keys and values: %s at most%s, which is %d tokens in all rows, each counted as long as the longest (%d "
-            "bytes a token of %s and %d of its drafter)%s; max_kv_bytes sets this limit.",
+            "keys and values: %s at most%s, which is %d tokens in all rows%s (%d bytes a token of %s and %d of its "
+            "drafter)%s; max_kv_bytes sets this limit.",
             size_text(num_bytes),
             f" ({share} of the memory that is free)" if share else "",
             self.max_cells,
+            "" if is_lazy else ", each counted as long as the longest",
             of_target,
             target.name,
             of_drafter,
@@ -113,9 +123,9 @@ class MemoryPlan:
         given = config.max_kv_bytes
         if isinstance(given, str):
             num_bytes = share_of("max_kv_bytes", given, available_on(target.device))
-            plan = cls(num_bytes, target, own_caches, given)
+            plan = cls(num_bytes, target, own_caches, given, is_lazy=cache.is_lazy)
         else:
-            plan = cls(given, target, own_caches)
+            plan = cls(given, target, own_caches, is_lazy=cache.is_lazy)
         for each in (cache, *(own.cache for own in own_caches if own.most_columns is None)):
             each.limit(plan.max_cells)
         return plan
@@ -123,14 +133,13 @@ class MemoryPlan:
     def fits(self, rows: Sequence[Row], room: int = 0) -> bool:
         """Whether these may be in the cache together, each with ``room`` further tokens, as far as it can grow.
 
-        Three rows of 100, 30 and 190 tokens count as three of 256: 190 and a step of drafts, by steps of 64.
+        Rows of 100, 30 and 190 tokens count as 192, 128 and 256, in steps of 64 and one for drafts, or as three of 256.
         """
-        longest = max((min(len(row.token_ids) + room, row.max_length) for row in rows), default=0)
-        return len(rows) * self._columns(longest) <= self.max_cells
+        return self._cells([min(len(row.token_ids) + room, row.max_length) for row in rows]) <= self.max_cells
 
     def share(self, lengths: Sequence[int]) -> float:
         """Of the plan that rows of these lengths count as."""
-        return len(lengths) * self._columns(max(lengths)) / self.max_cells if lengths else 0.0
+        return self._cells(lengths) / self.max_cells
 
     def max_nodes(self, lengths: Sequence[int]) -> int:
         """Largest number of nodes of a draft so that the cache need not grow beyond the plan.
@@ -138,12 +147,19 @@ class MemoryPlan:
         Args:
           lengths: columns of all rows of the cache, at least one.
         """
+        if self._is_lazy:
+            return (self.max_cells - sum(lengths)) // len(lengths)
         return self.max_cells // len(lengths) - max(lengths)
 
     @property
     def most_tokens(self) -> int:
         """Length of the longest row that fits alone."""
         return (self.max_cells // STEP - 1) * STEP
+
+    def _cells(self, lengths: Sequence[int]) -> int:
+        """Columns of rows of these lengths, of all of them together."""
+        columns = list(map(self._columns, lengths))
+        return sum(columns) if self._is_lazy else len(columns) * max(columns, default=0)
 
     def _columns(self, length: int) -> int:
         return -(-length // STEP) * STEP + STEP
@@ -164,7 +180,7 @@ def bytes_per_token(target: CausalLM) -> int:
     count, cache = target.num_forwards, target.new_cache(1, capacity=1)
     target.forward(Nodes.from_chains([[0]]), cache)
     target.num_forwards = count
-    return cache.num_bytes
+    return cache.column_bytes
 
 
 def available_on(device: torch.device) -> int | None:

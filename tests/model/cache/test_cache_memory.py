@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import weakref
 from typing import Any
 
 import pytest
 import torch
 
-from foredraft.model.cache.ragged import KVCache
+from foredraft.model.cache import pages
+from foredraft.model.cache.ragged import KEPT_COLUMNS, KVCache
 from foredraft.model.cache.storage import RaggedLayer
 from foredraft.model.lm import Nodes
 from toys import VOCAB_SIZE, target
+
+
+@pytest.fixture
+def _held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on accelerators, where every row takes as much memory as the longest."""
+    monkeypatch.setattr(pages, "IS_LAZY", False)
 
 
 def filled(num_rows: int, lengths: list[int], capacity: int = 16) -> KVCache:
@@ -54,6 +63,7 @@ def test_released_memory_is_free_and_the_cache_begins_anew() -> None:
     torch.testing.assert_close(logits(cache), logits(filled(2, [30, 5])), atol=0, rtol=0)
 
 
+@pytest.mark.usefixtures("_held_whole")
 def test_a_cache_shrinks_to_what_rows_have_needed_since_the_last_call() -> None:
     cache = filled(4, [500, 9, 20, 30])
     assert shape(cache) == (4, 512)
@@ -68,6 +78,7 @@ def test_a_cache_shrinks_to_what_rows_have_needed_since_the_last_call() -> None:
     assert not cache.shrink()
 
 
+@pytest.mark.usefixtures("_held_whole")
 def test_rows_that_come_and_go_between_two_calls_move_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long row that comes again and again keeps its columns."""
     cache = filled(4, [500, 9, 20, 30])
@@ -82,6 +93,7 @@ def test_rows_that_come_and_go_between_two_calls_move_no_buffer(monkeypatch: pyt
     assert not allocated
 
 
+@pytest.mark.usefixtures("_held_whole")
 def test_one_direction_is_cut_while_the_other_one_grows() -> None:
     """After one long row come many short ones, and the other way round: the cache never holds long rows for all."""
     cache = filled(1, [2000])
@@ -98,6 +110,7 @@ def test_one_direction_is_cut_while_the_other_one_grows() -> None:
     torch.testing.assert_close(cache.export(1, 10), want, atol=0, rtol=0)
 
 
+@pytest.mark.usefixtures("_held_whole")
 def test_little_is_not_cut_so_that_sizes_do_not_swing() -> None:
     cache = filled(1, [500])
     cache.remove(0)
@@ -106,6 +119,7 @@ def test_little_is_not_cut_so_that_sizes_do_not_swing() -> None:
     assert shape(cache) == (2, 512)
 
 
+@pytest.mark.usefixtures("_held_whole")
 def test_a_limit_holds_for_what_a_cache_begins_with() -> None:
     cache = filled(1, [], capacity=256)
     cache.limit(100)
@@ -113,3 +127,115 @@ def test_a_limit_holds_for_what_a_cache_begins_with() -> None:
     cache.clear()
     cache.release()
     assert shape(cache) == (1, 100)
+
+
+# -- memory page by page -------------------------------------------------------------------------------------------
+
+
+def resident(buffer: torch.Tensor) -> int:
+    """Pages of a buffer that have memory; reading it would give none."""
+    library = ctypes.CDLL(None, use_errno=True)
+    num_pages = -(-buffer.nbytes // mmap.PAGESIZE)
+    found = (ctypes.c_ubyte * num_pages)()
+    address = buffer.data_ptr()
+    assert address % mmap.PAGESIZE == 0
+    assert library.mincore(ctypes.c_void_p(address), ctypes.c_size_t(buffer.nbytes), found) == 0
+    return sum(each & 1 for each in found)
+
+
+def written(lengths: list[int]) -> KVCache:
+    """A cache of one layer, 4 heads of 64 numbers, with rows of these lengths."""
+    cache = KVCache(1)
+    for row, length in enumerate(lengths):
+        cache.add_rows()
+        states = torch.full((4, length, 64), row + 1.0)
+        cache.load(row, ((states, states),), length)
+    return cache
+
+
+def most_pages(lengths: list[int]) -> int:
+    """Of a buffer of `written`: 16 columns of a head are a page, and its first and last one are not full."""
+    return sum(4 * (-(-length // 16) + 1) for length in lengths)
+
+
+on_linux = pytest.mark.skipif(not pages.IS_LAZY, reason="elsewhere all of a cache is held")
+
+
+@on_linux
+def test_a_long_row_costs_its_own_length_alone() -> None:
+    lengths = [8000, *[300] * 15]
+    cache = written(lengths)
+    for buffer in cache._buffers():
+        assert len(buffer) == 16
+        assert buffer.shape[2] >= 8000
+        assert resident(buffer) <= most_pages(lengths) < buffer.nbytes // mmap.PAGESIZE / 8
+    assert cache.num_bytes == sum(lengths) * cache.column_bytes == sum(lengths) * 2 * 4 * 64 * 4
+    cache.remove(0)
+    for buffer in cache._buffers():
+        assert resident(buffer) <= most_pages([*[300] * 15, KEPT_COLUMNS])
+        assert bool((buffer[0, :, :300] == 16.0).all())  # the last row has taken its place
+        assert int((buffer[15] != 0.0).sum()) * 4 < 2 * mmap.PAGESIZE  # parts of pages of its neighbours
+    assert cache.num_bytes == 15 * 300 * cache.column_bytes
+
+
+@on_linux
+def test_rows_that_move_take_their_memory_along() -> None:
+    lengths = [4000, 10, 20, 500]
+    cache = written(lengths)
+    cache.swap(0, 3)
+    copy = cache.fork(2)
+    cache.move(1, 3)  # the long row has gone
+    lengths = [500, 10, 20, 10, 20]
+    assert cache.lengths == lengths
+    for buffer in cache._buffers():
+        assert [float(buffer[row, 0, 0, 0]) for row in (0, 1, 2, 3, copy)] == [4.0, 2.0, 3.0, 2.0, 3.0]
+        assert resident(buffer) <= most_pages([length + KEPT_COLUMNS for length in lengths])
+    cache.clear()
+    assert cache.num_bytes == 0
+    assert all(resident(buffer) == 0 for buffer in cache._buffers())
+
+
+@on_linux
+def test_growing_copies_what_rows_have_and_nothing_else() -> None:
+    cache = written([200, 5])
+    cache.reserve(5000, 40)
+    for buffer in cache._buffers():
+        assert buffer.shape[0] >= 40
+        assert resident(buffer) <= most_pages([200, 5])
+        assert bool((buffer[0, :, :200] == 1.0).all())
+        assert bool((buffer[1, :, :5] == 2.0).all())
+
+
+@on_linux
+@pytest.mark.parametrize("size", [64, 12])  # 12 numbers of a column, of which no whole number fills a page
+def test_erased_columns_are_zero_and_take_no_memory(size: int) -> None:
+    cache = KVCache(1, capacity=1000)
+    for row in range(3):
+        cache.add_rows()
+        states = torch.full((4, 1000, size), float("nan"))
+        cache.load(row, ((states, states),), 1000)
+    cache.erase(1, 300)
+    for buffer in cache._buffers():
+        assert bool((buffer[1, :, 300:] == 0.0).all())
+        assert bool(buffer[1, :, :300].isnan().all())
+        assert bool(buffer[[0, 2]].isnan().all())
+    before = [resident(buffer) for buffer in cache._buffers()]
+    cache.erase(0)
+    for buffer, held in zip(cache._buffers(), before, strict=True):
+        assert resident(buffer) < held
+        assert bool((buffer[0] == 0.0).all())
+        assert bool(buffer[2].isnan().all())
+
+
+@on_linux
+def test_texts_do_not_depend_on_how_memory_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazily = filled(3, [40, 9, 300])
+    lazily.swap(0, 2)
+    lazily.remove(1)
+    num_bytes = lazily.num_bytes
+    monkeypatch.setattr(pages, "IS_LAZY", False)
+    whole = filled(3, [40, 9, 300])
+    whole.swap(0, 2)
+    whole.remove(1)
+    assert whole.num_bytes > num_bytes
+    torch.testing.assert_close(logits(lazily), logits(whole), atol=0, rtol=0)

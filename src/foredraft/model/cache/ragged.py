@@ -12,10 +12,27 @@ import torch
 from transformers.cache_utils import Cache
 
 from foredraft.errors import ShapeError
-from foredraft.model.cache.storage import Device, Moves, RaggedLayer, Rounded, Slabs, Window, fitting, grown, held
+from foredraft.model.cache import pages
+from foredraft.model.cache.storage import (
+    SMALL_COLUMNS,
+    SMALL_ROWS,
+    Device,
+    Moves,
+    RaggedLayer,
+    Rounded,
+    Slabs,
+    Window,
+    enlarged,
+    fitting,
+    grown,
+    held,
+)
 
 if TYPE_CHECKING:
     from foredraft.model.nodes import FlatNodes
+
+KEPT_COLUMNS = 64
+"""Columns behind a row that drafts have written, which are not given back."""
 
 RowStates: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor] | None, ...]
 """Keys and values of one row, layer by layer; None for a layer that keeps none."""
@@ -57,6 +74,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self._least = capacity, 1  # columns and rows, below which it does not shrink
         self._needed_columns = self._needed_rows = 0  # at most since `shrink`
         self.memory = object()
+        self._held = [0] * self.num_slots  # columns that have memory, where it is lazy
         self._moves = Moves()
         self._slabs = Slabs()
 
@@ -65,14 +83,21 @@ class KVCache(Cache):  # type: ignore[misc]
         return len(self.lengths)
 
     @property
+    def is_lazy(self) -> bool:
+        """Whether rows take memory for their own columns alone; else each takes as much as the longest."""
+        return pages.IS_LAZY and self.device.type == "cpu"
+
+    @property
     def num_bytes(self) -> int:
-        """Memory that the buffers hold."""
+        """Memory that the buffers hold: of all columns, or where it is lazy of those that were written."""
+        if self.is_lazy:
+            return self.column_bytes * sum(self._held)
         return sum(buffer.nbytes for buffer in self._buffers())
 
     @property
     def column_bytes(self) -> int:
         """Memory of one column of one row."""
-        return self.num_bytes // (self.num_slots * self.capacity)
+        return sum(buffer.nbytes // (buffer.shape[0] * buffer.shape[2]) for buffer in self._buffers())
 
     # -- one forward -------------------------------------------------------------------------------------------
 
@@ -123,18 +148,26 @@ class KVCache(Cache):  # type: ignore[misc]
         if capacity <= self.capacity and num_slots <= self.num_slots:
             return
         columns, rows = max(capacity, *self.lengths, 1), max(num_slots, self.num_rows, 1)
+        if self.is_lazy:
+            self._resize(enlarged(self.capacity, columns, SMALL_COLUMNS), enlarged(self.num_slots, rows, SMALL_ROWS))
+            return
         self._resize(*grown((self.capacity, columns), (self.num_slots, rows), self.max_cells, self._least))
 
     def limit(self, max_cells: int) -> None:
-        """Keep to so many rows times columns from now on."""
+        """Keep to so many rows times columns from now on, where each row takes as much as the longest."""
+        if self.is_lazy:
+            return
         self.max_cells, self.capacity = max_cells, min(self.capacity, max_cells)
         self._least = min(self._least[0], max_cells), 1
 
     def shrink(self) -> bool:
         """Give back what has not been needed since the last call, where that is half or more; whether it was.
 
-        Call it between forwards, and so seldom that rows come and go between two calls: buffers are copied.
+        Call it between forwards, and so seldom that rows come and go between two calls: buffers are copied. Where it is
+        lazy, rows have left nothing behind.
         """
+        if self.is_lazy:
+            return False
         most_columns, most_rows = max(self._needed_columns, *self.lengths, 0), max(self._needed_rows, self.num_rows)
         self._needed_columns = self._needed_rows = 0
         columns, rows = fitting((most_columns, self.capacity), (most_rows, self.num_slots), self._least)
@@ -143,6 +176,14 @@ class KVCache(Cache):  # type: ignore[misc]
         self._resize(columns, rows)
         return True
 
+    def _hold(self, row: int, length: int) -> None:
+        """A row ends here now: what has been held behind it is given back, where that is more than drafts need."""
+        if self.is_lazy and self._held[row] > length + KEPT_COLUMNS * (length > 0):
+            for buffer in self._buffers():
+                pages.give_back(buffer, row, length)
+            self._held[row] = length
+        self._held[row] = max(self._held[row], length)
+
     def release(self) -> bool:
         """Give back all memory of a cache without rows; whether there was any."""
         if self.lengths or not any(layer.is_initialized for layer in self.layers):
@@ -150,6 +191,7 @@ class KVCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.release()
         self.capacity, self.num_slots = self._least
+        self._held = [0] * self.num_slots
         self._needed_columns = self._needed_rows = 0
         self._moves, self._slabs = Moves(), Slabs()
         return True
@@ -161,6 +203,7 @@ class KVCache(Cache):  # type: ignore[misc]
                 layer.resize(num_slots, capacity)
         finally:  # what all layers hold, where there was no memory for more
             self.num_slots, self.capacity = held(self.layers, num_slots, capacity)
+            self._held = [*self.lengths[: self.num_slots], *[0] * (self.num_slots - self.num_rows)]
 
     def commit(self, paths: Sequence[Sequence[int]], first_row: int = 0) -> None:
         """Keep the accepted nodes of every row, in path order, and forget the others.
@@ -182,6 +225,8 @@ class KVCache(Cache):  # type: ignore[misc]
             self._moves.run(self.memory, list(self._buffers()), rows, sources, targets)
         for row, path in enumerate(paths, first_row):
             self.lengths[row] += len(path)
+            if self.lengths[row] > self._held[row]:
+                self._held[row] = self.lengths[row]
 
     def rollback(self, lengths: Sequence[int], first_row: int = 0) -> None:
         """Forget everything after the given lengths. Costs nothing.
@@ -215,6 +260,8 @@ class KVCache(Cache):  # type: ignore[misc]
     def clear(self) -> None:
         """Drop all rows."""
         self.lengths, self.offsets = [], []
+        for row in range(self.num_slots):
+            self._hold(row, 0)
 
     @torch.inference_mode()
     def erase(self, row: int | None = None, first_column: int = 0) -> None:
@@ -222,9 +269,12 @@ class KVCache(Cache):  # type: ignore[misc]
 
         A NaN left behind would reach the next row in this place through masked columns, since 0 * NaN is NaN.
         """
-        rows = slice(None) if row is None else row
+        rows = range(self.num_slots) if row is None else (row,)
         for buffer in self._buffers():
-            buffer[rows, :, first_column:] = 0
+            for each in rows:
+                pages.erase(buffer, each, first_column)
+        for each in rows:
+            self._held[each] = min(self._held[each], first_column)
 
     def fork(self, row: int) -> int:
         """Append a copy of a row; returns its index."""
@@ -255,19 +305,22 @@ class KVCache(Cache):  # type: ignore[misc]
             layer.keys[row, :, :length] = keys[:, :length]
             layer.values[row, :, :length] = values[:, :length]
         self.lengths[row] = length
+        self._hold(row, length)
 
     @torch.inference_mode()
     def swap(self, row: int, other: int) -> None:
         """Exchange two rows."""
         if row == other:
             return
-        length = max(self.lengths[row], self.lengths[other])
+        length, other_length = self.lengths[row], self.lengths[other]
         for buffer in self._buffers():
             kept = buffer[row, :, :length].clone()
-            buffer[row, :, :length] = buffer[other, :, :length]
+            buffer[row, :, :other_length] = buffer[other, :, :other_length]
             buffer[other, :, :length] = kept
         for each in (self.lengths, self.offsets):
             each[row], each[other] = each[other], each[row]
+        self._hold(row, other_length)
+        self._hold(other, length)
 
     def remove(self, row: int) -> None:
         """Drop a row; the last row takes its place."""
@@ -276,6 +329,7 @@ class KVCache(Cache):  # type: ignore[misc]
             self.move(last, row)
         self.lengths.pop()
         self.offsets.pop()
+        self._hold(last, 0)
 
     @torch.inference_mode()
     def reorder(self, rows: Sequence[int]) -> None:
@@ -289,6 +343,8 @@ class KVCache(Cache):  # type: ignore[misc]
         for buffer in self._buffers():
             buffer[: len(lengths), :, :longest] = buffer[index, :, :longest]
         self.lengths, self.offsets = lengths, offsets
+        for row in range(self.num_slots):
+            self._hold(row, lengths[row] if row < len(lengths) else 0)
 
     @torch.inference_mode()
     def move(self, row: int, target: int) -> None:
@@ -297,6 +353,7 @@ class KVCache(Cache):  # type: ignore[misc]
         for buffer in self._buffers():
             buffer[target, :, :length] = buffer[row, :, :length]
         self.lengths[target], self.offsets[target] = length, self.offsets[row]
+        self._hold(target, length)
 
     def _buffers(self) -> Iterable[torch.Tensor]:
         for layer in self.layers:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from foredraft.model.cache import pages
 from foredraft.native.abi import SCALE_BYTES
 from foredraft.upload import upload
 
@@ -26,6 +27,7 @@ class Owner(Protocol):
 
     num_slots: int
     capacity: int
+    lengths: list[int]
     dtype: Rounded
     window: Window
     memory: object
@@ -56,6 +58,8 @@ def restored(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer: two buffers (rows, heads, capacity, head_dim), zero where never written.
 
+    On Linux's processors they hold the pages that were written (`foredraft.model.cache.pages`).
+
     Where the cache has a dtype of its own, they hold states as `stored`, and a forward is given them `restored`.
     Garbage in a masked column must stay finite, since 0 * NaN is NaN: hence zeros, not empty memory.
     """
@@ -80,7 +84,7 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @staticmethod
     def _allocate(like: torch.Tensor, num_slots: int, capacity: int) -> torch.Tensor:
-        return like.new_zeros(num_slots, like.shape[1], capacity, like.shape[3])
+        return pages.zeros((num_slots, like.shape[1], capacity, like.shape[3]), like.dtype, like.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -122,8 +126,9 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
             if (old.shape[0], old.shape[2]) == (num_slots, capacity):
                 continue
             new = self._allocate(old, num_slots, capacity)
-            rows, columns = min(num_slots, old.shape[0]), min(capacity, old.shape[2])
-            new[:rows, :, :columns] = old[:rows, :, :columns]
+            for row, length in enumerate(self._cache.lengths[: min(num_slots, old.shape[0])]):
+                columns = min(length, capacity)
+                new[row, :, :columns] = old[row, :, :columns]
             setattr(self, name, new)
             self._cache.memory = object()
 
@@ -196,7 +201,7 @@ def grown(
     Args:
       least: columns and rows below which neither direction is cut.
     """
-    wide, high = _enlarged(*columns, SMALL_COLUMNS), _enlarged(*rows, SMALL_ROWS)
+    wide, high = enlarged(*columns, SMALL_COLUMNS), enlarged(*rows, SMALL_ROWS)
     if wide == columns[0] or high == rows[0]:
         few = fitting((columns[1], columns[0]), (rows[1], rows[0]), least)
         narrow, low = (wide, few[1]) if high == rows[0] else (few[0], high)
@@ -213,7 +218,7 @@ def fitting(columns: tuple[int, int], rows: tuple[int, int], least: tuple[int, i
     Args:
       least: columns and rows to begin with.
     """
-    wide, high = _enlarged(least[0], columns[0], SMALL_COLUMNS), _enlarged(least[1], rows[0], SMALL_ROWS)
+    wide, high = enlarged(least[0], columns[0], SMALL_COLUMNS), enlarged(least[1], rows[0], SMALL_ROWS)
     return min(wide, columns[1]), min(high, rows[1])
 
 
@@ -223,7 +228,8 @@ def held(layers: Sequence[RaggedLayer], num_slots: int, capacity: int) -> tuple[
     return min([num_slots, *(shape[0] for shape in shapes)]), min([capacity, *(shape[2] for shape in shapes)])
 
 
-def _enlarged(size: int, wanted: int, small: int) -> int:
+def enlarged(size: int, wanted: int, small: int) -> int:
+    """The size that holds what is wanted: doubled up to ``small``, and by quarters beyond."""
     while size < wanted:
         size += size if size < small else size // 4
     return size

@@ -67,6 +67,7 @@ class ViewCache(KVCache):
             for kept, whole in ((own.keys, other.keys), (own.values, other.values)):
                 _copy(kept[row], whole[source_row], columns)
         self.lengths[row] = size
+        self._hold(row, size)
         self.offsets[row] = source.lengths[source_row] - size
 
     @torch.inference_mode()
@@ -94,6 +95,7 @@ class ViewCache(KVCache):
                 own.values[rows, :, targets] = other.values[source_rows, :, sources]
         for piece, span in spans:
             self.lengths[piece.row] += len(span)
+            self._hold(piece.row, self.lengths[piece.row])
 
     @torch.inference_mode()
     def give_back(self, row: int, target: KVCache, target_row: int) -> None:
