@@ -59,7 +59,7 @@ class Row:
         return self.token_ids[-1]
 
     @property
-    def law(self) -> Any:
+    def sampler(self) -> Any:
         return SimpleNamespace(is_greedy=self.is_greedy)
 
 

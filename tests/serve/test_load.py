@@ -314,7 +314,7 @@ def test_the_page_tells_what_governors_estimate_and_what_memory_holds(start: Cal
         told("governor_plain_seconds_total") / told("governor_seconds_total")
     )
     assert told("governor_steps_total") >= told("governor_drafted_steps_total")
-    assert 0 < told("kv_cache_bytes") <= told("kv_cache_planned_bytes") == 2e6
+    assert 0 <= told("kv_cache_bytes") <= told("kv_cache_planned_bytes") == 2e6  # see test_kv_limit.py
     assert told("prefix_cache_bytes") > 0
     assert told("num_preemptions_total") == told("kv_cache_usage_perc") == 0
     labels = re.findall(r"^foredraft:kv_cache_bytes\{(.*)\}", server.http.get("/metrics").text, flags=re.MULTILINE)
