@@ -239,3 +239,24 @@ def test_texts_do_not_depend_on_how_memory_is_held(monkeypatch: pytest.MonkeyPat
     whole.remove(1)
     assert whole.num_bytes > num_bytes
     torch.testing.assert_close(logits(lazily), logits(whole), atol=0, rtol=0)
+
+
+@on_linux
+def test_where_the_system_takes_no_advice_columns_are_zero_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of kernels without huge pages, and of memory that is locked."""
+
+    class Stubborn(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Stubborn)
+    cache = written([500, 20])
+    cache.swap(0, 1)
+    cache.remove(1)
+    assert cache.lengths == [20]
+    for buffer in cache._buffers():
+        assert bool((buffer[0, :, :20] == 2.0).all())
+    states = torch.full((4, 900, 64), float("nan"))
+    cache.load(cache.add_rows(), ((states, states),), 900)
+    cache.erase(1)
+    assert all(bool((buffer[1] == 0.0).all()) for buffer in cache._buffers())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from math import prod
 
 import torch
@@ -34,13 +35,18 @@ class Pages:
             self.buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
         except OSError as error:
             raise MemoryError(f"cannot allocate {num_bytes} bytes of keys and values ({error})") from None
-        self.buffer.madvise(mmap.MADV_NOHUGEPAGE)  # else a byte holds 2 MB
+        with suppress(OSError):  # of kernels without huge pages
+            self.buffer.madvise(mmap.MADV_NOHUGEPAGE)  # else a byte holds 2 MB
 
     def give_back(self, first: int, last: int) -> None:
         """Give back whole pages within bytes ``first`` to ``last - 1``, which are zero from then on."""
         start, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
-        if start < end:
+        if start >= end:
+            return
+        try:
             self.buffer.madvise(mmap.MADV_DONTNEED, start, end - start)
+        except OSError:  # of memory that the process has locked
+            self.buffer[start:end] = bytes(end - start)
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
