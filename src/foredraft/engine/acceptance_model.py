@@ -136,7 +136,7 @@ class _Open:
 
 @dataclass
 class _Row:
-    """What is known of a row: ``row.state[model]``."""
+    """State of a row: ``row.state[model]``."""
 
     fares: RowAcceptance = field(default_factory=RowAcceptance)
     drafts: list[_Open] = field(default_factory=list)

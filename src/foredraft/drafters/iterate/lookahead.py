@@ -126,7 +126,7 @@ class LookaheadDrafter(ContextDrafter):
 
 @dataclass(eq=False)
 class _Guessing:
-    """What is known of a row."""
+    """State of a row: its pool, and its window unless that rests."""
 
     pool: NgramPool
     window: GuessWindow | None  # None while it rests

@@ -11,7 +11,7 @@ from foredraft.config.method import Method
 from foredraft.drafters.lengths import Fixed, LengthPolicy
 from foredraft.drafters.parts.growth import Growth, GrowthOptions
 from foredraft.drafters.parts.reduced_output import VocabularyOptions, chosen_vocabulary, reduced_model
-from foredraft.drafters.parts.rows import FedNodes, known_tokens, reach, spans
+from foredraft.drafters.parts.rows import FedNodes, chains_by_slot, growing, known_tokens, reach, spans
 from foredraft.engine.drafter import (
     DraftCache,
     Drafter,
@@ -147,10 +147,10 @@ class DraftModelDrafter(Drafter):
     def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         pairs = zip(rows, budgets, strict=True)
         drafts = [self.growth.begin(row, budget, reach(self.model, row)) for row, budget in pairs]
-        growing = sorted((draft for draft in drafts if draft.cap > 0), key=lambda draft: draft.row.slot)
-        if growing and not self._grow_at_once(growing):
+        grown = growing(drafts)
+        if grown and not self._grow_at_once(grown):
             try:
-                self.growth.grow(growing, self)
+                self.growth.grow(grown, self)
             finally:
                 self._close()
         for draft in drafts:
@@ -187,10 +187,7 @@ class DraftModelDrafter(Drafter):
     def open(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         """Feed what the cache has not seen of every text."""
         unseen = self._unseen(drafts) if self._view is None else self._unseen_in(self._view, drafts)
-        first_row = drafts[0].row.slot
-        chains: list[list[int]] = [[] for _ in range(first_row, drafts[-1].row.slot + 1)]
-        for draft, tokens in zip(drafts, unseen, strict=True):
-            chains[draft.row.slot - first_row] = tokens
+        first_row, chains = drafts[0].row.slot, chains_by_slot(drafts, unseen)
         counts = list(map(len, unseen))
         first = min(counts) - 1
         logits = self.model.forward(
@@ -202,7 +199,7 @@ class DraftModelDrafter(Drafter):
         return logits[places, [count - 1 - first for count in counts]]
 
     def _unseen(self, drafts: Sequence[GrowingDraft]) -> list[list[int]]:
-        """What is to be fed of texts, which is short."""
+        """Tokens to be fed of every text, which are few: the beginning of a long rest is fed here."""
         lengths = self._cache.lengths
         self._feed(
             {
@@ -242,7 +239,7 @@ class DraftModelDrafter(Drafter):
 
 @dataclass(frozen=True, eq=False)
 class _Viewed(RowState):
-    """That a row is drafted for over a view."""
+    """Mark of a row that is drafted for over a view."""
 
     view: SparseView
 

@@ -189,7 +189,7 @@ class NasdDrafter(PlannedDrafter["_Counted"]):
 
 @dataclass(eq=False)
 class _Counted(RowState):
-    """How many tokens of a row are in its storage, since when that has last begun anew."""
+    """Number of tokens of a row that its storage holds, and since when that has last begun anew."""
 
     drafter: NasdDrafter
     storage: NGramStorage

@@ -144,7 +144,7 @@ class SuffixDrafter(PlannedDrafter["_Known"]):
 
 @dataclass(eq=False)
 class _Known(RowState):
-    """What is known of a row: its text, and where in the history its newest draft is from."""
+    """State of a row: its text, and the place in the history that its newest draft is from."""
 
     drafter: SuffixDrafter
     text: SuffixAutomaton

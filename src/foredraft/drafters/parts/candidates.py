@@ -39,7 +39,7 @@ class Parents:
     """M nodes that get children.
 
     Args:
-      samplers: of their rows.
+      samplers: those of their rows.
       paths: draft tokens up to each node, its own included.
       positions: of the tokens that follow.
     """

@@ -41,7 +41,7 @@ class GrowingDraft:
       frontier: nodes that are to be expanded next, the best one first.
       spots: of a static tree, the node of the shape that every node fills.
       child_of: by parent and token, the node.
-      column_of: of the nodes that were fed to a model, how many columns behind the text of the row; see `FedNodes`.
+      column_of: number of columns behind the text of the row, by node that was fed to a model; see `FedNodes`.
     """
 
     row: Row

@@ -43,7 +43,7 @@ MOST_OWED = 32
 
 
 class EagleRow(HeadRow):
-    """What is known of a row: also streams of committed tokens whose entries are made later, from the first one on."""
+    """State of a row, and streams of committed tokens whose entries are made later, from the first one on."""
 
     def __init__(self, rows: EagleRows, last: torch.Tensor | None = None) -> None:
         super().__init__(last)

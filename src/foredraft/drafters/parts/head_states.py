@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from foredraft.drafters.parts.rows import spans
+from foredraft.drafters.parts.rows import growing, spans
 from foredraft.engine.drafter import DraftCache, Drafter, DraftSize, Features, PromptChunk, StepResult
 from foredraft.engine.row import Row, RowState
 from foredraft.lazy import Lazy
@@ -186,9 +186,8 @@ class HeadDrafter(Drafter, Generic[States]):
             self.growth.begin(row, budget if row in self.states else DraftSize(0), self.reach)
             for row, budget in zip(rows, budgets, strict=True)
         ]
-        growing = sorted((draft for draft in drafts if draft.cap > 0), key=lambda draft: draft.row.slot)
-        if growing:
-            self._grow(growing)
+        if grown := growing(drafts):
+            self._grow(grown)
         return [self.growth.finish(draft, self.name) for draft in drafts]
 
     @abstractmethod

@@ -109,6 +109,20 @@ class FedNodes:
         return flat[[place * width + j for place, count in pairs for j in range(count)]]
 
 
+def growing(drafts: Sequence[GrowingDraft]) -> list[GrowingDraft]:
+    """Drafts that may have tokens, in the order of their slots."""
+    return sorted((draft for draft in drafts if draft.cap > 0), key=lambda draft: draft.row.slot)
+
+
+def chains_by_slot(drafts: Sequence[GrowingDraft], texts: Sequence[list[int]]) -> list[list[int]]:
+    """Texts of drafts from the slot of the first to that of the last; empty ones for rows that lie between."""
+    first = drafts[0].row.slot
+    chains: list[list[int]] = [[] for _ in range(first, drafts[-1].row.slot + 1)]
+    for draft, tokens in zip(drafts, texts, strict=True):
+        chains[draft.row.slot - first] = tokens
+    return chains
+
+
 def known_tokens(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
     """These tokens, in place; the drafter's last one stands for those of a larger vocabulary that it does not know."""
     return tokens.clamp_(max=model.num_embeddings - 1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from foredraft.drafters.parts.growth import Growth
 from foredraft.drafters.parts.layer_set import LayerSet, quantized, skipping
-from foredraft.drafters.parts.rows import FedNodes, reach
+from foredraft.drafters.parts.rows import FedNodes, chains_by_slot, growing, reach
 from foredraft.engine.drafter import Drafter, DrafterFacts, DraftSize, Needs, StepResult
 from foredraft.engine.row import Row
 from foredraft.lazy import Lazy
@@ -91,13 +91,12 @@ class SelfDrafter(Drafter):
         drafts = [
             self.growth.begin(row, budget, reach(self.model, row)) for row, budget in zip(rows, budgets, strict=True)
         ]
-        growing = sorted((draft for draft in drafts if draft.cap > 0), key=lambda draft: draft.row.slot)
-        if growing:
+        if grown := growing(drafts):
             if self._view is not None:
-                self._view.follow(growing)
+                self._view.follow(grown)
             lengths = list(self._cache.lengths)
             try:
-                self.growth.grow(growing, self)  # they lie in the cache as they do for the target
+                self.growth.grow(grown, self)  # they lie in the cache as they do for the target
             finally:
                 self._cache.rollback(lengths)
                 while self._spoilt:
@@ -107,10 +106,7 @@ class SelfDrafter(Drafter):
 
     def open(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         """Feed the pending tokens."""
-        first, last = drafts[0].row.slot, drafts[-1].row.slot
-        chains: list[list[int]] = [[] for _ in range(first, last + 1)]
-        for draft in drafts:
-            chains[draft.row.slot - first].append(draft.row.pending)
+        first, chains = drafts[0].row.slot, chains_by_slot(drafts, [[draft.row.pending] for draft in drafts])
         logits = self.model.forward(lm.Nodes.from_chains(chains), self._cache, first_row=first)
         self._cache.commit(list(map(range, map(len, chains))), first)
         self._fed = FedNodes(self._cache, drafts)

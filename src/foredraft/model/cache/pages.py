@@ -40,13 +40,18 @@ class Pages:
 
     def give_back(self, first: int, last: int) -> None:
         """Give back whole pages within bytes ``first`` to ``last - 1``, which are zero from then on."""
-        start, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
+        start, end = _whole_pages(first, last)
         if start >= end:
             return
         try:
             self.buffer.madvise(mmap.MADV_DONTNEED, start, end - start)
         except OSError:  # of memory that the process has locked
             self.buffer[start:end] = bytes(end - start)
+
+
+def _whole_pages(first: int, last: int) -> tuple[int, int]:
+    """Bounds of the whole pages within bytes ``first`` to ``last - 1``; the first is not below the second for none."""
+    return -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -80,7 +85,7 @@ def erase(buffer: torch.Tensor, row: int, first_column: int) -> None:
     there = buffer.view(-1).view(torch.uint8)
     give_back(buffer, row, first_column)
     for first, last in _heads(buffer, row, first_column):
-        start, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
+        start, end = _whole_pages(first, last)
         if start >= end:
             there[first:last] = 0
         else:
