@@ -15,13 +15,13 @@ FOLLOW_TRANSFORMERS = tests/test_llm.py tests/hf tests/unit/test_package.py \
 	$(addprefix tests/classic/test_,classic_generate.py classic_modules.py classic_vocabularies.py) \
 	tests/cli/test_cli_prompts.py tests/drafters/lm/test_draft_chains.py \
 	$(addprefix tests/drafters/,heads/test_eagle_architectures.py selfdraft/test_self_draft.py) \
-	$(addprefix tests/engine/test_,features.py identity.py memory_limits.py prompt_logprobs.py structured.py) \
+	$(addprefix tests/engine/test_,default_device.py features.py identity.py memory_limits.py prompt_logprobs.py) \
+	tests/engine/test_structured.py tests/engine/test_texts.py tests/testing/test_inflate.py \
 	tests/gguf/test_gguf.py tests/gguf/test_stored.py \
 	$(addprefix tests/loading/test_,compressed.py gptq.py loading.py torchao.py) \
 	$(addprefix tests/model/test_,model_state.py node_logits.py padding.py probe.py quantised_models.py refusals.py) \
 	tests/model/cache/test_cache_state.py \
 	$(addprefix tests/model/execution/test_,compiled.py execution.py native_program.py other_machines.py) \
-	tests/sessions/test_default_device.py tests/sessions/test_texts.py tests/testing/test_inflate.py \
 	$(addprefix tests/train/test_,train.py train_draft_model.py) tests/zoo
 PIP = -m pip install --quiet --disable-pip-version-check
 

@@ -50,12 +50,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, StoppingCriteria
 
-from foredraft import LLM, SamplingParams, zoo
-from foredraft.accept.rules import Verdict
+from foredraft import LLM, SamplingParams, accept, zoo
+from foredraft.accept import Verdict
 from foredraft.bench.provenance import provenance
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.engine import accepting
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.errors import ForedraftError
@@ -232,7 +231,7 @@ def believe(tree: DraftTree, choose_at: Callable[[int], int]) -> Verdict:
 
 def believing() -> AbstractContextManager[object]:
     """The control: a decoder that accepts whatever is drafted."""
-    return patch.object(accepting, "match", believe)
+    return patch.object(accept, "match", believe)
 
 
 @dataclass(frozen=True)
@@ -268,7 +267,7 @@ def texts_of(llm: LLM, params: SamplingParams, size: int) -> tuple[list[tuple[in
 def largest_gap(
     llm: LLM, params: SamplingParams, texts: Sequence[Sequence[int]], plain: Sequence[Sequence[int]]
 ) -> float | None:
-    """How far apart the law puts the tokens at which texts part from plain ones; None where none do."""
+    """How far apart the distribution puts the tokens at which texts part from plain ones; None where none do."""
     gaps = []
     for prompt, got, want in zip(TEXTS, texts, plain, strict=True):
         places = [place for place, pair in enumerate(zip(got, want, strict=False)) if pair[0] != pair[1]]

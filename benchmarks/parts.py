@@ -8,8 +8,8 @@
 efficiency: the measured speed-up over plain decoding, divided by tau T(1) / (T_draft + T(n)), with T from a replay of
 the forwards of the run with nothing in between; the pair's drafter at some widths on padded prompts, and lookups on
 questions that are asked again. profile: shares of a step by verb, models left out. drafting: host time per step of the
-drafters that run no model. accepted: accepted lengths beside the truncated geometric law that independent acceptances
-would follow. ``--out FILE`` keeps everything as JSON. For speed beside transformers see race.py.
+drafters that run no model. accepted: accepted lengths beside the truncated geometric distribution that independent
+acceptances would follow. ``--out FILE`` keeps everything as JSON. For speed beside transformers see race.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 from pairs import Pair, load_pair, padded, scaled, widened
 from rich.console import Console
 
-from foredraft.accept.rules import match
+from foredraft.accept import match
 from foredraft.bench.arms import EngineArm
 from foredraft.bench.provenance import provenance
 from foredraft.bench.report import Column, Table, plain_data, show
@@ -555,7 +555,7 @@ def expected_length(rate: float, num_drafted: int) -> float:
     """Tokens that a step emits on average when each drafted one is accepted with the same chance, whatever went before.
 
     Source: Leviathan et al. 2022, arXiv:2211.17192, equation 1: (1 - rate^(K + 1)) / (1 - rate), the bonus included;
-    the accepted ones follow a geometric law that is cut off at K. At rate 0.5 and K = 2: 1 + 0.5 + 0.25 = 1.75.
+    the accepted ones follow a geometric distribution that is cut off at K. Rate 0.5 and K = 2: 1 + 0.5 + 0.25 = 1.75.
 
     Args:
       rate: chance of acceptance, 0..1.
@@ -624,7 +624,7 @@ class AcceptedLengths:
 
     @property
     def expected_histogram(self) -> dict[int, float]:
-        """The same by the truncated geometric law, at `rate` and the length of every draft."""
+        """The same by the truncated geometric distribution, at `rate` and the length of every draft."""
         found: defaultdict[int, float] = defaultdict(float)
         rate = self.rate
         for drafted, _, count in self.steps:

@@ -6,9 +6,9 @@
     ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python benchmarks/promise.py --methods suffix token_recycling
 
 A cell is a method, a dtype, a temperature and a batch size. Plain decoding runs every prompt
-alone; the cell says how many texts have its bits, log-probabilities included, how far apart the law puts the tokens at
-which the others part from it, how many tokens a step gives by those that it gives under exactness="relaxed", where
-nothing is cut, and how many draft tokens were accepted. Stock kernels round by the shape of their call meanwhile
+alone; the cell says how many texts have its bits, log-probabilities included, how far apart the distribution puts the
+tokens at which the others part from it, how many tokens a step gives by those that it gives under exactness="relaxed",
+where nothing is cut, and how many draft tokens were accepted. Stock kernels round by the shape of their call meanwhile
 (`foredraft.testing.hostile_kernels`), so that nothing is kept by luck; --stock leaves them as they are. No times are
 taken: a busy machine will do. Methods that the model brings nothing for are left out by name. The exit status is 3
 where a promise was broken, or drafts were cut.
@@ -108,7 +108,7 @@ def said(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams, bat
 
 
 def gap_of(row: Said, plain: Said, target: CausalLM, params: SamplingParams) -> float | None:
-    """How close the law puts the two tokens at which a row parts from plain decoding; None where none differ."""
+    """How close the distribution puts the tokens at which a row parts from plain decoding; None where none differ."""
     for place, pair in enumerate(zip(row.token_ids, plain.token_ids, strict=False)):
         if pair[0] != pair[1]:
             return token_gap(target, row.prompt, plain.token_ids[:place], params, 0, pair)
@@ -193,7 +193,7 @@ class Study:
     Args:
       model: as `LLM` takes it.
       options: for both LLMs.
-      target: adapter whose law measures gaps; by default that of the model as it runs.
+      target: adapter whose distribution measures gaps; by default that of the model as it runs.
     """
 
     def __init__(

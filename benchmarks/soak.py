@@ -45,12 +45,10 @@ from foredraft.drafters import make_drafter
 from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.cost_model import CostModel
-from foredraft.engine.drafter import Drafter, PromptChunk
+from foredraft.engine.drafter import Drafter, DrafterFacts, PromptChunk
 from foredraft.engine.engine import Engine
-from foredraft.engine.governing import AnyGovernor
-from foredraft.engine.governor import Governor, Patience
+from foredraft.engine.governor import Governor
 from foredraft.engine.memory import bytes_per_token
-from foredraft.engine.method_bandit import MethodBandit
 from foredraft.engine.row import Row, RowState
 from foredraft.heads.checkpoint import write_checkpoint
 from foredraft.heads.eagle import EagleHead, EagleShape, default_streams
@@ -146,7 +144,7 @@ class World:
     """
 
     target: CausalLM
-    engines: dict[str, tuple[Drafter, AnyGovernor | None]]
+    engines: dict[str, tuple[Drafter, Governor | None]]
     request: Callable[[random.Random], tuple[list[int], SamplingParams]]
     config: EngineConfig
     alone: EngineConfig
@@ -427,7 +425,7 @@ def toy_world(rng: random.Random, folder: Path, methods: tuple[str, ...] = tuple
     target = CausalLM(toy_model(VOCAB_SIZE), execution="eager")
     draft = CausalLM(perturbed(toy_model(VOCAB_SIZE), 0.08, seed=2), execution="eager")
     from_tokens([[rng.randrange(VOCAB_SIZE) for _ in range(40)]], folder / "texts", vocab_size=VOCAB_SIZE)
-    engines: dict[str, tuple[Drafter, AnyGovernor | None]] = {}
+    engines: dict[str, tuple[Drafter, Governor | None]] = {}
     for title in methods:
         keys, method = dict(METHODS[title]), title.split("/")[0]
         if method in ("medusa", "hydra", "eagle", "eagle2", "eagle3"):
@@ -442,27 +440,29 @@ def toy_world(rng: random.Random, folder: Path, methods: tuple[str, ...] = tuple
     return World(target, engines, Texts(rng), plan, alone, EOS, Letters())
 
 
-def governor(drafter: Drafter) -> AnyGovernor:
-    """Finds more than a few nodes too dear, so that drafts are cut; rows leave the drafter at times."""
-    costs = CostModel({1: 0.001, 8: 0.0012, 64: 0.004, 512: 0.032})
-    made = MethodBandit(drafter.facts, costs) if drafter.facts.arms else Governor(costs)
-    made.patience = Moody(0)
-    return made
+def governor(drafter: Drafter) -> Governor:
+    """A governor that finds more than a few nodes too dear, so that drafts are cut."""
+    return MoodyGovernor(CostModel({1: 0.001, 8: 0.0012, 64: 0.004, 512: 0.032}), drafter.facts)
 
 
-class Moody(Patience):
-    """Ends and welcomes at random, where measured time decides otherwise."""
+class MoodyGovernor(Governor):
+    """Takes the drafter from rows and gives it back at random, where measured time decides otherwise.
 
-    def __init__(self, seed: int, welcomes: float = 0.8, ends: float = 0.01) -> None:
-        super().__init__()
+    Args:
+      leaves, returns: chances that a call of `attends` changes its answer.
+    """
+
+    def __init__(
+        self, costs: CostModel, facts: DrafterFacts, seed: int = 0, leaves: float = 0.01, returns: float = 0.2
+    ) -> None:
+        super().__init__(costs, facts)
         self._rng = random.Random(seed)
-        self._rates = welcomes, ends
+        self._rates = {True: leaves, False: returns}
+        self._is_attending = True
 
-    def welcomes(self) -> bool:
-        return self._rng.random() < self._rates[0]
-
-    def ends(self) -> bool:
-        return self._rng.random() < self._rates[1]
+    def attends(self, num_rows: int) -> bool:
+        self._is_attending ^= self._rng.random() < self._rates[self._is_attending]
+        return self._is_attending
 
 
 class Texts:

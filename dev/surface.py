@@ -60,7 +60,7 @@ def names(module_name: str) -> Iterator[str]:
 
 def methods() -> Iterator[str]:
     """Methods of drafting and their keys with defaults."""
-    from foredraft.config.method import methods as found
+    from foredraft.methods import methods as found
 
     for name, method in sorted(found().items()):
         options = getattr(method, "options", None)

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from foredraft.config.method import KeyEntry, key_entries, methods
+from foredraft.methods import KeyEntry, key_entries, methods
 
 DOCS = Path(__file__).parent
 SHARED = DOCS / "speculative_config.md"

@@ -1,4 +1,4 @@
-"""Try a rule of your own for keeping drafted tokens, and let `verify` say whether it keeps the model's law.
+"""Try a rule of your own for keeping drafted tokens, and let `verify` say whether it keeps the model's distribution.
 
 The draft is one token, the likeliest by the model itself at half its temperature; a real drafter stands in its place.
 """

@@ -15,11 +15,11 @@ from test_broken_steps import TOY_PARAMS, expected_of_toy, given, tokens, toy
 
 from foredraft import LLM
 from foredraft.bench.report import Report
-from foredraft.drafters.parts.rank_tree import RankTree
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.folders import append_lines, filling, is_no_room, keep_json, keep_text, write_text
 from foredraft.heads.checkpoint import write_checkpoint
 from foredraft.loading.stored import save_compressed
+from foredraft.methods.rank_tree import RankTree
 from foredraft.native.library import library
 from foredraft.pictures import keep_picture, require_matplotlib
 from foredraft.train.plan import Answering, Plan

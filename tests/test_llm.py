@@ -10,6 +10,7 @@ import operator
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,15 @@ import torch
 from transformers import LogitsProcessor
 
 import foredraft
-from foredraft import LLM, SamplingParams, StructuredOutputs, zoo
-from foredraft.engine.stats import RowStats
+from foredraft import LLM, SamplingParams, StructuredOutputs, speculate, zoo
+from foredraft.cli.writers import summary
+from foredraft.drafters import make_drafter
+from foredraft.drafters.context import DrafterContext
+from foredraft.engine.frontend import speculative_metrics
+from foredraft.engine.stats import RowStats, StepClock, StepSeconds
 from foredraft.errors import ConfigError, ContextLengthError, EngineBusyError, NoTokenError, NumericsError, PromptError
 from foredraft.loading.info import dtype_note
-from foredraft.sessions.outputs import speculative_metrics
-from foredraft.sessions.prompts import spellings
+from foredraft.prompts.prompts import spellings
 from foredraft.testing import toy_model
 
 STORY = "Once upon a time there was a"
@@ -708,8 +712,8 @@ def test_results_name_the_promise_that_holds() -> None:
     metrics = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4))[0].metrics
     assert metrics.promise == llm.promise
     assert (llm.promise.kind, llm.promise.reason) == ("near-ties", "it runs eagerly")
-    by_law = llm.with_speculative_config({"method": "ngram", "rejection_sample_method": "block"})
-    assert by_law.generate([[1, 2, 3]], SamplingParams(max_tokens=4, seed=1))[0].metrics.promise is None
+    by_distribution = llm.with_speculative_config({"method": "ngram", "rejection_sample_method": "block"})
+    assert by_distribution.generate([[1, 2, 3]], SamplingParams(max_tokens=4, seed=1))[0].metrics.promise is None
 
 
 @pytest.mark.parametrize(
@@ -734,3 +738,66 @@ def test_max_draft_nodes_limits_trees(plain: LLM) -> None:
     metrics = output.metrics.speculative_decoding
     assert metrics["num_draft_tokens"] <= 4 * metrics["num_spec_steps"]
     assert output.outputs[0].token_ids == plain.generate(STORY, GREEDY)[0].outputs[0].token_ids
+
+
+# -- governed ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _fixed_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step takes a millisecond, and a tenth of that is the drafter's."""
+    monkeypatch.setattr(StepClock, "enter", lambda *_: StepSeconds(0.0001, 0.0009))
+
+
+@pytest.mark.usefixtures("_governed", "_fixed_clock")
+def test_what_was_learned_is_there_in_the_next_call() -> None:
+    """Of an LLM, and of the hook into generate."""
+    model, ids = toy_model(64), torch.tensor([[1, 2, 3] * 6])
+    llm, hook = LLM(model, "ngram"), speculate("ngram")
+    params = SamplingParams(temperature=0, max_tokens=16)
+    want = model.generate(ids, max_new_tokens=16, do_sample=False)
+    for calls in (1, 2):
+        llm.generate({"prompt_token_ids": ids[0].tolist()}, params)
+        governor = llm.drafting.governor(llm.target, make_drafter(llm.speculative_config, DrafterContext(llm.target)))
+        assert governor is not None
+        assert governor.totals.num_tokens == 16 * calls
+        assert torch.equal(model.generate(ids, max_new_tokens=16, do_sample=False, custom_generate=hook), want)
+        adapter, drafting = hook._prepared(model)
+        assert drafting.governor(adapter.target, drafting.new_drafter()).totals.num_tokens == 16 * calls
+
+
+@pytest.mark.usefixtures("_governed", "_fixed_clock")
+def test_where_nothing_was_drafted_no_speed_is_claimed() -> None:
+    """generate ended with "about 0.69 times the speed of plain decoding, not drafting" over two undrafted steps."""
+    llm = LLM(toy_model(64), "ngram")
+    biased = SamplingParams(temperature=0, max_tokens=2, logit_bias={3: 99.0})
+    (output,) = llm.generate([list(range(5, 60))], biased)
+    assert output.metrics.speculative_decoding["num_spec_steps"] == 0
+    assert output.metrics.governor["estimated_speedup"] is None
+    said = summary([output])
+    assert "nothing was drafted" in said
+    assert "times the speed" not in said
+    assert "tokens accepted" not in said
+    (output,) = llm.generate([[1, 2, 3] * 6], replace(biased, max_tokens=40))
+    assert output.metrics.speculative_decoding["num_spec_steps"] > 0
+    said = summary([output])
+    assert "times the speed of plain decoding" in said
+    assert "verified draft tokens accepted" in said
+
+
+@pytest.mark.usefixtures("_governed", "_fixed_clock")
+def test_an_llm_is_governed_unless_it_is_told_a_length() -> None:
+    base = LLM(toy_model(64))
+    prompt, params = {"prompt_token_ids": [1, 2, 3] * 6}, SamplingParams(temperature=0, max_tokens=24)
+    configs = (
+        "ngram",
+        {"method": "ngram", "length_policy": "fixed"},
+        {"method": "ngram", "rejection_sample_method": "standard"},
+        "none",
+    )
+    outputs = [base.with_speculative_config(config).generate(prompt, params)[0] for config in configs]
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+    first, *others = [output.metrics.governor for output in outputs]
+    assert first["decision"].startswith(("drafting", "not drafting"))
+    assert first["estimated_speedup"] > 0
+    assert others == [None] * 3

@@ -141,7 +141,7 @@ def test_cut_renumbers_and_carries_what_belongs_to_the_nodes() -> None:
     assert cut.probs.tolist() == [[0.0, 1.0], [2.0, 3.0], [8.0, 9.0]]
 
 
-def test_cut_keeps_the_rows_of_a_chain_with_fewer_laws_than_nodes() -> None:
+def test_cut_keeps_the_rows_of_a_chain_with_fewer_distributions_than_nodes() -> None:
     chain = DraftTree.chain(1, [2, 3, 4], probs=torch.eye(3))
     cut = chain.cut(2)
     assert cut.tokens == (1, 2, 3)

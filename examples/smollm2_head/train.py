@@ -1,8 +1,8 @@
 """Trains EAGLE-3's head for SmolLM2 on millions of its answers, many texts at a time, on a GPU.
 
-What is computed is what `foredraft train eagle3` computes: soft cross entropy against the target's law at several steps
-of a draft. Features come from a bare forward of the target, in the step that needs them, and rates follow the clock, so
-that the time that is given is used to its end. The head is written at every measurement.
+What is computed is what `foredraft train eagle3` computes: soft cross entropy against the target's distribution at
+several steps of a draft. Features come from a bare forward of the target, in the step that needs them, and rates follow
+the clock, so that the time that is given is used to its end. The head is written at every measurement.
 """
 
 from __future__ import annotations
@@ -79,14 +79,16 @@ class Training:
             positions = torch.arange(texts.token_ids.shape[1], device=device).expand(len(batch), -1)
             last, layers = forward(self.weights, texts.token_ids, positions, wanted=self.head.shape.layer_inputs)
             last = F.rms_norm(last, self.weights.norm.shape, self.weights.norm, self.weights.eps)
-            law = texts.after(last, 1)[texts.places[0]] @ self.kept.T
+            target_logits = texts.after(last, 1)[texts.places[0]] @ self.kept.T
             embedded = F.embedding(texts.token_ids, self.weights.embedding)
             streams = torch.cat([layers[layer] for layer in self.head.shape.streams], dim=-1)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
             fused = self.head.features(streams.to(self.head.dtype))
             steps = unrolled(self.head, fused, embedded.to(self.head.dtype), texts.entries, self.num_steps)
             parts = [self.head.before_output(out[places]) for out, places in zip(steps, texts.places, strict=True)]
-            by_place, is_right = DistilledOutput.apply(torch.cat(parts), self.kept, law, torch.cat(texts.laws))
+            by_place, is_right = DistilledOutput.apply(
+                torch.cat(parts), self.kept, target_logits, torch.cat(texts.target_rows)
+            )
         is_drafted = self.t2d[torch.cat(texts.tokens)]
         by_step = [part.sum() for part in (by_place * is_drafted).split(texts.counts)]
         right = list((is_right & is_drafted).split(texts.counts))

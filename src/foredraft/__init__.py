@@ -11,12 +11,11 @@ if TYPE_CHECKING:
     from foredraft.config.sampling import SamplingParams
     from foredraft.config.speculative import SpeculativeConfig
     from foredraft.config.structured import StructuredOutputs
+    from foredraft.engine.frontend import CompletionOutput, Logprob, RequestMetrics, RequestOutput, Stream, StreamOutput
     from foredraft.errors import ForedraftError
     from foredraft.hf import speculate
     from foredraft.llm import LLM
     from foredraft.loading.info import ModelInfo
-    from foredraft.sessions.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamOutput
-    from foredraft.sessions.runner import Stream
     from foredraft.views.trajectory import Trajectory, trajectory
 
 wait_briefly()  # before anything imports torch
@@ -43,16 +42,16 @@ __all__ = [
 
 _HOME = {
     "LLM": "llm",
-    "CompletionOutput": "sessions.outputs",
+    "CompletionOutput": "engine.frontend",
     "ForedraftError": "errors",
-    "Logprob": "sessions.outputs",
+    "Logprob": "engine.frontend",
     "ModelInfo": "loading.info",
-    "RequestMetrics": "sessions.outputs",
-    "RequestOutput": "sessions.outputs",
+    "RequestMetrics": "engine.frontend",
+    "RequestOutput": "engine.frontend",
     "SamplingParams": "config.sampling",
     "SpeculativeConfig": "config.speculative",
-    "Stream": "sessions.runner",
-    "StreamOutput": "sessions.outputs",
+    "Stream": "engine.frontend",
+    "StreamOutput": "engine.frontend",
     "StructuredOutputs": "config.structured",
     "Trajectory": "views.trajectory",
     "speculate": "hf",

@@ -3,7 +3,7 @@
     from foredraft.drafting import ContextDrafter, DraftOptions, DraftSize, DraftTree, Method, Row, draft_length
 
 Everything here stays importable from here. The modules behind it may move. `foredraft.testing.check_drafter` tries a
-drafter in every setting; the page is docs/add_a_drafter.md. Importing this module does not import torch.
+drafter in every setting; the page is docs/add_a_drafter.md.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from foredraft.config.drafting import (
     draft_sampling,
     node_limit,
 )
-from foredraft.config.method import Method
 from foredraft.config.options import Kind, Options, anything, flag, number, one_of, option, path, whole, whole_numbers
 from foredraft.drafters.context import DrafterContext
-from foredraft.drafters.parts.growth import Expander, Growth, GrowthOptions
+from foredraft.drafters.parts.growth import Expander, Growth
 from foredraft.engine.drafter import (
     ContextDrafter,
     DraftCache,
@@ -35,6 +34,8 @@ from foredraft.engine.drafter import (
     own_result,
 )
 from foredraft.engine.row import Row, RowState
+from foredraft.methods import Method
+from foredraft.methods.growth import GrowthOptions
 from foredraft.tree import DraftTree
 
 __all__ = [

@@ -70,3 +70,14 @@ def ignore_signals() -> None:
     """From here on: the process is ending."""
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
+
+
+def is_running(frame: FrameType) -> bool:
+    """Whether a frame is on the stack of any thread."""
+    for top in sys._current_frames().values():
+        current: FrameType | None = top
+        while current is not None:
+            if current is frame:
+                return True
+            current = current.f_back
+    return False

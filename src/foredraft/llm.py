@@ -23,9 +23,11 @@ from foredraft.config.speculative import SpeculativeConfig
 from foredraft.config.structured import StructuredOutputs
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine, EngineConfig
+from foredraft.engine.frontend import RequestOutput, Runner, Stream
+from foredraft.engine.governor import Totals
 from foredraft.engine.memory import MemoryUse
 from foredraft.engine.profiles import Profile
-from foredraft.engine.stats import StepProfile, Totals
+from foredraft.engine.stats import StepProfile
 from foredraft.errors import CopyError
 from foredraft.loading.info import (
     AUTO,
@@ -49,10 +51,7 @@ from foredraft.model.dtypes import check_kv_cache_dtype
 from foredraft.model.execution.execution import check_kind
 from foredraft.model.execution.rounding import check_quantization, check_weights
 from foredraft.progress import progress_bar
-from foredraft.sessions.outputs import RequestOutput
-from foredraft.sessions.payoff import PayoffWatch
-from foredraft.sessions.prompts import Prompts, chat_prompt, conversations_of, read_params, read_prompts, seeded
-from foredraft.sessions.runner import Runner, Stream
+from foredraft.prompts.prompts import Prompts, chat_prompt, conversations_of, read_params, read_prompts, seeded
 from foredraft.structured.grammars import Grammars
 
 ModelLike: TypeAlias = str | os.PathLike[str] | PreTrainedModel
@@ -96,6 +95,10 @@ class LLM:
         "none".
       profile_file: output of ``foredraft tune``; the governor begins with its costs. What it chose is "@FILE".
       max_num_seqs, max_model_len, max_kv_bytes, prefill_chunk_size, exactness: see `EngineConfig`.
+
+    Attributes:
+      logs_low_gain: whether rows that end count for the log line about drafts that gain little. Set it to False for
+        rows that say nothing about speed.
 
     Raises:
       CheckpointError: a model or tokenizer is missing, truncated or unknown.
@@ -189,6 +192,7 @@ class LLM:
         self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self._eos_token_ids)
         self._seed = seed
         self._lock = forking.lock()
+        self.logs_low_gain = True
         self._speculate(drafts)
         title = None if speculative_config is None else drafts.title
         kept = self.promise if drafts.is_speculative and drafts.rule.keeps_tokens else None
@@ -284,8 +288,7 @@ class LLM:
         acceptance, limits = config.rejection_sample_method, config.typical_limits
         self.engine_config = replace(self.engine_config, acceptance=acceptance, typical=limits)
         self.drafting = self._pairing.drafting(config)
-        payoff = PayoffWatch(config.title, config.num_speculative_tokens, self._model_argument)
-        self._runner = Runner(self._new_engine, config.num_speculative_tokens, self._lock, payoff)
+        self._runner = Runner(self._new_engine, config, self._lock, self._model_argument)
 
     def save_quantized(self, folder: str | os.PathLike[str]) -> None:
         """Write the model with its weights of 8 or 4 bits into a new folder, in the layout of compressed-tensors.
@@ -326,6 +329,7 @@ class LLM:
                     tell(stream.num_finished, stream.num_tokens)
             return stream.outputs()
 
+    @makes_on_cpu
     def stream(self, prompts: Prompts, sampling_params: ParamsLike = None) -> Stream:
         """Like `generate`, yielding every step's text and tokens as they come.
 
@@ -338,7 +342,7 @@ class LLM:
         wanted = [partial(seeded, given, self._seed) for given in params]
         with self._lock:
             self.drafting.refresh()
-            return Stream(self._runner, self._runner.open(read, wanted))
+            return self._runner.open(read, wanted, is_counted=self.logs_low_gain)
 
     def chat(
         self,
@@ -383,7 +387,7 @@ class LLM:
     @property
     def profile(self) -> StepProfile:
         """Where the time has gone so far."""
-        return self._runner.profile
+        return self._runner.engine.profile
 
     @property
     def memory(self) -> MemoryUse:
@@ -404,7 +408,7 @@ class LLM:
     @property
     def num_running(self) -> int:
         """Rows that are running."""
-        return self._runner.num_running
+        return self._runner.engine.num_running
 
     # -- set-up ------------------------------------------------------------------------------------------------
 

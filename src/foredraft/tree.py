@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from operator import lt
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,7 @@ class DraftPlan:
       gamma: the length it wanted.
       entropy: of the drafter's distribution of the first drafted token, by log V, 0..1; None where the policy does not
         look.
-      cause: of a length of 0, if it is not the policy (a key of `foredraft.engine.budget.CAUSES`).
+      cause: why the length is 0, a key of `foredraft.engine.budget.CAUSES`.
     """
 
     gamma: int
@@ -53,7 +54,7 @@ class DraftTree:
       source: name of the drafter.
       sources: N names, of the drafter that each node is from, where several had a part in the draft; else None.
       plan: of the length policy that the drafter has, if any.
-      is_whole: it is verified as it is or not at all, since the drafter learns nothing of a part.
+      is_whole: a governor verifies all of it or nothing, since the drafter learns nothing from a part.
 
     Raises: TreeError when the arrays do not describe such a tree.
     """
@@ -90,7 +91,7 @@ class DraftTree:
             self._check_probs()
         if len(tokens) == 1:
             return
-        if any(not 0 <= parent < node for node, parent in enumerate(parents[1:], 1)):
+        if min(parents[1:]) < 0 or not all(map(lt, parents, range(len(parents)))):
             raise TreeError(f"parents {parents} must stand before their children")
         if len(self._child_of) != len(tokens) - 1:
             raise TreeError(f"two siblings share a token: tokens {tokens}, parents {parents}")
@@ -219,9 +220,10 @@ class DraftTree:
         return self if plan is None else self._with(plan=plan)
 
     def _with(self, **changes: Any) -> DraftTree:
-        """This draft with other values of fields that say nothing of its shape, or of all that do: nothing is checked.
+        """A copy with other values of some fields, which are not checked.
 
-        What was derived from the old shape must not be kept, so ``tokens`` are given wherever the shape changes.
+        Where the shape changes, ``tokens`` and all other fields that say something of it must be given: then nothing is
+        kept of what was derived from the old shape.
         """
         other = object.__new__(DraftTree)
         kept = {name: self.__dict__[name] for name in _FIELDS} if "tokens" in changes else self.__dict__

@@ -1,4 +1,4 @@
-"""Typical acceptance: the law as published, by enumeration, and how far it is from the target's."""
+"""Typical acceptance: the distribution as published, by enumeration, and how far it is from the target's."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import random
 import pytest
 import torch
 
-from foredraft.accept.rules import match, rejection, threshold, typical
+from foredraft.accept import BY_DRAFT, match, rejection, threshold, typical
 from foredraft.config.acceptance import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, RULES, TypicalLimits
-from foredraft.engine.accepting import BY_DRAFT
-from foredraft.errors import ShapeError
 from foredraft.tree import DraftTree
 
 LIMITS = TypicalLimits()
 
 
-def published(tree: DraftTree, laws: torch.Tensor, limits: TypicalLimits) -> tuple[list[int], int]:
+def published(tree: DraftTree, distributions: torch.Tensor, limits: TypicalLimits) -> tuple[list[int], int]:
     """The rule row by row, one row per leaf, as its authors describe it; the tokens that stay, and the one after them.
 
     A token is acceptable if its probability exceeds min(threshold, alpha exp(-H)) at its parent; a row keeps the tokens
@@ -29,9 +27,9 @@ def published(tree: DraftTree, laws: torch.Tensor, limits: TypicalLimits) -> tup
         nodes = tree.path(leaf)
         kept, likelihood = [], 0.0
         for parent, node in itertools.pairwise(nodes):
-            law = laws[parent]
-            entropy = -float((law * (law + 1e-5).log()).sum())
-            probability = float(law[tree.tokens[node]])
+            distribution = distributions[parent]
+            entropy = -float((distribution * (distribution + 1e-5).log()).sum())
+            probability = float(distribution[tree.tokens[node]])
             if not probability > min(limits.threshold, limits.alpha * math.exp(-entropy)):
                 break
             kept.append(node)
@@ -40,7 +38,7 @@ def published(tree: DraftTree, laws: torch.Tensor, limits: TypicalLimits) -> tup
     longest = max(length for length, _, _ in rows)
     _, _, kept = max((row for row in rows if row[0] == longest), key=lambda row: row[1])
     last = kept[-1] if kept else 0
-    return kept, int(laws[last].argmax())
+    return kept, int(distributions[last].argmax())
 
 
 def random_tree(rng: random.Random, vocab_size: int, num_nodes: int) -> DraftTree:
@@ -59,15 +57,17 @@ def random_tree(rng: random.Random, vocab_size: int, num_nodes: int) -> DraftTre
     "limits", [LIMITS, TypicalLimits(0.3, 0.09), TypicalLimits(0.02, 0.5), TypicalLimits(1.0, 9.0)]
 )
 def test_the_rule_is_the_published_one(limits: TypicalLimits) -> None:
-    """Over random trees and laws, flat and peaked."""
+    """Over random trees and distributions, flat and peaked."""
     rng = random.Random(1)
     generator = torch.Generator().manual_seed(1)
     lengths = set()
     for number in range(400):
         tree = random_tree(rng, 5, rng.randrange(1, 12))
-        laws = torch.randn(len(tree), 5, generator=generator, dtype=torch.float64).mul_(1 + number % 4).softmax(-1)
-        kept, after = published(tree, laws, limits)
-        verdict = typical(tree, laws, limits)
+        distributions = (
+            torch.randn(len(tree), 5, generator=generator, dtype=torch.float64).mul_(1 + number % 4).softmax(-1)
+        )
+        kept, after = published(tree, distributions, limits)
+        verdict = typical(tree, distributions.__getitem__, limits)
         assert list(verdict.path[1:]) == kept
         assert verdict.next_token == after
         lengths.add(len(kept))
@@ -75,7 +75,7 @@ def test_the_rule_is_the_published_one(limits: TypicalLimits) -> None:
 
 
 def test_published_numbers_are_not_swapped() -> None:
-    """A flat law over 50 tokens: the entropy decides, not the threshold."""
+    """A flat distribution over 50 tokens: the entropy decides, not the threshold."""
     assert (POSTERIOR_THRESHOLD, POSTERIOR_ALPHA) == (0.09, 0.3)
     flat, peaked = torch.full((50,), 0.02, dtype=torch.float64), torch.tensor([0.98, 0.02], dtype=torch.float64)
     assert threshold(flat, LIMITS) == pytest.approx(0.3 / 50, rel=1e-2)
@@ -84,31 +84,31 @@ def test_published_numbers_are_not_swapped() -> None:
 
 def test_with_a_point_mass_it_is_greedy_matching() -> None:
     tree = DraftTree((0, 1, 2, 3), (-1, 0, 0, 2))
-    laws = torch.eye(4, dtype=torch.float64)[[2, 0, 3, 1]]
-    verdict = typical(tree, laws)
+    distributions = torch.eye(4, dtype=torch.float64)[[2, 0, 3, 1]]
+    verdict = typical(tree, distributions.__getitem__)
     assert verdict == match(tree, [2, 0, 3, 1].__getitem__)
     assert verdict.path == (0, 2, 3)
 
 
-def test_a_law_that_is_none() -> None:
-    assert typical(DraftTree.root(0), torch.full((1, 4), torch.nan)).next_token == -1
+def test_a_distribution_that_is_none() -> None:
+    assert typical(DraftTree.root(0), lambda node: torch.full((4,), torch.nan)).next_token == -1
 
 
 # -- bias ------------------------------------------------------------------------------------------------------------
 
 
-def first_token_law(rule: str, law: torch.Tensor, num_children: int) -> torch.Tensor:
-    """The law of the next token where the drafter offers the likeliest ``num_children`` tokens, by enumeration."""
-    children = law.topk(num_children).indices.tolist()
+def first_token_distribution(rule: str, distribution: torch.Tensor, num_children: int) -> torch.Tensor:
+    """The distribution of the next token where the drafter offers the likeliest ``num_children`` tokens, enumerated."""
+    children = distribution.topk(num_children).indices.tolist()
     tree = DraftTree((0, *children), (-1, *[0] * num_children))
-    laws = law.expand(num_children + 1, -1)
-    emitted = torch.zeros_like(law)
+    distributions = distribution.expand(num_children + 1, -1)
+    emitted = torch.zeros_like(distribution)
     if rule == "typical":
-        verdict = typical(tree, laws)
+        verdict = typical(tree, distributions.__getitem__)
         first = tree.tokens[verdict.path[1]] if verdict.num_accepted else verdict.next_token
         emitted[first] = 1.0
         return emitted
-    for token in range(len(law)):  # one draw of the target, by cases
+    for token in range(len(distribution)):  # one draw of the target, by cases
 
         class Noise:
             def uniform(self, depth: int, sibling: int) -> float:
@@ -117,9 +117,9 @@ def first_token_law(rule: str, law: torch.Tensor, num_children: int) -> torch.Te
             def draw(self, depth: int, probs: torch.Tensor, token: int = token) -> int:
                 return token
 
-        verdict = rejection(tree, laws, Noise())
+        verdict = rejection(tree, distributions.__getitem__, Noise())
         first = tree.tokens[verdict.path[1]] if verdict.num_accepted else verdict.next_token
-        emitted[first] += law[token]
+        emitted[first] += distribution[token]
     return emitted
 
 
@@ -128,11 +128,14 @@ def test_its_bias_is_as_large_as_what_it_makes_certain() -> None:
     generator = torch.Generator().manual_seed(3)
     distances = []
     for _ in range(50):
-        law = torch.randn(6, generator=generator, dtype=torch.float64).mul_(1.5).softmax(-1)
-        exact, lossy = first_token_law("standard", law, 3), first_token_law("typical", law, 3)
-        assert float((exact - law).abs().sum()) < 1e-12
-        distance = float((lossy - law).abs().sum()) / 2
-        assert distance == pytest.approx(1 - float(law.max()))
+        distribution = torch.randn(6, generator=generator, dtype=torch.float64).mul_(1.5).softmax(-1)
+        exact, lossy = (
+            first_token_distribution("standard", distribution, 3),
+            first_token_distribution("typical", distribution, 3),
+        )
+        assert float((exact - distribution).abs().sum()) < 1e-12
+        distance = float((lossy - distribution).abs().sum()) / 2
+        assert distance == pytest.approx(1 - float(distribution.max()))
         distances.append(distance)
     assert sum(distances) / len(distances) > 0.3
 
@@ -145,8 +148,3 @@ def test_every_rule_is_carried_out_as_itself() -> None:
     """One without a place of its own once ran as rejection, or as block."""
     assert {**BY_DRAFT, "match": match, "typical": typical}.keys() == RULES.keys()
     assert {name: rule.__name__ for name, rule in BY_DRAFT.items()} == {"standard": "rejection", "block": "block"}
-
-
-def test_laws_of_another_tree_are_refused() -> None:
-    with pytest.raises(ShapeError, match="2 nodes"):
-        typical(DraftTree.chain(9, [0]), torch.ones(3, 2) / 2)

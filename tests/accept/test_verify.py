@@ -1,8 +1,8 @@
-"""Acceptance rules against the exact target law, by enumeration of every draft and every outcome.
+"""Acceptance rules against the exact target distribution, by enumeration of every draft and every outcome.
 
-`joint_law` runs the real functions with a noise that forks at every random decision, so it sums exact probabilities
-and samples nothing. Biased variants, most of them the real rules with one part exchanged, must fail the very same
-check.
+`joint_distribution` runs the real functions with a noise that forks at every random decision, so it sums exact
+probabilities and samples nothing. Biased variants, most of them the real rules with one part exchanged, must fail the
+very same check.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch import Tensor
 
-from foredraft.accept import rules as verify
-from foredraft.accept.rules import RejectionNoise, Verdict, block, inverse, match, rejection, residual, walk, without
+from foredraft import accept as verify
+from foredraft.accept import RejectionNoise, Verdict, block, inverse, match, rejection, residual, without
 from foredraft.errors import ProbabilityError, ShapeError, TreeError
 from foredraft.sampling.noise import Purpose, stream_key, uniform
 from foredraft.tree import DraftTree
 from mutants import Apply, replaced, with_arguments, with_result
 
-HORIZON = 3  # tokens whose joint law is compared: two drafted levels and the bonus
+HORIZON = 3  # tokens whose joint distribution is compared: two drafted levels and the bonus
 Prefix = tuple[int, ...]
 Rule = Callable[..., Verdict]
 
@@ -113,12 +113,12 @@ def runs(rule: Callable[[Forking], Verdict]) -> Iterator[tuple[float, Verdict]]:
             yield noise.weight, verdict
 
 
-# --- laws and drafts ----------------------------
+# --- distributions and drafts ----------------------------
 
 
 @dataclass(frozen=True)
-class Laws:
-    """Target and draft laws after every prefix of at most two tokens."""
+class Distributions:
+    """Target and draft distributions after every prefix of at most two tokens."""
 
     name: str
     target: dict[Prefix, Tensor]
@@ -133,17 +133,17 @@ def prefixes(vocab_size: int) -> list[Prefix]:
     return [prefix for length in range(HORIZON) for prefix in product(range(vocab_size), repeat=length)]
 
 
-def make_laws(name: str, pair: Callable[[int], tuple[Tensor, Tensor]], vocab_size: int) -> Laws:
+def make_distributions(name: str, pair: Callable[[int], tuple[Tensor, Tensor]], vocab_size: int) -> Distributions:
     pairs = {prefix: pair(i) for i, prefix in enumerate(prefixes(vocab_size))}
-    return Laws(name, {k: p for k, (p, _) in pairs.items()}, {k: q for k, (_, q) in pairs.items()})
+    return Distributions(name, {k: p for k, (p, _) in pairs.items()}, {k: q for k, (_, q) in pairs.items()})
 
 
-def law(*weights: float) -> Tensor:
+def distribution(*weights: float) -> Tensor:
     tensor = torch.tensor(weights, dtype=torch.float64)
     return tensor / tensor.sum()
 
 
-def random_law(seed: int, vocab_size: int, zeros: bool = False) -> Tensor:
+def random_distribution(seed: int, vocab_size: int, zeros: bool = False) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     weights = torch.rand(vocab_size, generator=generator, dtype=torch.float64) ** 2 + 0.01
     if zeros:
@@ -155,22 +155,25 @@ def one_hot(index: int, vocab_size: int) -> Tensor:
     return torch.eye(vocab_size, dtype=torch.float64)[index % vocab_size]
 
 
-def cases(vocab_size: int) -> list[Laws]:
-    """Random, zero-containing, one-hot, disjoint and equal laws; the textbook one where the vocabulary is 3."""
+def cases(vocab_size: int) -> list[Distributions]:
+    """Random, zero-containing, one-hot, disjoint and equal distributions; the textbook one for three tokens."""
     half = torch.arange(vocab_size) < vocab_size // 2
     left, right = half.double() / half.sum(), (~half).double() / (~half).sum()
     made = {
-        "random": lambda i: (random_law(i, vocab_size), random_law(1000 + i, vocab_size)),
-        "zeros": lambda i: (random_law(i, vocab_size, zeros=True), random_law(2000 + i, vocab_size, zeros=True)),
-        "one-hot target": lambda i: (one_hot(i, vocab_size), random_law(3000 + i, vocab_size)),
-        "one-hot draft": lambda i: (random_law(i, vocab_size), one_hot(i, vocab_size)),
+        "random": lambda i: (random_distribution(i, vocab_size), random_distribution(1000 + i, vocab_size)),
+        "zeros": lambda i: (
+            random_distribution(i, vocab_size, zeros=True),
+            random_distribution(2000 + i, vocab_size, zeros=True),
+        ),
+        "one-hot target": lambda i: (one_hot(i, vocab_size), random_distribution(3000 + i, vocab_size)),
+        "one-hot draft": lambda i: (random_distribution(i, vocab_size), one_hot(i, vocab_size)),
         "one-hot both": lambda i: (one_hot(i, vocab_size), one_hot(i * i, vocab_size)),
         "disjoint": lambda i: (left, right) if i % 2 else (right, left),
-        "equal": lambda i: (random_law(i, vocab_size), random_law(i, vocab_size)),
+        "equal": lambda i: (random_distribution(i, vocab_size), random_distribution(i, vocab_size)),
     }
     if vocab_size == 3:
-        made["textbook"] = lambda i: (law(0.40, 0.35, 0.25), law(0.50, 0.30, 0.20))
-    return [make_laws(name, pair, vocab_size) for name, pair in made.items()]
+        made["textbook"] = lambda i: (distribution(0.40, 0.35, 0.25), distribution(0.50, 0.30, 0.20))
+    return [make_distributions(name, pair, vocab_size) for name, pair in made.items()]
 
 
 def samples(draft: Tensor, count: int) -> Iterator[tuple[float, Prefix]]:
@@ -186,7 +189,9 @@ def samples(draft: Tensor, count: int) -> Iterator[tuple[float, Prefix]]:
             yield float(draft[token]) * weight, (token, *others)
 
 
-def sampled_trees(laws: Laws, widths: tuple[tuple[int, ...], ...]) -> Iterator[tuple[float, DraftTree]]:
+def sampled_trees(
+    distributions: Distributions, widths: tuple[tuple[int, ...], ...]
+) -> Iterator[tuple[float, DraftTree]]:
     """Every draft of a fixed shape: ``widths[d][i]`` children below the i-th node of depth d, level by level."""
     partial: list[tuple[float, list[int], list[int], list[Prefix], list[int]]] = [(1.0, [0], [-1], [()], [0])]
     for level in widths:
@@ -197,7 +202,7 @@ def sampled_trees(laws: Laws, widths: tuple[tuple[int, ...], ...]) -> Iterator[t
                     grown.append((weight, tokens, parents, paths, frontier))
                     continue
                 node = frontier[position]
-                for chance, drawn in samples(laws.draft[paths[node]], width):
+                for chance, drawn in samples(distributions.draft[paths[node]], width):
                     grown.append(
                         (
                             weight * chance,
@@ -213,7 +218,10 @@ def sampled_trees(laws: Laws, widths: tuple[tuple[int, ...], ...]) -> Iterator[t
             for weight, tokens, parents, paths, frontier in partial
         ]
     for weight, tokens, parents, paths, _ in partial:
-        yield weight, DraftTree(tuple(tokens), tuple(parents), probs=torch.stack([laws.draft[p] for p in paths]))
+        yield (
+            weight,
+            DraftTree(tuple(tokens), tuple(parents), probs=torch.stack([distributions.draft[p] for p in paths])),
+        )
 
 
 CHAINS = {"K=0": (), "K=1": ((1,),), "K=2": ((1,), (1,))}
@@ -221,70 +229,74 @@ TREES = {"2 siblings": ((2,),), "3 siblings": ((3,),), "two levels": ((2,), (2, 
 SHAPES = CHAINS | TREES
 
 
-def deterministic(laws: Laws, shape: tuple[tuple[int, ...], ...]) -> Iterator[tuple[float, DraftTree]]:
-    """The same drafts without their law: any tree made without looking at the target's noise."""
-    return ((weight, replace(tree, probs=None)) for weight, tree in sampled_trees(laws, shape))
+def deterministic(
+    distributions: Distributions, shape: tuple[tuple[int, ...], ...]
+) -> Iterator[tuple[float, DraftTree]]:
+    """The same drafts without their distribution: any tree made without looking at the target's noise."""
+    return ((weight, replace(tree, probs=None)) for weight, tree in sampled_trees(distributions, shape))
 
 
 # --- the check ----------------------------
 
-Drafts = Callable[[Laws, tuple[tuple[int, ...], ...]], Iterator[tuple[float, DraftTree]]]
+Drafts = Callable[[Distributions, tuple[tuple[int, ...], ...]], Iterator[tuple[float, DraftTree]]]
 
 
-def target_at(laws: Laws, tree: DraftTree) -> Callable[[int], Tensor]:
-    return lambda node: laws.target[tree.path_tokens(node)]
+def target_at(distributions: Distributions, tree: DraftTree) -> Callable[[int], Tensor]:
+    return lambda node: distributions.target[tree.path_tokens(node)]
 
 
 def matching(tree: DraftTree, target_probs: Callable[[int], Tensor], noise: Forking) -> Verdict:
     return match(tree, lambda node: noise.draw(tree.depths[node], target_probs(node)))
 
 
-def extensions(laws: Laws, prefix: Prefix) -> Iterator[tuple[float, Prefix]]:
-    """All continuations to HORIZON tokens, by the target law."""
+def extensions(distributions: Distributions, prefix: Prefix) -> Iterator[tuple[float, Prefix]]:
+    """All continuations to HORIZON tokens, by the target distribution."""
     if len(prefix) == HORIZON:
         yield 1.0, prefix
         return
-    for token, chance in enumerate(laws.target[prefix].tolist()):
+    for token, chance in enumerate(distributions.target[prefix].tolist()):
         if chance > 0.0:
-            for weight, longer in extensions(laws, (*prefix, token)):
+            for weight, longer in extensions(distributions, (*prefix, token)):
                 yield chance * weight, longer
 
 
-def joint_law(rule: Rule, laws: Laws, drafts: Iterator[tuple[float, DraftTree]]) -> dict[Prefix, float]:
-    """The law of the next HORIZON tokens when one step is taken with ``rule``."""
+def joint_distribution(
+    rule: Rule, distributions: Distributions, drafts: Iterator[tuple[float, DraftTree]]
+) -> dict[Prefix, float]:
+    """The distribution of the next HORIZON tokens when one step is taken with ``rule``."""
     emitted: dict[Prefix, float] = defaultdict(float)
     for draft_weight, tree in drafts:
-        for weight, verdict in runs(lambda noise, tree=tree: rule(tree, target_at(laws, tree), noise)):
+        for weight, verdict in runs(lambda noise, tree=tree: rule(tree, target_at(distributions, tree), noise)):
             emitted[(*tree.path_tokens(verdict.path[-1]), verdict.next_token)] += draft_weight * weight
     joint: dict[Prefix, float] = defaultdict(float)
     for prefix, mass in emitted.items():
-        for weight, tokens in extensions(laws, prefix[:HORIZON]):
+        for weight, tokens in extensions(distributions, prefix[:HORIZON]):
             joint[tokens] += mass * weight
     return joint
 
 
-def law_error(rule: Rule, laws: Laws, drafts: Iterator[tuple[float, DraftTree]]) -> float:
-    joint = joint_law(rule, laws, drafts)
-    exact = {tokens: weight for weight, tokens in extensions(laws, ())}
+def distribution_error(rule: Rule, distributions: Distributions, drafts: Iterator[tuple[float, DraftTree]]) -> float:
+    joint = joint_distribution(rule, distributions, drafts)
+    exact = {tokens: weight for weight, tokens in extensions(distributions, ())}
     return max(abs(joint.get(tokens, 0.0) - exact.get(tokens, 0.0)) for tokens in joint.keys() | exact.keys())
 
 
-def edge_violations(rule: Rule, laws: Laws, drafts: Iterator[tuple[float, DraftTree]]) -> int:
+def edge_violations(rule: Rule, distributions: Distributions, drafts: Iterator[tuple[float, DraftTree]]) -> int:
     """How often the extreme uniforms let a token through that the target never says."""
     count = 0
     for (_, tree), value in product(drafts, (0.0, 1.0 - 2.0**-53)):
-        verdict = rule(tree, target_at(laws, tree), Edge(value))
+        verdict = rule(tree, target_at(distributions, tree), Edge(value))
         said = (*tree.path_tokens(verdict.path[-1]), verdict.next_token)
-        count += any(laws.target[said[:i]][token] == 0.0 for i, token in enumerate(said) if i < HORIZON)
+        count += any(distributions.target[said[:i]][token] == 0.0 for i, token in enumerate(said) if i < HORIZON)
     return count
 
 
 def is_exact(rule: Rule, drafts: Drafts, shapes: dict[str, tuple[tuple[int, ...], ...]], vocab_size: int) -> bool:
-    """The whole check: laws to 1e-12, and no impossible token at the edges of the uniforms."""
-    for laws, shape in product(cases(vocab_size), shapes.values()):
-        if law_error(rule, laws, drafts(laws, shape)) > 1e-12:
+    """The whole check: distributions to 1e-12, and no impossible token at the edges of the uniforms."""
+    for distributions, shape in product(cases(vocab_size), shapes.values()):
+        if distribution_error(rule, distributions, drafts(distributions, shape)) > 1e-12:
             return False
-        if edge_violations(rule, laws, drafts(laws, shape)):
+        if edge_violations(rule, distributions, drafts(distributions, shape)):
             return False
     return True
 
@@ -292,19 +304,19 @@ def is_exact(rule: Rule, drafts: Drafts, shapes: dict[str, tuple[tuple[int, ...]
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", [rejection, matching], ids=["rejection", "match"])
 @pytest.mark.parametrize("drafts", [sampled_trees, deterministic])
-def test_rule_has_exactly_the_target_law(rule: Rule, drafts: Drafts, shape: str) -> None:
+def test_rule_has_exactly_the_target_distribution(rule: Rule, drafts: Drafts, shape: str) -> None:
     assert is_exact(rule, drafts, {shape: SHAPES[shape]}, vocab_size=3)
 
 
 @pytest.mark.parametrize("shape", CHAINS)
 @pytest.mark.parametrize("drafts", [sampled_trees, deterministic])
-def test_block_has_exactly_the_target_law(drafts: Drafts, shape: str) -> None:
+def test_block_has_exactly_the_target_distribution(drafts: Drafts, shape: str) -> None:
     assert is_exact(block, drafts, {shape: CHAINS[shape]}, vocab_size=3)
 
 
 @pytest.mark.parametrize("shape", ["K=2", "3 siblings"])
 @pytest.mark.parametrize("rule", [rejection, matching, block], ids=["rejection", "match", "block"])
-def test_laws_over_four_tokens(rule: Rule, shape: str) -> None:
+def test_distributions_over_four_tokens(rule: Rule, shape: str) -> None:
     if rule is not block or shape in CHAINS:
         assert is_exact(rule, sampled_trees, {shape: SHAPES[shape]}, vocab_size=4)
 
@@ -356,14 +368,14 @@ def with_uniforms_below_zero(tree: DraftTree, target_probs: Callable[[int], Tens
 def with_bonus_of_the_parent(tree: DraftTree, target_probs: Callable[[int], Tensor], noise: Forking) -> Verdict:
     visited = []
 
-    def law_at(node: int) -> Tensor:
+    def target_probs_at(node: int) -> Tensor:
         visited.append(node)
         return target_probs(node)
 
     def drawn(depth: int, probs: Tensor) -> Tensor:
         return target_probs(tree.parents[visited[-1]]) if visited[-1] else probs
 
-    return rejection(tree, law_at, Listening(noise, drawn=drawn))
+    return rejection(tree, target_probs_at, Listening(noise, drawn=drawn))
 
 
 def with_bonus_from_the_residual(tree: DraftTree, target_probs: Callable[[int], Tensor], noise: Forking) -> Verdict:
@@ -379,21 +391,21 @@ def with_bonus_from_the_residual(tree: DraftTree, target_probs: Callable[[int], 
 
 
 def by_hand(tree: DraftTree, target_probs: Callable[[int], Tensor], noise: Forking, keeps_p: bool = False) -> Verdict:
-    """`rejection`; with ``keeps_p`` the target's law stays as it is until the last sibling is rejected."""
+    """`rejection`; with ``keeps_p`` the target's distribution stays as it is until the last sibling is rejected."""
     path = [0]
     while True:
-        law, draft, siblings = target_probs(path[-1]), tree.probs[path[-1]], tree.children[path[-1]]
+        distribution, draft, siblings = target_probs(path[-1]), tree.probs[path[-1]], tree.children[path[-1]]
         for index, child in enumerate(siblings):
             token = tree.tokens[child]
-            if noise.uniform(tree.depths[path[-1]], index) * float(draft[token]) < float(law[token]):
+            if noise.uniform(tree.depths[path[-1]], index) * float(draft[token]) < float(distribution[token]):
                 path.append(child)
                 break
             if not keeps_p or child == siblings[-1]:
-                law = residual(law, draft)
+                distribution = residual(distribution, draft)
             if child != siblings[-1]:
                 draft = without(draft, token)
         else:
-            return Verdict(tuple(path), noise.draw(tree.depths[path[-1]], law))
+            return Verdict(tuple(path), noise.draw(tree.depths[path[-1]], distribution))
 
 
 def block_by_hand(
@@ -409,20 +421,20 @@ def block_by_hand(
         if passes != stops:
             break
     last = passed[-1]
-    law = target_probs(last)
+    distribution = target_probs(last)
     if last < tree.num_draft_tokens:
-        law = residual(law, tree.probs[last], weights[last])
-    return Verdict(tuple(range(last + 1)), noise.draw(last, law))
+        distribution = residual(distribution, tree.probs[last], weights[last])
+    return Verdict(tuple(range(last + 1)), noise.draw(last, distribution))
 
 
-def unclipped(tree: DraftTree, law_at: Callable[[int], Tensor]) -> tuple[list[float], list[float]]:
+def unclipped(tree: DraftTree, target_probs_at: Callable[[int], Tensor]) -> tuple[list[float], list[float]]:
     """`block_thresholds` with weights above one."""
     weights, thresholds = [1.0], [1.0]
     for node, token in enumerate(tree.tokens[1:], 1):
-        weight = weights[-1] * float(law_at(node - 1)[token]) / float(tree.probs[node - 1][token])
+        weight = weights[-1] * float(target_probs_at(node - 1)[token]) / float(tree.probs[node - 1][token])
         if not weight > 0.0:
             break
-        surplus = float((weight * law_at(node) - tree.probs[node]).relu().sum())
+        surplus = float((weight * target_probs_at(node) - tree.probs[node]).relu().sum())
         rest = surplus + 1.0 - weight
         weights.append(weight)
         thresholds.append(weight if node == tree.num_draft_tokens else 1.0 if rest == 0.0 else surplus / rest)
@@ -486,42 +498,46 @@ def with_raw_bonus(tree: DraftTree, target_probs: Callable[[int], Tensor], noise
     """The bonus of a wholly accepted draft comes from unprocessed logits."""
 
     def probs(node: int) -> Tensor:
-        return target_probs(node) if tree.children[node] else law(*(target_probs(node) ** 0.5).tolist())
+        return target_probs(node) if tree.children[node] else distribution(*(target_probs(node) ** 0.5).tolist())
 
     return rejection(tree, probs, noise)
 
 
-def doubtful_tokens_dropped(laws: Laws, shape: tuple[tuple[int, ...], ...]) -> Iterator[tuple[float, DraftTree]]:
+def doubtful_tokens_dropped(
+    distributions: Distributions, shape: tuple[tuple[int, ...], ...]
+) -> Iterator[tuple[float, DraftTree]]:
     """A drafted token of low probability is thrown away after it was seen."""
-    for weight, tree in sampled_trees(laws, shape):
+    for weight, tree in sampled_trees(distributions, shape):
         doubtful = [i for i in range(1, len(tree)) if float(tree.probs[tree.parents[i]][tree.tokens[i]]) < 0.35]
         keep = min(doubtful, default=len(tree))
         yield weight, replace(tree, tokens=tree.tokens[:keep], parents=tree.parents[:keep])
 
 
-def likeliest_with_soft_law(laws: Laws, shape: tuple[tuple[int, ...], ...]) -> Iterator[tuple[float, DraftTree]]:
+def likeliest_with_soft_distribution(
+    distributions: Distributions, shape: tuple[tuple[int, ...], ...]
+) -> Iterator[tuple[float, DraftTree]]:
     """The draft is the argmax of q, passed off as a sample of q."""
     path: Prefix = ()
     for _ in shape:
-        path = (*path, int(laws.draft[path].argmax()))
-    probs = torch.stack([laws.draft[path[:i]] for i in range(len(path) + 1)])
+        path = (*path, int(distributions.draft[path].argmax()))
+    probs = torch.stack([distributions.draft[path[:i]] for i in range(len(path) + 1)])
     yield 1.0, DraftTree.chain(0, path, probs=probs)
 
 
 VARIANTS: dict[str, tuple[Rule, Drafts]] = {
     "q taken as one": (with_q_as_one, sampled_trees),
     "<= accepts p(x) = 0": (with_uniforms_below_zero, sampled_trees),
-    "bonus from the parent's law": (with_bonus_of_the_parent, sampled_trees),
+    "bonus from the parent's distribution": (with_bonus_of_the_parent, sampled_trees),
     "rejected p kept for later siblings": (partial(by_hand, keeps_p=True), sampled_trees),
     "block stops at the first failure": (partial(block_by_hand, stops=True), sampled_trees),
     "block bonus from the residual": (with_bonus_from_the_residual, sampled_trees),
     "match, then redraw": (redrawing, sampled_trees),
     "independent draws per row": (matching_per_row, sampled_trees),
-    "bonus from another law": (with_raw_bonus, sampled_trees),
+    "bonus from another distribution": (with_raw_bonus, sampled_trees),
     "doubtful token dropped, rejection": (rejection, doubtful_tokens_dropped),
     "doubtful token dropped, block": (block, doubtful_tokens_dropped),
-    "argmax draft with soft q, rejection": (rejection, likeliest_with_soft_law),
-    "argmax draft with soft q, block": (block, likeliest_with_soft_law),
+    "argmax draft with soft q, rejection": (rejection, likeliest_with_soft_distribution),
+    "argmax draft with soft q, block": (block, likeliest_with_soft_distribution),
 }
 
 
@@ -535,8 +551,10 @@ def test_biased_variant_is_caught(name: str) -> None:
 def test_dropping_tokens_unseen_is_harmless() -> None:
     """The control of the variants: a draft cut by a rule that saw nothing of the dropped token stays exact."""
 
-    def short_after_zero(laws: Laws, shape: tuple[tuple[int, ...], ...]) -> Iterator[tuple[float, DraftTree]]:
-        for weight, tree in sampled_trees(laws, shape):
+    def short_after_zero(
+        distributions: Distributions, shape: tuple[tuple[int, ...], ...]
+    ) -> Iterator[tuple[float, DraftTree]]:
+        for weight, tree in sampled_trees(distributions, shape):
             yield weight, tree.cut(1) if len(tree) > 1 and tree.tokens[1] == 0 else tree
 
     assert is_exact(rejection, short_after_zero, CHAINS, vocab_size=3)
@@ -546,62 +564,69 @@ def test_dropping_tokens_unseen_is_harmless() -> None:
 # --- how much is accepted: a rule that rejects everything would be lossless too ----------------------------
 
 
-def expected_accepted(rule: Rule, laws: Laws, shape: tuple[tuple[int, ...], ...]) -> float:
+def expected_accepted(rule: Rule, distributions: Distributions, shape: tuple[tuple[int, ...], ...]) -> float:
     return sum(
         draft_weight * weight * verdict.num_accepted
-        for draft_weight, tree in sampled_trees(laws, shape)
-        for weight, verdict in runs(lambda noise, tree=tree: rule(tree, target_at(laws, tree), noise))
+        for draft_weight, tree in sampled_trees(distributions, shape)
+        for weight, verdict in runs(lambda noise, tree=tree: rule(tree, target_at(distributions, tree), noise))
     )
 
 
-@pytest.mark.parametrize("laws", cases(3), ids=lambda laws: laws.name)
-def test_one_token_is_accepted_with_the_overlap_of_the_laws(laws: Laws) -> None:
-    overlap = float(torch.minimum(laws.target[()], laws.draft[()]).sum())
-    assert expected_accepted(rejection, laws, ((1,),)) == pytest.approx(overlap, abs=1e-12)
-    assert expected_accepted(block, laws, ((1,),)) == pytest.approx(overlap, abs=1e-12)
+@pytest.mark.parametrize("distributions", cases(3), ids=lambda distributions: distributions.name)
+def test_one_token_is_accepted_with_the_overlap_of_the_distributions(distributions: Distributions) -> None:
+    overlap = float(torch.minimum(distributions.target[()], distributions.draft[()]).sum())
+    assert expected_accepted(rejection, distributions, ((1,),)) == pytest.approx(overlap, abs=1e-12)
+    assert expected_accepted(block, distributions, ((1,),)) == pytest.approx(overlap, abs=1e-12)
 
 
-@pytest.mark.parametrize("laws", cases(3), ids=lambda laws: laws.name)
-def test_block_accepts_at_least_as_much_as_rejection_and_rejection_as_match(laws: Laws) -> None:
-    by_rule = [expected_accepted(rule, laws, ((1,), (1,))) for rule in (block, rejection, matching)]
+@pytest.mark.parametrize("distributions", cases(3), ids=lambda distributions: distributions.name)
+def test_block_accepts_at_least_as_much_as_rejection_and_rejection_as_match(distributions: Distributions) -> None:
+    by_rule = [expected_accepted(rule, distributions, ((1,), (1,))) for rule in (block, rejection, matching)]
     assert by_rule == sorted(by_rule, reverse=True) or max(by_rule) - min(by_rule) < 1e-12
 
 
-def test_block_accepts_more_than_rejection_where_laws_differ() -> None:
-    laws = cases(3)[0]
-    assert expected_accepted(block, laws, ((1,), (1,))) > expected_accepted(rejection, laws, ((1,), (1,))) + 1e-3
+def test_block_accepts_more_than_rejection_where_distributions_differ() -> None:
+    distributions = cases(3)[0]
+    assert (
+        expected_accepted(block, distributions, ((1,), (1,)))
+        > expected_accepted(rejection, distributions, ((1,), (1,))) + 1e-3
+    )
 
 
-def test_equal_laws_accept_everything() -> None:
-    laws = next(laws for laws in cases(3) if laws.name == "equal")
+def test_equal_distributions_accept_everything() -> None:
+    distributions = next(distributions for distributions in cases(3) if distributions.name == "equal")
     for rule in (rejection, block):
-        assert expected_accepted(rule, laws, ((1,), (1,))) == pytest.approx(2.0, abs=1e-12)
+        assert expected_accepted(rule, distributions, ((1,), (1,))) == pytest.approx(2.0, abs=1e-12)
 
 
 # --- literal examples, pieces, errors ----------------------------
 
 
 def test_residual_literal() -> None:
-    assert residual(law(4, 4, 2), law(6, 2, 2)).tolist() == pytest.approx([0.0, 1.0, 0.0])
-    assert residual(law(4, 4, 2), law(2, 3, 5), weight=1.0).tolist() == pytest.approx([2 / 3, 1 / 3, 0.0])
-    assert residual(law(4, 4, 2), law(0, 1, 0), weight=0.5).tolist() == pytest.approx([2 / 3, 0.0, 1 / 3])
+    assert residual(distribution(4, 4, 2), distribution(6, 2, 2)).tolist() == pytest.approx([0.0, 1.0, 0.0])
+    assert residual(distribution(4, 4, 2), distribution(2, 3, 5), weight=1.0).tolist() == pytest.approx(
+        [2 / 3, 1 / 3, 0.0]
+    )
+    assert residual(distribution(4, 4, 2), distribution(0, 1, 0), weight=0.5).tolist() == pytest.approx(
+        [2 / 3, 0.0, 1 / 3]
+    )
 
 
-def test_empty_residual_is_the_target_law() -> None:
-    assert residual(law(1, 2, 3), law(1, 2, 3)).tolist() == law(1, 2, 3).tolist()
+def test_empty_residual_is_the_target_distribution() -> None:
+    assert residual(distribution(1, 2, 3), distribution(1, 2, 3)).tolist() == distribution(1, 2, 3).tolist()
 
 
 def test_without_literal() -> None:
-    assert without(law(2, 1, 1), 0).tolist() == [0.0, 0.5, 0.5]
-    assert without(law(0, 1, 0), 1).tolist() == [0.0, 0.0, 0.0]
+    assert without(distribution(2, 1, 1), 0).tolist() == [0.0, 0.5, 0.5]
+    assert without(distribution(0, 1, 0), 1).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_pieces_leave_their_inputs_alone() -> None:
-    target, draft = law(1, 2, 3), law(3, 2, 1)
+    target, draft = distribution(1, 2, 3), distribution(3, 2, 1)
     residual(target, draft)
     without(draft, 1)
-    assert target.tolist() == law(1, 2, 3).tolist()
-    assert draft.tolist() == law(3, 2, 1).tolist()
+    assert target.tolist() == distribution(1, 2, 3).tolist()
+    assert draft.tolist() == distribution(3, 2, 1).tolist()
 
 
 def test_block_thresholds_literal() -> None:
@@ -609,90 +634,82 @@ def test_block_thresholds_literal() -> None:
 
     S_1 = max(.2 - .8, 0) + max(.2 - .1, 0) + max(.1 - .1, 0) = .1, h_1 = .1 / (.1 + .5) = 1/6, h_2 = w_2 = 1/4.
     """
-    tree = DraftTree.chain(9, [0, 0], probs=torch.stack([law(8, 1, 1)] * 2))
-    weights, thresholds = verify.block_thresholds(tree, lambda node: law(4, 4, 2))
+    tree = DraftTree.chain(9, [0, 0], probs=torch.stack([distribution(8, 1, 1)] * 2))
+    weights, thresholds = verify.block_thresholds(tree, lambda node: distribution(4, 4, 2))
     assert weights == pytest.approx([1.0, 0.5, 0.25])
     assert thresholds == pytest.approx([1.0, 1 / 6, 1 / 4])
 
 
 def test_block_looks_past_a_failed_prefix() -> None:
     """The first uniform fails its threshold 1/6, the second passes 1/4: both tokens stay."""
-    tree = DraftTree.chain(9, [0, 0], probs=torch.stack([law(8, 1, 1)] * 2))
+    tree = DraftTree.chain(9, [0, 0], probs=torch.stack([distribution(8, 1, 1)] * 2))
 
     class Noise(Edge):
         def uniform(self, depth: int, sibling: int) -> float:
             return (0.9, 0.2)[depth]
 
-    assert block(tree, lambda node: law(4, 4, 2), Noise(0.0)) == Verdict((0, 1, 2), 0)
+    assert block(tree, lambda node: distribution(4, 4, 2), Noise(0.0)) == Verdict((0, 1, 2), 0)
 
 
 @pytest.mark.parametrize("rule", [rejection, block], ids=["rejection", "block"])
-def test_token_impossible_under_its_own_law_is_refused(rule: Rule) -> None:
-    tree = DraftTree.chain(9, [1], probs=law(1, 0, 1)[None])
+def test_token_impossible_under_its_own_distribution_is_refused(rule: Rule) -> None:
+    tree = DraftTree.chain(9, [1], probs=distribution(1, 0, 1)[None])
     with pytest.raises(ProbabilityError, match=r"token 1 .* probability 0\.0"):
-        rule(tree, lambda node: law(1, 1, 1), Edge(0.5))
+        rule(tree, lambda node: distribution(1, 1, 1), Edge(0.5))
 
 
 @pytest.mark.parametrize("rule", [rejection, block], ids=["rejection", "block"])
 def test_second_sibling_or_token_is_refused_too(rule: Rule) -> None:
     """After token 0 of a point mass nothing more can have been drawn."""
-    chain = DraftTree.chain(9, [0, 1], probs=torch.stack([law(1, 0, 0)] * 2))
-    tree = chain if rule is block else DraftTree((9, 0, 1), (-1, 0, 0), probs=law(1, 0, 0)[None])
+    chain = DraftTree.chain(9, [0, 1], probs=torch.stack([distribution(1, 0, 0)] * 2))
+    tree = chain if rule is block else DraftTree((9, 0, 1), (-1, 0, 0), probs=distribution(1, 0, 0)[None])
     with pytest.raises(ProbabilityError, match="token 1"):
-        rule(tree, lambda node: law(1, 99, 99), Edge(0.999))
+        rule(tree, lambda node: distribution(1, 99, 99), Edge(0.999))
 
 
-def test_laws_of_different_size_are_refused() -> None:
-    tree = DraftTree.chain(9, [0], probs=law(1, 1)[None])
+def test_distributions_of_different_size_are_refused() -> None:
+    tree = DraftTree.chain(9, [0], probs=distribution(1, 1)[None])
     with pytest.raises(ShapeError, match=r"\(3,\) .* \(2,\)"):
-        rejection(tree, lambda node: law(0, 1, 1), Edge(0.5))
-    with pytest.raises(ShapeError, match="2 nodes"):
-        rejection(tree, torch.ones(3, 2) / 2, Edge(0.5))
+        rejection(tree, lambda node: distribution(0, 1, 1), Edge(0.5))
 
 
 def test_block_refuses_trees() -> None:
-    tree = DraftTree((9, 0, 1), (-1, 0, 0), probs=law(1, 1)[None])
+    tree = DraftTree((9, 0, 1), (-1, 0, 0), probs=distribution(1, 1)[None])
     with pytest.raises(TreeError, match="chains"):
-        block(tree, lambda node: law(1, 1), Edge(0.5))
+        block(tree, lambda node: distribution(1, 1), Edge(0.5))
 
 
 @pytest.mark.parametrize("rule", [rejection, block], ids=["rejection", "block"])
 @pytest.mark.parametrize("probs", [None, torch.full((2, 3), 1 / 3)], ids=["deterministic", "sampled"])
-def test_nan_law_gives_no_token(rule: Rule, probs: Tensor | None) -> None:
+def test_nan_distribution_gives_no_token(rule: Rule, probs: Tensor | None) -> None:
     tree = DraftTree.chain(9, [0, 1], probs=probs)
     verdict = rule(tree, lambda node: torch.full((3,), torch.nan), RejectionNoise(0, 0, 0))
     assert verdict == Verdict((0,), -1)
 
 
-def test_tensor_and_function_give_the_same_verdict() -> None:
-    laws = torch.stack([random_law(i, 5) for i in range(4)])
-    tree = DraftTree((9, 0, 1, 2), (-1, 0, 0, 2), probs=torch.stack([random_law(9 + i, 5) for i in range(3)]))
-    for step in range(50):
-        noise = RejectionNoise(1, step, 7)
-        assert rejection(tree, laws, noise) == rejection(tree, laws.__getitem__, noise)
-
-
 @pytest.mark.parametrize("rule", [rejection, matching], ids=["rejection", "match"])
 def test_only_visited_nodes_are_looked_at_and_each_once(rule: Rule) -> None:
-    tree = DraftTree((9, 0, 1, 2, 0, 1), (-1, 0, 0, 1, 2, 2), probs=torch.stack([random_law(i, 3) for i in range(3)]))
+    tree = DraftTree(
+        (9, 0, 1, 2, 0, 1), (-1, 0, 0, 1, 2, 2), probs=torch.stack([random_distribution(i, 3) for i in range(3)])
+    )
     for step in range(100):
         looked_at: list[int] = []
 
         def target_probs(node: int, looked_at: list[int] = looked_at) -> Tensor:
             looked_at.append(node)
-            return random_law(50 + node, 3)
+            return random_distribution(50 + node, 3)
 
         verdict = rule(tree, target_probs, RejectionNoise(3, step, 0))
         assert tuple(looked_at) == verdict.path
 
 
 def test_block_looks_at_every_node_once() -> None:
-    tree = DraftTree.chain(9, [0, 1, 2], probs=torch.stack([random_law(i, 3) for i in range(3)]))
+    tree = DraftTree.chain(9, [0, 1, 2], probs=torch.stack([random_distribution(i, 3) for i in range(3)]))
     looked_at: Counter[int] = Counter()
 
     def target_probs(node: int) -> Tensor:
         looked_at[node] += 1
-        return random_law(50 + node, 3)
+        return random_distribution(50 + node, 3)
 
     for step in range(50):
         looked_at.clear()
@@ -724,15 +741,6 @@ def test_match_emits_a_prefix_of_plain_decoding(drafted: list[list[int]], plain:
     assert emitted == plain[: len(emitted)]
     assert verdict.num_accepted == agreed
     assert tuple(visited) == verdict.path
-
-
-def test_walk_is_match_one_node_at_a_time() -> None:
-    steps = walk(DraftTree((9, 5, 6, 7), (-1, 0, 0, 2)))
-    assert next(steps) == 0
-    assert steps.send(6) == 2
-    with pytest.raises(StopIteration) as end:
-        steps.send(8)
-    assert end.value.value == Verdict((0, 2), 8)
 
 
 # --- the keyed noise ----------------------------
@@ -775,9 +783,9 @@ def test_draw_reads_the_residual_stream() -> None:
 
 
 def step_counts(rule: Rule, make_noise: Callable[[int], RejectionNoise], shape: str) -> tuple[list[int], list[float]]:
-    """Counts of the first two tokens of 10,000 steps, and what the target law expects."""
-    laws = cases(3)[0]
-    drafts = list(sampled_trees(laws, SHAPES[shape]))
+    """Counts of the first two tokens of 10,000 steps, and what the target distribution expects."""
+    distributions = cases(3)[0]
+    drafts = list(sampled_trees(distributions, SHAPES[shape]))
     picks = torch.multinomial(
         torch.tensor([weight for weight, _ in drafts]), 10_000, True, generator=torch.Generator().manual_seed(5)
     )
@@ -785,18 +793,18 @@ def step_counts(rule: Rule, make_noise: Callable[[int], RejectionNoise], shape: 
     counts: Counter[Prefix] = Counter()
     for step, pick in enumerate(picks.tolist()):
         tree = drafts[pick][1]
-        verdict = rule(tree, target_at(laws, tree), make_noise(step))
+        verdict = rule(tree, target_at(distributions, tree), make_noise(step))
         said = (*tree.path_tokens(verdict.path[-1]), verdict.next_token)[:2]
         if len(said) == 1:
-            said = (*said, int(torch.multinomial(laws.target[said], 1, generator=extend)))
+            said = (*said, int(torch.multinomial(distributions.target[said], 1, generator=extend)))
         counts[said] += 1
     pairs = list(product(range(3), repeat=2))
-    expected = [10_000 * float(laws.target[()][a] * laws.target[(a,)][b]) for a, b in pairs]
+    expected = [10_000 * float(distributions.target[()][a] * distributions.target[(a,)][b]) for a, b in pairs]
     return [counts[pair] for pair in pairs], expected
 
 
 @pytest.mark.parametrize(("rule", "shape"), [(rejection, "K=2"), (rejection, "two levels"), (block, "K=2")])
-def test_keyed_noise_gives_the_target_law(rule: Rule, shape: str) -> None:
+def test_keyed_noise_gives_the_target_distribution(rule: Rule, shape: str) -> None:
     """Chi-square over two tokens, 10,000 steps; false-alarm rate 1e-6 (fixed seeds: it passes always or never)."""
     counts, expected = step_counts(rule, lambda step: RejectionNoise(11, step, 40), shape)
     assert chisquare(counts, expected).pvalue > 1e-6

@@ -1,4 +1,4 @@
-"""Accepted lengths beside the truncated geometric law: exact where it holds, wrong where tokens are not independent."""
+"""Accepted lengths beside the truncated geometric distribution: exact for independent tokens, wrong for others."""
 
 from __future__ import annotations
 

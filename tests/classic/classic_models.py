@@ -1,4 +1,4 @@
-"""Small models, and exact laws by enumeration, for the tests of the classic interface."""
+"""Small models, and exact distributions by enumeration, for the tests of the classic interface."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from foredraft.classic.ngram_assisted import INgramStorage, NGramStorage
 from foredraft.classic.reader import Reader
-from foredraft.classic.rounds import Draft, ProcessedLaw, TorchNoise
+from foredraft.classic.rounds import Draft, ProcessorSampler, TorchNoise
 from foredraft.classic.sampling.speculative_decoding import ModelProposer
 from foredraft.testing import perturbed, toy_model
 
@@ -55,20 +55,22 @@ def hf_greedy(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int
     return output[0, len(prompt) :].tolist()
 
 
-def plain_law(
+def plain_distribution(
     model: PreTrainedModel, processor: Any, prompt: Sequence[int], length: int, eos: Sequence[int] = ()
 ) -> dict[tuple[int, ...], float]:
-    """Probability of every output, from plain forwards of the model and the processor's own law."""
-    law: dict[tuple[int, ...], float] = {}
+    """Probability of every output, from plain forwards of the model and the processor's own distribution."""
+    distribution: dict[tuple[int, ...], float] = {}
     for output in itertools.product(range(model.config.vocab_size), repeat=length):
         end = next((i + 1 for i, token in enumerate(output) if token in eos), length)
-        if output[:end] in law:
+        if output[:end] in distribution:
             continue
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([[*prompt, *output[:end]]]), use_cache=False).logits[0]
         probs = processor(logits[len(prompt) - 1 : -1].clone())
-        law[output[:end]] = float(torch.stack([probs[i, token] for i, token in enumerate(output[:end])]).prod())
-    return law
+        distribution[output[:end]] = float(
+            torch.stack([probs[i, token] for i, token in enumerate(output[:end])]).prod()
+        )
+    return distribution
 
 
 # -- every outcome of every draw -------------------------------------------------------------------------------------
@@ -99,22 +101,22 @@ class Choices:
 def enumerated(
     run: Callable[[], Sequence[int]], monkeypatch: pytest.MonkeyPatch, max_runs: int = 100_000, *, reads: bool = False
 ) -> dict[tuple[int, ...], float]:
-    """The exact law of ``run()``'s output: every draw of a classic function is taken every way.
+    """The exact distribution of ``run()``'s output: every draw of a classic function is taken every way.
 
     Draws of the processor, acceptance tests, and the random tokens of storages branch; logits are remembered by text,
     unless every run ``reads`` again.
     """
-    law: dict[tuple[int, ...], float] = {}
+    distribution: dict[tuple[int, ...], float] = {}
     scripts: list[list[int]] = [[]]
     with every_choice(monkeypatch, reads) as begin:
         for num_runs in itertools.count(1):
             assert num_runs < max_runs
             choices = begin(scripts.pop())
             output = tuple(run())
-            law[output] = law.get(output, 0.0) + choices.weight
+            distribution[output] = distribution.get(output, 0.0) + choices.weight
             scripts += choices.branches
             if not scripts:
-                return law
+                return distribution
     raise AssertionError
 
 
@@ -128,14 +130,14 @@ def every_choice(monkeypatch: pytest.MonkeyPatch, reads: bool = False) -> Iterat
         last_draft[:] = [propose(self, text, budget)]
         return last_draft[0]
 
-    def sample(self: ProcessedLaw, probs: torch.Tensor) -> int:
+    def sample(self: ProcessorSampler, probs: torch.Tensor) -> int:
         if not self.draws_from_probs:
             return int(probs.argmax())
         return current[-1].take((probs.double() / probs.double().sum()).tolist())
 
     def uniform(self: TorchNoise, depth: int, sibling: int) -> float:
         token = last_draft[0].tokens[depth]
-        ratio = float(self._law_at(depth)[token]) / float(last_draft[0].laws[depth][token])
+        ratio = float(self._target_probs(depth)[token]) / float(last_draft[0].probs[depth][token])
         accepts = current[-1].take([min(1.0, ratio), 1.0 - min(1.0, ratio)]) == 0
         self.uniforms.append(0.0 if accepts else 1.0 - 2.0**-53)
         return self.uniforms[-1]
@@ -151,7 +153,7 @@ def every_choice(monkeypatch: pytest.MonkeyPatch, reads: bool = False) -> Iterat
         if not reads:
             remember_logits(patch)
         patch.setattr(ModelProposer, "propose", watched_propose)
-        patch.setattr(ProcessedLaw, "sample", sample)
+        patch.setattr(ProcessorSampler, "sample", sample)
         patch.setattr(TorchNoise, "uniform", uniform)
         patch.setattr(torch, "randint", randint)
         yield begin
@@ -172,7 +174,7 @@ def remember_logits(patch: pytest.MonkeyPatch) -> None:
 
 
 def difference(first: dict[tuple[int, ...], float], second: dict[tuple[int, ...], float]) -> float:
-    """Largest difference of two laws at one output."""
+    """Largest difference of two distributions at one output."""
     return max(abs(first.get(output, 0.0) - second.get(output, 0.0)) for output in first.keys() | second.keys())
 
 

@@ -147,12 +147,12 @@ def test_options_of_the_others(name: str, options: dict[str, Any], text: str) ->
 class Broken(LogitsProcessor):
     """Returns what it is told to."""
 
-    def __init__(self, law: Callable[[torch.Tensor], Any], token: Callable[[torch.Tensor], Any]) -> None:
+    def __init__(self, probs: Callable[[torch.Tensor], Any], token: Callable[[torch.Tensor], Any]) -> None:
         super().__init__(1.0)
-        self.law, self.token = law, token
+        self.probs, self.token = probs, token
 
     def __call__(self, logits: torch.Tensor) -> Any:
-        return self.law(logits)
+        return self.probs(logits)
 
     def _process(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
@@ -171,7 +171,7 @@ def first(probs: torch.Tensor) -> torch.Tensor:
 
 @sampling_call
 @pytest.mark.parametrize(
-    ("law", "token", "error", "text"),
+    ("probs", "token", "error", "text"),
     [
         (lambda logits: even(logits) * torch.nan, first, NumericsError, "Broken returned NaN"),
         (lambda logits: even(logits)[:, :-1], first, ShapeError, r"Broken returned \(1, 63\)"),
@@ -186,9 +186,9 @@ def first(probs: torch.Tensor) -> torch.Tensor:
         (even, lambda probs: torch.tensor([[-1]]), NumericsError, "token -1"),
     ],
 )
-def test_processors_that_return_nonsense(call: Any, law: Any, token: Any, error: type[Exception], text: str) -> None:
+def test_processors_that_return_nonsense(call: Any, probs: Any, token: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        call(PROMPT, logits_processor=Broken(law, token))
+        call(PROMPT, logits_processor=Broken(probs, token))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from classic_models import (
     drafter,
     enumerated,
     hf_greedy,
-    plain_law,
+    plain_distribution,
     target,
     tiny,
 )
@@ -175,11 +175,11 @@ def test_09_a_stored_n_gram_is_found(kind: Any) -> None:
     assert storage.has_gram(torch.tensor([1, 2])) is (kind is NGramStorage)
 
 
-def test_10_sampling_with_a_storage_has_the_law_of_the_target(monkeypatch: Any) -> None:
+def test_10_sampling_with_a_storage_has_the_distribution_of_the_target(monkeypatch: Any) -> None:
     """After a mismatch it used to draw afresh from p, which counts the drafted token out twice."""
     processor = MultinomialProcessor(1.0)
     prompt = [0, 2, 1]
-    wanted = plain_law(tiny(7, 3), processor, prompt, 2)
+    wanted = plain_distribution(tiny(7, 3), processor, prompt, 2)
     for future in itertools.product(range(3), repeat=2):
 
         def run(future: tuple[int, ...] = future) -> list[int]:
@@ -376,6 +376,6 @@ def test_20_names_are_those_that_the_documentation_uses() -> None:
 
 
 def test_21_the_lossy_switch_warns_and_points_at_the_caller() -> None:
-    with pytest.warns(UserWarning, match="no longer has the target's law") as caught:
+    with pytest.warns(UserWarning, match="no longer has the target's distribution") as caught:
         speculative_generate(PROMPT, drafter(), target(), max_gen_len=4, skip_sample_adjustment=True)
     assert caught[0].filename == __file__

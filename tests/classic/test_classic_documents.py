@@ -295,7 +295,7 @@ def test_the_parameters_of_the_tables(n: int, filler_top_k: int, stop_if_unknown
 # -- speculative decoding, parts and whole -----------------------------------------------------------------------------
 
 
-def test_the_adjusted_law() -> None:
+def test_the_adjusted_distribution() -> None:
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.5, 0.3])
     torch.testing.assert_close(max_fn(p - q), torch.tensor([1.0, 0.0, 0.0]))
     torch.testing.assert_close(max_fn(torch.stack([p - q, q - p])).sum(-1), torch.ones(2))
@@ -394,9 +394,9 @@ def test_the_debug_display(capsys: pytest.CaptureFixture[str]) -> None:
                 why = f" (rejected: r={draft.uniform:.2f} > p/q={draft.ratio:.2f})"
                 assert line.endswith(") ✓" if draft.accepted else f") ✗{why}")
             seen.add(draft.accepted)
-        law = "adjusted" if step.is_adjusted else "target"
-        seen.add(law)
-        assert f'  [{step.position + step.accepted + 1}]: "w{step.final_token}" ({law} distribution)' in lines
+        distribution = "adjusted" if step.is_adjusted else "target"
+        seen.add(distribution)
+        assert f'  [{step.position + step.accepted + 1}]: "w{step.final_token}" ({distribution} distribution)' in lines
         assert lines[-2].startswith('Generated: "w')
         assert lines[-1] == "=" * 39
     assert seen == {True, False, None, "adjusted", "target"}

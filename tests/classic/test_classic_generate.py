@@ -161,7 +161,7 @@ def test_a_drafter_with_a_shorter_context_stops_drafting_and_the_target_goes_on(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_half_precision_runs_through_every_processor(dtype: torch.dtype) -> None:
-    """Laws are computed in float32; a target that drafts for itself is accepted nearly always."""
+    """Distributions are computed in float32; a target that drafts for itself is accepted nearly always."""
     model = toy_model(64, seed=0, dtype=dtype)
     for processor in (GreedyProcessor(), MultinomialProcessor(0.8), TopKProcessor(1.0, 5)):
         tokens, rate = speculative_generate(

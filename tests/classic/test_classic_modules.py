@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from classic_models import PROMPT, difference, drafter, enumerated, hf_greedy, plain_law, target
+from classic_models import PROMPT, difference, drafter, enumerated, hf_greedy, plain_distribution, target
 from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM
 
@@ -102,7 +102,7 @@ def test_a_module_of_ones_own_is_decoded_as_by_hand(form: str, use_cache: bool) 
 @pytest.mark.parametrize(
     "which", ["both", *(pytest.param(which, marks=pytest.mark.slow) for which in ("drafter", "target"))]
 )
-def test_the_law_is_that_of_the_target_whoever_is_a_plain_module(which: str, monkeypatch: Any) -> None:
+def test_the_distribution_is_that_of_the_target_whoever_is_a_plain_module(which: str, monkeypatch: Any) -> None:
     """Every draw taken every way, to 1e-12."""
     from classic_models import tiny
 
@@ -112,7 +112,7 @@ def test_the_law_is_that_of_the_target_whoever_is_a_plain_module(which: str, mon
     run = lambda: speculative_generate(  # noqa: E731
         prompt, small, model, gamma=2, logits_processor=processor, max_gen_len=3, eos_tokens_id=[], first_target=False
     )[0]
-    assert difference(enumerated(run, monkeypatch), plain_law(model, processor, prompt, 3)) < 1e-12
+    assert difference(enumerated(run, monkeypatch), plain_distribution(model, processor, prompt, 3)) < 1e-12
 
 
 def test_a_drafter_that_agrees_is_accepted_whole() -> None:

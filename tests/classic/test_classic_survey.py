@@ -23,8 +23,8 @@ from foredraft.classic.survey import (
     generate_medusa_buffers,
     tree_decoding,
 )
-from foredraft.drafters.parts.rank_tree import RankTree
 from foredraft.errors import ConfigError, ShapeError, TreeError
+from foredraft.methods.rank_tree import RankTree
 from foredraft.retrieval.build import from_tokens
 
 CHOICES = [[0], [0, 0], [1], [0, 1], [0, 0, 0]]

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from architectures import ARCHITECTURES
 from foredraft.cli import app
-from foredraft.config.method import methods
 from foredraft.llm import LLM
+from foredraft.methods import methods
 from foredraft.testing import toy_model
 
 HEADS = {name for name, method in methods().items() if method.drafts_with_heads}

@@ -14,8 +14,8 @@ from foredraft import LLM, SamplingParams
 from foredraft.cli import app
 from foredraft.cli.conversation import ChatTurn, Conversation
 from foredraft.cli.running import respell
+from foredraft.engine.frontend import StreamOutput
 from foredraft.errors import ConfigError, ContextLengthError
-from foredraft.sessions.outputs import StreamOutput
 from foredraft.testing import toy_model
 
 QUESTIONS = ("Tell me a story about a lion and a mouse.", "What is your favorite movie?", "Who was it?")

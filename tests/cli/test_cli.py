@@ -25,9 +25,9 @@ from foredraft.cli import app
 from foredraft.cli.comparison import WARM_UP, Lane
 from foredraft.cli.options import DEFAULTS, DraftingOptions
 from foredraft.cli.running import choose_model, respell
+from foredraft.engine.frontend import Stream
 from foredraft.loading.defaults import default_keys
 from foredraft.native.abi import MOST_NODES
-from foredraft.sessions.runner import Stream
 from programs import started
 
 STORY = "Once upon a time there was a"
@@ -323,7 +323,7 @@ def test_the_default_model_is_a_real_one_where_it_is_installed(
 def test_help_loads_nothing() -> None:
     """Neither torch nor a model: what is read before an option is known must not be slow."""
     verbs = ["generate", "chat", "demo", "info", "trajectory", "datastore build", "datastore query"]
-    verbs += ["tune", "tune layer-skip", "tune tree", "serve", "verify", "bench", "train"]
+    verbs += ["tune", "tune layer-skip", "tune tree", "tune profile", "serve", "verify", "bench", "train"]
     code = (
         "import sys; from typer.testing import CliRunner; from foredraft.cli import app\n"
         f"for verb in {verbs}:\n"

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from foredraft import zoo
 from foredraft.cli import app
-from foredraft.drafters.lookup.rest import RestOptions
+from foredraft.methods.lookup import RestOptions
 
 
 def run(*arguments: object, code: int = 0) -> Any:

@@ -103,6 +103,6 @@ def test_the_list_of_verbs_has_the_beginnings_of_their_help() -> None:
 def test_help_waits_for_no_verb() -> None:
     program = (
         "import sys; from foredraft.cli import app; app(['--help'], standalone_mode=False);"
-        "assert not {'torch', 'numpy', 'foredraft.cli.options', 'foredraft.config.method'} & {*sys.modules}"
+        "assert not {'torch', 'numpy', 'foredraft.cli.options', 'foredraft.methods'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)

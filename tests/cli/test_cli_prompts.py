@@ -19,10 +19,10 @@ from foredraft.cli import app
 from foredraft.cli.prompts import ask, check_template, looks_like_instruct, read_prompts
 from foredraft.cli.running import put_json, tolerate_encodings
 from foredraft.cli.writers import ending
+from foredraft.engine.frontend import CompletionOutput, RequestMetrics, RequestOutput
 from foredraft.errors import ConfigError, PromptError
 from foredraft.loading.models import load_tokenizer
-from foredraft.sessions.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from foredraft.sessions.prompts import chat_text
+from foredraft.prompts.prompts import chat_text
 from foredraft.zoo.manifest import Manifest
 from programs import ran
 

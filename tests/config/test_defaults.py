@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from foredraft.config.method import Method, methods
-from foredraft.drafters.parts.growth import Growth, GrowthOptions
+from foredraft.drafters.parts.growth import Growth
 from foredraft.engine.drafter import Drafter
+from foredraft.methods import Method, methods
+from foredraft.methods.growth import GrowthOptions
 from foredraft.retrieval.datastore import Lookup
 from foredraft.retrieval.history import OutputHistory
 
@@ -65,14 +66,19 @@ OF_A_SHARED_CLASS = ("quantized_self", "sparse_kv")
 
 
 def made_by(method: Method) -> list[Any]:
-    """The drafters in the file that builds those of a method, and the functions that make one."""
-    module = sys.modules[method.build.__module__]
-    return [
-        value
+    """The drafters in the file that builds those of a method, and the functions that make one.
+
+    Where the file builds several methods, those that are called as its builder.
+    """
+    module_name, _, builder = method.build.partition(":")
+    module = importlib.import_module(module_name)
+    found = {
+        name: value
         for name, value in vars(module).items()
         if getattr(value, "__module__", "") == module.__name__
         and (name.endswith("_drafter") or (inspect.isclass(value) and issubclass(value, Drafter)))
-    ]
+    }
+    return [value for name, value in found.items() if name == f"{builder.title()}Drafter"] or list(found.values())
 
 
 def disagreements(made: Any, options: type[Any]) -> Iterator[str]:

@@ -10,12 +10,12 @@ import pytest
 
 from foredraft.config.written import read_text
 from foredraft.drafters.parts.layer_set import LayerSet
-from foredraft.drafters.parts.rank_tree import RankTree
 from foredraft.engine.profiles import Profile
 from foredraft.errors import ForedraftError
 from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.methods.rank_tree import RankTree
+from foredraft.prompts.prompt_files import read_prompts_file
 from foredraft.retrieval.corpus import find_files
-from foredraft.sessions.prompt_files import read_prompts_file
 
 TEXTS = {"deep": "[" * 100_000, "deep objects": '{"a":' * 50_000, "long": "9" * 5000}
 READERS: dict[str, Callable[[Path], Any]] = {

@@ -1,4 +1,4 @@
-"""A method is one file, in this package or in another one that is installed beside it."""
+"""A method is its options and what builds its drafter, here or in another package that is installed beside this one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from test_wheel import build, wheel_of
 
-import foredraft.drafters.lookup
 from foredraft import LLM, SamplingParams, SpeculativeConfig
-from foredraft.config.method import methods
+from foredraft.methods import lookup, methods
 from foredraft.model.lm import CausalLM
 from foredraft.testing import check_drafter, toy_model
 
@@ -55,7 +54,7 @@ def test_entry_points_that_cannot_be_used_are_left_out_with_a_warning(tmp_path: 
     (folder / "entry_points.txt").write_text(
         "[foredraft.drafters]\nmissing = nowhere_at_all:METHOD\nother = json:dumps\ntaken = json:METHOD\n"
     )
-    code = "from foredraft.config.method import methods; print(len(methods()))"
+    code = "from foredraft.methods import methods; print(len(methods()))"
     done = run(tmp_path, "-c", code)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == len(methods())
@@ -68,17 +67,18 @@ def test_entry_points_that_cannot_be_used_are_left_out_with_a_warning(tmp_path: 
 
 
 @pytest.fixture
-def _file_in_a_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The file of the example, as if it lay beside the other lookups."""
-    (tmp_path / "echo.py").write_text(FILE.read_text(encoding="utf-8"), encoding="utf-8")
-    monkeypatch.setattr(foredraft.drafters.lookup, "__path__", [*foredraft.drafters.lookup.__path__, str(tmp_path)])
+def _entry_in_a_family(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The method of the example, as if it were one of the lookups."""
+    monkeypatch.syspath_prepend(FILE.parent)
+    example = importlib.import_module(FILE.stem)
+    monkeypatch.setattr(lookup, "METHODS", (example.METHOD, *lookup.METHODS))
     methods.cache_clear()
     yield
     methods.cache_clear()
 
 
-@pytest.mark.usefixtures("_file_in_a_room")
-def test_a_file_in_a_room_is_a_method() -> None:
+@pytest.mark.usefixtures("_entry_in_a_family")
+def test_an_entry_in_a_family_is_a_method() -> None:
     """Nothing else has to know of it: keys, ranges, errors and inference of the method follow."""
     assert list(methods()).index("echo") < list(methods()).index("ngram")
     config = SpeculativeConfig(echo_distance=3)
@@ -103,7 +103,7 @@ def test_the_example_keeps_the_contract(monkeypatch: pytest.MonkeyPatch) -> None
 def test_reading_configs_costs_no_torch(tmp_path: Path) -> None:
     """Options, ranges and help of every method are there before anything large is imported."""
     code = (
-        "import sys; from foredraft import SpeculativeConfig; from foredraft.config.method import key_entries; "
+        "import sys; from foredraft import SpeculativeConfig; from foredraft.methods import key_entries; "
         "SpeculativeConfig.parse('suffix+draft_model'); assert key_entries(); "
         "assert not {'torch', 'transformers'} & sys.modules.keys()"
     )

@@ -16,10 +16,10 @@ import torch
 
 from foredraft import LLM
 from foredraft.config.foreign import ALIASES, METHODS_NOT_HERE, NOT_HERE, Alias, aliases
-from foredraft.config.method import method_aliases, methods
 from foredraft.config.sampling import SamplingParams
 from foredraft.config.speculative import SpeculativeConfig, all_keys
 from foredraft.errors import ConfigError
+from foredraft.methods import method_aliases, methods
 
 
 class TestSamplingParams:

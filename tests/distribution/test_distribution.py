@@ -1,4 +1,4 @@
-"""The sampling law: transformers' processors token by token, the exact law, choices decided by their key alone."""
+"""The sampler: transformers' processors token by token, exact distributions, choices decided by their key alone."""
 
 from __future__ import annotations
 
@@ -125,13 +125,13 @@ def reference(params: SamplingParams, prompt: Sequence[int], output: Sequence[in
     return warpers(params)(ids, scores)[0]
 
 
-def law_of(
+def sampler_of(
     params: SamplingParams, vocab_size: int, prompt: Sequence[int] = (0,), output: Sequence[int] = (), seed: int = 7
 ) -> Sampler:
-    law = Sampler(params, vocab_size=vocab_size, eos_token_ids=EOS, prompt_ids=prompt)
-    law.seed = seed
-    law.extend(output)
-    return law
+    sampler = Sampler(params, vocab_size=vocab_size, eos_token_ids=EOS, prompt_ids=prompt)
+    sampler.seed = seed
+    sampler.extend(output)
+    return sampler
 
 
 def random_params(generator: random.Random, vocab_size: int, **fixed: Any) -> SamplingParams:
@@ -178,13 +178,13 @@ class TestAgainstTransformers:
         paths = [tuple(generator.choices(range(vocab_size), k=k)) for k in (0, 1, 2, 2, 5)]
         logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(number)) * 3
         before = logits.clone()
-        law = law_of(params, vocab_size, prompt)
+        sampler = sampler_of(params, vocab_size, prompt)
         for token in output:
-            law.extend([token])
-        laws, positions = [law] * 5, [50, 51, 52, 52, 55]
-        scores = process(logits, laws, paths)
-        result = log_probs(logits, laws, paths)
-        tokens = choose(logits, laws, paths, positions).tolist()
+            sampler.extend([token])
+        samplers, positions = [sampler] * 5, [50, 51, 52, 52, 55]
+        scores = process(logits, samplers, paths)
+        result = log_probs(logits, samplers, paths)
+        tokens = choose(logits, samplers, paths, positions).tolist()
         assert torch.equal(logits, before)
         for i, path in enumerate(paths):
             ids = torch.tensor([[*prompt, *output, *path]])
@@ -205,15 +205,15 @@ class TestAgainstTransformers:
     @settings(max_examples=60, deadline=None)
     @given(st.integers(0, 2**32))
     def test_path_is_as_good_as_a_committed_prefix(self, number: int) -> None:
-        """A node of a draft has the same law as the same tokens once they are committed."""
+        """A node of a draft has the same distribution as the same tokens once they are committed."""
         generator = random.Random(number)
         params = random_params(generator, 12)
         prompt = generator.choices(range(12), k=generator.randint(1, 10))
         path = generator.choices(range(12), k=generator.randint(1, 6))
         logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(number)) * 3
-        drafted, committed = law_of(params, 12, prompt), law_of(params, 12, prompt, path)
+        drafted, committed = sampler_of(params, 12, prompt), sampler_of(params, 12, prompt, path)
         assert torch.equal(process(logits, [drafted], [path]), process(logits, [committed], [()]))
-        both = [choose(logits, [law], [p], [30]).item() for law, p in ((drafted, path), (committed, ()))]
+        both = [choose(logits, [sampler], [p], [30]).item() for sampler, p in ((drafted, path), (committed, ()))]
         assert both[0] == both[1]
 
     def test_greedy_decoding_of_a_long_text(self) -> None:
@@ -229,27 +229,27 @@ class TestAgainstTransformers:
             min_tokens=100,
             max_tokens=200,
         )
-        law, output = law_of(params, 60, [3, 4, 5]), []
+        sampler, output = sampler_of(params, 60, [3, 4, 5]), []
         for step in range(150):
             logits = torch.randn(1, 60, generator=generator) * 2
-            token = int(choose(logits, [law], [()], [3 + step]))
+            token = int(choose(logits, [sampler], [()], [3 + step]))
             assert token == int(reference(params, [3, 4, 5], output, logits[0]).argmax())
             output.append(token)
-            law.extend([token])
+            sampler.extend([token])
 
     def test_half_precision_logits_are_processed_in_float32(self) -> None:
         logits = (torch.randn(4, 300) * 3).bfloat16()
         params = SamplingParams(top_p=0.9, temperature=0.8, repetition_penalty=1.1)
-        law = law_of(params, 300, [5, 9])
-        wanted = log_probs(logits.float(), [law] * 4, [()] * 4)
-        assert torch.equal(log_probs(logits, [law] * 4, [()] * 4), wanted)
+        sampler = sampler_of(params, 300, [5, 9])
+        wanted = log_probs(logits.float(), [sampler] * 4, [()] * 4)
+        assert torch.equal(log_probs(logits, [sampler] * 4, [()] * 4), wanted)
         assert wanted.dtype == torch.float32
 
     def test_tokens_beyond_the_logits_are_left_out(self) -> None:
         """Embeddings may be longer than the output layer, and a drafter's vocabulary may be padded otherwise."""
         params = SamplingParams(repetition_penalty=1.5, presence_penalty=1.0, logit_bias={11: 3.0, 2: 1.0})
-        law = law_of(params, 12, [10, 11, 2], [11, 3])
-        scores = process(torch.ones(1, 8), [law], [(10,)])
+        sampler = sampler_of(params, 12, [10, 11, 2], [11, 3])
+        scores = process(torch.ones(1, 8), [sampler], [(10,)])
         assert scores[0].tolist() == pytest.approx([1, 1, 2 / 1.5, 1 / 1.5 - 1.0, 1, 1, 1, 1])
 
 
@@ -288,17 +288,17 @@ KINDS = ["flat", "language", "peaked", "ties", "few values"]
 def check_rows(kind: str, vocab_size: int, num_rows: int, params: SamplingParams) -> None:
     """Support and choice of every row equal those of transformers' own classes."""
     logits = rows_of(kind, num_rows, vocab_size, torch.Generator().manual_seed(vocab_size))
-    law = law_of(params, vocab_size)
+    sampler = sampler_of(params, vocab_size)
     wanted = warpers(params)(None, logits.clone())
     positions = list(range(num_rows))
-    result = log_probs(logits, [law] * num_rows, [()] * num_rows)
+    result = log_probs(logits, [sampler] * num_rows, [()] * num_rows)
     assert torch.equal(result == -torch.inf, wanted == -torch.inf)
     torch.testing.assert_close(result.double().exp().sum(-1), torch.ones(num_rows).double(), atol=2e-4, rtol=0)
     drawn = noise.gumbel(torch.tensor([7] * num_rows), torch.tensor(positions), torch.arange(vocab_size))
     perturbed = wanted.double() + drawn
-    tokens = choose(logits, [law] * num_rows, [()] * num_rows, positions)
+    tokens = choose(logits, [sampler] * num_rows, [()] * num_rows, positions)
     assert torch.equal(tokens, perturbed.argmax(-1))
-    best, distances = choose_siblings(logits, [law] * num_rows, [()] * num_rows, positions, 3)
+    best, distances = choose_siblings(logits, [sampler] * num_rows, [()] * num_rows, positions, 3)
     values = perturbed.topk(3, dim=-1).values
     assert torch.equal(best[:, 0], tokens)
     torch.testing.assert_close(distances, values - values[:, :1], atol=1e-9, rtol=0)
@@ -362,8 +362,8 @@ class TestTruncation:
         original = LogitsFilter.kept
         monkeypatch.setattr(LogitsFilter, "kept", lambda self, row: calls.append(1) or original(self, row))
         logits = rows_of("language", 400, 4000, torch.Generator().manual_seed(1)).bfloat16().float()
-        law = law_of(SamplingParams(top_p=0.9), 4000)
-        choose(logits, [law] * 400, [()] * 400, list(range(400)))
+        sampler = sampler_of(SamplingParams(top_p=0.9), 4000)
+        choose(logits, [sampler] * 400, [()] * 400, list(range(400)))
         assert len(calls) < 40
 
     def test_dense_path_of_accelerators_chooses_alike(self) -> None:
@@ -407,7 +407,7 @@ class TestTruncation:
             torch.testing.assert_close(quick[1], dense[1], atol=1e-9, rtol=0)
 
 
-class TestLaw:
+class TestDistribution:
     @pytest.mark.parametrize(
         ("values", "key"),
         [
@@ -421,61 +421,63 @@ class TestLaw:
             )
         ],
     )
-    def test_choices_have_the_law(self, values: dict[str, Any], key: str) -> None:
+    def test_choices_have_the_distribution(self, values: dict[str, Any], key: str) -> None:
         """Chi-square of 8,000 choices over seeds, or over positions, against `probs`. False alarm 1e-7 per case."""
         logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5, 1.5, -2.0, 0.3]])
         num_draws = 8_000
-        law = law_of(SamplingParams(**values), 8, [2, 3])
+        sampler = sampler_of(SamplingParams(**values), 8, [2, 3])
         keys = [noise.row_key(*((i, 5) if key == "seed" else (5, i))) for i in range(num_draws)]
-        scores = process(logits, [law], [()]).expand(num_draws, -1)
-        tokens, _ = choice.perturbed_best(law.warper, scores, keys, 1)
+        scores = process(logits, [sampler], [()]).expand(num_draws, -1)
+        tokens, _ = choice.perturbed_best(sampler.warper, scores, keys, 1)
         counts = np.bincount(tokens[:, 0].numpy(), minlength=8)
-        expected = probs(logits, [law], [()])[0].numpy() * num_draws
+        expected = probs(logits, [sampler], [()])[0].numpy() * num_draws
         assert (counts[expected == 0] == 0).all()
         kept = expected > 0
         assert stats.chisquare(counts[kept], expected[kept]).pvalue > FALSE_ALARM
 
-    def test_choose_itself_has_the_law(self) -> None:
-        """The public path, 6,000 choices with as many laws: chi-square, false alarm 1e-7."""
+    def test_choose_itself_has_the_distribution(self) -> None:
+        """The public path, 6,000 choices with as many samplers: chi-square, false alarm 1e-7."""
         logits = torch.tensor([0.0, 1.0, 2.0, -1.0]).expand(6000, -1)
-        laws = [law_of(SamplingParams(temperature=1.2, seed=seed), 4, seed=seed) for seed in range(6000)]
-        counts = np.bincount(choose(logits, laws, [()] * 6000, [9] * 6000).numpy(), minlength=4)
+        samplers = [sampler_of(SamplingParams(temperature=1.2, seed=seed), 4, seed=seed) for seed in range(6000)]
+        counts = np.bincount(choose(logits, samplers, [()] * 6000, [9] * 6000).numpy(), minlength=4)
         assert stats.chisquare(counts, 6000 * torch.softmax(logits[0].double() / 1.2, -1).numpy()).pvalue > FALSE_ALARM
 
     def test_siblings_are_draws_without_replacement(self) -> None:
         """Ordered pairs have the chance p(a) p(b) / (1 - p(a)): chi-square of 20,000, false alarm 1e-7."""
         logits = torch.tensor([[1.0, 0.0, -0.5, -math.inf]])
-        law = law_of(SamplingParams(), 4)
+        sampler = sampler_of(SamplingParams(), 4)
         keys = [noise.row_key(seed, 5) for seed in range(20_000)]
-        pairs, _ = choice.perturbed_best(law.warper, logits.expand(20_000, -1), keys, 2)
+        pairs, _ = choice.perturbed_best(sampler.warper, logits.expand(20_000, -1), keys, 2)
         p = logits[0].double().softmax(-1).tolist()
         orders = [(a, b) for a in range(3) for b in range(3) if a != b]
         counted = [int((pairs == torch.tensor(pair)).all(-1).sum()) for pair in orders]
         expected = [20_000 * p[a] * p[b] / (1 - p[a]) for a, b in orders]
         assert stats.chisquare(counted, expected).pvalue > FALSE_ALARM
 
-    def test_greedy_law_is_a_point_mass(self) -> None:
+    def test_greedy_distribution_is_a_point_mass(self) -> None:
         """`probs` is what rejection compares with; the log-softmax would make it sample at temperature 1."""
         logits = torch.tensor([[0.0, 3.0, 1.0], [1.0, 0.0, 0.0]])
-        greedy, sampled = law_of(SamplingParams(temperature=0.0), 3), law_of(SamplingParams(), 3)
-        law = probs(logits, [greedy, sampled], [(), ()])
-        assert law[0].tolist() == [0.0, 1.0, 0.0]
-        torch.testing.assert_close(law[1], logits[1].double().softmax(-1), atol=1e-7, rtol=0)
+        greedy, sampled = sampler_of(SamplingParams(temperature=0.0), 3), sampler_of(SamplingParams(), 3)
+        sampler = probs(logits, [greedy, sampled], [(), ()])
+        assert sampler[0].tolist() == [0.0, 1.0, 0.0]
+        torch.testing.assert_close(sampler[1], logits[1].double().softmax(-1), atol=1e-7, rtol=0)
         told = log_probs(logits, [greedy, sampled], [(), ()])
         torch.testing.assert_close(told, logits.log_softmax(-1))
 
 
 class TestKey:
-    """Nothing but (seed, position, token) and the law itself decides."""
+    """Nothing but (seed, position, token) and the distribution itself decides."""
 
     @settings(max_examples=25, deadline=None)
     @given(st.integers(0, 2**32))
     def test_batch_and_order_do_not_matter(self, number: int) -> None:
         generator = random.Random(number)
         vocab_size = generator.choice([12, 3000])
-        laws = [law_of(random_params(generator, vocab_size), vocab_size, [3, 4, 5], seed=seed) for seed in range(6)]
+        samplers = [
+            sampler_of(random_params(generator, vocab_size), vocab_size, [3, 4, 5], seed=seed) for seed in range(6)
+        ]
         rows = [generator.randrange(6) for _ in range(14)]
-        nodes = [laws[row] for row in rows]
+        nodes = [samplers[row] for row in rows]
         paths = [tuple(generator.choices(range(12), k=generator.randint(0, 4))) for _ in rows]
         positions = [3 + len(path) for path in paths]
         logits = torch.randn(14, vocab_size, generator=torch.Generator().manual_seed(number)) * 3
@@ -494,8 +496,10 @@ class TestKey:
 
     def test_seed_position_and_row_matter(self) -> None:
         logits = torch.zeros(1, 1000)
-        law, other = law_of(SamplingParams(), 1000, seed=1), law_of(SamplingParams(), 1000, seed=2)
-        drawn = [int(choose(logits, [choice], [()], [position])) for choice in (law, other) for position in range(20)]
+        sampler, other = sampler_of(SamplingParams(), 1000, seed=1), sampler_of(SamplingParams(), 1000, seed=2)
+        drawn = [
+            int(choose(logits, [choice], [()], [position])) for choice in (sampler, other) for position in range(20)
+        ]
         assert len(set(drawn)) > 30
 
     def test_seed_of_the_parameters_or_a_fresh_one(self) -> None:
@@ -504,18 +508,18 @@ class TestKey:
         assert len(fresh) == 10
 
     def test_greedy_takes_the_lowest_of_equals(self) -> None:
-        law = law_of(SamplingParams(temperature=0.0), 4)
-        assert law.is_argmax
-        assert choose(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), [law], [()], [0]).tolist() == [1]
-        tokens, scores = choose_siblings(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), [law], [()], [0], 3)
+        sampler = sampler_of(SamplingParams(temperature=0.0), 4)
+        assert sampler.is_argmax
+        assert choose(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), [sampler], [()], [0]).tolist() == [1]
+        tokens, scores = choose_siblings(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), [sampler], [()], [0], 3)
         assert tokens.tolist() == [[1, 2, 0]]
         assert scores.tolist() == [[0.0, 0.0, -1.0]]
 
     def test_more_siblings_than_tokens(self) -> None:
         logits = torch.tensor([[0.0, 1.0, -math.inf]])
         for temperature in (0.0, 1.0):
-            law = law_of(SamplingParams(temperature=temperature), 3)
-            tokens, scores = choose_siblings(logits, [law], [()], [0], 5)
+            sampler = sampler_of(SamplingParams(temperature=temperature), 3)
+            tokens, scores = choose_siblings(logits, [sampler], [()], [0], 5)
             assert sorted(tokens[0, :2].tolist()) == [0, 1]
             assert tokens[0, 2:].tolist() == [-1, -1, -1]
             assert scores[0, 2:].tolist() == [-math.inf] * 3
@@ -523,15 +527,15 @@ class TestKey:
 
 class TestProcessors:
     def test_minimum_length_ends(self) -> None:
-        """Once the minimum is reached the greedy law is the plain argmax again."""
-        law = law_of(SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[4]), 6, [0])
+        """Once the minimum is reached the greedy choice is the plain argmax again."""
+        sampler = sampler_of(SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[4]), 6, [0])
         logits = torch.tensor([[0.0, 9.0, 8.0, 1.0, 7.0, 0.0]])
-        assert choose(logits, [law], [()], [1]).tolist() == [3]
-        assert choose(logits, [law], [(3, 3)], [3]).tolist() == [1]
-        assert not law.is_argmax
-        law.extend([3, 3])
-        assert law.is_argmax
-        assert choose(logits, [law], [()], [3]).tolist() == [1]
+        assert choose(logits, [sampler], [()], [1]).tolist() == [3]
+        assert choose(logits, [sampler], [(3, 3)], [3]).tolist() == [1]
+        assert not sampler.is_argmax
+        sampler.extend([3, 3])
+        assert sampler.is_argmax
+        assert choose(logits, [sampler], [()], [3]).tolist() == [1]
 
     def test_custom_processors_get_whole_prefixes_by_depth(self) -> None:
         """Nodes of equal depth and one sequence come in one call; the time spent is known."""
@@ -542,7 +546,7 @@ class TestProcessors:
             return scores * 2
 
         params = SamplingParams(temperature=0.0, logits_processors=[record])
-        a, b = law_of(params, 9, [5, 6], [7]), law_of(params, 9, [8])
+        a, b = sampler_of(params, 9, [5, 6], [7]), sampler_of(params, 9, [8])
         logits = torch.randn(5, 9)
         scores = process(logits, [a, a, b, a, a], [(), (1,), (1,), (2,), (2, 3)])
         assert seen == [[[5, 6, 7]], [[5, 6, 7, 1], [5, 6, 7, 2]], [[8, 1]], [[5, 6, 7, 2, 3]]]
@@ -552,21 +556,21 @@ class TestProcessors:
     def test_history_costs_no_more_with_context(self) -> None:
         """A node does not walk the context: the index is asked once, the counts are arrays of different tokens."""
         params = SamplingParams(repetition_penalty=1.1, presence_penalty=0.1, no_repeat_ngram_size=3)
-        law = law_of(params, 50, [i % 50 for i in range(20_000)])
-        law._tokens = NoWalk(law._tokens)
-        law._ngrams._tokens = law._tokens
-        assert choose(torch.randn(1, 50), [law], [(1, 2)], [20_002]).item() >= 0
-        assert len(law.repetitions((1, 2))[0]) == 50
+        sampler = sampler_of(params, 50, [i % 50 for i in range(20_000)])
+        sampler._tokens = NoWalk(sampler._tokens)
+        sampler._ngrams._tokens = sampler._tokens
+        assert choose(torch.randn(1, 50), [sampler], [(1, 2)], [20_002]).item() >= 0
+        assert len(sampler.repetitions((1, 2))[0]) == 50
 
     def test_mixed_batch_touches_only_its_own_rows(self) -> None:
-        plain = law_of(SamplingParams(temperature=0.0), 6)
-        banned = law_of(SamplingParams(temperature=0.0, logit_bias={3: -math.inf}), 6)
+        plain = sampler_of(SamplingParams(temperature=0.0), 6)
+        banned = sampler_of(SamplingParams(temperature=0.0, logit_bias={3: -math.inf}), 6)
         logits = torch.tensor([[0.0, 1, 2, 3, 1, 0]]).repeat(3, 1)
         assert choose(logits, [plain, banned, plain], [()] * 3, [0] * 3).tolist() == [3, 2, 3]
 
     def test_bad_words_are_not_ignored_for_want_of_a_tokenizer(self) -> None:
         with pytest.raises(ConfigError, match="bad_words_ids, or a tokenizer"):
-            law_of(SamplingParams(bad_words=["no"]), 9)
+            sampler_of(SamplingParams(bad_words=["no"]), 9)
 
     @pytest.mark.parametrize(
         "values",
@@ -575,15 +579,15 @@ class TestProcessors:
     )
     def test_ids_outside_of_the_vocabulary(self, values: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match=r"outside the vocabulary, 0\.\.8"):
-            law_of(SamplingParams(**values), 9)
+            sampler_of(SamplingParams(**values), 9)
 
 
 def test_tensor_path_of_accelerators_processes_alike() -> None:
     """The gathers and scatters of the GPU path, run on the CPU, equal those on numpy's view."""
     generator = random.Random(4)
     for _ in range(40):
-        law = law_of(random_params(generator, 20), 20, generator.choices(range(20), k=9), [3, 4, 3])
-        nodes = [(row, law, tuple(generator.choices(range(20), k=row))) for row in range(4)]
+        sampler = sampler_of(random_params(generator, 20), 20, generator.choices(range(20), k=9), [3, 4, 3])
+        nodes = [(row, sampler, tuple(generator.choices(range(20), k=row))) for row in range(4)]
         by_array, by_tensor = torch.randn(4, 20).repeat(2, 1, 1)
         apply_entries(by_array, nodes, as_arrays=True)
         apply_entries(by_tensor, nodes, as_arrays=False)
@@ -601,7 +605,7 @@ def test_an_error_names_few_of_many_tokens() -> None:
     with pytest.raises(
         ConfigError, match=r"allowed_token_ids holds token ids \[6, .*, 15\] and 999 more, outside"
     ) as error:
-        law_of(SamplingParams(allowed_token_ids=range(1015)), 6)
+        sampler_of(SamplingParams(allowed_token_ids=range(1015)), 6)
     assert len(str(error.value)) < 200
 
 
@@ -615,20 +619,20 @@ class TestBadRows:
         nan, huge = good.clone(), good.clone()
         nan[5], huge[2] = math.nan, math.inf
         logits = torch.stack([good, nan, torch.full((8,), -math.inf), huge, good])
-        law = law_of(SamplingParams(**values), 8)
-        laws, paths, positions = [law] * 5, [()] * 5, [3] * 5
-        tokens = choose(logits, laws, paths, positions).tolist()
+        sampler = sampler_of(SamplingParams(**values), 8)
+        samplers, paths, positions = [sampler] * 5, [()] * 5, [3] * 5
+        tokens = choose(logits, samplers, paths, positions).tolist()
         assert tokens[1:4] == [-1, -1, -1]
-        assert tokens[0] == tokens[4] == choose(good[None], [law], [()], [3]).item()
-        siblings, scores = choose_siblings(logits, laws, paths, positions, 2)
+        assert tokens[0] == tokens[4] == choose(good[None], [sampler], [()], [3]).item()
+        siblings, scores = choose_siblings(logits, samplers, paths, positions, 2)
         assert siblings[1:4].eq(-1).all()
         assert scores[1:4].eq(-math.inf).all()
-        for result in (log_probs(logits, laws, paths), probs(logits, laws, paths)):
+        for result in (log_probs(logits, samplers, paths), probs(logits, samplers, paths)):
             assert result[1:4].isnan().all()
             assert not result[[0, 4]].isnan().any()
 
     def test_the_error_tells_why(self) -> None:
-        law = law_of(SamplingParams(bad_words_ids=[[0], [3]]), 4)
+        sampler = sampler_of(SamplingParams(bad_words_ids=[[0], [3]]), 4)
         for bad, message in (
             ([0.0, math.nan, 0.0, 0.0], "NaN"),
             ([-math.inf] * 4, "-inf for every token"),
@@ -636,15 +640,15 @@ class TestBadRows:
             ([0.0, -math.inf, -math.inf, 0.0], "bad_words"),
         ):
             logits = torch.tensor(bad)
-            assert choose(logits[None], [law], [()], [0]).item() == -1
-            error = distribution.failure(logits, law)
+            assert choose(logits[None], [sampler], [()], [0]).item() == -1
+            error = distribution.failure(logits, sampler)
             assert isinstance(error, NumericsError)
             assert message in str(error)
 
     def test_shapes_are_checked(self) -> None:
-        law = law_of(SamplingParams(), 4)
+        sampler = sampler_of(SamplingParams(), 4)
         with pytest.raises(ShapeError, match="1 samplers"):
-            choose(torch.zeros(2, 4), [law], [()], [0])
+            choose(torch.zeros(2, 4), [sampler], [()], [0])
 
 
 class TestArgmax:
@@ -702,14 +706,14 @@ class TestCost:
     """What the host does between two forwards: Python that grows with the rows is what made steps of batches slow."""
 
     def test_greedy_rows_are_chosen_in_one_operation(self) -> None:
-        law = law_of(SamplingParams(temperature=0.0), 3000)
+        sampler = sampler_of(SamplingParams(temperature=0.0), 3000)
         logits = torch.randn(64, 3000).bfloat16()
         few, many = (num_calls(lambda n=n: choice.argmax(logits[:n])) for n in (2, 64))
         assert few == many < 10
-        assert num_calls(lambda: choose(logits, [law] * 64, [()] * 64, [0] * 64)) < 64 * 5
+        assert num_calls(lambda: choose(logits, [sampler] * 64, [()] * 64, [0] * 64)) < 64 * 5
 
     @pytest.mark.parametrize("values", [{"top_p": 0.95}, {"top_k": 50}, {"min_p": 0.05}, {}], ids=str)
     def test_sampled_rows_without_a_hundred_calls_each(self, values: dict[str, Any]) -> None:
-        law = law_of(SamplingParams(temperature=0.8, **values), 5000)
+        sampler = sampler_of(SamplingParams(temperature=0.8, **values), 5000)
         logits = rows_of("language", 8, 5000, torch.Generator().manual_seed(1)).bfloat16()
-        assert num_calls(lambda: choose(logits, [law] * 8, [()] * 8, list(range(8)))) < 8 * 40
+        assert num_calls(lambda: choose(logits, [sampler] * 8, [()] * 8, list(range(8)))) < 8 * 40

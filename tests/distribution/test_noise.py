@@ -72,7 +72,7 @@ def test_three_implementations_agree() -> None:
 
 
 def test_unit_stays_inside_the_open_interval() -> None:
-    """u = 0 or 1 would give infinite noise, which wins or loses whatever the law says."""
+    """u = 0 or 1 would give infinite noise, which wins or loses whatever the distribution says."""
     assert noise.unit(0) == 2.0**-53
     assert noise.unit(2**64 - 1) == 1.0 - 2.0**-53
     extremes = noise.gumbel_of_bits(torch.tensor(noise.as_int64([0, 2**64 - 1, 1, 2**11])))
@@ -154,7 +154,7 @@ def test_avalanche(coordinate: str) -> None:
     assert (np.abs(flips / trials - 0.5) < 6 * 0.5 / math.sqrt(trials)).all()
 
 
-def test_gumbel_has_the_gumbel_law() -> None:
+def test_gumbel_has_the_gumbel_distribution() -> None:
     """Kolmogorov-Smirnov against exp(-exp(-x)), 100,000 numbers, false alarm 1e-7."""
     drawn = noise.gumbel(torch.arange(10), torch.arange(10), torch.arange(10_000)).numpy().ravel()
     assert stats.kstest(drawn, "gumbel_r").pvalue > FALSE_ALARM
@@ -193,30 +193,30 @@ class TestRuleStreams:
         keys = [noise.stream_key(1, step, 10, Purpose.ACCEPT) for step in (4, 5)]
         assert noise.uniform(keys[0]) != noise.uniform(keys[1])
         assert noise.uniform(keys[0]) != noise.uniform(keys[0], 1)
-        law = torch.full((10**4,), 1e-4, dtype=torch.float64)
-        drafts = [KeyedNoise(1, step, position).draft(depth, law)[0] for step, position, depth in DRAFT_KEYS]
+        distribution = torch.full((10**4,), 1e-4, dtype=torch.float64)
+        drafts = [KeyedNoise(1, step, position).draft(depth, distribution)[0] for step, position, depth in DRAFT_KEYS]
         assert drafts[0] == drafts[1]
         assert len(set(drafts)) == 3
 
-    def test_draw_has_the_law(self) -> None:
+    def test_draw_has_the_distribution(self) -> None:
         """Chi-square of 5,000 draft draws, false alarm 1e-7."""
-        law = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05], dtype=torch.float64)
-        drawn = np.bincount([KeyedNoise(3, step, 7).draft(1, law)[0] for step in range(5_000)], minlength=5)
+        distribution = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05], dtype=torch.float64)
+        drawn = np.bincount([KeyedNoise(3, step, 7).draft(1, distribution)[0] for step in range(5_000)], minlength=5)
         assert drawn[1] == 0
-        assert stats.chisquare(drawn[[0, 2, 3, 4]], 5_000 * law[[0, 2, 3, 4]].numpy()).pvalue > FALSE_ALARM
+        assert stats.chisquare(drawn[[0, 2, 3, 4]], 5_000 * distribution[[0, 2, 3, 4]].numpy()).pvalue > FALSE_ALARM
 
     def test_draft_draws_without_replacement(self) -> None:
         """Ordered pairs have the chance q(a) q(b) / (1 - q(a)). Chi-square over 6 pairs, false alarm 1e-7."""
-        law = torch.tensor([0.6, 0.3, 0.1, 0.0], dtype=torch.float64)
-        pairs = [tuple(KeyedNoise(3, step, 7).draft(0, law, 2)) for step in range(5_000)]
+        distribution = torch.tensor([0.6, 0.3, 0.1, 0.0], dtype=torch.float64)
+        pairs = [tuple(KeyedNoise(3, step, 7).draft(0, distribution, 2)) for step in range(5_000)]
         orders = [(a, b) for a in range(3) for b in range(3) if a != b]
-        expected = [5_000 * float(law[a] * law[b] / (1 - law[a])) for a, b in orders]
+        expected = [5_000 * float(distribution[a] * distribution[b] / (1 - distribution[a])) for a, b in orders]
         assert stats.chisquare([pairs.count(pair) for pair in orders], expected).pvalue > FALSE_ALARM
-        assert len(KeyedNoise(3, 0, 7).draft(0, law, 4)) == 3
+        assert len(KeyedNoise(3, 0, 7).draft(0, distribution, 4)) == 3
 
     def test_branches_at_one_depth_differ(self) -> None:
-        law = torch.full((1000,), 1e-3, dtype=torch.float64)
-        drawn = [KeyedNoise(3, 0, 7).draft(1, law, 1, branch)[0] for branch in range(20)]
+        distribution = torch.full((1000,), 1e-3, dtype=torch.float64)
+        drawn = [KeyedNoise(3, 0, 7).draft(1, distribution, 1, branch)[0] for branch in range(20)]
         assert len(set(drawn)) > 15
 
 

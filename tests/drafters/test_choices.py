@@ -71,7 +71,7 @@ def next_token(
     row = engine.add_request(prompt, params)[0]
     row.extend(text[len(prompt) :])
     row.max_length += len(text)
-    row.num_prompt_tokens = len(text)  # so that all of it is prefilled; the law was told what is output
+    row.num_prompt_tokens = len(text)  # so that all of it is prefilled; the sampler was told what is output
     first = next(outputs[0] for outputs in engine.run() if outputs)
     return first.token_ids[0]
 

@@ -17,14 +17,13 @@ from transformers import PreTrainedModel
 
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
-from foredraft.drafters.compose.first import FirstDrafter
-from foredraft.drafters.compose.union import UnionDrafter
-from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.compose import FirstDrafter, UnionDrafter
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.parts.layer_set import LayerSet
 from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
+from foredraft.methods.lengths import Fixed
 from foredraft.model.lm import CausalLM
 from foredraft.testing import PROMPTS, perturbed, toy_model
 from toys import VOCAB_SIZE, target

@@ -18,9 +18,7 @@ from test_drafters import VOCAB_SIZE, target
 
 from drafting import begin, made
 from foredraft import LLM, SamplingParams
-from foredraft.drafters.compose.first import FirstDrafter
-from foredraft.drafters.compose.union import UnionDrafter
-from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.compose import FirstDrafter, UnionDrafter
 from foredraft.drafters.lookup.nasd import NGramStorage
 from foredraft.drafters.lookup.suffix import SuffixDrafter
 from foredraft.drafters.parts.draft import GrowingDraft
@@ -30,6 +28,7 @@ from foredraft.engine.drafter import Drafter, DrafterFacts, DraftSize, Features,
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
 from foredraft.errors import ConfigError, TokenizerMismatchError
+from foredraft.methods.lengths import Fixed
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM
 from foredraft.retrieval.datastore import Datastore

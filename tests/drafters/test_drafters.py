@@ -14,11 +14,11 @@ import toy_heads
 from drafting import check_conforms, made
 from foredraft.drafters.heads.eagle import EagleDrafter
 from foredraft.drafters.heads.medusa_hydra import MultiHeadDrafter
-from foredraft.drafters.lengths import Fixed, Heuristic
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.drafters.parts.rank_tree import RankTree
 from foredraft.engine.drafter import Drafter
+from foredraft.methods.lengths import Fixed, Heuristic
+from foredraft.methods.rank_tree import RankTree
 from foredraft.retrieval.datastore import Datastore
 from foredraft.retrieval.history import OutputHistory
 from foredraft.testing import (

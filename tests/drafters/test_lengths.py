@@ -16,10 +16,14 @@ from torch import Tensor
 
 from drafting import begin, made
 from foredraft.config.speculative import SpeculativeConfig
-from foredraft.drafters.lengths import (
+from foredraft.drafters.lookup.ngram import NGramDrafter
+from foredraft.drafters.parts.planned import PlannedDrafter
+from foredraft.engine.budget import DraftSize
+from foredraft.errors import ConfigError
+from foredraft.methods.lengths import (
     CONFIDENCE,
+    DISTRIBUTION,
     FIRST_REFERENCE,
-    LAW,
     NOTHING,
     POLICIES,
     Acceptance,
@@ -29,16 +33,12 @@ from foredraft.drafters.lengths import (
     Fixed,
     Heuristic,
     LengthPolicy,
-    PlannedDrafter,
     RunningReference,
     Threshold,
     calibrated_share,
     entropy,
     normalised_entropy,
 )
-from foredraft.drafters.lookup.ngram import NGramDrafter
-from foredraft.engine.budget import DraftSize
-from foredraft.errors import ConfigError
 from foredraft.tree import DraftPlan, DraftTree
 
 VOCAB_SIZE = 1000
@@ -67,33 +67,35 @@ def row(id: int = 1, is_greedy: bool = True) -> Any:
     return Row(id, is_greedy)
 
 
-def law_with_top(probability: float) -> torch.Tensor:
-    """Log-law of a vocabulary with one token of this probability, the others alike."""
+def distribution_with_top(probability: float) -> torch.Tensor:
+    """Log-probabilities of a vocabulary with one token of this probability, the others alike."""
     rest = (1.0 - probability) / (VOCAB_SIZE - 1)
     return torch.tensor([probability] + [rest] * (VOCAB_SIZE - 1), dtype=torch.float64).log()
 
 
-def law_of_entropy(nats: float) -> torch.Tensor:
-    """Log-law with this entropy, between a point mass and uniform, found by bisection."""
+def distribution_of_entropy(nats: float) -> torch.Tensor:
+    """Log-probabilities with this entropy, between a point mass and uniform, found by bisection."""
     low, high = 1.0 / VOCAB_SIZE, 1.0
     for _ in range(80):
         middle = (low + high) / 2
-        low, high = (middle, high) if entropy(law_with_top(middle)) > nats else (low, middle)
-    return law_with_top(low)
+        low, high = (middle, high) if entropy(distribution_with_top(middle)) > nats else (low, middle)
+    return distribution_with_top(low)
 
 
-def drafted(policy: LengthPolicy, row: Any, laws: list[torch.Tensor], plan: DraftPlan | None = None) -> tuple[int, int]:
-    """Tokens drafted along these laws, and forwards made for it, as a drafter does it."""
+def drafted(
+    policy: LengthPolicy, row: Any, distributions: list[torch.Tensor], plan: DraftPlan | None = None
+) -> tuple[int, int]:
+    """Tokens drafted along these distributions, and forwards made for it, as a drafter does it."""
     plan, depth, forwards = plan or DraftPlan(policy.longest(row)), 0, 0
-    while depth < min(plan.gamma, len(laws)):
+    while depth < min(plan.gamma, len(distributions)):
         forwards += 1
         if policy.looks(depth):
-            policy.stop(row, plan, depth, laws[depth])
+            policy.stop(row, plan, depth, distributions[depth])
         depth = min(depth + 1, plan.gamma)
     return depth, forwards
 
 
-SURE, UNSURE = law_with_top(0.95), law_with_top(0.05)
+SURE, UNSURE = distribution_with_top(0.95), distribution_with_top(0.05)
 
 
 # -- confidence ------------------------------------------------------------------------------------------------------
@@ -108,10 +110,10 @@ def test_confidence_keeps_the_unsure_token_and_makes_no_forward_behind_it() -> N
 
 @pytest.mark.parametrize(("threshold", "expected"), [(0.0, 6), (0.5, 6), (0.51, 1), (1.0, 1)])
 def test_the_threshold_itself_is_sure_enough(threshold: float, expected: int) -> None:
-    assert drafted(Confidence(6, threshold), row(), [law_with_top(0.5)] * 6)[0] == expected
+    assert drafted(Confidence(6, threshold), row(), [distribution_with_top(0.5)] * 6)[0] == expected
 
 
-def test_a_law_of_nan_ends_the_draft() -> None:
+def test_a_distribution_of_nan_ends_the_draft() -> None:
     nan = torch.full((VOCAB_SIZE,), torch.nan)
     for policy in (Confidence(4), Acceptance(4), Egag(4), Egag(4, "paper"), AdaEDL(4)):
         assert drafted(policy, row(), [SURE, nan, SURE, SURE])[0] in ((1, 2) if policy.looks(1) else (3,))
@@ -153,8 +155,8 @@ def test_acceptance_starts_from_the_published_thresholds_and_keeps_one_per_row()
         policy.update(greedy, 4, 0)
     assert policy.threshold(greedy).value == pytest.approx(0.803)
     assert policy.threshold(sampled).value == 0.5
-    assert drafted(policy, greedy, [law_with_top(0.802)] * 8)[0] == 1
-    assert drafted(policy, sampled, [law_with_top(0.802)] * 8)[0] == 8
+    assert drafted(policy, greedy, [distribution_with_top(0.802)] * 8)[0] == 1
+    assert drafted(policy, sampled, [distribution_with_top(0.802)] * 8)[0] == 8
 
 
 def test_all_constants_of_the_rule_can_be_set() -> None:
@@ -181,21 +183,21 @@ def test_all_constants_of_the_rule_can_be_set() -> None:
 def test_adaedl_stops_where_the_bound_falls_below_the_threshold() -> None:
     """1 - sqrt(0.2 H) is 0.7 at H = 0.45."""
     policy = AdaEDL(6)
-    below, above = law_of_entropy(0.44), law_of_entropy(0.46)
+    below, above = distribution_of_entropy(0.44), distribution_of_entropy(0.46)
     assert drafted(policy, row(), [below] * 6) == (6, 6)
     assert drafted(policy, row(), [above, below, above, below]) == (2, 3)  # the first is always drafted
     assert drafted(AdaEDL(6, entropy_scale=0.1), row(), [above] * 6) == (6, 6)
 
 
 def test_adaedl_follows_the_acceptance_rate() -> None:
-    policy, law, watched = AdaEDL(6), law_of_entropy(0.4495), row()
-    assert drafted(policy, watched, [law] * 6)[0] == 6
+    policy, distribution, watched = AdaEDL(6), distribution_of_entropy(0.4495), row()
+    assert drafted(policy, watched, [distribution] * 6)[0] == 6
     for _ in range(5):
         policy.update(watched, 6, 1)  # rate below 0.9: up by 0.001 each
-    assert drafted(policy, watched, [law] * 6)[0] == 1
+    assert drafted(policy, watched, [distribution] * 6)[0] == 1
     for _ in range(30):
         policy.update(watched, 6, 6)
-    assert drafted(policy, watched, [law] * 6)[0] == 6
+    assert drafted(policy, watched, [distribution] * 6)[0] == 6
 
 
 # -- EGAG ------------------------------------------------------------------------------------------------------------
@@ -203,25 +205,29 @@ def test_adaedl_follows_the_acceptance_rate() -> None:
 
 @pytest.mark.parametrize("nats", [0.0, 0.1, 1.0, 2.0, 4.0, 6.5])
 @pytest.mark.parametrize("longest", [1, 4, 8])
-def test_egag_as_published_is_the_formula_of_the_first_law(nats: float, longest: int) -> None:
-    law = law_of_entropy(nats)
-    expected, _ = Egag(longest).length(normalised_entropy(law.exp()))
-    others = [law_of_entropy(6.5)] * longest  # later laws play no part
+def test_egag_as_published_is_the_formula_of_the_first_distribution(nats: float, longest: int) -> None:
+    distribution = distribution_of_entropy(nats)
+    expected, _ = Egag(longest).length(normalised_entropy(distribution.exp()))
+    others = [distribution_of_entropy(6.5)] * longest  # later distributions play no part
     plan = DraftPlan(longest)
-    assert drafted(Egag(longest, "paper"), row(), [law, *others], plan) == (expected, expected)
+    assert drafted(Egag(longest, "paper"), row(), [distribution, *others], plan) == (expected, expected)
     assert plan.gamma == expected
-    assert plan.entropy == pytest.approx(normalised_entropy(law.exp()))
+    assert plan.entropy == pytest.approx(normalised_entropy(distribution.exp()))
 
 
 def test_egag_smooths_over_steps() -> None:
     policy, watched = Egag(8, "paper", egag_ema_beta=0.5), row()
-    long, short = law_of_entropy(0.01), law_of_entropy(6.8)  # 7 and 1
-    assert [drafted(policy, watched, [law] * 8)[0] for law in (long, short, short)] == [7, 4, 2]
+    long, short = distribution_of_entropy(0.01), distribution_of_entropy(6.8)  # 7 and 1
+    assert [drafted(policy, watched, [distribution] * 8)[0] for distribution in (long, short, short)] == [7, 4, 2]
 
 
 def test_calibrated_egag_asks_anew_before_every_token() -> None:
     policy = Egag(5, reference_entropy=2.0)
-    sure, half, unsure = law_of_entropy(0.0), law_of_entropy(0.9), law_of_entropy(2.5)  # 5, 3 and 1 tokens
+    sure, half, unsure = (
+        distribution_of_entropy(0.0),
+        distribution_of_entropy(0.9),
+        distribution_of_entropy(2.5),
+    )  # 5, 3 and 1 tokens
     assert drafted(policy, row(), [sure] * 5)[0] == 5
     assert drafted(policy, row(), [half] * 5)[0] == 3
     assert drafted(policy, row(), [unsure] * 5)[0] == 1
@@ -247,7 +253,10 @@ def test_the_reference_is_a_percentile_of_what_the_row_has_shown() -> None:
 
 
 def test_the_shortest_draft_may_be_none() -> None:
-    assert drafted(Egag(4, reference_entropy=1.0, min_draft_tokens=0), row(), [law_of_entropy(3.0)] * 4) == (0, 1)
+    assert drafted(Egag(4, reference_entropy=1.0, min_draft_tokens=0), row(), [distribution_of_entropy(3.0)] * 4) == (
+        0,
+        1,
+    )
     assert drafted(Egag(0), row(), [SURE]) == (0, 0)
 
 
@@ -279,33 +288,33 @@ def test_rows_do_not_see_each_other_and_leave_nothing(case: str) -> None:
     policy = POLICIES[case.partition("-")[0]](6, **CASES[case])
     before = deepcopy(vars(policy))
 
-    def life(of: Any, laws: list[torch.Tensor], beside: Any = None) -> list[int]:
+    def life(of: Any, distributions: list[torch.Tensor], beside: Any = None) -> list[int]:
         lengths = []
-        for law in laws:
-            lengths.append(drafted(policy, of, [law] * 6)[0])
+        for distribution in distributions:
+            lengths.append(drafted(policy, of, [distribution] * 6)[0])
             if beside is not None:
                 drafted(policy, beside, [UNSURE] * 6)
                 policy.update(beside, 4, 0)
             policy.update(of, lengths[-1], lengths[-1] // 2)
         return lengths
 
-    laws = [law_of_entropy(nats) for nats in (0.2, 1.5, 0.1, 3.0, 0.44, 0.45, 0.46)] * 8
-    alone = life(row(1), laws)
-    assert life(row(1), laws, beside=row(2)) == alone
-    assert life(row(2), laws) == alone
+    distributions = [distribution_of_entropy(nats) for nats in (0.2, 1.5, 0.1, 3.0, 0.44, 0.45, 0.46)] * 8
+    alone = life(row(1), distributions)
+    assert life(row(1), distributions, beside=row(2)) == alone
+    assert life(row(2), distributions) == alone
     assert vars(policy) == before
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_was_planned_is_noted(case: str) -> None:
     policy, plan = POLICIES[case.partition("-")[0]](6, **CASES[case]), DraftPlan(6)
-    length, _ = drafted(policy, row(), [law_of_entropy(0.3), *[law_of_entropy(5.0)] * 5], plan)
+    length, _ = drafted(policy, row(), [distribution_of_entropy(0.3), *[distribution_of_entropy(5.0)] * 5], plan)
     assert plan.gamma == length
-    assert (plan.entropy is not None) == (policy.looks_at == LAW)
+    assert (plan.entropy is not None) == (policy.looks_at == DISTRIBUTION)
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if POLICIES[name].looks_at != NOTHING])
-def test_a_drafter_without_a_law_is_refused(name: str) -> None:
+def test_a_drafter_without_a_distribution_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"'{name}'.*and ngram has none"):
         NGramDrafter(length_policy=POLICIES[name](3)).length(row(), 9)
 
@@ -391,7 +400,7 @@ def test_names_of_other_tools_mean_confidence(alias: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"method": "ngram", "length_policy": "egag"}, "'egag' looks at the law.*fixed, heuristic"),
+        ({"method": "ngram", "length_policy": "egag"}, "'egag' looks at the distribution.*fixed, heuristic"),
         ({"method": "ngram", "length_policy": "confidence"}, "'confidence' looks at the confidence"),
         ({"method": "nasd", "length_policy": "adaedl"}, "choose one of fixed, heuristic, bass, confidence, acceptance"),
         (

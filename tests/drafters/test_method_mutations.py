@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import test_auto
 import test_composition
 import test_datastore_resume
 import test_drafter_state
@@ -27,8 +28,8 @@ import test_suffix
 import test_swift
 import test_token_recycling
 
-from foredraft.drafters.compose import union
-from foredraft.drafters.compose.first import FirstDrafter
+from foredraft.drafters import compose
+from foredraft.drafters.compose import AutoDrafter, CompositeDrafter, FirstDrafter, UnionDrafter
 from foredraft.drafters.iterate.jacobi import JacobiDrafter
 from foredraft.drafters.iterate.lookahead import GuessWindow, LookaheadDrafter
 from foredraft.drafters.lookup import token_recycling
@@ -37,14 +38,14 @@ from foredraft.drafters.lookup.ngram import NGramDrafter
 from foredraft.drafters.lookup.rest import RestDrafter
 from foredraft.drafters.lookup.suffix import SuffixDrafter
 from foredraft.drafters.lookup.token_recycling import TokenRecyclingDrafter
-from foredraft.drafters.parts import composite, suffix_index
+from foredraft.drafters.parts import suffix_index
 from foredraft.drafters.parts.adjacency import AdjacencyMatrix
-from foredraft.drafters.parts.composite import Calibration, CompositeDrafter
 from foredraft.drafters.parts.layer_set import LayerSet
 from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.drafters.parts.suffix_index import SuffixIndex
 from foredraft.drafters.selfdraft import layer_skip
-from foredraft.engine.drafter import Features, StepResult
+from foredraft.engine.acceptance_model import AcceptanceModel, Rate, scored
+from foredraft.engine.drafter import DraftSize, Features, StepResult
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM
 from foredraft.model.sublayers import SkippableLayers
@@ -122,6 +123,12 @@ def _keys_of_the_right(ngrams: list[tuple[int, ...]], _: Call) -> list[tuple[int
     return [(right[0], *own[1:]) for own, right in zip(ngrams, [*ngrams[1:], *ngrams[:1]], strict=True)]
 
 
+def _as_when_it_rested(call: Call) -> dict[str, Any]:
+    if call.budget.arm == 0:
+        vars(call.self)["last"] = call.budget
+    return {"budget": vars(call.self).get("last", call.budget)}
+
+
 _NAIVE = test_lookahead.test_window_pool_and_steps_equal_a_naive_reference
 _WIDE = (5, 4, 3)
 LOOKAHEAD = (
@@ -145,6 +152,16 @@ LOOKAHEAD = (
     ),
     Mutant(
         "only the last emitted token completes n-grams", told(LookaheadDrafter, _last_emitted), _NAIVE, (*_WIDE, True)
+    ),
+    Mutant(
+        "the window never rests",
+        with_arguments(LookaheadDrafter, "propose_row", lambda call: {"budget": DraftSize(call.budget)}),
+        test_lookahead.test_a_window_rests_where_it_costs_more_than_it_brings,
+    ),
+    Mutant(
+        "a window that has rested does not come back",
+        with_arguments(LookaheadDrafter, "propose_row", _as_when_it_rested),
+        test_lookahead.test_guesses_go_on_while_the_window_rests,
     ),
 )
 _REMEMBERED = test_suffix.test_the_history_counts_what_it_keeps
@@ -257,7 +274,17 @@ def _told_of_everything(observe: Any) -> Any:
     return wrong
 
 
+def _with_chances(tree: DraftTree, call: Call) -> DraftTree:
+    """What nodes were ranked by as what is stated of them."""
+    chances: dict[tuple[int, ...], float] = {}
+    for own, of_nodes in zip(call.trees, call.chances, strict=True):
+        for node, chance in enumerate(of_nodes):
+            chances[own.path_tokens(node)] = max(chance, chances.get(own.path_tokens(node), 0.0))
+    return replace(tree, scores=tuple(chances[tree.path_tokens(node)] for node in range(len(tree))))
+
+
 _TOLD = test_composition.test_every_part_is_told_about_its_own_nodes
+_RANKS = test_composition.test_a_union_ranks_nodes_by_what_became_of_nodes_like_them
 _BELIEVES = test_drafter_state.test_a_composition_learns_whom_to_believe
 COMPOSITION = (
     Mutant("parts are told about the nodes of all", wrapped(CompositeDrafter, "observe", _told_of_everything), _TOLD),
@@ -276,12 +303,12 @@ COMPOSITION = (
     ),
     Mutant(
         "a part that asked for accepted tokens gets features of its own nodes",
-        with_result(composite, "own_result", _of_its_own_nodes),
+        with_result(compose, "own_result", _of_its_own_nodes),
         test_drafter_state.test_a_part_gets_features_of_what_was_emitted_whoever_drafted_it,
     ),
     Mutant(
         "a merged tree has one node too many",
-        with_arguments(union, "merged", lambda call: {"max_nodes": call.max_nodes + 1}),
+        with_arguments(compose, "merged", lambda call: {"max_nodes": call.max_nodes + 1}),
         test_composition.test_a_merged_tree_holds_the_best_paths_of_all,
     ),
     Mutant(
@@ -289,7 +316,35 @@ COMPOSITION = (
         wrapped(CompositeDrafter, "start", _read_by_all),
         test_composition.test_parts_read_prompts_if_they_want_to_and_are_asked_what_to_keep,
     ),
-    Mutant("nobody learns what a part is worth", skipped(Calibration, "observe"), _BELIEVES),
+    Mutant("nobody learns what a part is worth", skipped(AcceptanceModel, "came"), _BELIEVES),
+    Mutant(
+        "parts are believed what they state",
+        with_result(AcceptanceModel, "chances", lambda chances, call: list(scored(call.tree).scores or chances)),
+        _RANKS,
+        (0.9, 0.4),
+    ),
+    Mutant(
+        "nodes of parts that state nothing are not known again once they are merged",
+        replaced(compose, "scored", lambda tree: tree),
+        _RANKS,
+        (None, 0.4),
+    ),
+    Mutant(
+        "merged trees state how often nodes are right instead of what parts state",
+        with_result(compose, "merged", _with_chances),
+        _RANKS,
+        (0.9, 0.4),
+    ),
+    Mutant(
+        "the way that was chosen is not followed",
+        with_arguments(UnionDrafter, "propose", lambda call: {"budgets": [DraftSize(size) for size in call.budgets]}),
+        test_auto.test_only_the_parts_of_the_arm_are_asked_and_their_drafts_merged,
+    ),
+    Mutant(
+        "later parts of auto are always asked",
+        replaced(AutoDrafter, "_budgets", lambda *call: call[-1]),
+        test_auto.test_a_part_is_not_asked_where_another_promises_enough,
+    ),
     Mutant(
         "the first draft is always enough",
         with_arguments(FirstDrafter, "__init__", lambda call: {"min_expected": 0.0}),
@@ -297,7 +352,7 @@ COMPOSITION = (
     ),
     Mutant(
         "whatever was drafted counts as accepted",
-        with_arguments(Calibration, "observe", lambda call: {"path": range(len(call.tree))}),
+        with_arguments(Rate, "add", lambda call: {"outcome": 1.0}),
         _BELIEVES,
     ),
 )

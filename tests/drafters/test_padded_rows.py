@@ -17,7 +17,6 @@ import toys
 from foredraft import LLM
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.heads.eagle import EagleDrafter
-from foredraft.drafters.lengths import Fixed
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.drafters.parts.layer_set import LayerSet
@@ -26,6 +25,7 @@ from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
+from foredraft.methods.lengths import Fixed
 from foredraft.model.lm import CausalLM
 from foredraft.testing import GREEDY, PROMPTS, SAMPLED
 from harness import random_ids

@@ -1,4 +1,4 @@
-"""Policies in the engine: no token changes, no law changes, rows stop by themselves, and the trace says so."""
+"""Policies in the engine: no token changes, no distribution changes, rows stop by themselves, and the trace says so."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from test_rejection_law import (  # the exact law of a vocabulary of four, and the chi-square against it
+from test_rejection_distribution import (  # exact distribution over four tokens, and its chi-square
     VOCAB_SIZE as FEW,
 )
-from test_rejection_law import drafter_model as few_drafter
-from test_rejection_law import p_value_of
+from test_rejection_distribution import drafter_model as few_drafter
+from test_rejection_distribution import p_value_of
 
 from drafting import check_conforms
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
-from foredraft.drafters.lengths import CONFIDENCE, Acceptance, AdaEDL, Confidence, Egag, Fixed, LengthPolicy
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.lookup.nasd import NasdDrafter
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.engine import Engine
+from foredraft.methods.lengths import CONFIDENCE, Acceptance, AdaEDL, Confidence, Egag, Fixed, LengthPolicy
 from foredraft.model.lm import CausalLM
 from foredraft.testing import GREEDY, PROMPTS, SAMPLED, decode, toy_model
 from foredraft.tree import DraftPlan, DraftTree
@@ -44,7 +44,7 @@ def drafter(policy: LengthPolicy, model: CausalLM | None = None, **options: Any)
 
 
 CONFORMING = (("acceptance", 1), ("adaedl", 2))
-"""By what was accepted, and by the law after a token; over chains and over trees."""
+"""By what was accepted, and by the distribution after a token; over chains and over trees."""
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_nasd_takes_policies_that_look_at_shares(policy: str) -> None:
     assert decode(target(), NasdDrafter(length_policy=POLICIES[policy](5)), requests).outputs == plain.outputs
 
 
-# -- the law under rejection ---------------------------------------------------------------------------------------
+# -- the distribution under rejection --------------------------------------------------------------------------------
 
 MEDIAN_ENTROPY = 1.0  # nats, of the drafter over four tokens: about half of the drafts end early
 
@@ -97,7 +97,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("kind", "acceptance"), CELLS)
-def test_outputs_have_the_law_of_the_target(kind: str, acceptance: str) -> None:
+def test_outputs_have_the_distribution_of_the_target(kind: str, acceptance: str) -> None:
     assert p_value_of(early(kind, acceptance), acceptance) > 1e-3
 
 
@@ -156,7 +156,7 @@ class Script(LengthPolicy):
 def test_rows_of_a_batch_have_lengths_of_their_own_and_share_the_forwards(
     saves_forward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lengths 1, 4 and 2: four tokens deep is four forwards; where the law has to be seen to stop, five."""
+    """Lengths 1, 4 and 2: four tokens deep is four forwards; where the distribution has to be seen to stop, five."""
     model = small()
     policy = Script({0: 1, 1: 4, 2: 2}, saves_forward)
     engine = Engine(target(), drafter(policy, model))
@@ -170,7 +170,7 @@ def test_rows_of_a_batch_have_lengths_of_their_own_and_share_the_forwards(
     assert len(forwards) == (4 if saves_forward else 5)
 
 
-def test_a_fixed_length_computes_no_law(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fixed_length_computes_no_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy is free where it does not look."""
     from foredraft.sampling import distribution as module
 

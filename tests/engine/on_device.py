@@ -30,10 +30,10 @@ from foredraft.classic.sampling import autoregressive_generate, speculative_gene
 from foredraft.classic.sampling.base_decoding import beam_search_generate
 from foredraft.classic.utils.logits_processor import GreedyProcessor, MultinomialProcessor
 from foredraft.cli import app
-from foredraft.config.method import methods
 from foredraft.engine import costs
 from foredraft.errors import ConfigError
 from foredraft.loading import models
+from foredraft.methods import methods
 from foredraft.model.cache import storage as cache_storage
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM
@@ -187,7 +187,7 @@ def test_every_method_says_what_plain_decoding_on_the_cpu_says(name: str, modes:
 
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_says_what_it_says_on_the_cpu(name: str) -> None:
-    """Laws of rejection give other texts than plain decoding; noise is keyed, so they are those of the CPU."""
+    """Rejection gives other texts than plain decoding; noise is keyed, so they are those of the CPU."""
     params = replace(SAMPLED, top_p=1.0, n=2)
     here, there = (
         llm(device).with_speculative_config(RULES[name]).generate(TEXTS[:2], params) for device in ("sim", "cpu")
@@ -405,7 +405,7 @@ def test_a_gpu_check_that_is_stopped_keeps_what_it_has(tmp_path: Path, monkeypat
 
 
 def test_texts_are_drafted_for_in_half_precision() -> None:
-    """Near-ties part from plain texts in bfloat16, so only laws and lengths are compared: what a row says is finite."""
+    """Near-ties part from plain texts in bfloat16, so only lengths are compared: what a row says is finite."""
     half = LLM("zoo:tiny", "suffix+eagle3", device=DEVICE, dtype="bfloat16")
     for params in MODES.values():
         texts = half.generate(TEXTS, replace(params, ignore_eos=True))
@@ -517,7 +517,7 @@ def test_generate_and_info_name_the_device(monkeypatch: pytest.MonkeyPatch) -> N
 
 @full
 def test_verify_finds_no_fault() -> None:
-    """Its settings and enumerated laws, as many as there is time for."""
+    """Its settings and enumerated distributions, as many as there is time for."""
     given = ("--model", "zoo:tiny", "--device", DEVICE, "--dtype", "float32", "--method", "eagle3", "--json")
     done = CliRunner().invoke(app, ["verify", *given, "--num-prompts", "2", "--max-new-tokens", "16"])
     found = json.loads(done.stdout)

@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedModel
 
 from foredraft import LLM, SamplingParams
-from foredraft.config.method import methods
 from foredraft.engine.drafter import listens
 from foredraft.engine.drafts import Drafts
 from foredraft.engine.engine import Engine
@@ -23,6 +22,7 @@ from foredraft.heads.eagle_layouts import write_eagle
 from foredraft.heads.layers import LayerShape
 from foredraft.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
 from foredraft.heads.medusa_hydra_layouts import write_hydra, write_medusa
+from foredraft.methods import methods
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM
 from foredraft.retrieval.build import from_tokens

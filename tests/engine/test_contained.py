@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +15,11 @@ import torch
 from contained import CONTAINED, TEXTS, VOCAB_SIZE, draft_model, layer_skip, params, plain, run, target
 from drafting import made
 from foredraft import LLM, SamplingParams
-from foredraft.drafters.compose.union import UnionDrafter
+from foredraft.drafters.compose import UnionDrafter
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import Drafter, Needs
+from foredraft.engine.drafts import Drafts
 from foredraft.engine.engine import Engine
-from foredraft.engine.governing import Governing
 from foredraft.engine.memory import bytes_per_token
 from foredraft.engine.row import Row
 from foredraft.errors import MOST_CHARACTERS, PromptError, is_fatal, told
@@ -165,7 +165,13 @@ def test_a_target_that_turns_nan_as_its_own_drafter_leaves_nothing_of_it(
     """
     drafter = layer_skip()
     engine = Engine(target(), drafter, CONTAINED)
-    monkeypatch.setattr(Governing, "trimmed", lambda _, rows, trees: [DraftTree.root(row.pending) for row in rows])
+    propose = Drafts.propose
+
+    def proposed(self: Drafts, rows: Sequence[Row], *others: Any) -> list[DraftTree]:
+        propose(self, rows, *others)
+        return [DraftTree.root(row.pending) for row in rows]
+
+    monkeypatch.setattr(Drafts, "propose", proposed)
     forward = drafter.model.forward
 
     def overflowing(nodes: Any, cache: Any, **others: Any) -> torch.Tensor:
@@ -288,7 +294,7 @@ def cut_at(place: tuple[str, str], number: int, call: Callable[[], Any]) -> None
         sys.settrace(before)
 
 
-PLACES = [("engine/engine.py", "_exclusive"), ("sessions/runner.py", "_step"), ("sessions/runner.py", "open")]
+PLACES = [("engine/engine.py", "_exclusive"), ("engine/frontend.py", "_step"), ("engine/frontend.py", "open")]
 
 
 @pytest.mark.parametrize("place", PLACES, ids="-".join)
@@ -302,6 +308,6 @@ def test_an_llm_that_is_cut_off_at_any_line_goes_on(place: tuple[str, str]) -> N
         found = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, given)]
         assert found == plain(), number
         assert llm.num_unfinished == 0, number
-        engine = llm._runner._engine
+        engine = llm._runner.engine
         assert not engine.has_unfinished, number
         assert engine.cache.num_rows == 0, number

@@ -496,33 +496,33 @@ def test_a_draft_that_is_wrong_ends_drafting_for_its_rows(name: str, is_governed
 # -- distributions -----------------------------------------------------------------------------------------------------
 
 
-def law(**changed: float) -> torch.Tensor:
+def distribution(**changed: float) -> torch.Tensor:
     probs = torch.full((1, VOCAB_SIZE), 1.0 / VOCAB_SIZE)
     for place, value in changed.items():
         probs[0, int(place[1:])] = value
     return probs
 
 
-WRONG_LAWS: dict[str, Callable[[], Any]] = {
+WRONG_DISTRIBUTIONS: dict[str, Callable[[], Any]] = {
     "of another vocabulary": lambda: torch.full((1, 7), 1.0 / 7),
     "of whole numbers": lambda: torch.ones(1, VOCAB_SIZE, dtype=torch.int64),
     "of numpy": lambda: np.full((1, VOCAB_SIZE), 1.0 / VOCAB_SIZE),
     "elsewhere": lambda: torch.empty(1, VOCAB_SIZE, device="meta"),
-    "without the drafted token": lambda: law(_1=0.0),
-    "with a negative number": lambda: law(_1=-1.0),
-    "with NaN": lambda: law(_5=float("nan")),
-    "with infinity": lambda: law(_5=float("inf")),
+    "without the drafted token": lambda: distribution(_1=0.0),
+    "with a negative number": lambda: distribution(_1=-1.0),
+    "with NaN": lambda: distribution(_5=float("nan")),
+    "with infinity": lambda: distribution(_5=float("inf")),
     "that are logits": lambda: torch.randn(1, VOCAB_SIZE) * 5,
 }
 
 
 @pytest.mark.parametrize("rule", ["standard", "block"])
-@pytest.mark.parametrize("name", WRONG_LAWS)
+@pytest.mark.parametrize("name", WRONG_DISTRIBUTIONS)
 def test_a_draft_with_a_wrong_distribution_ends_drafting_for_its_row(name: str, rule: str) -> None:
     """They ended the whole call: rules read distributions after the drafter has been left."""
 
     def given(pending: int, tokens: Any) -> DraftTree:
-        return DraftTree.chain(pending, [1], probs=WRONG_LAWS[name]())
+        return DraftTree.chain(pending, [1], probs=WRONG_DISTRIBUTIONS[name]())
 
     def wrong(number: int) -> Any:
         return replace(params(number), temperature=0.9)
@@ -546,7 +546,8 @@ def test_sampled_drafts_in_every_dtype_are_right(rule: str, dtype: torch.dtype) 
 
         def propose(self, rows: Any, budgets: Any) -> Any:
             return [
-                DraftTree.chain(row.pending, [int(row.pending) % VOCAB_SIZE], probs=law().to(dtype)) for row in rows
+                DraftTree.chain(row.pending, [int(row.pending) % VOCAB_SIZE], probs=distribution().to(dtype))
+                for row in rows
             ]
 
     engine = Engine(target(), Rounded(), replace(CONTAINED, acceptance=rule))
@@ -576,16 +577,14 @@ def test_a_drafter_that_leaves_other_lengths_in_the_cache_is_at_fault() -> None:
 
 def test_an_arm_that_cannot_be_chosen_is_a_fault_of_the_rows_that_are_drafted_for() -> None:
     class Stuck(Proposing):
-        facts = DrafterFacts("stuck", arms=("one", "other"))
+        facts = DrafterFacts("stuck", arms=("one", "other"), arm=1)
 
         def propose(self, rows: Any, budgets: Any) -> Any:
             if (arm := budgets[0].arm) is not None:
                 raise LookupError(f"no arm {arm}")
             return super().propose(rows, budgets)
 
-    governor = Governor(CostModel(GOVERNED))
-    governor.arm = 1
-    rows = rows_of(Stuck(chain), governor)
+    rows = rows_of(Stuck(chain), Governor(CostModel(GOVERNED), Stuck.facts))
     assert [row.output_ids for row in rows] == plain()
     assert rows[0].stats.drafter_error == "LookupError: no arm 1"
 

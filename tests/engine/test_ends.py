@@ -17,7 +17,6 @@ from foredraft.config.engine import EngineConfig
 from foredraft.drafters.lookup.ngram import NGramDrafter
 from foredraft.engine.drafts import Drafts
 from foredraft.engine.engine import Engine
-from foredraft.engine.forwards import Forwards
 from foredraft.errors import ContextLengthError, PromptError
 from foredraft.model.cache.ragged import KVCache
 from foredraft.testing import check_cache_lengths, toy_model
@@ -128,9 +127,9 @@ def test_a_stream_that_is_closed_within_a_step_ends_after_it(config: Any, tmp_pa
 
 
 PLACES: dict[str, tuple[type, str]] = {
-    "reading": (Forwards, "read"),
+    "reading": (Engine, "_read"),
     "drafting": (Drafts, "propose"),
-    "verifying": (Forwards, "verify"),
+    "verifying": (Engine, "_verify"),
     "committing": (KVCache, "commit"),
     "observing": (Drafts, "observe"),
 }
@@ -186,7 +185,7 @@ def test_a_stream_that_is_closed_anywhere_in_a_step_harms_nobody(
         assert ended.finish_reason == "abort"
         assert tuple(ended.token_ids) == plain(None)[0][: len(ended.token_ids)]
         assert llm.num_unfinished == 0
-        llm._runner._engine.forget_prefixes()
+        llm._runner.engine.forget_prefixes()
 
 
 def test_an_engine_does_not_abort_inside_of_its_own_step() -> None:

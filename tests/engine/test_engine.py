@@ -20,11 +20,9 @@ from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.drafters.parts.rows import FedNodes
-from foredraft.engine import decoding
 from foredraft.engine import engine as engine_module
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
-from foredraft.engine.forwards import Forwards
 from foredraft.engine.row import Row
 from foredraft.engine.scheduler import Scheduler
 from foredraft.errors import ConfigError, NumericsError, TreeError
@@ -83,10 +81,9 @@ def plain_outputs() -> tuple[tuple[int, ...], ...]:
 def places(engine: Engine) -> list[tuple[Any, str]]:
     """Objects and methods of a step that may be cut off."""
     found: list[tuple[Any, str]] = [
-        *((engine_module, verb) for verb in ("propose", "accept_rows", "emit", "observe")),
-        (decoding, "logprobs_of"),
+        *((engine_module, name) for name in ("accept", "logprobs_of")),
+        *((Engine, verb) for verb in ("_read", "_plan", "_select", "_verify", "_append", "_tell_drafter")),
         *((Scheduler, verb) for verb in ("admit", "to_read", "next_chunk", "start", "retire")),
-        *((Forwards, verb) for verb in ("read", "verify")),
         *((engine.cache, verb) for verb in ("commit", "open", "reserve", "swap", "fork", "remove", "add_rows")),
         *((engine.caches, verb) for verb in ("add", "fork", "swap", "remove")),
         *((engine.drafter, verb) for verb in ("start", "propose", "observe")),

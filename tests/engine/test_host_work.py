@@ -23,17 +23,17 @@ from foredraft.drafters import make_drafter
 from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.heads.eagle import EagleDrafter
 from foredraft.drafters.heads.medusa_hydra import MultiHeadDrafter
-from foredraft.drafters.lengths import Fixed
 from foredraft.drafters.parts.eagle_rows import EagleRows
 from foredraft.drafters.parts.head_states import PrefixStates
-from foredraft.drafters.parts.rank_tree import RankTree
 from foredraft.engine.cost_model import CostModel
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
+from foredraft.engine.frontend import Completion
 from foredraft.engine.governor import Governor
+from foredraft.methods.lengths import Fixed
+from foredraft.methods.rank_tree import RankTree
 from foredraft.model.lm import CausalLM
 from foredraft.sampling.history import TokenArray
-from foredraft.sessions.session import TextStream
 from foredraft.testing import GREEDY, SAMPLED, perturbed, toy_model
 
 VOCAB_SIZE = 64
@@ -115,7 +115,7 @@ class Work:
     """Of a step, the forwards of models not counted.
 
     Args:
-      tokens: of the text that were looked at, read or copied, in the row's own list and in that of its law.
+      tokens: of the text that were looked at, read or copied, in the row's own list and in that of its sampler.
       calls: of functions, built-in ones included.
       numbers: in tensors that were computed, and in those that they were computed from.
     """
@@ -241,7 +241,7 @@ def work_per_step(
     counter = Counter()
     engine = Engine(target(), drafter, tokenizer=Words(), governor=governor)
     (row,) = engine.add_request(longest_text()[-length:], replace(params, max_tokens=2000, ignore_eos=True))
-    text = TextStream(row)
+    completion = Completion(row, 0)
     while not engine.decoding_rows:
         engine.step()
     monkeypatch.setattr(CausalLM, "forward", counter.paused(CausalLM.forward))
@@ -254,8 +254,7 @@ def work_per_step(
         for number in range(3 + 5):
             with counter.counting() as work:
                 (output,) = engine.step()
-                text.take(output, drafter.name, 0.0, 0.0)
-                text.release()
+                completion.take(output, [drafter.name] * len(output.token_ids))
             if number >= 3:  # the first ones make what later ones use
                 found.append(work)
     finally:

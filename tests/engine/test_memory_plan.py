@@ -16,13 +16,11 @@ import toy_heads
 from drafting import made
 from foredraft import LLM, SamplingParams
 from foredraft.config.engine import EngineConfig, available_bytes, memory_size, share_of
-from foredraft.drafters.compose.union import UnionDrafter
+from foredraft.drafters.compose import UnionDrafter
 from foredraft.drafters.heads.eagle import EagleDrafter
 from foredraft.drafters.heads.medusa_hydra import MultiHeadDrafter
-from foredraft.drafters.lengths import Fixed
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.drafters.parts.rank_tree import RankTree
 from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.drafters.parts.sparse_view import SparseView
 from foredraft.drafters.selfdraft.sparse_kv import USUAL_ACCEPTANCE
@@ -32,6 +30,8 @@ from foredraft.engine.engine import Engine
 from foredraft.engine.memory import MemoryUse, available_on, bytes_per_token
 from foredraft.engine.row import Row
 from foredraft.errors import ConfigError, ContextLengthError
+from foredraft.methods.lengths import Fixed
+from foredraft.methods.rank_tree import RankTree
 from foredraft.model.cache import pages
 from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.model.cache.ragged import KVCache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -18,12 +19,13 @@ from foredraft import LLM, SamplingParams
 from foredraft.config.engine import EngineConfig
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine import engine as engine_module
+from foredraft.engine import frontend
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
 from foredraft.model.cache import pages
 from foredraft.model.cache.storage import RaggedLayer
 from foredraft.model.lm import Nodes
-from foredraft.sessions import idle
+from foredraft.testing import toy_model
 
 METHODS = [*DRAFTERS, *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle2", "hydra++", "union"))]
 
@@ -136,7 +138,7 @@ def test_a_prompt_has_its_room_before_it_is_read(monkeypatch: pytest.MonkeyPatch
 def test_an_idle_llm_gives_back_what_a_long_call_has_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The native program, too, whose tables grow with positions; the answers stay the same."""
     has_rested = threading.Event()
-    monkeypatch.setattr(idle, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(frontend, "IDLE_SECONDS", 0.05)
     llm = LLM("zoo:tiny", "draft_model", num_cached_prefixes=2)
     runner = llm._runner
     release = runner.engine.release_memory
@@ -161,41 +163,55 @@ def test_an_idle_llm_gives_back_what_a_long_call_has_taken(monkeypatch: pytest.M
 # -- the pause -----------------------------------------------------------------------------------------------------
 
 
-class Owner:
-    """Counts how often it rests."""
+PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
-    def __init__(self, seconds: float = 0.01) -> None:
-        self.num_rests = 0
+
+class Rests:
+    """An LLM that counts how often it gives memory back, after pauses of so many seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+        monkeypatch.setattr(frontend, "IDLE_SECONDS", seconds)
+        self.llm = LLM(toy_model())
+        self.number = 0
         self.rested = threading.Event()
-        self.watch = idle.IdleWatch(self, seconds)
+        monkeypatch.setattr(self.llm._runner.engine, "release_memory", self._count)
 
-    def rest(self) -> None:
-        self.num_rests += 1
+    def _count(self) -> None:
+        self.number += 1
         self.rested.set()
 
 
-def test_an_owner_rests_once_after_the_pause_and_again_after_more_work() -> None:
-    owner = Owner()
+def test_an_llm_rests_once_after_the_pause_and_again_after_more_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    rests = Rests(monkeypatch, 0.01)
     for number in (1, 2):
-        owner.rested.clear()
-        owner.watch.begin()
-        assert owner.rested.wait(30)
-        assert owner.num_rests == number
+        rests.rested.clear()
+        rests.llm.generate([[1, 2]], PARAMS)
+        assert rests.rested.wait(30)
+        time.sleep(0.05)
+        assert rests.number == number
 
 
-def test_an_owner_that_works_does_not_rest_and_is_not_kept() -> None:
-    owner, gone = Owner(0.5), threading.Event()
-    owner.watch.begin()
-    owner.watch.end()
-    thread = owner.watch._thread
+def test_an_llm_that_works_does_not_rest_before_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    rests = Rests(monkeypatch, 0.2)
+    rests.llm.generate([[1, 2]], PARAMS)
+    with rests.llm.stream([[1, 2]], PARAMS) as stream:
+        next(stream)
+        assert not rests.rested.wait(0.6)
+    assert rests.rested.wait(30)
+
+
+def test_a_pause_does_not_keep_an_llm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontend, "IDLE_SECONDS", 0.5)
+    llm, gone = LLM(toy_model()), threading.Event()
+    llm.generate([[1, 2]], PARAMS)
+    thread = llm._runner._idle_thread
     assert thread is not None
-    weakref.finalize(owner, gone.set)
-    num_rests = owner.num_rests
-    del owner
+    weakref.finalize(llm._runner, gone.set)
+    del llm
     gc.collect()
-    thread.join(30)
     assert gone.is_set()
-    assert num_rests == 0
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_tables_of_a_model_are_given_back() -> None:

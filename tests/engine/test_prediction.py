@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 
 from foredraft import LLM, SamplingParams
 from foredraft.config import sampling
-from foredraft.engine.prediction import LONGEST, Prediction
+from foredraft.engine.acceptance_model import AcceptanceModel
+from foredraft.engine.drafts import _predicted
+from foredraft.engine.frontend import RequestOutput
+from foredraft.engine.row import LONGEST, Prediction
 from foredraft.errors import ConfigError
-from foredraft.sessions.outputs import RequestOutput
 from foredraft.testing import toy_model
 from foredraft.tree import DraftTree
 from harness import random_ids
@@ -100,7 +103,7 @@ def test_outputs_are_those_without(method: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["standard", "block"])
-def test_rules_that_keep_the_law_alone_take_predictions_too(rule: str) -> None:
+def test_rules_that_keep_the_distribution_alone_take_predictions_too(rule: str) -> None:
     """Greedy rows decode by the argmax under every rule; sampled ones are drawn otherwise, and go on to their end."""
     config = {"method": "layer_skip", "exit_layer": 1, "rejection_sample_method": rule}
     made = base().with_speculative_config(config)
@@ -165,9 +168,9 @@ def drafts(prediction: str, output: str, prompt: str = "") -> list[str]:
     ("prediction", "output", "last"),
     [
         ("abcdefgh", "abc", "defg"),
-        ("abcdefgh", "axc", "defg"[:2]),  # replaced: one token that agrees is worth two
+        ("abcdefgh", "axc", "defg"),  # replaced
         ("abcdefgh", "axcd", "efgh"),
-        ("abcdefgh", "abxyc", "de"),  # put in
+        ("abcdefgh", "abxyc", "defg"),  # put in
         ("abcdefgh", "abdef", "gh"),  # left out
         ("abcdefgh", "zzz", ""),  # elsewhere
         ("abcXdef.abcYghi.", "abcXdef.abc", "Yghi"),  # goes on, though it was here before
@@ -188,18 +191,44 @@ def test_from_afar_more_than_one_token_must_agree() -> None:
     assert drafts(prediction, "xmn")[-1] == "op"
 
 
+def drafted(row: Any, prediction: Prediction, *came: int) -> int:
+    """Tokens that are drafted of a prediction after these have come."""
+    row.token_ids += came
+    row.acceptance.came(row, came)
+    row.pending = row.token_ids[-1]
+    chain = _predicted(row, prediction, 100)
+    if chain is not None:
+        row.acceptance.proposed(row, chain, "none")
+    return 0 if chain is None else len(chain) - 1
+
+
 def test_drafts_grow_as_the_prediction_is_right_and_no_further() -> None:
-    prediction = Prediction(range(200), 0)
-    lengths = [len(prediction.draft(range(end), 100)) for end in range(60)]
-    assert lengths[0] == 8
-    assert lengths == sorted(lengths)
+    """At first twice as many as have agreed, which is what half of them right would make worth it."""
+    row: Any = SimpleNamespace(token_ids=[0], state={}, acceptance=AcceptanceModel())
+    prediction = Prediction(range(1, 200), 1)
+    lengths = [drafted(row, prediction, *[token] * (token > 0)) for token in range(60)]
+    assert 6 <= lengths[0] <= 12
+    assert max(lengths) == lengths[-1] == LONGEST
+
+
+def test_a_prediction_that_is_wrong_is_left_and_comes_back_where_it_agrees() -> None:
+    model = AcceptanceModel()
+    for number in range(40):  # other requests, whose predictions are wrong
+        row: Any = SimpleNamespace(token_ids=[0], state={}, acceptance=model)
+        prediction = Prediction([*range(1, 200)], 1)
+        lengths = [drafted(row, prediction), drafted(row, prediction, 500 + number)]
+    assert lengths == [0, 0]
+    row = SimpleNamespace(token_ids=[0], state={}, acceptance=model)
+    prediction = Prediction(range(1, 200), 1)
+    lengths = [drafted(row, prediction, *[token] * (token > 0)) for token in range(40)]
+    assert lengths[0] == 0
     assert lengths[-1] == LONGEST
 
 
 def test_many_places_cost_no_more() -> None:
     prediction = Prediction([5] * 20_000, 0)
     prediction.draft([5] * 300 + [6], 4)
-    assert prediction.draft([5] * 300 + [6, 5], 4) == (5, 5)
+    assert prediction.draft([5] * 300 + [6, 5], 4) == (5, 5, 5, 5)
 
 
 @pytest.mark.parametrize("kind", ["text", "ids"])

@@ -12,8 +12,8 @@ from foredraft import LLM, SamplingParams
 from foredraft.config.engine import EngineConfig
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.engine import Engine
+from foredraft.engine.frontend import RequestOutput
 from foredraft.model.lm import CausalLM
-from foredraft.sessions.outputs import RequestOutput
 from foredraft.testing import toy_model
 from harness import random_ids
 

@@ -16,13 +16,13 @@ from drafting import made
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.heads.medusa_hydra import MultiHeadDrafter
-from foredraft.drafters.lengths import Heuristic
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.drafters.parts.rank_tree import RankTree
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
+from foredraft.methods.lengths import Heuristic
+from foredraft.methods.rank_tree import RankTree
 from foredraft.model.lm import CausalLM
 from foredraft.testing import check_cache_lengths, perturbed, toy_model
 

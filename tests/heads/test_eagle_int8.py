@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from foredraft.drafters.heads.eagle import EagleDrafter
-from foredraft.drafters.heads.options import pack
-from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.heads.loading import pack
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.drafters.parts import eagle_rows
 from foredraft.engine.engine import Engine
@@ -21,6 +20,7 @@ from foredraft.heads import int8
 from foredraft.heads.eagle import EagleHead, EagleShape
 from foredraft.heads.layers import AttentionContext, LayerShape
 from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.methods.lengths import Fixed
 from foredraft.model.execution.packing import unpacked_weight
 from foredraft.model.lm import CausalLM
 from foredraft.model.nodes import Nodes
@@ -155,7 +155,7 @@ def test_a_level_is_near_what_the_module_computes(name: str, dtype: torch.dtype)
     assert float((own.logits(outputs) - wanted).norm() / wanted.norm()) < 0.03
 
 
-LAWS = {
+SAMPLINGS = {
     "greedy": {},
     "sampled": {"temperature": 0.8, "seed": 3},
     "top-k": {"temperature": 1.4, "seed": 4, "top_k": 7},
@@ -164,13 +164,13 @@ LAWS = {
 }
 
 
-@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("name", ["eagle3", "eagle"])
 @pytest.mark.parametrize("growth", [{}, {"num_branches": 5, "beam_width": 2, "max_nodes": 30}], ids=str)
 def test_a_draft_in_one_call_is_the_draft_level_by_level(
-    name: str, growth: dict[str, Any], law: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    name: str, growth: dict[str, Any], sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params = replace(GREEDY, max_tokens=24, **law)
+    params = replace(GREEDY, max_tokens=24, **sampling)
     made = head(name)
     engine = Engine(target(), watched := drafter(made, 4, **growth))
     grown, grow = [], watched.states.grow

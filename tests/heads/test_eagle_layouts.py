@@ -19,7 +19,6 @@ from foredraft import LLM, SamplingParams, zoo
 from foredraft.bench.candidates import read_candidates
 from foredraft.classic.sampling import speculative_generate
 from foredraft.cli import app
-from foredraft.config.method import methods
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters.heads.eagle import PUBLISHED
 from foredraft.engine import acceptance_model
@@ -29,6 +28,7 @@ from foredraft.heads.eagle import EagleHead, default_streams
 from foredraft.heads.eagle_layouts import TargetFacts, check_fits, read_eagle, write_eagle
 from foredraft.heads.layers import AttentionContext
 from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.methods import methods
 from foredraft.testing import PROMPTS, toy_model
 
 EOS = 3

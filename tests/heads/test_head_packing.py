@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from foredraft.drafters.heads.options import pack
+from foredraft.drafters.heads.loading import pack
 from foredraft.heads.eagle import EagleHead, EagleShape
 from foredraft.heads.layers import AttentionContext, LayerShape
 from foredraft.model.execution.packing import PackedLinear

@@ -1,4 +1,4 @@
-"""transformers' processors as sampling parameters: what the law takes over, and that nothing changes by it."""
+"""transformers' processors as sampling parameters: what the sampler takes over, and that nothing changes by it."""
 
 from __future__ import annotations
 
@@ -96,15 +96,15 @@ def test_random_lists_give_the_same_scores(seed: int) -> None:
     expected = processors(text, logits.clone())
     for index, row in enumerate(read_rows(inputs, mask)):
         fields = sampling_fields(processors, do_sample, RowPlace(index, 3, row, frozenset({EOS}), CPU))
-        law = Sampler(
+        sampler = Sampler(
             SamplingParams(max_tokens=None, **fields),
             vocab_size=VOCAB,
             eos_token_ids=[EOS],
             prompt_ids=row.token_ids,
             history_ids=row.shown_ids,
         )
-        law.extend(output[index])
-        ours = scores(logits[index : index + 1], [law], [drafted[index]])
+        sampler.extend(output[index])
+        ours = scores(logits[index : index + 1], [sampler], [drafted[index]])
         torch.testing.assert_close(ours[0], expected[index], atol=1e-5, rtol=1e-5, msg=f"{options} row {index}")
 
 
@@ -157,15 +157,15 @@ class Louder(RepetitionPenaltyLogitsProcessor):
         [TopPLogitsWarper(0.0)],
     ],
 )
-def test_what_the_law_does_otherwise_runs_as_it_is(processors: list[Any]) -> None:
+def test_what_the_distribution_does_otherwise_runs_as_it_is(processors: list[Any]) -> None:
     """Subclasses, another order, other options."""
     fields = sampling_fields(processors, True, place())
     assert fields["logits_processors"]
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
     ids = torch.tensor([[10, 11]])
-    law = Sampler(SamplingParams(**fields), vocab_size=VOCAB, eos_token_ids=[EOS], prompt_ids=[10, 11])
+    sampler = Sampler(SamplingParams(**fields), vocab_size=VOCAB, eos_token_ids=[EOS], prompt_ids=[10, 11])
     expected = LogitsProcessorList(processors)(ids, logits.clone())
-    torch.testing.assert_close(scores(logits, [law], [()]), expected)
+    torch.testing.assert_close(scores(logits, [sampler], [()]), expected)
 
 
 def test_a_processor_that_tells_rows_apart_sees_its_own_row() -> None:

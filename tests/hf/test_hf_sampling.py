@@ -1,4 +1,4 @@
-"""Sampling through the hook: the same tokens whatever is drafted, and the law of plain `generate`."""
+"""Sampling through the hook: the same tokens whatever is drafted, and the distribution of plain `generate`."""
 
 from __future__ import annotations
 
@@ -113,10 +113,10 @@ def small(rows: int) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["match", "standard"])
-def test_the_law_is_that_of_generate(method: str) -> None:
+def test_the_distribution_is_that_of_generate(method: str) -> None:
     """Two tokens of 800 samples on each side, 36 outcomes, chi-square test of homogeneity.
 
-    A right law fails with a chance below 1e-4; the seeds are fixed, so it fails always or never.
+    A right distribution fails with a chance below 1e-4; the seeds are fixed, so it fails always or never.
     """
     model, inputs = small(800)
     options = {**inputs, "do_sample": True, "max_new_tokens": 2, "temperature": 1.5, "top_k": 5}

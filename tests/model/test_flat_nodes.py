@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from foredraft.accept import accept, choose_all
 from foredraft.config.sampling import SamplingParams
-from foredraft.engine.accepting import accept_rows, choose_all
 from foredraft.engine.row import Row
 from foredraft.engine.stopping import StopChecker
 from foredraft.model.capture import Wanted
@@ -114,23 +114,26 @@ def test_logits_as_a_list_are_those_of_the_rectangle(lm: CausalLM) -> None:
 @pytest.mark.parametrize("rule", ["match", "standard"])
 @pytest.mark.parametrize("temperatures", [(0.0,) * 4, (0.8,) * 4, (0.0, 0.8, 0.0, 0.8), (0.8, 0.0, 0.0, 0.0)])
 def test_choices_and_verdicts_do_not_depend_on_the_form_of_logits(rule: str, temperatures: tuple[float, ...]) -> None:
-    """Three forms: a list, a rectangle, and one with a row too many."""
+    """Three forms: a list, a rectangle, and one with a row too many; a row alone has the verdict of the batch."""
     rows = []
     for i, (temperature, prefix) in enumerate(zip(temperatures, PREFIXES, strict=True)):
         params = SamplingParams(temperature=temperature, top_p=0.9)
-        law = Sampler(params, vocab_size=64, prompt_ids=prefix)
-        law.seed = i
+        sampler = Sampler(params, vocab_size=64, prompt_ids=prefix)
+        sampler.seed = i
         checker = StopChecker(params, (), len(prefix), 99)
-        rows.append(Row(i, str(i), 0, [*prefix, TREES[i].tokens[0]], len(prefix), params, i, law, 99, checker))
+        rows.append(Row(i, str(i), 0, [*prefix, TREES[i].tokens[0]], len(prefix), params, i, sampler, 99, checker))
     counts, width = list(map(len, TREES)), max(map(len, TREES))
     values = torch.randn(sum(counts), 64, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     flat = FlatNodes(counts, width, values.device)
     rectangle = flat.spread(values)
     forms = NodeLogits(values, counts), rectangle, torch.cat([rectangle, rectangle[:1]])
     choices = [choose_all(rows, TREES, form) for form in forms]
-    verdicts = [accept_rows(rule, rows, TREES, form) for form in forms]
+    verdicts = [accept(rule, rows, TREES, form) for form in forms]
     assert choices[0] == choices[1] == choices[2]
-    assert verdicts[0] == verdicts[1] == verdicts[2]
+    alone = [
+        accept(rule, [row], [tree], forms[0].of([i])) for i, (row, tree) in enumerate(zip(rows, TREES, strict=True))
+    ]
+    assert verdicts[0] == verdicts[1] == verdicts[2] == [verdict for (verdict,) in alone]
     if rule == "match":
         assert [verdict.next_token for verdict in verdicts[0]] == [
             chosen[verdict.path[-1]] for chosen, verdict in zip(choices[0], verdicts[0], strict=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from foredraft.config.method import methods
+from foredraft.methods import methods
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foredraft import zoo
-from foredraft.drafters.lookup.rest import RestOptions
 from foredraft.errors import ConfigError, CorpusError, DatastoreError, TokenizerMismatchError
 from foredraft.loading.models import load_tokenizer
+from foredraft.methods.lookup import RestOptions
 from foredraft.retrieval import datastore as datastore_of
 from foredraft.retrieval.build import ShardLimits, append, build, from_tokens
 from foredraft.retrieval.corpus import PIECE_CHARACTERS, CorpusFile, cut, find_files

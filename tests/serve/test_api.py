@@ -244,13 +244,13 @@ def test_offsets_are_characters_of_the_text(running_server: Running, text: str) 
 
 def test_warming_up_is_no_news(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """`foredraft serve` said before it was ready that its method does not pay, of texts that are nobody's."""
-    monkeypatch.setattr("foredraft.sessions.payoff.MIN_STEPS", 40)
+    monkeypatch.setattr("foredraft.engine.frontend.MIN_STEPS", 40)
     with caplog.at_level("INFO", "foredraft"), ungoverned():
         served = Served({"tiny": LLM(MODEL, "ngram", max_num_seqs=4)})
         served.warm()
-        assert [record for record in caplog.records if record.filename == "payoff.py"] == []
+        assert [line for line in caplog.messages if "hardly pays" in line] == []
         served.llm.generate(["Once", "There"], SamplingParams(max_tokens=60, seed=1, temperature=2.0, ignore_eos=True))
-        assert [record for record in caplog.records if record.filename == "payoff.py"]
+        assert [line for line in caplog.messages if "hardly pays" in line]
 
 
 @pytest.mark.smollm2

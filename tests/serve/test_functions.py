@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from foredraft.engine.frontend import StreamOutput
 from foredraft.llm import LLM
 from foredraft.serve.chat import ChatForm, read_chat
 from foredraft.serve.served import Served
 from foredraft.serve.settings import ServerSettings
-from foredraft.sessions.outputs import StreamOutput
 from serving import Running, running, with_template
 
 pytest.importorskip("llguidance")

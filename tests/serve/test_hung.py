@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from foredraft.config.sampling import SamplingParams
+from foredraft.engine.frontend import CompletionOutput, FrozenList, RequestMetrics, RequestOutput, StreamOutput
 from foredraft.engine.stats import RowStats
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
@@ -40,7 +41,6 @@ from foredraft.serve.ray.messages import (
 from foredraft.serve.ray.replica import Replica
 from foredraft.serve.served import Served
 from foredraft.serve.settings import FailoverSettings
-from foredraft.sessions.outputs import CompletionOutput, FrozenList, RequestMetrics, RequestOutput, StreamOutput
 
 LENGTH, STEP_SECONDS = 6, 0.5
 WHOLE = list(range(LENGTH))

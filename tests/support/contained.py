@@ -7,7 +7,6 @@ from typing import Any
 
 from foredraft import SamplingParams
 from foredraft.config.engine import EngineConfig
-from foredraft.drafters.lengths import Fixed
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.drafters.parts.layer_set import LayerSet
@@ -15,6 +14,7 @@ from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
+from foredraft.methods.lengths import Fixed
 from foredraft.testing import check_cache_lengths
 from toys import VOCAB_SIZE, small, target
 

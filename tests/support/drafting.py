@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
-from foredraft.config.method import methods
 from foredraft.drafters.iterate.jacobi import JacobiDrafter
 from foredraft.drafters.iterate.lookahead import LookaheadDrafter
 from foredraft.drafters.lookup.nasd import NasdDrafter
@@ -18,6 +17,7 @@ from foredraft.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import Drafter, PromptChunk
 from foredraft.engine.row import Row, RowState
+from foredraft.methods import methods
 from foredraft.model.cache.group import CacheGroup
 from foredraft.model.lm import CausalLM
 from foredraft.testing import MakeDrafter, check_drafter, conformance, decode

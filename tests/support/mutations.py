@@ -1,4 +1,4 @@
-"""Faults of state, positions, masks and law, each small enough to be a slip of the pen."""
+"""Faults of state, positions, masks and distributions, each small enough to be a slip of the pen."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from foredraft.accept.rules import Verdict
+from foredraft import accept
+from foredraft.accept import Verdict
 from foredraft.drafters.parts.draft import GrowingDraft
-from foredraft.engine import accepting as accept
-from foredraft.engine import decoding
 from foredraft.engine.row import Row
 from foredraft.engine.stopping import StopChecker
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM, Nodes
 from foredraft.model.masks import Masks
 from foredraft.tree import DraftTree
-from mutants import Call, with_arguments
+from mutants import Call, with_arguments, with_result
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -166,7 +165,7 @@ def _patch_window(patch: pytest.MonkeyPatch, extra: int) -> None:
     patch.setattr(Masks, "in_window", wrong)
 
 
-# -- the law and the loop --------------------------------------------------------------------------------------------
+# -- the distribution and the loop -----------------------------------------------------------------------------------
 
 
 def leaves_the_noise_unkeyed(patch: pytest.MonkeyPatch) -> None:
@@ -191,23 +190,26 @@ def forgets_the_path(patch: pytest.MonkeyPatch) -> None:
 
 
 def _patch_choice(patch: pytest.MonkeyPatch, change: Callable[[Any, Any, int], tuple[Any, Any]]) -> None:
-    choose, calls = accept.choose, itertools.count(1)
+    choose, choose_at, calls = accept.choose, accept.choose_at, itertools.count(1)
 
-    def wrong(logits: Any, laws: Any, paths: Any, positions: Any) -> torch.Tensor:
-        return choose(logits, laws, *change(paths, positions, next(calls)))
+    def wrong(logits: Any, samplers: Any, paths: Any, positions: Any) -> torch.Tensor:
+        return choose(logits, samplers, *change(paths, positions, next(calls)))
+
+    def wrong_at(logits: Any, node: int, sampler: Any, path: Any, position: int) -> int:
+        (path,), (position,) = change([path], [position], next(calls))
+        return choose_at(logits, node, sampler, path, position)
 
     patch.setattr(accept, "choose", wrong)
+    patch.setattr(accept, "choose_at", wrong_at)
 
 
 def accepts_whatever_was_drafted(patch: pytest.MonkeyPatch) -> None:
-    def match_rows(rows: Any, trees: Any, logits: torch.Tensor, choices: Any = None) -> list[Verdict]:
-        leaves = [tree.leaves[0] for tree in trees]
-        return [
-            Verdict(tree.path(leaf), int(logits[row][leaf].argmax()))
-            for row, (tree, leaf) in enumerate(zip(trees, leaves, strict=True))
-        ]
+    def match_row(row: Any, tree: DraftTree, logits: torch.Tensor) -> Verdict:
+        leaf = tree.leaves[0]
+        return Verdict(tree.path(leaf), int(logits[leaf].argmax()))
 
-    patch.setattr(accept, "match_rows", match_rows)
+    patch.setattr(accept, "_match_together", lambda *_: {})
+    patch.setattr(accept, "_match_row", match_row)
 
 
 def rectangle(logits: Any) -> torch.Tensor:
@@ -217,9 +219,9 @@ def rectangle(logits: Any) -> torch.Tensor:
     return torch.stack([torch.cat([row, row[-1:].expand(width - len(row), -1)]) for row in rows])
 
 
-def draws_from_the_law_before(patch: pytest.MonkeyPatch) -> None:
+def draws_from_the_distribution_before(patch: pytest.MonkeyPatch) -> None:
     """Every node answers with the logits of its predecessor in the tensor."""
-    with_arguments(accept, "accept_rows", lambda call: {"logits": rectangle(call.logits).roll(1, dims=1)})(patch)
+    with_arguments(accept, "accept", lambda call: {"logits": rectangle(call.logits).roll(1, dims=1)})(patch)
 
 
 def mixes_up_the_rows(patch: pytest.MonkeyPatch) -> None:
@@ -228,23 +230,23 @@ def mixes_up_the_rows(patch: pytest.MonkeyPatch) -> None:
     def change(call: Call) -> dict[str, Any]:
         return {"logits": rectangle(call.logits).flip(0)} if max(map(len, call.trees)) > 1 else {}
 
-    with_arguments(accept, "accept_rows", change)(patch)
+    with_arguments(accept, "accept", change)(patch)
 
 
 def overlooks_the_end_inside_a_draft(patch: pytest.MonkeyPatch) -> None:
     """Only the last token of a step is looked at."""
-    emit_row = decoding.emit_row
+    check, num_left = StopChecker.check, dict[int, int]()
 
-    def wrong(row: Any, tree: DraftTree, verdict: Verdict, *others: Any) -> Any:
-        check = row.checker.check
-        remaining = itertools.count(len(verdict.path), -1)
-        row.checker.check = lambda token: check(token) if next(remaining) == 1 else None
-        try:
-            return emit_row(row, tree, verdict, *others)
-        finally:
-            row.checker.check = check
+    def count(verdicts: list[Verdict], call: Call) -> list[Verdict]:
+        num_left.update((id(row.checker), len(verdict.path)) for row, verdict in zip(call.rows, verdicts, strict=True))
+        return verdicts
 
-    patch.setattr(decoding, "emit_row", wrong)
+    def wrong(self: StopChecker, token: int) -> Any:
+        num_left[id(self)] -= 1
+        return None if num_left[id(self)] else check(self, token)
+
+    with_result(accept, "accept", count)(patch)
+    patch.setattr(StopChecker, "check", wrong)
 
 
 def ends_one_token_late(patch: pytest.MonkeyPatch) -> None:
@@ -260,7 +262,7 @@ def ends_one_token_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_history(patch: pytest.MonkeyPatch) -> None:
-    """Emitted tokens never reach the counts of the law when there are several."""
+    """Emitted tokens never reach the counts of the sampler when there are several."""
     extend = Row.extend
 
     def wrong(self: Row, tokens: Any) -> None:

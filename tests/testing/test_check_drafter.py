@@ -1,4 +1,4 @@
-"""`check_drafter` can fail: broken engines, broken laws and broken drafters are all found out by it."""
+"""`check_drafter` can fail: broken engines, broken distributions and broken drafters are all found out by it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from test_drafters import DRAFTERS, model_drafter, steps, target
 
 import mutations
 from foredraft import LLM, SamplingParams
-from foredraft.drafters.lookup.ngram import NGramDrafter, NGramOptions
+from foredraft.drafters.lookup.ngram import NGramDrafter
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.budget import DraftSize
 from foredraft.engine.drafter import Needs, PromptChunk
 from foredraft.engine.row import Row, RowState
 from foredraft.errors import ForedraftError
+from foredraft.methods.lookup import NGramOptions
 from foredraft.model.lm import Nodes
 from foredraft.testing import check_drafter, toy_model
 from foredraft.tree import DraftTree
@@ -37,7 +38,7 @@ FAULTS = [
     ("perfect", mutations.keys_noise_by_the_pending_token),
     ("perfect", mutations.forgets_the_path),
     ("draft-model", mutations.accepts_whatever_was_drafted),
-    ("perfect", mutations.draws_from_the_law_before),
+    ("perfect", mutations.draws_from_the_distribution_before),
     ("perfect-tree", mutations.mixes_up_the_rows),
     ("perfect", mutations.overlooks_the_end_inside_a_draft),
     ("perfect", mutations.ends_one_token_late),

@@ -56,9 +56,9 @@ def test_unrolled_steps_are_what_decoding_computes(generation: int, monkeypatch:
     """Outputs of the head at every depth of chains that follow the text, in float64; a shifted token, feature, position
     or mask would change them at the first place."""
     from foredraft.drafters.heads.eagle import EagleDrafter
-    from foredraft.drafters.lengths import Fixed
     from foredraft.drafters.parts.eagle_rows import EagleRows
     from foredraft.engine.engine import Engine
+    from foredraft.methods.lengths import Fixed
     from foredraft.testing import PROMPTS
 
     head, lm = eagle_heads.trained(generation), eagle_heads.target()
@@ -99,7 +99,7 @@ def test_unrolled_steps_are_what_decoding_computes(generation: int, monkeypatch:
     assert all(compared[:3]), compared
 
 
-def test_laws_and_tokens_of_drafts_are_those_of_the_depth() -> None:
+def test_distributions_and_tokens_of_drafts_are_those_of_the_depth() -> None:
     """A prompt of 4 tokens of 8: entry 2 holds token 3, and drafts tokens 4, 5, ..; beside it one of 2 of 5."""
     one, other = Example((10, 11, 12, 13, 14, 15, 16, 17), 4, ""), Example((20, 21, 22, 23, 24), 2, "")
     texts = Texts.of([one, other], 3, torch.device("cpu"))
@@ -110,7 +110,11 @@ def test_laws_and_tokens_of_drafts_are_those_of_the_depth() -> None:
         [14, 15, 16, 17, 22, 23, 24], [15, 16, 17, 23, 24], [16, 17, 24]
     ]  # fmt: skip
     assert [places.tolist() for places in texts.places] == [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 4, 5], [0, 1, 4]]
-    assert [laws.tolist() for laws in texts.laws] == [[0, 1, 2, 3, 4, 5, 6], [1, 2, 3, 5, 6], [2, 3, 6]]
+    assert [target_rows.tolist() for target_rows in texts.target_rows] == [
+        [0, 1, 2, 3, 4, 5, 6],
+        [1, 2, 3, 5, 6],
+        [2, 3, 6],
+    ]
     states = torch.arange(16).view(2, 8, 1)
     assert texts.after(states, 1)[texts.places[0]].flatten().tolist() == [3, 4, 5, 6, 9, 10, 11]
     assert Texts.of([Example((1, 2), 2, "")], 3, torch.device("cpu")) is None
@@ -135,11 +139,11 @@ def test_a_head_that_predicts_features_begins_by_repeating_the_last_one() -> Non
 
 
 def test_distillation_of_three_tokens_by_hand() -> None:
-    """Logits (0, ln 2, 0) are the law (1/4, 1/2, 1/4). Against (1/2, 1/2, 0): ln 4 / 2 + ln 2 / 2 = 1.5 ln 2."""
+    """Logits (0, ln 2, 0): distribution (1/4, 1/2, 1/4). Against (1/2, 1/2, 0): ln 4 / 2 + ln 2 / 2 = 1.5 ln 2."""
     states = torch.tensor([[0.0, math.log(2), 0.0]] * 2, dtype=torch.float64, requires_grad=True)
-    law = torch.tensor([[0.0, 0.0, -1e9]], dtype=torch.float64)
+    target_logits = torch.tensor([[0.0, 0.0, -1e9]], dtype=torch.float64)
     rows, weights = torch.tensor([0, 0]), torch.tensor([1.0, 0.0])
-    (part,) = distilled(states, torch.eye(3, dtype=torch.float64), law, rows, weights, [2])
+    (part,) = distilled(states, torch.eye(3, dtype=torch.float64), target_logits, rows, weights, [2])
     assert part.loss.item() == pytest.approx(1.5 * math.log(2))
     part.loss.backward()
     torch.testing.assert_close(states.grad[0], torch.tensor([-0.25, 0.0, 0.25], dtype=torch.float64))
@@ -149,17 +153,17 @@ def test_distillation_of_three_tokens_by_hand() -> None:
 def test_gradients_of_the_fused_output_are_those_of_autograd() -> None:
     torch.manual_seed(0)
     states, weight = torch.randn(7, 5, dtype=torch.float64), torch.randn(9, 5, dtype=torch.float64)
-    law, rows = torch.randn(4, 9, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 1, 2, 3])
+    target_logits, rows = torch.randn(4, 9, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 1, 2, 3])
     counted = torch.tensor([1, 1, 0, 1, 1, 0, 1.0])
     found = []
     for fused in (True, False):
         own = [tensor.clone().requires_grad_() for tensor in (states, weight)]
         if fused:
-            parts = distilled(*own, law, rows, counted, [4, 3])
+            parts = distilled(*own, target_logits, rows, counted, [4, 3])
             loss = parts[0].loss + 0.5 * parts[1].loss
         else:
             factors = counted * torch.tensor([1.0] * 4 + [0.5] * 3)
-            loss = (-(law[rows].softmax(-1) * (own[0] @ own[1].T).log_softmax(-1)).sum(-1) * factors).sum()
+            loss = (-(target_logits[rows].softmax(-1) * (own[0] @ own[1].T).log_softmax(-1)).sum(-1) * factors).sum()
         loss.backward()
         found.append([loss.detach(), own[0].grad, own[1].grad])
     torch.testing.assert_close(found[0], found[1])

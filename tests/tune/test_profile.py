@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ from drafting import made
 from foredraft import LLM, SamplingParams
 from foredraft.bench.workload import BenchPrompt
 from foredraft.cli import app
+from foredraft.drafters.compose import UnionDrafter
 from foredraft.engine.cost_model import CostCurve
 from foredraft.engine.costs import StepCosts
-from foredraft.engine.governing import new_governor
-from foredraft.engine.governor import Governor
+from foredraft.engine.governor import Governor, new_governor
 from foredraft.engine.profiles import Profile
 from foredraft.errors import ConfigError
 from foredraft.model.lm import CausalLM
@@ -99,9 +100,20 @@ def test_a_profile_holds_what_was_measured_and_survives_its_file(found: Profile,
 def test_a_governor_begins_with_it(found: Profile, target: CausalLM) -> None:
     governor = new_governor(target, made("ngram", 6), found)
     assert isinstance(governor, Governor)
-    assert governor.acceptance.at_depth(1) == pytest.approx(found.acceptance[0])
+    assert governor.acceptance.at_depth(1, "ngram") == pytest.approx(found.acceptance[0])
     assert governor.costs.draft(1, 6) == pytest.approx(found.drafting[6], rel=0.5)
     assert governor.costs.times_seen(2, 2) > 0
+
+
+def test_a_governor_of_several_ways_begins_with_it_in_the_way_that_was_measured(
+    found: Profile, target: CausalLM
+) -> None:
+    drafter = UnionDrafter([made("ngram", 6), made("jacobi", 6)])
+    assert drafter.facts.arms == ("ngram", "ngram+jacobi")
+    governor = new_governor(target, drafter, replace(found, method="union"))
+    assert isinstance(governor, Governor)
+    assert governor.acceptance.at_depth(1, "ngram+jacobi") == pytest.approx(found.acceptance[0])
+    assert governor.costs.draft(1, 6) == pytest.approx(found.drafting[6], rel=0.5)
 
 
 def test_costs_of_another_machine_are_left_out(
@@ -115,7 +127,7 @@ def test_costs_of_another_machine_are_left_out(
     assert "device abacus, here" in caplog.text
     assert isinstance(governor, Governor)
     assert governor.costs.draft(1, 6) is None
-    assert governor.acceptance.at_depth(1) == pytest.approx(found.acceptance[0])
+    assert governor.acceptance.at_depth(1, "ngram") == pytest.approx(found.acceptance[0])
 
 
 def test_another_model_is_refused(found: Profile) -> None:

@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 from foredraft.bench.workload import BenchPrompt
 from foredraft.cli import app
 from foredraft.cli.layer_search import SearchOptions
-from foredraft.drafters.lengths import Fixed
 from foredraft.drafters.parts.layer_set import LayerSet
 from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.engine.budget import DraftSize
 from foredraft.errors import ConfigError, NothingAcceptedError
 from foredraft.llm import LLM
 from foredraft.loading.models import load_tokenizer
+from foredraft.methods.lengths import Fixed
 from foredraft.model.lm import CausalLM
 from foredraft.testing import toy_model
 from foredraft.tune.layer_sets import Space

@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 from foredraft.cli import app
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.heads.medusa_hydra import MultiHeadDrafter
-from foredraft.drafters.parts.rank_tree import RankTree
 from foredraft.engine.cost_model import CostCurve
 from foredraft.errors import ConfigError
 from foredraft.heads.checkpoint import write_checkpoint
 from foredraft.heads.medusa_hydra import HeadsShape, MedusaHeads
 from foredraft.heads.medusa_hydra_layouts import write_medusa
 from foredraft.llm import LLM
+from foredraft.methods.rank_tree import RankTree
 from foredraft.testing import PROMPTS, decode
 from foredraft.tune.trees import MISS, Hits, measured_costs, measured_hits, search, sizes_to_measure, watched_hits
 from toy_heads import VOCAB_SIZE, hydra_heads, medusa_heads, target

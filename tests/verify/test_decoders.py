@@ -26,9 +26,16 @@ from foredraft.verify import (
     verify,
     verifying,
 )
-from foredraft.verify import laws as verify_laws
+from foredraft.verify import distributions as verify_distributions
+from foredraft.verify.distributions import (
+    SHIFT,
+    Distribution,
+    ReferenceDistribution,
+    _shifted,
+    enumerate_distribution,
+    judge_samples,
+)
 from foredraft.verify.draws import DEPTH, FEWEST, draw
-from foredraft.verify.laws import SHIFT, Law, ReferenceLaw, _shifted, enumerate_law, judge_samples
 from foredraft.verify.verdict import Finding, holm, logprob_finding
 
 PROMPTS = [
@@ -39,7 +46,7 @@ LENGTH = 3  # of drafts
 DEFECTS = {
     "": "lossless",
     "argmax draft taken as sampled": "not lossless",
-    "resampled from the whole law": "not lossless",
+    "resampled from the whole distribution": "not lossless",
     "stop string missed inside a block": "not lossless",
     "processors at the first token of a block alone": "not lossless",
     "bonus from the wrong node": "not lossless",
@@ -67,7 +74,7 @@ def llm() -> LLM:
     return LLM("zoo:tiny", {"method": "ngram", "num_speculative_tokens": 4}, dtype="float32")
 
 
-LAWS: dict[Any, Callable[..., np.ndarray[Any, Any]]] = {}
+DISTRIBUTIONS: dict[Any, Callable[..., np.ndarray[Any, Any]]] = {}
 """What all decoders draw from, by prompt and settings."""
 
 
@@ -76,7 +83,7 @@ class Decoder:
 
     def __init__(self, llm: LLM, defect: str) -> None:
         self._llm, self._defect = llm, defect
-        self._laws: dict[Any, np.ndarray[Any, Any]] = {}
+        self._distributions: dict[Any, np.ndarray[Any, Any]] = {}
 
     def __call__(self, prompt: list[int], params: SamplingParams) -> Any:
         samples = []
@@ -85,21 +92,21 @@ class Decoder:
             samples.append(self._sample(prompt, params, np.random.default_rng([params.seed or 0, number])))
         return samples if params.n > 1 else samples[0]
 
-    def _law(self, prompt: list[int], output: list[int], params: SamplingParams) -> np.ndarray[Any, Any]:
+    def _distribution(self, prompt: list[int], output: list[int], params: SamplingParams) -> np.ndarray[Any, Any]:
         """Of the next token; a point where the text is greedy."""
         asked = tuple(prompt), params.temperature, params.repetition_penalty, params.top_k, params.top_p
         asked += (params.presence_penalty, params.frequency_penalty, str(params.logit_bias), params.min_p)
         key = asked, tuple(output)
-        if key not in self._laws:
+        if key not in self._distributions:
             fields = ["repetition_penalty", "top_k", "top_p", "presence_penalty", "frequency_penalty", "logit_bias"]
             fields += [] if self._defect.startswith("min-p") else ["min_p"]
             own = SamplingParams(
                 temperature=params.temperature or 1.0, **{name: getattr(params, name) for name in fields}
             )
             shared = asked, "min_p" in fields
-            if shared not in LAWS:
-                LAWS[shared] = functools.cache(ReferenceLaw(self._llm.target, prompt, own))
-            probs = LAWS[shared](tuple(output)).copy()
+            if shared not in DISTRIBUTIONS:
+                DISTRIBUTIONS[shared] = functools.cache(ReferenceDistribution(self._llm.target, prompt, own))
+            probs = DISTRIBUTIONS[shared](tuple(output)).copy()
             if self._defect == "penalties of the prompt":
                 probs[list(set(prompt))] *= np.exp(-params.presence_penalty)
             if self._defect.startswith("min-p") and probs.max() >= params.min_p:
@@ -107,8 +114,8 @@ class Decoder:
             probs /= probs.sum()
             if params.is_greedy:
                 probs = np.eye(1, len(probs), int(probs.argmax()))[0]
-            self._laws[key] = probs
-        return self._laws[key]
+            self._distributions[key] = probs
+        return self._distributions[key]
 
     def _sample(self, prompt: list[int], params: SamplingParams, rng: np.random.Generator) -> Sample:
         output: list[int] = []
@@ -119,18 +126,18 @@ class Decoder:
             for _ in range(LENGTH + 1):
                 is_first = len(output) == start
                 limited = self._defect == "processors at the first token of a block alone" and not is_first
-                law = self._law(prompt, output, plain if limited else params)
-                guess = int(np.argsort(-law)[1 if len(output) % 4 == 3 else 0])
+                distribution = self._distribution(prompt, output, plain if limited else params)
+                guess = int(np.argsort(-distribution)[1 if len(output) % 4 == 3 else 0])
                 is_bonus = len(output) == start + LENGTH
                 if is_bonus and self._defect == "bonus from the wrong node":
-                    law = self._law(prompt, output[:-1], params)
-                token, is_kept = self._choose(law, guess, rng, is_bonus)
+                    distribution = self._distribution(prompt, output[:-1], params)
+                token, is_kept = self._choose(distribution, guess, rng, is_bonus)
                 output.append(token)
-                found = np.log(np.maximum(law, 1e-300))
+                found = np.log(np.maximum(distribution, 1e-300))
                 if self._defect == "log-probabilities of the draft":
                     found = found - 0.2
                 if self._defect == "log-probabilities before processors":
-                    found = np.log(self._law(prompt, output[:-1], SamplingParams(temperature=1.0)))
+                    found = np.log(self._distribution(prompt, output[:-1], SamplingParams(temperature=1.0)))
                 logprobs.append({token: float(found[token])})
                 if not is_kept:
                     break
@@ -144,19 +151,19 @@ class Decoder:
         return Sample(tuple(output), text, tuple(logprobs[: len(output)]) if wants else None)
 
     def _choose(
-        self, law: np.ndarray[Any, Any], guess: int, rng: np.random.Generator, is_bonus: bool
+        self, distribution: np.ndarray[Any, Any], guess: int, rng: np.random.Generator, is_bonus: bool
     ) -> tuple[int, bool]:
         """The next token, and whether it is the guess that was drafted."""
         if not is_bonus:
-            chance = law[guess]
+            chance = distribution[guess]
             if self._defect == "argmax draft taken as sampled":
-                chance = min(1.0, law[guess] / max(law[guess] ** 2, 1e-9))
+                chance = min(1.0, distribution[guess] / max(distribution[guess] ** 2, 1e-9))
             if rng.random() < chance:
                 return guess, True
-            law = law.copy()
-            if self._defect != "resampled from the whole law":
-                law[guess] = 0.0
-        return int(rng.choice(len(law), p=law / law.sum())), False
+            distribution = distribution.copy()
+            if self._defect != "resampled from the whole distribution":
+                distribution[guess] = 0.0
+        return int(rng.choice(len(distribution), p=distribution / distribution.sum())), False
 
     def _stop(self, text: str, params: SamplingParams) -> int:
         return min((place for stop in params.stop_strings if (place := text.find(stop)) >= 0), default=-1)
@@ -253,7 +260,7 @@ def test_lossless_methods_are_found_lossless(config: Any, llm: LLM) -> None:
     found = verify(llm.with_speculative_config(config), PROMPTS, max_tokens=16, budget_seconds=5.0)
     assert found.status == "lossless", found.sentence()
     assert found.num_accepted
-    assert {finding.check for finding in found.findings} >= {"tokens", "law", "control"}
+    assert {finding.check for finding in found.findings} >= {"tokens", "distribution", "control"}
     assert any(finding.check == "log-probabilities" and finding.status == "holds" for finding in found.findings)
 
 
@@ -300,7 +307,7 @@ def test_bad_input_is_refused(llm: LLM) -> None:
 
 
 def test_a_function_that_takes_no_n_is_asked_for_one_sample_at_a_time(llm: LLM) -> None:
-    """Law tests asked it for sixteen, whatever it takes, and said that there was no time for the control."""
+    """Distribution tests asked it for sixteen, whatever it takes, and said that there was no time for the control."""
     plain = llm.with_speculative_config(None)
     asked: list[tuple[int, int | None]] = []
 
@@ -328,61 +335,68 @@ def test_a_function_has_to_return_its_samples(llm: LLM) -> None:
 
 # -- the statistics ----------------------------------------------------------------------------------------------------
 
-LAW = np.array([0.5, 0.3, 0.15, 0.05])
+DISTRIBUTION = np.array([0.5, 0.3, 0.15, 0.05])
 
 
-def law_after(text: tuple[int, ...], law: np.ndarray[Any, Any] = LAW) -> np.ndarray[Any, Any]:
-    return np.roll(law, len(text))
+def probs_after(text: tuple[int, ...], distribution: np.ndarray[Any, Any] = DISTRIBUTION) -> np.ndarray[Any, Any]:
+    return np.roll(distribution, len(text))
 
 
-def drawn(rng: np.random.Generator, number: int, law: Callable[..., np.ndarray[Any, Any]]) -> list[tuple[int, ...]]:
-    columns = [rng.choice(4, size=number, p=law((0,) * place)) for place in range(2)]
+def drawn(
+    rng: np.random.Generator, number: int, distribution: Callable[..., np.ndarray[Any, Any]]
+) -> list[tuple[int, ...]]:
+    columns = [rng.choice(4, size=number, p=distribution((0,) * place)) for place in range(2)]
     return [(int(first), int(second)) for first, second in zip(*columns, strict=True)]
 
 
-def test_the_enumerated_law_is_whole() -> None:
-    law = enumerate_law(law_after, depth=2)
-    assert sum(law.cells.values()) == pytest.approx(1.0, abs=1e-12)
-    assert law.cells[0, 1] == pytest.approx(0.5 * 0.5)
-    assert law.cell_of((0, 1)) == (0, 1)
-    assert law.cells[law.cell_of((0, 99))] == 0.0
+def test_the_enumerated_distribution_is_whole() -> None:
+    distribution = enumerate_distribution(probs_after, depth=2)
+    assert sum(distribution.cells.values()) == pytest.approx(1.0, abs=1e-12)
+    assert distribution.cells[0, 1] == pytest.approx(0.5 * 0.5)
+    assert distribution.cell_of((0, 1)) == (0, 1)
+    assert distribution.cells[distribution.cell_of((0, 99))] == 0.0
 
 
 def test_what_cannot_be_is_found_by_one_sample() -> None:
-    law = enumerate_law(law_after, depth=2)
+    distribution = enumerate_distribution(probs_after, depth=2)
     rng = np.random.default_rng(0)
-    samples = drawn(rng, 200, law_after)
-    assert judge_samples(law, samples, 0.01).p_value > 0.01
-    assert judge_samples(law, [*samples, (99, 0)], 0.01).p_value < 1e-4
+    samples = drawn(rng, 200, probs_after)
+    assert judge_samples(distribution, samples, 0.01).p_value > 0.01
+    assert judge_samples(distribution, [*samples, (99, 0)], 0.01).p_value < 1e-4
 
 
-def test_a_law_of_one_first_token_can_be_judged() -> None:
+def test_a_distribution_of_one_first_token_can_be_judged() -> None:
     """As after filters that leave one: nothing can be shifted to another, and one that is impossible is found."""
-    law = enumerate_law(lambda text: np.array([0.0, 1.0, 0.0] if not text else [0.5, 0.5, 0.0]), 2)
+    distribution = enumerate_distribution(lambda text: np.array([0.0, 1.0, 0.0] if not text else [0.5, 0.5, 0.0]), 2)
     samples = [(1, place % 2) for place in range(200)]
-    found = judge_samples(law, samples, 0.01)
+    found = judge_samples(distribution, samples, 0.01)
     assert (found.p_value > 0.01, found.detectable) == (True, 1.0)
-    assert judge_samples(law, [*samples, (2, 0)], 0.01).p_value < 1e-4
+    assert judge_samples(distribution, [*samples, (2, 0)], 0.01).p_value < 1e-4
 
 
 def test_texts_that_end_early_have_cells_of_their_own() -> None:
-    law = enumerate_law(law_after, depth=2, eos=[3])
-    assert law.cell_of((3,)) == law.cell_of(()) == (3,)
-    assert law.cells[3,] == pytest.approx(0.05)
+    distribution = enumerate_distribution(probs_after, depth=2, eos=[3])
+    assert distribution.cell_of((3,)) == distribution.cell_of(()) == (3,)
+    assert distribution.cells[3,] == pytest.approx(0.05)
 
 
 def test_power_grows_with_samples_and_is_what_is_seen() -> None:
-    law = enumerate_law(law_after, depth=2)
-    few, many = (judge_samples(law, drawn(np.random.default_rng(1), number, law_after), 0.05) for number in (200, 3000))
+    distribution = enumerate_distribution(probs_after, depth=2)
+    few, many = (
+        judge_samples(distribution, drawn(np.random.default_rng(1), number, probs_after), 0.05)
+        for number in (200, 3000)
+    )
     assert few.power < many.power
     assert few.detectable > many.detectable
-    shifted = functools.partial(law_after, law=np.array([0.5 - many.detectable, 0.3 + many.detectable, 0.15, 0.05]))
+    shifted = functools.partial(
+        probs_after, distribution=np.array([0.5 - many.detectable, 0.3 + many.detectable, 0.15, 0.05])
+    )
     seen = [
         judge_samples(
-            law,
+            distribution,
             [
                 (each[0], *other[1:])
-                for each, other in zip(drawn(rng, 3000, shifted), drawn(rng, 3000, law_after), strict=True)
+                for each, other in zip(drawn(rng, 3000, shifted), drawn(rng, 3000, probs_after), strict=True)
             ],
             0.05,
         )
@@ -392,8 +406,11 @@ def test_power_grows_with_samples_and_is_what_is_seen() -> None:
 
 
 def false_alarms(num_runs: int, level: float) -> int:
-    law, rng = enumerate_law(law_after, depth=2), np.random.default_rng(5)
-    return sum(judge_samples(law, drawn(rng, 150, law_after), level, run).p_value <= level for run in range(num_runs))
+    distribution, rng = enumerate_distribution(probs_after, depth=2), np.random.default_rng(5)
+    return sum(
+        judge_samples(distribution, drawn(rng, 150, probs_after), level, run).p_value <= level
+        for run in range(num_runs)
+    )
 
 
 def test_false_alarms_are_as_rare_as_promised() -> None:
@@ -404,7 +421,7 @@ NUM_CONTINUATIONS = (64, 256, 1024, 4096)
 
 
 def like_a_models(place: int, text: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """One of three laws over 40 tokens, as flat as a model's at temperature 1, with few tokens left, and at 0.8."""
+    """One of three distributions over 40 tokens, as flat as a model's at temperature 1, truncated, and at 0.8."""
     logits = np.random.default_rng([place, *text]).normal(size=40) * (2.5, 2.5, 3.1)[place]
     if place == 1:
         logits[np.argsort(logits)[:-8]] = -np.inf
@@ -417,8 +434,8 @@ class Simulated(Subject):
 
     name = "simulated"
 
-    def __init__(self, law: Law, shift: float, rng: np.random.Generator) -> None:
-        self._texts, self._masses = list(law.cells), list(_shifted(law, shift).values())
+    def __init__(self, distribution: Distribution, shift: float, rng: np.random.Generator) -> None:
+        self._texts, self._masses = list(distribution.cells), list(_shifted(distribution, shift).values())
         self._rng = rng
 
     def samples(self, number: int) -> list[Any]:
@@ -430,32 +447,34 @@ class Simulated(Subject):
 
 
 def simulated_verdicts(num_runs: int, shift: float, rate: float = 0.01) -> dict[int, Counter[str]]:
-    """How many runs of the three law tests fail, and what second draws make of these, by the number of continuations.
+    """How many runs of the three distribution tests fail, and what second draws make of these, by number of samples.
 
     Args:
-      shift: mass of the likeliest first token that the sampler gives to the next one, under all three laws: the total
-        variation between the law that is tested and the one that is drawn from. 0 is a correct sampler.
+      shift: mass of the likeliest first token that the sampler gives to the next one, under all three distributions:
+        the total variation between the distribution that is tested and the one that is drawn from; 0 if correct.
 
     Returns: "failed" counts first draws, "broken" and "undecided" what came of them; the others are lossless.
     """
-    laws = [enumerate_law(functools.partial(like_a_models, place), DEPTH, eos=[3]) for place in range(3)]
+    distributions = [
+        enumerate_distribution(functools.partial(like_a_models, place), DEPTH, eos=[3]) for place in range(3)
+    ]
     found = {}
     for num_samples in NUM_CONTINUATIONS:
         told = found[num_samples] = Counter[str]()
         for run in range(num_runs):
             rng = np.random.default_rng([run, num_samples])
-            subjects = [Simulated(law, shift, rng) for law in laws]
+            subjects = [Simulated(distribution, shift, rng) for distribution in distributions]
             tests = []
-            for law, subject in zip(laws, subjects, strict=True):
+            for distribution, subject in zip(distributions, subjects, strict=True):
                 samples = subject.samples(num_samples)
-                test = judge_samples(law, samples, rate / 3, run)
-                tests.append(draws.Tested(0, law, [1], SamplingParams(max_tokens=DEPTH), samples, test))
+                test = judge_samples(distribution, samples, rate / 3, run)
+                tests.append(draws.Tested(0, distribution, [1], SamplingParams(max_tokens=DEPTH), samples, test))
             rejected = holm([tested.test.p_value for tested in tests], rate)
             statuses = []
             for tested, subject, is_rejected in zip(tests, subjects, rejected, strict=True):
                 if is_rejected:
                     second = draws.draw_again(tested, subject, run, until=float("inf"))
-                    statuses.append(second.judged(Finding("", "law", "holds", ""), rate, rate / 3).status)
+                    statuses.append(second.judged(Finding("", "distribution", "holds", ""), rate, rate / 3).status)
             told["failed"] += any(rejected)
             told["broken"] += "broken" in statuses
             told["undecided"] += "undecided" in statuses and "broken" not in statuses
@@ -464,20 +483,20 @@ def simulated_verdicts(num_runs: int, shift: float, rate: float = 0.01) -> dict[
 
 @pytest.mark.full
 def test_false_alarms_of_two_thousand_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all law tests of a verdict together, at 1 %: 17 of 500 are expected once in 100,000 times for each number.
+    """All distribution tests of a verdict together, at 1 %: 17 of 500 are expected once in 100,000 times per number.
 
     A total variation of 0.02 in one token is found by 64 continuations hardly ever, and by 4,096 in one run of nine.
     What fails is drawn once more, and nothing that holds is: a second draw adds no false alarm.
     """
-    monkeypatch.setattr(verify_laws, "SHIFTS", (SHIFT,))  # powers at others are not looked at here
+    monkeypatch.setattr(verify_distributions, "SHIFTS", (SHIFT,))  # powers at others are not looked at here
     judge = judge_samples
 
     def by_fewer(*given: Any) -> Any:
-        monkeypatch.setattr(verify_laws, "NUM_SIMULATED", 2_000)  # the level is exact at any number
+        monkeypatch.setattr(verify_distributions, "NUM_SIMULATED", 2_000)  # the level is exact at any number
         try:
             return judge(*given)
         finally:
-            monkeypatch.setattr(verify_laws, "NUM_SIMULATED", 20_000)  # second draws are held to a finer one
+            monkeypatch.setattr(verify_distributions, "NUM_SIMULATED", 20_000)  # second draws are held to a finer one
 
     monkeypatch.setitem(globals(), "judge_samples", by_fewer)
     alarms = simulated_verdicts(500, 0.0)
@@ -494,20 +513,20 @@ def test_holm_rejects_as_published() -> None:
     assert holm([], 0.05) == []
 
 
-def test_a_single_law_test_is_held_to_the_level_that_its_power_is_told_for(
+def test_a_single_distribution_test_is_held_to_the_level_that_its_power_is_told_for(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run of 15 s had time for one of three, and p = 0.0092 of a lossless decoder was "not lossless" at 1 %."""
     told: list[float] = []
 
-    def judge(law: Any, samples: Any, level: float, seed: int) -> Any:
+    def judge(distribution: Any, samples: Any, level: float, seed: int) -> Any:
         told.append(level)
-        return replace(judge_samples(law, samples, level, seed), p_value=0.0092)
+        return replace(judge_samples(distribution, samples, level, seed), p_value=0.0092)
 
     monkeypatch.setattr(verifying, "judge_samples", judge)
-    monkeypatch.setattr(verifying, "SHARE_OF_LAWS", 0.0)
+    monkeypatch.setattr(verifying, "SHARE_OF_DISTRIBUTIONS", 0.0)
     found = verify(llm, PROMPTS, max_tokens=8, budget_seconds=4.0)
-    assert [one.status for one in found.findings if one.check == "law"] == ["holds", "left out", "left out"]
+    assert [one.status for one in found.findings if one.check == "distribution"] == ["holds", "left out", "left out"]
     assert max(told) == pytest.approx(0.01 / 3)
     assert found.status != "not lossless"
 
@@ -516,29 +535,29 @@ def test_a_single_law_test_is_held_to_the_level_that_its_power_is_told_for(
     ("again", "together", "status"),
     [(0.4, 0.4, "lossless"), (0.001, 0.4, "not lossless"), (0.4, 1e-4, "not lossless"), (0.4, 0.002, "undecided")],
 )
-def test_a_law_test_that_fails_is_drawn_once_more(
+def test_a_distribution_test_that_fails_is_drawn_once_more(
     again: float, together: float, status: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chance fails once in a hundred runs; what fails twice is a fault, and what fails by far over both draws."""
     drawn: list[list[Any]] = []
 
-    def judge(law: Any, samples: Any, level: float, seed: int) -> Any:
+    def judge(distribution: Any, samples: Any, level: float, seed: int) -> Any:
         drawn.append(list(samples))
         forged = [1e-4, 1e-5, again, together][len(drawn) - 1]  # the test and the control, then the test again
-        return replace(judge_samples(law, drawn[-1], level, seed), p_value=forged)
+        return replace(judge_samples(distribution, drawn[-1], level, seed), p_value=forged)
 
     monkeypatch.setattr(verifying, "judge_samples", judge)
     monkeypatch.setattr(draws, "judge_samples", judge)
-    monkeypatch.setattr(verifying, "SHARE_OF_LAWS", 0.0)
+    monkeypatch.setattr(verifying, "SHARE_OF_DISTRIBUTIONS", 0.0)
     found = verify(llm, PROMPTS, max_tokens=8, budget_seconds=1e6)
-    (law,) = (one for one in found.findings if one.check == "law" and "p_value" in one.numbers)
+    (distribution,) = (one for one in found.findings if one.check == "distribution" and "p_value" in one.numbers)
     assert len(drawn) == 4
     assert len(drawn[2]) == len(drawn[0])
     assert drawn[2] != drawn[0]
     assert drawn[3] == [*drawn[0], *drawn[2]]
-    assert law.numbers["p_value_again"] == again
-    assert law.numbers["p_value_together"] == together
-    assert f"drawn once more, p = {again:.2g}, together {together:.2g}" in law.found
+    assert distribution.numbers["p_value_again"] == again
+    assert distribution.numbers["p_value_together"] == together
+    assert f"drawn once more, p = {again:.2g}, together {together:.2g}" in distribution.found
     assert found.status == status
 
 
@@ -560,35 +579,35 @@ def test_a_second_draw_ends_with_the_budget(llm: LLM, monkeypatch: pytest.Monkey
         clock.now += 1.0
         return generate(self, prompts, params)
 
-    def judge(law: Any, samples: Any, level: float, seed: int) -> Any:
+    def judge(distribution: Any, samples: Any, level: float, seed: int) -> Any:
         nonlocal num_judged
         num_judged += 1
-        return replace(judge_samples(law, samples, level, seed), p_value=1e-5 if num_judged == 2 else 1e-3)
+        return replace(judge_samples(distribution, samples, level, seed), p_value=1e-5 if num_judged == 2 else 1e-3)
 
     monkeypatch.setattr(LLMSubject, "generate", counted)
     monkeypatch.setattr(verifying, "judge_samples", judge)
-    monkeypatch.setattr(verify_laws, "NUM_SIMULATED", 200)
+    monkeypatch.setattr(verify_distributions, "NUM_SIMULATED", 200)
     for module in (verifying, draws):
         monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(verifying, "SHARE_OF_LAWS", 0.8)
+    monkeypatch.setattr(verifying, "SHARE_OF_DISTRIBUTIONS", 0.8)
     found = verify(llm, PROMPTS, max_tokens=4, budget_seconds=60.0)
-    laws = [one for one in found.findings if one.check == "law"]
-    assert all(one.numbers["num_samples"] > FEWEST for one in laws)
-    assert laws[-1].numbers["num_samples_again"] < laws[-1].numbers["num_samples"]
-    assert "no time was left for more" in laws[-1].found
+    distributions = [one for one in found.findings if one.check == "distribution"]
+    assert all(one.numbers["num_samples"] > FEWEST for one in distributions)
+    assert distributions[-1].numbers["num_samples_again"] < distributions[-1].numbers["num_samples"]
+    assert "no time was left for more" in distributions[-1].found
     assert found.seconds <= 61.0
 
 
 @pytest.mark.parametrize(("p_value", "status"), [(1e-3, "undecided"), (1e-4, "broken")])
 def test_a_second_draw_without_time_asks_for_nothing_and_acquits_nobody(p_value: float, status: str) -> None:
     """What was far from chance is a fault all the same: false alarms are those of the first draw, at most."""
-    law = enumerate_law(law_after, depth=2)
-    samples: list[Any] = drawn(np.random.default_rng(0), 64, law_after)
-    test = replace(judge_samples(law, samples, 0.01), p_value=p_value)
-    tested = draws.Tested(0, law, [1], SamplingParams(max_tokens=2), samples, test)
+    distribution = enumerate_distribution(probs_after, depth=2)
+    samples: list[Any] = drawn(np.random.default_rng(0), 64, probs_after)
+    test = replace(judge_samples(distribution, samples, 0.01), p_value=p_value)
+    tested = draws.Tested(0, distribution, [1], SamplingParams(max_tokens=2), samples, test)
     never = FunctionSubject(lambda *_: pytest.fail("it was asked"))
     second = draws.draw_again(tested, never, 0, until=float("-inf"))
-    found = second.judged(Finding("sampled", "law", "holds", "p"), 0.01, 0.01 / 3)
+    found = second.judged(Finding("sampled", "distribution", "holds", "p"), 0.01, 0.01 / 3)
     assert (second.num_samples, found.status) == (0, status)
     assert "not drawn once more (no time was left" in found.found
 
@@ -599,49 +618,49 @@ def test_a_decoder_that_fails_while_it_is_drawn_from_again_is_named() -> None:
     def gone(*_: Any) -> Any:
         raise ConnectionResetError("gone")
 
-    law = enumerate_law(law_after, depth=2)
-    samples: list[Any] = drawn(np.random.default_rng(0), 64, law_after)
-    test = replace(judge_samples(law, samples, 0.01), p_value=1e-3)
-    tested = draws.Tested(0, law, [1], SamplingParams(max_tokens=2), samples, test)
+    distribution = enumerate_distribution(probs_after, depth=2)
+    samples: list[Any] = drawn(np.random.default_rng(0), 64, probs_after)
+    test = replace(judge_samples(distribution, samples, 0.01), p_value=1e-3)
+    tested = draws.Tested(0, distribution, [1], SamplingParams(max_tokens=2), samples, test)
     second = draws.draw_again(tested, FunctionSubject(gone, "far"), 0, until=float("inf"))
-    found = second.judged(Finding("sampled", "law", "holds", "p"), 0.01, 0.01 / 3)
+    found = second.judged(Finding("sampled", "distribution", "holds", "p"), 0.01, 0.01 / 3)
     assert found.status == "undecided"
     assert "not drawn once more (far fails" in found.found
 
 
 def test_what_was_left_out_is_said_with_the_reason() -> None:
-    """Three law tests "agree" of five that there are, and settings that nobody asked for, were in the table alone."""
+    """Three distribution tests "agree" of five, and settings that nobody asked for, were in the table alone."""
     numbers = {"p_value": 0.5, "detectable": 0.1, "num_tokens": 8}
     findings = (
         Finding("greedy", "tokens", "holds", "", numbers),
         Finding("stop string", "tokens", "left out", "it does not take stop"),
-        Finding("sampled", "law", "holds", "", numbers),
-        Finding("min-p 0.1", "law", "left out", "no time was left of 3 s"),
-        Finding("typical-p 0.7", "law", "left out", "no time was left of 3 s"),
+        Finding("sampled", "distribution", "holds", "", numbers),
+        Finding("min-p 0.1", "distribution", "left out", "no time was left of 3 s"),
+        Finding("typical-p 0.7", "distribution", "left out", "no time was left of 3 s"),
         Finding("broken acceptance", "control", "holds", ""),
     )
     found = Verdict("it", "plain decoding", "", findings, 5, 3, 0.01, 1.0)
-    assert "1 of 3 law tests agrees" in found.sentence()
+    assert "1 of 3 distribution tests agrees" in found.sentence()
     assert found.sentence().endswith(
-        " Left out: tokens of stop string (it does not take stop); law of min-p 0.1, law of typical-p 0.7 (no time was "
-        "left of 3 s)."
+        " Left out: tokens of stop string (it does not take stop); distribution of min-p 0.1, distribution of "
+        "typical-p 0.7 (no time was left of 3 s)."
     )
     assert found.as_dict()["left_out"] == {
         "it does not take stop": ["tokens of stop string"],
-        "no time was left of 3 s": ["law of min-p 0.1", "law of typical-p 0.7"],
+        "no time was left of 3 s": ["distribution of min-p 0.1", "distribution of typical-p 0.7"],
     }
     whole = replace(found, findings=tuple(one for one in findings if one.status == "holds"))
     assert "Left out" not in whole.sentence()
-    assert "1 law test agrees" in whole.sentence()
+    assert "1 distribution test agrees" in whole.sentence()
     undecided = replace(found, num_accepted=0)
     assert "Left out: tokens of stop string" in undecided.sentence()
 
 
-def test_laws_that_a_decoder_cannot_be_asked_for_are_named(llm: LLM) -> None:
+def test_distributions_that_a_decoder_cannot_be_asked_for_are_named(llm: LLM) -> None:
     """They were in no table."""
     subject = FunctionSubject(Decoder(llm, ""), takes=frozenset({"temperature", "n"}))
     found = verify(llm, PROMPTS, subject, max_tokens=4, budget_seconds=2.0)
-    reasons = {one.feature: one.found for one in found.findings if one.check == "law"}
+    reasons = {one.feature: one.found for one in found.findings if one.check == "distribution"}
     assert reasons["top-k 8, repetition penalty 1.3"] == "it does not take repetition_penalty, top_k"
     assert reasons["min-p 0.1"] == "it does not take min_p"
 
@@ -682,18 +701,18 @@ def test_plain_answers_are_not_decoded_again(llm: LLM, monkeypatch: pytest.Monke
         return generate(self, prompts, params)
 
     monkeypatch.setattr(LLMSubject, "generate", counted)
-    monkeypatch.setattr(verifying._Work, "_test_laws", lambda *_: None)  # they take a share of the time
+    monkeypatch.setattr(verifying._Work, "_test_distributions", lambda *_: None)  # they take a share of the time
     found = verify(llm, PROMPTS, max_tokens=4, budget_seconds=1e6)
     assert sum(one.check == "tokens" and one.status == "holds" for one in found.findings) == 15
     assert len(asked) == 14
 
 
-def test_the_enumerated_law_is_made_of_the_logits_that_tokens_are_chosen_by() -> None:
+def test_the_enumerated_distribution_is_made_of_the_logits_that_tokens_are_chosen_by() -> None:
     """Read as a prompt, an output has others within rounding, and one token stood outside of a nucleus here alone."""
     llm = LLM("zoo:tiny", "ngram", dtype="bfloat16")
     for prompt in (PROMPTS[0] * 8, PROMPTS[1]):  # one is longer than what the kernels of steps run
         (output,) = llm.generate(prompt, SamplingParams(seed=1, max_tokens=12, logprobs=0, ignore_eos=True))
-        after = ReferenceLaw(llm.target, output.prompt_token_ids, SamplingParams())
+        after = ReferenceDistribution(llm.target, output.prompt_token_ids, SamplingParams())
         ids = output.outputs[0].token_ids
         for length, table in enumerate(output.outputs[0].logprobs):
             told = table[ids[length]]

@@ -19,9 +19,9 @@ from foredraft.cli import app
 from foredraft.errors import ConfigError
 from foredraft.serve.served import ServedModels
 from foredraft.verify import LLMSubject, ServerSubject, TransformersSubject, verify, verifying
+from foredraft.verify.distributions import ReferenceDistribution
 from foredraft.verify.draws import FEWEST, draw
 from foredraft.verify.generation import generation_config, without_advice
-from foredraft.verify.laws import ReferenceLaw
 from serving import running
 
 QUESTIONS = ["Once upon a time there was a boy. Once upon a time", "A lion"]
@@ -136,9 +136,9 @@ def test_a_server_is_judged_by_its_text(address: str) -> None:
     assert found["status"] != "not lossless", found["sentence"]
     greedy = found["findings"][0]
     assert (greedy["feature"], greedy["status"]) == ("greedy", "holds")
-    laws = [finding for finding in found["findings"] if finding["check"] == "law"]
-    assert laws[0]["status"] == "left out"
-    assert "several tokenisations" in laws[0]["found"]
+    distributions = [finding for finding in found["findings"] if finding["check"] == "distribution"]
+    assert distributions[0]["status"] == "left out"
+    assert "several tokenisations" in distributions[0]["found"]
     with pytest.raises(ConfigError, match=r"answered 400: .*top_k is not known"):
         ServerSubject(address).generate([[5, 6]], [SamplingParams(top_k=3, max_tokens=2)])
 
@@ -236,8 +236,8 @@ def test_choices_without_an_index_come_in_their_order(odd: str, monkeypatch: pyt
         assert [sample.text for sample in answer.samples] == expected
 
 
-def test_a_text_that_ends_at_once_has_a_place_in_the_law(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sample of no token, whose ids a server lists as none, left the whole law test out."""
+def test_a_text_that_ends_at_once_has_a_place_in_the_distribution(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample of no token, whose ids a server lists as none, left the whole distribution test out."""
     choices = [{"index": place, "token_ids": [7] if place else [], "text": "x" if place else ""} for place in range(16)]
     monkeypatch.setattr(Odd, "answer", json.dumps({"choices": choices}).encode())
     found, _ = draw(ServerSubject(odd), [5], SamplingParams(max_tokens=1), 0, num_samples=16, num_least=16)
@@ -315,18 +315,18 @@ def test_a_server_of_this_library_is_held_to_the_tokens_of_plain_decoding_in_its
 
 
 @pytest.mark.parametrize(("size", "own"), [(3, 512), (None, 5)])
-def test_plain_decoding_and_its_law_read_prompts_as_the_subject_does(
+def test_plain_decoding_and_its_distribution_read_prompts_as_the_subject_does(
     size: int | None, own: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Laws were enumerated over chunks of 512, whatever the model's were: other bits, where a nucleus may end."""
+    """Distributions were enumerated over chunks of 512, not those of the model: other bits, where a nucleus may end."""
     read: list[int] = []
-    before = ReferenceLaw.__init__
+    before = ReferenceDistribution.__init__
 
-    def noting(self: ReferenceLaw, *given: Any) -> None:
+    def noting(self: ReferenceDistribution, *given: Any) -> None:
         read.append(given[3])
         before(self, *given)
 
-    monkeypatch.setattr(ReferenceLaw, "__init__", noting)
+    monkeypatch.setattr(ReferenceDistribution, "__init__", noting)
     llm = LLM("zoo:tiny", dtype="float32", prefill_chunk_size=own)
     subject = LLMSubject(llm.with_chunks_of(size or own), "it")
     subject.prefill_chunk_size = size
@@ -383,7 +383,7 @@ def test_bad_input_is_said(arguments: list[str], said: str) -> None:
 def test_ctrl_c_keeps_what_was_found(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All findings were lost, after a minute; a second Ctrl-C ended the process by the signal.
 
-    What was not looked at is left out by name: everything, or whatever comes after the first law test began.
+    What was not looked at is left out by name: everything, or whatever comes after the first distribution test began.
     """
     llm = LLM("zoo:tiny", "suffix", dtype="float32")
     generate, num_calls = LLMSubject.generate, 0
@@ -401,7 +401,7 @@ def test_ctrl_c_keeps_what_was_found(place: int, monkeypatch: pytest.MonkeyPatch
     assert found.status == "undecided"
     assert "it was interrupted" in found.sentence()
     left_out = found.left_out["it was interrupted"]
-    assert {"control of broken acceptance", "law of sampled"} <= set(left_out)
+    assert {"control of broken acceptance", "distribution of sampled"} <= set(left_out)
     looked_at = [one.feature for one in found.findings if one.status == "holds"]
     assert ("greedy" in looked_at) == (place > 1)
 
@@ -410,10 +410,10 @@ def test_an_interrupted_verdict_is_shown_and_told_by_the_exit_code(monkeypatch: 
     def end(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(verifying._Work, "_test_laws", end)
+    monkeypatch.setattr(verifying._Work, "_test_distributions", end)
     result = run(*TINY, "--budget", "20", "--json", "--num-prompts", "2")
     assert result.exit_code == 130, result.output
     found = json.loads(result.stdout)
     assert (found["status"], found["is_interrupted"]) == ("undecided", True)
     assert found["findings"][0]["feature"] == "greedy"
-    assert "law of sampled" in found["left_out"]["it was interrupted"]
+    assert "distribution of sampled" in found["left_out"]["it was interrupted"]

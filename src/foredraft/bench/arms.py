@@ -10,7 +10,7 @@ from typing import Any
 
 from foredraft.bench.trial import Arm, Run, Sampling, rows_of
 from foredraft.config.speculative import SpeculativeConfig
-from foredraft.engine import governing
+from foredraft.engine import governor as governing
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine, EngineConfig
 from foredraft.engine.outputs import RowOutput

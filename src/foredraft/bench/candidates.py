@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from foredraft.config.method import methods, recognized
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.config.written import read_text
 from foredraft.errors import ConfigError
+from foredraft.methods import methods, recognized
 
 logger = logging.getLogger("foredraft")
 

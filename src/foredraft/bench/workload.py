@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.errors import ConfigError, PromptError
-from foredraft.sessions.prompt_files import PromptLine, read_prompts_file
-from foredraft.sessions.prompts import chat_text
+from foredraft.prompts.prompt_files import PromptLine, read_prompts_file
+from foredraft.prompts.prompts import chat_text
 
 COPY = "copy"
 AGAIN = "again"

@@ -18,17 +18,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from foredraft.accept.rules import Verdict, rejection
+from foredraft.accept import Verdict, rejection
 from foredraft.classic.reader import TextReader
 from foredraft.classic.request import Request
 from foredraft.classic.trace import DraftedToken, Step, Trace
 from foredraft.errors import ConfigError, NumericsError, ShapeError
 from foredraft.tree import DraftTree
 
-LAW_SUM_TOLERANCE = 1e-3  # of processors of one's own in half precision; ours are right to the rounding of the dtype
+PROBS_SUM_TOLERANCE = 1e-3  # of processors of one's own in half precision; ours are right to the rounding of the dtype
 
 
-class ProcessedLaw:
+class ProcessorSampler:
     """A processor object, called as documented and checked: logits -> probabilities -> token.
 
     It gets (1, V) at a time, at least in float32, and a copy of its own.
@@ -63,16 +63,16 @@ class ProcessedLaw:
                 f"{self._name} returned {shape} for logits of shape (1, {self._vocab_size}); it must return "
                 "probabilities of the same shape"
             )
-        law = probs.detach()[0]
-        total = float(law.sum())
-        if not abs(total - 1.0) <= LAW_SUM_TOLERANCE or bool((law < 0).any()):
-            raise self._failure(logits, law, total)
-        return law
+        found = probs.detach()[0]
+        total = float(found.sum())
+        if not abs(total - 1.0) <= PROBS_SUM_TOLERANCE or bool((found < 0).any()):
+            raise self._failure(logits, found, total)
+        return found
 
-    def _failure(self, logits: Tensor, law: Tensor, total: float) -> NumericsError:
+    def _failure(self, logits: Tensor, probs: Tensor, total: float) -> NumericsError:
         if bool(torch.isnan(logits).any()) or bool((logits == torch.inf).any()):
             return NumericsError("the model returned NaN or infinite logits; try a wider dtype, or check the weights")
-        what = "NaN" if total != total else f"values from {float(law.min()):.4g} that sum to {total:.4g}"
+        what = "NaN" if total != total else f"values from {float(probs.min()):.4g} that sum to {total:.4g}"
         return NumericsError(f"{self._name} returned {what}; its probabilities must be 0 or more and sum to 1")
 
     def sample(self, probs: Tensor) -> int:
@@ -94,17 +94,19 @@ class TorchNoise:
     """Randomness of the acceptance rules from torch's global generator, in the order of use.
 
     Args:
-      law: draws bonus and recovered tokens with the user's ``sample``.
-      law_at: the target's distribution (V,) after a node of the draft.
+      sampler: draws bonus and recovered tokens with the user's ``sample``.
+      target_probs: the target's distribution (V,) after a node of the draft.
       is_adjusted: False draws from the target's distribution where the residual was meant: lossy.
 
     Randomness: one ``torch.rand`` per tested token, then one call of the processor's ``sample``; `torch.manual_seed`
     repeats both.
     """
 
-    def __init__(self, law: ProcessedLaw, law_at: Callable[[int], Tensor], *, is_adjusted: bool = True) -> None:
-        self._law = law
-        self._law_at = law_at
+    def __init__(
+        self, sampler: ProcessorSampler, target_probs: Callable[[int], Tensor], *, is_adjusted: bool = True
+    ) -> None:
+        self._sampler = sampler
+        self._target_probs = target_probs
         self._is_adjusted = is_adjusted
         self.uniforms: list[float] = []
 
@@ -113,8 +115,8 @@ class TorchNoise:
         return self.uniforms[-1]
 
     def draw(self, depth: int, probs: Tensor) -> int:
-        target = self._law_at(depth)  # drafts are chains: node and depth are the same number
-        return self._law.sample(probs.to(target.dtype) if self._is_adjusted else target)
+        target = self._target_probs(depth)  # drafts are chains: node and depth are the same number
+        return self._sampler.sample(probs.to(target.dtype) if self._is_adjusted else target)
 
 
 OnStep = Callable[[Step, list[int]], None]
@@ -127,18 +129,18 @@ class Draft:
 
     Args:
       tokens: what is proposed.
-      laws: the distribution (V,) each was drawn from; empty where a storage proposed them.
+      probs: the distribution (V,) each was drawn from; empty where a storage proposed them.
       is_sample: whether the tokens are draws from these distributions, so that the rejection rule may use them.
       normalised_entropy: see `Step`.
     """
 
     tokens: tuple[int, ...] = ()
-    laws: tuple[Tensor, ...] = ()
+    probs: tuple[Tensor, ...] = ()
     is_sample: bool = False
     normalised_entropy: float | None = None
 
     def tree(self, pending: int) -> DraftTree:
-        probs = torch.stack(self.laws) if self.is_sample and self.laws else None
+        probs = torch.stack(self.probs) if self.is_sample and self.probs else None
         return DraftTree.chain(pending, self.tokens, probs)
 
 
@@ -149,7 +151,7 @@ class Proposer(Protocol):
         """At most ``budget`` tokens after the text."""
         ...
 
-    def observe(self, text: Sequence[int], laws: Sequence[Tensor]) -> None:
+    def observe(self, text: Sequence[int], target_probs: Sequence[Tensor]) -> None:
         """Learn from the new tokens at the end of the text: one distribution (V,) of the target for each of them."""
         ...
 
@@ -161,20 +163,20 @@ class Decoding:
     Args:
       request: prompt and limits.
       target: reads the text.
-      law: the user's processor.
+      sampler: the user's processor.
       proposer: where drafts come from; None decodes plainly: every draft is empty.
       first_target: let the target say the first token alone.
-      is_adjusted: False replaces the residual by the target's law: lossy.
+      is_adjusted: False replaces the residual by the target's distribution: lossy.
       trace: takes in every step.
       on_step: is shown every step.
 
     Exactness: lossless for any proposer that does not look at the target's choices: tokens are accepted by
-    `foredraft.accept.rules.rejection`.
+    `foredraft.accept.rejection`.
     """
 
     request: Request
     target: TextReader
-    law: ProcessedLaw
+    sampler: ProcessorSampler
     trace: Trace
     proposer: Proposer | None = None
     first_target: bool = False
@@ -197,7 +199,7 @@ class Decoding:
             step = result.step(len(text), len(emitted))
             text += emitted
             if self.proposer is not None:
-                self.proposer.observe(text, result.laws[: len(emitted)])
+                self.proposer.observe(text, result.target_probs[: len(emitted)])
             self.trace.steps.append(step)
             if self.on_step is not None:
                 self.on_step(step, text)
@@ -212,22 +214,22 @@ class Decoding:
         times.append(perf_counter())
         logits = self.target.read([*text, *draft.tokens], len(draft.tokens) + 1)
         times.append(perf_counter())
-        law_at = cache(lambda node: self.law.probs(logits[node]))
-        noise = TorchNoise(self.law, law_at, is_adjusted=self.is_adjusted)
-        verdict = rejection(draft.tree(text[-1]), law_at, noise)
-        laws = [law_at(node) for node in verdict.path]
+        target_probs = cache(lambda node: self.sampler.probs(logits[node]))
+        noise = TorchNoise(self.sampler, target_probs, is_adjusted=self.is_adjusted)
+        verdict = rejection(draft.tree(text[-1]), target_probs, noise)
+        visited = [target_probs(node) for node in verdict.path]
         times.append(perf_counter())
         seconds = [after - before for before, after in pairwise(times)]
-        return _Round(draft, verdict, laws, noise.uniforms, self.is_adjusted, seconds)
+        return _Round(draft, verdict, visited, noise.uniforms, self.is_adjusted, seconds)
 
 
 @dataclass(frozen=True)
 class _Round:
-    """A draft and its outcome, before the output is cut. ``laws[i]`` is the target's distribution of token i."""
+    """A draft and its outcome, before the output is cut. ``target_probs[i]`` is the distribution of token i."""
 
     draft: Draft
     verdict: Verdict
-    laws: list[Tensor]
+    target_probs: list[Tensor]
     uniforms: list[float]
     is_adjusted: bool
     seconds: list[float]
@@ -257,12 +259,12 @@ class _Round:
 
     def _drafted(self, index: int, position: int, num_emitted: int) -> DraftedToken:
         token = self.draft.tokens[index]
-        is_tested = index < min(len(self.laws), num_emitted)
+        is_tested = index < min(len(self.target_probs), num_emitted)
         return DraftedToken(
             position=position + index,
             token=token,
-            draft_prob=float(self.draft.laws[index][token]) if self.draft.laws else None,
-            target_prob=float(self.laws[index][token]) if is_tested else None,
+            draft_prob=float(self.draft.probs[index][token]) if self.draft.probs else None,
+            target_prob=float(self.target_probs[index][token]) if is_tested else None,
             uniform=self.uniforms[index] if is_tested and self.draft.is_sample else None,
             accepted=index < self.verdict.num_accepted if is_tested else None,
         )

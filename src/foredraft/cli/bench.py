@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from foredraft.bench.candidates import MethodCandidate
 from foredraft.cli.options import Target, TargetOptions, takes_groups
 from foredraft.cli.running import (
     EXIT_DIFFERS,
@@ -26,7 +27,6 @@ from foredraft.folders import check_place, keep_json
 from foredraft.progress import stages
 
 if TYPE_CHECKING:
-    from foredraft.bench.candidates import MethodCandidate
     from foredraft.bench.methods import MethodsSettings
     from foredraft.bench.outcome import MethodsOutcome
     from foredraft.bench.report import Report

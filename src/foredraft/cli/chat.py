@@ -19,12 +19,12 @@ from foredraft.cli.running import EXIT_DIFFERS, EXIT_INTERRUPTED, EXIT_REFUSED, 
 from foredraft.cli.writers import as_record, write_segments
 from foredraft.config.keywords import did_you_mean
 from foredraft.config.sampling import UnsetInt
+from foredraft.engine.frontend import StreamOutput
 from foredraft.errors import ConfigError, ForedraftError, described
 from foredraft.native.abi import MOST_NODES
 
 if TYPE_CHECKING:
     from foredraft.cli.conversation import ChatTurn, Conversation
-    from foredraft.sessions.outputs import StreamOutput
 
 
 ANSWER_TOKENS = 256

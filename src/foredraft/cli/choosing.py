@@ -16,11 +16,11 @@ from rich.table import Table
 from foredraft.cli.options import Target, TargetOptions
 from foredraft.cli.running import choose_model, load_llm
 from foredraft.config.written import by_comma
+from foredraft.progress import Watch
 
 if TYPE_CHECKING:
     from foredraft.bench.workload import BenchPrompt, Question
     from foredraft.llm import LLM
-    from foredraft.progress import Watch
     from foredraft.tune.choosing import Choice
     from foredraft.tune.tuning import Tuning
 

@@ -13,12 +13,11 @@ import torch
 from foredraft.beginnings import first_difference
 from foredraft.cli.writers import fates, pooled, ratio
 from foredraft.config.sampling import SamplingParams
+from foredraft.engine.frontend import RequestOutput, Stream
 from foredraft.engine.stats import RowStats
 from foredraft.llm import LLM
 from foredraft.machine import cpu_name
-from foredraft.sessions.outputs import RequestOutput
-from foredraft.sessions.prompts import PromptLike
-from foredraft.sessions.runner import Stream
+from foredraft.prompts.prompts import PromptLike
 
 QUESTIONS = (
     "What are three tips for sleeping better?",

@@ -10,10 +10,10 @@ from foredraft.cli.writers import fates, pooled, ratio
 from foredraft.config.keywords import check_unicode
 from foredraft.config.sampling import SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
+from foredraft.engine.frontend import RequestOutput, StreamOutput
 from foredraft.engine.stats import RowStats
 from foredraft.errors import ConfigError, ContextLengthError
 from foredraft.llm import LLM, SpeculativeLike
-from foredraft.sessions.outputs import RequestOutput, StreamOutput
 
 PLAIN = "none"
 Put = Callable[[StreamOutput], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,10 +14,8 @@ from foredraft.cli.options import AsJson
 from foredraft.cli.running import choose_model, exit_codes, put_json
 from foredraft.engine.budget import counted
 from foredraft.progress import stages
-
-if TYPE_CHECKING:
-    from foredraft.retrieval.datastore import Lookup, Match
-    from foredraft.retrieval.manifest import DatastoreManifest
+from foredraft.retrieval.datastore import Lookup, Match
+from foredraft.retrieval.manifest import DatastoreManifest
 
 app = typer.Typer(
     name="datastore",
@@ -148,7 +146,7 @@ def query(
 
 def _lookup(depth: int) -> Lookup:
     """How ``rest`` asks unless it is told otherwise."""
-    from foredraft.drafters.lookup.rest import RestOptions
+    from foredraft.methods.lookup import RestOptions
     from foredraft.retrieval.datastore import Lookup
 
     return Lookup(

@@ -11,14 +11,13 @@ import typer
 from rich.console import Console
 
 from foredraft.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelChoice, SamplingOptions, takes_groups
-from foredraft.cli.prompts import Raw, ask, check_text
+from foredraft.cli.prompts import Asked, Raw, ask, check_text
 from foredraft.cli.running import EXIT_DIFFERS, EXIT_INTERRUPTED, exit_codes, load_llm, put_json, say
+from foredraft.config.sampling import SamplingParams
 from foredraft.ending import finishing
 
 if TYPE_CHECKING:
     from foredraft.cli.comparison import BothAnswers
-    from foredraft.cli.prompts import Asked
-    from foredraft.config.sampling import SamplingParams
     from foredraft.llm import LLM
 
 MAX_QUESTIONS = 8

@@ -29,6 +29,7 @@ from foredraft.cli.options import (
 from foredraft.cli.prompts import Chat, Raw, ask, check_template, read_prompts
 from foredraft.cli.running import EXIT_INTERRUPTED, exit_codes, load_llm, say
 from foredraft.cli.writers import JsonWriter, TextWriter, as_record
+from foredraft.config.sampling import SamplingParams
 from foredraft.ending import finishing
 from foredraft.errors import ConfigError
 from foredraft.folders import check_place, only_writer
@@ -36,8 +37,7 @@ from foredraft.serve.ray import check_ray
 
 if TYPE_CHECKING:
     from foredraft.cli.tracing import TraceFile
-    from foredraft.config.sampling import SamplingParams
-    from foredraft.sessions.runner import Stream
+    from foredraft.engine.frontend import Stream
 
 
 @takes_groups

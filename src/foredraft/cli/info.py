@@ -20,9 +20,9 @@ from rich.text import Text
 
 from foredraft.cli.options import AsJson, DraftingOptions, Loading, LoadingOptions, ModelChoice, takes_groups
 from foredraft.cli.running import exit_codes, load_llm, put_json
-from foredraft.config.method import key_entries, methods
 from foredraft.config.speculative import method_named
 from foredraft.extras import install_command
+from foredraft.methods import key_entries, methods
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM

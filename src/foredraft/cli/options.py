@@ -12,13 +12,13 @@ import typer
 
 from foredraft.cli.running import choose_model, read_text
 from foredraft.config.engine import EngineConfig
-from foredraft.config.method import methods
 from foredraft.config.sampling import SamplingParams, UnsetFloat, UnsetInt
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.config.structured import StructuredOutputs
 from foredraft.config.written import by_comma, tuned
 from foredraft.errors import ConfigError
 from foredraft.loading.defaults import RULE, default_keys
+from foredraft.methods import methods
 
 N = TypeVar("N")
 

@@ -15,10 +15,10 @@ from rich.table import Table
 from foredraft.cli.options import numbers
 from foredraft.cli.prompts import NumPrompts, TuneOptions
 from foredraft.cli.running import choose_model, load_llm
+from foredraft.engine.profiles import Profile
 
 if TYPE_CHECKING:
     from foredraft.engine.drafter import Drafter
-    from foredraft.engine.profiles import Profile
 
 _LONGEST = 15
 

@@ -14,7 +14,7 @@ import typer
 from foredraft.cli.options import TargetOptions
 from foredraft.config.keywords import check_unicode
 from foredraft.errors import ConfigError, PromptError
-from foredraft.sessions.prompt_files import STDIN, read_prompts_file
+from foredraft.prompts.prompt_files import STDIN, read_prompts_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,7 +118,7 @@ def ask(
 
 
 def _message(tokenizer: PreTrainedTokenizerBase | None, text: str, place: int) -> Asked:
-    from foredraft.sessions.prompts import chat_prompt
+    from foredraft.prompts.prompts import chat_prompt
 
     check_text(text, place)
     return Asked(text, chat_prompt(tokenizer, [{"role": "user", "content": text}]), True)
@@ -196,7 +196,7 @@ class TuneOptions(TargetOptions):
         Raises: PromptError, ConfigError.
         """
         from foredraft.bench.workload import BenchPrompt, load_prompts, read_questions, select
-        from foredraft.sessions.prompts import read_prompt
+        from foredraft.prompts.prompts import read_prompt
 
         if self.prompts != BUILT_IN:
             given = [one.given for one in read_prompts_file(self.prompts)[: self.num_prompts]]

@@ -6,17 +6,14 @@ import json
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foredraft.cli.info import peak_memory
 from foredraft.cli.writers import as_record
+from foredraft.engine.frontend import Stream, StreamOutput
 from foredraft.folders import write_text
+from foredraft.llm import LLM
 from foredraft.views.token_view import Drafts
-
-if TYPE_CHECKING:
-    from foredraft.llm import LLM
-    from foredraft.sessions.outputs import StreamOutput
-    from foredraft.sessions.runner import Stream
 
 
 class TraceFile:

@@ -48,7 +48,9 @@ def verify(
             min=1,
         ),
     ] = 60.0,
-    false_alarm_rate: Annotated[float, typer.Option(help="Chance that a lossless decoder fails any law test.")] = 0.01,
+    false_alarm_rate: Annotated[
+        float, typer.Option(help="Chance that a lossless decoder fails any distribution test.")
+    ] = 0.01,
     seed: Annotated[int, typer.Option(help="Of all sampled texts.", min=0)] = 0,
     against: Annotated[
         str | None,

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from foredraft.cli.prompts import Asked
 from foredraft.cli.running import put_json
+from foredraft.config.sampling import SamplingParams
 from foredraft.engine.budget import describe_cuts
+from foredraft.engine.frontend import RequestOutput, Segments, StreamOutput
 from foredraft.engine.stats import RowStats
 
 if TYPE_CHECKING:
-    from foredraft.cli.prompts import Asked
-    from foredraft.config.sampling import SamplingParams
-    from foredraft.sessions.outputs import RequestOutput, Segments, StreamOutput
-    from foredraft.sessions.runner import Stream
+    from foredraft.engine.frontend import Stream
 
 DRAFTED_STYLE = "green"
 

@@ -23,7 +23,7 @@ class TypicalLimits:
 
 @dataclass(frozen=True)
 class AcceptanceRule:
-    """One way to decide which drafted tokens stay; `foredraft.accept.rules` carries them out.
+    """One way to decide which drafted tokens stay; `foredraft.accept` carries them out.
 
     Args:
       name: by which it is chosen.

@@ -134,3 +134,16 @@ class ModelOptions(Options):
     dtype: Any = option(
         anything("name of a dtype"), help="of a drafter that is loaded by name; by default the target's choice"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyOptions(Options):
+    """Which tokens may be drafted at all.
+
+    Source: FR-Spec (Zhao et al. 2025, arXiv:2502.14856).
+    """
+
+    draft_vocabulary: Any = option(
+        anything("file with a JSON list of token ids"),
+        help="tokens that may be drafted, so that only their rows of the output layer are read; by default all",
+    )

@@ -10,10 +10,10 @@ from typing import Any
 from foredraft.config.acceptance import RULES, AcceptanceRule, TypicalLimits
 from foredraft.config.foreign import METHODS_NOT_HERE, method_not_here
 from foredraft.config.keywords import nearest, own_keys, spelling
-from foredraft.config.method import Method, method_aliases, methods, recognized
 from foredraft.config.options import Key, Options
 from foredraft.config.written import read_text
 from foredraft.errors import ConfigError
+from foredraft.methods import Method, method_aliases, methods, recognized
 
 NAME = "SpeculativeConfig"
 

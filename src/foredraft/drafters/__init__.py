@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pkgutil import resolve_name
 
-if TYPE_CHECKING:
-    from foredraft.config.speculative import SpeculativeConfig
-    from foredraft.drafters.context import DrafterContext
-    from foredraft.engine.drafter import Drafter
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.drafters.context import DrafterContext
+from foredraft.engine.drafter import Drafter
 
-DrafterFactory = Callable[[], "Drafter"]
+DrafterFactory = Callable[[], Drafter]
 """Makes a new drafter without state on every call."""
 
 
@@ -19,7 +18,9 @@ def make_drafter(config: SpeculativeConfig, context: DrafterContext) -> Drafter:
 
     Raises: ConfigError if the config asks for something that the context does not have.
     """
-    return config.definition.build(config.options, context)
+    build = config.definition.build
+    drafter: Drafter = (resolve_name(build) if isinstance(build, str) else build)(config.options, context)
+    return drafter
 
 
 def drafter_factory(config: SpeculativeConfig, context: DrafterContext) -> DrafterFactory:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
 
 from foredraft.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from transformers import PreTrainedTokenizerBase
-
-    from foredraft.model.lm import CausalLM
+from foredraft.model.lm import CausalLM
 
 T = TypeVar("T")
 

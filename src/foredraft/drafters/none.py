@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
-from foredraft.config.method import Method
-from foredraft.config.options import Options
+from foredraft.drafters.context import DrafterContext
 from foredraft.engine.drafter import Drafter, DrafterFacts, DraftSize
 from foredraft.engine.row import Row
+from foredraft.methods.lm import NoOptions
 from foredraft.tree import DraftTree
-
-if TYPE_CHECKING:
-    from foredraft.drafters.context import DrafterContext
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoOptions(Options):
-    """Plain decoding has no keys."""
-
-    method: ClassVar[str] = "none"
-    num_speculative_tokens: ClassVar[int] = 0
-    rejection_sample_method: ClassVar[str] = "match"
 
 
 class EmptyDrafter(Drafter):
@@ -37,6 +23,3 @@ class EmptyDrafter(Drafter):
 def build(options: NoOptions, context: DrafterContext) -> EmptyDrafter:
     """Plain decoding."""
     return EmptyDrafter()
-
-
-METHOD = Method(NoOptions, build, summary="nothing: plain decoding", aliases=("off", "disabled"))

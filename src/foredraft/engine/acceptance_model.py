@@ -1,4 +1,4 @@
-"""How likely the nodes of drafts are to be accepted, learned from the texts that came in their place."""
+"""How often drafted tokens are right: one model for all who ask, learned from the texts that came in their place."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from foredraft.engine.cost_model import MEMORY, RATE
 from foredraft.tree import DraftTree
 
-if TYPE_CHECKING:
-    from foredraft.engine.row import Row
-
 logger = logging.getLogger("foredraft")
+
+PREDICTION, GRAMMAR, GUESSED = "prediction", "grammar", "grammar_guess"
+"""Sources that requests bring along: their predicted output, tokens that a grammar forces, and those that came of the
+same choice of the grammar before."""
+
+OF_REQUESTS = frozenset((PREDICTION, GRAMMAR, GUESSED))
 
 KINDS = 8
 """Depths, ranks among siblings, and eighths of a drafter's own estimate, that are told apart: finer ones are seen too
 seldom to be learned in an answer (24 recorded texts per kind lose less by 8 depths than by 12)."""
+
+WHOLE = KINDS + 1
+"""Likeness of whole drafts: whether any of the siblings at a depth is right."""
 
 PRIOR_WEIGHT = 3.0
 """Outcomes that a rate is worth before there are any; twice that a draft is judged by what it has seen."""
@@ -50,7 +56,7 @@ prompts (random letters, sampled), and heads with permuted weights 0 to 0.15, al
 MOST_CERTAIN = 1.0 - 1.0 / MEMORY
 
 Kind = tuple[str, int, int]
-"""Nodes that count as alike: the drafter, the depth, and the rank among siblings or the drafter's own estimate."""
+"""Nodes that count as alike: the source, the depth, and the rank among siblings or the drafter's own estimate."""
 
 
 class Rate:
@@ -62,9 +68,9 @@ class Rate:
 
     __slots__ = ("hits", "last", "trials")
 
-    def __init__(self, prior: float) -> None:
-        self.trials = PRIOR_WEIGHT
-        self.hits = PRIOR_WEIGHT * prior
+    def __init__(self, prior: float, num_trials: float = PRIOR_WEIGHT) -> None:
+        self.trials = num_trials
+        self.hits = num_trials * prior
         self.last = 0
 
     def add(self, outcome: float, now: int) -> None:
@@ -81,22 +87,47 @@ class Rate:
         """Of late."""
         return self.hits / self.trials
 
-    def beside(self, above: float, now: int) -> float:
-        """The rate where the level above has another: what was seen long ago gives way to that.
+    def beside(self, other: float, now: int) -> float:
+        """The rate as what was seen long ago gives way to another one, such as that of the level above.
 
         So a depth that was bad once and is not drafted any more is tried again where drafts have become good.
         """
         weight = math.exp2((self.last - now) / MEMORY)
-        return (weight * self.hits + PRIOR_WEIGHT * above) / (weight * self.trials + PRIOR_WEIGHT)
+        return (weight * self.hits + PRIOR_WEIGHT * other) / (weight * self.trials + PRIOR_WEIGHT)
 
 
 @dataclass
-class RowAcceptance:
-    """How a row fares, by what the rates of all rows let expect: its own rate, which begins with theirs."""
+class _Open:
+    """A draft whose fate is not known yet: the text has followed it so far.
+
+    Args:
+      drafter: name of what made it, as a whole.
+      rates: of its nodes, those of nodes like them.
+      node: that of the last token of the text.
+      is_newest: of its row; older ones say nothing new of how that fares.
+    """
+
+    tree: DraftTree
+    drafter: str
+    rates: list[Rate]
+    node: int = 0
+    is_newest: bool = True
+
+
+class HasState(Protocol):
+    """A row, of which nothing else is looked at here."""
+
+    state: dict[Any, Any]
+
+
+@dataclass
+class _Row:
+    """How a row fares, by what the rates of all rows let expect, and its open drafts: ``row.state[model]``."""
 
     trials: float = 0.0
     hits: float = 0.0
     expected: float = 0.0
+    drafts: list[_Open] = field(default_factory=list)
 
     def add(self, is_hit: bool, expected: float) -> None:
         """Take in whether the next token was drafted."""
@@ -120,30 +151,11 @@ class RowAcceptance:
         return own / expected
 
 
-@dataclass
-class _Open:
-    """A draft whose fate is not known yet: the text has followed it so far.
-
-    Args:
-      node: that of the last token of the text.
-      is_newest: of its row; older ones say nothing new of how that fares.
-    """
-
-    tree: DraftTree
-    node: int = 0
-    is_newest: bool = True
-
-
-@dataclass
-class _Row:
-    """State of a row: ``row.state[model]``."""
-
-    fares: RowAcceptance = field(default_factory=RowAcceptance)
-    drafts: list[_Open] = field(default_factory=list)
-
-
 class AcceptanceModel:
     """Learns how often nodes are accepted once their parents were.
+
+    An engine feeds it with every draft, whole, and with the tokens that come, whether a governor decides or not. Unions
+    rank nodes by it, the governor weighs them, and what requests bring along is drafted as far as it says.
 
     Whether a node would have been accepted does not depend on its having been verified: under "match" a draft is
     accepted as far as it agrees with the text, and the text comes anyway. So drafts are held against the text that
@@ -154,60 +166,203 @@ class AcceptanceModel:
 
     def __init__(self) -> None:
         self._known: dict[Kind, Rate] = {}
-        self._depth_rates: dict[int, Rate] = {}
+        self._trust: dict[str, Rate] = defaultdict(lambda: Rate(1.0))  # of stated chances, by source
         self._now = 0  # drafts so far
         self._num_outcomes = 0
-        self._trust = Rate(1.0)  # of nodes with scores: seen by what these let expect
-        self._rates_at = -1
-        self._rates_now: list[float] = []
+        self._wholes: dict[str, tuple[int, list[float]]] = {}  # by drafter: when they were worked out, rates by depth
         self._validated: dict[str, float] = {}  # by the name of what drafts, until it was compared
         self._first_hits: dict[str, dict[int, bool]] = defaultdict(dict)  # of these, by the token before
+        for depth in range(1, KINDS + 1):
+            self._known[GRAMMAR, depth, 0] = Rate(1.0, MEMORY / 2)
 
     # -- learning --------------------------------------------------------------------------------------------------
 
-    def proposed(self, row: Row, tree: DraftTree) -> None:
-        """A draft was made for a row, whole: before anything is cut from it."""
+    def proposed(self, row: HasState, tree: DraftTree, drafter: str) -> None:
+        """A draft was made for a row, whole: before anything is cut from it for what it costs.
+
+        Args:
+          drafter: name of what made it, as a whole.
+        """
         if len(tree) > 1:
             self._now += 1
             known: _Row = row.state.setdefault(self, _Row())
             for draft in known.drafts:
                 draft.is_newest = False
-            known.drafts.append(_Open(tree))
+            known.drafts.append(_Open(tree, drafter, self._rates(tree)))
 
-    def came(self, row: Row, tokens: Sequence[int]) -> None:
-        """These tokens have followed in the text of a row."""
+    def came(self, row: HasState, tokens: Sequence[int], *, was_asked: bool = True) -> None:
+        """These tokens have followed in the text of a row.
+
+        Args:
+          was_asked: whether a draft was wanted; else that the row fared badly counts less and less.
+        """
         known: _Row | None = row.state.get(self)
-        if known is not None:
+        if known is None:
+            return
+        if not was_asked:
+            known.fade()
+        if known.drafts:
             for token in tokens:
                 known.drafts = [draft for draft in known.drafts if self._follow(known, draft, token)]
 
     def _follow(self, row: _Row, draft: _Open, token: int) -> bool:
         """Go one token on; whether there is more of the draft."""
-        tree, parent = draft.tree, draft.node
-        if not tree.children[parent]:
-            return False
-        depth = tree.depths[parent] + 1
-        hit = tree.child(parent, token)
+        tree, parent, now, rates = draft.tree, draft.node, self._now, draft.rates
+        children, scores, sources = tree.children[parent], tree.scores, tree.sources
+        depth, hit = tree.depths[parent] + 1, tree.child(parent, token)
         if parent == 0 and self._validated:
             self._compare(tree, hit is not None)
-        expected, stated = 0.0, 0.0
-        for rank, node in enumerate(tree.children[parent]):
-            rate = self._rate(tree, node, depth, rank)
-            expected += rate.value
-            rate.add(node == hit, self._now)
-            if tree.scores is not None:
-                stated += _stated(tree.scores, parent, node)
-        if tree.scores is not None:
-            self._trust.trials += stated - 1.0
-            self._trust.add(hit is not None, self._now)
-        self._depth_rate(depth).add(hit is not None, self._now)
+        expected, above = 0.0, 1.0 if scores is None else scores[parent]
+        for node in children:
+            rate = rates[node]
+            expected += rate.hits / rate.trials
+            rate.add(node == hit, now)
+            if scores is not None and above > 0.0:
+                trust = self._trust[tree.source if sources is None else sources[node]]
+                trust.trials += min(scores[node] / above, 1.0) - 1.0
+                trust.add(node == hit, now)
+        if sources is None or sources[children[0] if hit is None else hit] not in OF_REQUESTS:
+            self._whole(draft.drafter, depth).add(hit is not None, now)
         self._num_outcomes += 1
         if draft.is_newest:
-            row.fares.add(hit is not None, min(expected, 1.0))
+            row.add(hit is not None, min(expected, 1.0))
         if hit is None:
             return False
         draft.node = hit
         return bool(tree.children[hit])
+
+    def expect(self, source: str, depth: int, rate: float, num_trials: float) -> None:
+        """Begin with a rate that was measured elsewhere, of first children of a drafter."""
+        level = min(depth, KINDS)
+        for likeness in (0, WHOLE):
+            self._known[source, level, likeness] = Rate(rate, num_trials)
+
+    # -- asking ----------------------------------------------------------------------------------------------------
+
+    def rate(
+        self, source: str, depth: int, score: float | None = None, row: HasState | None = None, *, rank: int = 0
+    ) -> float:
+        """How often a node is right once its parent was.
+
+        Args:
+          score: the drafter's own estimate of that; None where it has none.
+          row: in which it is drafted; None for all rows together.
+          rank: how many siblings come before it, where there are no scores.
+        """
+        likeness = min(rank, KINDS) if score is None else -1 - min(int(score * KINDS), KINDS - 1)
+        kind = source, min(depth, KINDS), likeness
+        rate = self._known.get(kind) or self._begin(kind, score)
+        return min(rate.value * (1.0 if row is None else self.factor(row)), MOST_CERTAIN)
+
+    def factor(self, row: HasState) -> float:
+        """How much better or worse a row fares than others."""
+        known: _Row | None = row.state.get(self)
+        return 1.0 if known is None else known.factor
+
+    def chances(self, tree: DraftTree, row: HasState | None = None, least: float = 0.0) -> list[float]:
+        """The chance of every node of a draft to be accepted, 0 for those behind one that has less than ``least``."""
+        known: _Row | None = None if row is None else row.state.get(self)
+        drafts = [] if known is None else known.drafts
+        rates = drafts[-1].rates if drafts and drafts[-1].tree is tree else self._rates(tree)
+        of_row = of_deeper = 1.0 if known is None else known.factor
+        if tree.scores is not None:  # deeper ones say by themselves how sure one can be
+            of_deeper = 1.0
+        chances = [1.0]
+        for node, parent in enumerate(tree.parents[1:], 1):
+            above = chances[parent]
+            if above > least:
+                rate = rates[node]
+                certain = rate.hits / rate.trials * (of_deeper if parent else of_row)
+                above *= certain if certain < MOST_CERTAIN else MOST_CERTAIN
+            else:
+                above = 0.0
+            chances.append(above)
+        return chances
+
+    def best_nodes(self, row: HasState, tree: DraftTree, least: float = LITTLE) -> list[tuple[float, int]]:
+        """Nodes of a draft and their chances, the likeliest first and each after its parent, down to a chance."""
+        if len(tree) == 1:
+            return []
+        chances = self.chances(tree, row, least)
+        found = [(chance, node) for node, chance in enumerate(chances) if node and chance > least]
+        found.sort(key=itemgetter(0), reverse=True)
+        return found
+
+    def by_depth(self, row: HasState, depth: int, drafter: str) -> list[float]:
+        """The chance that a whole draft is accepted to depth 1, 2, ... ``depth``, as far as that is worth a thought."""
+        factor, chance, chances = self.factor(row), 1.0, []
+        rates = self._rates_of_wholes(drafter)
+        for level in range(depth):
+            chance *= min(rates[min(level, KINDS - 1)] * factor, MOST_CERTAIN)
+            if chance < LITTLE:
+                break
+            chances.append(chance)
+        return chances
+
+    @property
+    def has_outcomes(self) -> bool:
+        """Whether any draft was held against its text yet; else its rates are what was expected beforehand."""
+        return self._num_outcomes > 0
+
+    def at_depth(self, depth: int, drafter: str) -> float:
+        """How often a draft that was right so far is right at this depth, too; over all rows."""
+        return self._whole(drafter, depth).value
+
+    # -- rates -----------------------------------------------------------------------------------------------------
+
+    def _rates(self, tree: DraftTree) -> list[Rate]:
+        """The rate of every node; any for the root."""
+        known, scores, sources, source = self._known, tree.scores, tree.sources, tree.source
+        parents, depths = tree.parents, tree.depths
+        found, ranks = [_ROOT], [0] * len(parents)
+        for node in range(1, len(parents)):
+            parent, score, depth = parents[node], None, depths[node]
+            if scores is None:
+                rank = ranks[parent]
+                ranks[parent] = rank + 1
+                likeness = rank if rank < KINDS else KINDS
+            else:
+                above, own = scores[parent], scores[node]
+                score = own / above if own < above else 1.0 if above > 0.0 else 0.0
+                likeness = -1 - (int(score * KINDS) if score < 1.0 else KINDS - 1)
+            kind = source if sources is None else sources[node], depth if depth < KINDS else KINDS, likeness
+            found.append(known.get(kind) or self._begin(kind, score))
+        return found
+
+    def _begin(self, kind: Kind, score: float | None) -> Rate:
+        """A new rate: that of the depth above, else what the drafter states, as far as that was right."""
+        source, depth, likeness = kind
+        above = self._known.get((source, depth - 1, likeness))
+        if above is not None:
+            prior = above.value
+        elif score is not None:
+            prior = max(min(self._trust[source].value, 1.0) * score, LATER_RATE)
+        else:
+            prior = FIRST_RATE if likeness == 0 else LATER_RATE
+        rate = self._known[kind] = Rate(prior)
+        return rate
+
+    def _whole(self, drafter: str, depth: int) -> Rate:
+        depth = min(depth, KINDS)
+        rate = self._known.get((drafter, depth, WHOLE))
+        if rate is None:
+            above = self._known.get((drafter, depth - 1, WHOLE))
+            rate = self._known[drafter, depth, WHOLE] = Rate(FIRST_RATE if above is None else above.value)
+        return rate
+
+    def _rates_of_wholes(self, drafter: str) -> list[float]:
+        """The rate of every depth, what is old given way; the same for all rows of a step."""
+        worked_out, rates = self._wholes.get(drafter, (-1, []))
+        if worked_out != self._num_outcomes:
+            rate = self._whole(drafter, 1).value
+            rates = [rate]
+            for depth in range(2, KINDS + 1):
+                rate = self._whole(drafter, depth).beside(rate, self._now)
+                rates.append(rate)
+            self._wholes[drafter] = self._num_outcomes, rates
+        return rates
+
+    # -- heads beside their validation -----------------------------------------------------------------------------
 
     def compare_with(self, validated: Mapping[str, float]) -> None:
         """Warn once of each head whose drafts are accepted far less often than when it was validated.
@@ -220,11 +375,6 @@ class AcceptanceModel:
           validated: shares of drafts whose first token was accepted, see `DrafterFacts.validated_acceptance`.
         """
         self._validated.update(validated)
-
-    @property
-    def is_comparing(self) -> bool:
-        """Whether a head has not been compared with its validation yet."""
-        return bool(self._validated)
 
     def _compare(self, tree: DraftTree, is_hit: bool) -> None:
         """Take in the fate of the first token of a draft."""
@@ -248,120 +398,27 @@ class AcceptanceModel:
                 100 * validated,
             )
 
-    def rested(self, row: Row) -> None:
-        """Nothing was drafted for a row: that it fared badly counts less and less."""
-        if self in row.state:
-            row.state[self].fares.fade()
 
-    def expect(self, source: str, depth: int, rate: float, num_trials: float) -> None:
-        """Begin with a rate that was measured elsewhere, of first children of a drafter."""
-        level = min(depth, KINDS)
-        for known in (self._known.setdefault((source, level, 0), Rate(rate)), self._depth_rate(level)):
-            known.trials, known.hits = num_trials, rate * num_trials
-
-    # -- asking ----------------------------------------------------------------------------------------------------
-
-    @property
-    def trust(self) -> float:
-        """How often a child of a node that was right is right itself, by what drafters estimate; 1 at most."""
-        return min(self._trust.value, 1.0)
-
-    def factor(self, row: Row) -> float:
-        """How much better or worse a row fares than others."""
-        known: _Row | None = row.state.get(self)
-        return 1.0 if known is None else known.fares.factor
-
-    def by_depth(self, row: Row, depth: int) -> list[float]:
-        """The chance that a draft is accepted to depth 1, 2, ... ``depth``, as far as that is worth a thought."""
-        factor, chance, chances = self.factor(row), 1.0, []
-        rates = self._depth_rates_now()
-        for level in range(depth):
-            chance *= min(rates[min(level, KINDS - 1)] * factor, MOST_CERTAIN)
-            if chance < LITTLE:
-                break
-            chances.append(chance)
-        return chances
-
-    def _depth_rates_now(self) -> list[float]:
-        """The rate of every depth, what is old given way; the same for all rows of a step."""
-        if self._rates_at != self._num_outcomes:
-            self._rates_at = self._num_outcomes
-            rate = self._depth_rate(1).value
-            self._rates_now = [rate]
-            for level in range(2, KINDS + 1):
-                rate = self._depth_rate(level).beside(rate, self._now)
-                self._rates_now.append(rate)
-        return self._rates_now
-
-    @property
-    def has_outcomes(self) -> bool:
-        """Whether any draft was held against its text yet; else its rates are what was expected beforehand."""
-        return self._num_outcomes > 0
-
-    def at_depth(self, depth: int) -> float:
-        """How often a draft that was right so far is right at this depth, too; over all rows."""
-        return self._depth_rate(depth).value
-
-    def best_nodes(self, row: Row, tree: DraftTree, least: float = LITTLE) -> list[tuple[float, int]]:
-        """Nodes of a draft and their chances, the likeliest first and each after its parent, down to a chance."""
-        parents, scores, of_row = tree.parents, tree.scores, self.factor(row)
-        chances, depths, ranks = [1.0], [0], [0] * len(parents)
-        found = []
-        for node in range(1, len(parents)):
-            parent = parents[node]
-            above, depth, chance = chances[parent], depths[parent] + 1, 0.0
-            if above > least:
-                rate = self._rate(tree, node, depth, ranks[parent])
-                certain = rate.hits / rate.trials
-                if scores is None or depth == 1:  # deeper ones say by themselves how sure one can be
-                    certain *= of_row
-                chance = above * (certain if certain < MOST_CERTAIN else MOST_CERTAIN)
-                if chance > least:
-                    found.append((chance, node))
-            ranks[parent] += 1
-            chances.append(chance)
-            depths.append(depth)
-        found.sort(key=itemgetter(0), reverse=True)
-        return found
-
-    # -- rates -----------------------------------------------------------------------------------------------------
-
-    def _rate(self, tree: DraftTree, node: int, depth: int, rank: int) -> Rate:
-        """The rate of nodes like one, which has so many siblings before it."""
-        level = depth if depth < KINDS else KINDS
-        likeness = min(rank, KINDS) if tree.scores is None else _eighth(tree.scores, tree.parents[node], node)
-        source = tree.source if tree.sources is None else tree.sources[node]
-        rate = self._known.get((source, level, likeness))
-        if rate is None:
-            above = self._known.get((source, level - 1, likeness))
-            rate = Rate(self._prior(tree, node, likeness) if above is None else above.value)
-            self._known[source, level, likeness] = rate
-        return rate
-
-    def _prior(self, tree: DraftTree, node: int, likeness: int) -> float:
-        """What is expected of a node like which none was seen: what its drafter states, as far as that was right."""
-        if tree.scores is not None:
-            return max(self.trust * _stated(tree.scores, tree.parents[node], node), LATER_RATE)
-        return FIRST_RATE if likeness == 0 else LATER_RATE
-
-    def _depth_rate(self, depth: int) -> Rate:
-        depth = min(depth, KINDS)
-        rate = self._depth_rates.get(depth)
-        if rate is None:
-            above = self._depth_rates.get(depth - 1)
-            rate = self._depth_rates[depth] = Rate(FIRST_RATE if above is None else above.value)
-        return rate
+_ROOT = Rate(1.0)
 
 
-def _eighth(scores: Sequence[float], parent: int, node: int) -> int:
-    """The drafter's own estimate in eighths, as a negative number."""
-    eighth = int(_stated(scores, parent, node) * KINDS)
-    return -1 - (eighth if eighth < KINDS else KINDS - 1)
+def stated(tree: DraftTree) -> list[float]:
+    """The drafter's own estimate for every node, given its parent; by its rank among siblings where it has none."""
+    found, ranks, scores = [1.0], [0] * len(tree), tree.scores
+    for node, parent in enumerate(tree.parents[1:], 1):
+        ranks[parent] += 1
+        if scores is None:
+            found.append(FIRST_RATE / ranks[parent])
+        else:
+            found.append(min(scores[node] / scores[parent], 1.0) if scores[parent] > 0.0 else 0.0)
+    return found
 
 
-def _stated(scores: Sequence[float], parent: int, node: int) -> float:
-    """The drafter's own estimate for a node, given its parent."""
-    above, own = scores[parent], scores[node]
-    if own >= above:
-        return 1.0 if above > 0.0 else 0.0
-    return own / above if own > 0.0 else 0.0
+def scored(tree: DraftTree) -> DraftTree:
+    """A draft with scores: those of its drafter, or by the ranks of its nodes."""
+    if tree.scores is not None or len(tree) == 1:
+        return tree
+    scores = [1.0]
+    for parent, own in zip(tree.parents[1:], stated(tree)[1:], strict=True):
+        scores.append(scores[parent] * own)
+    return replace(tree, scores=tuple(scores))

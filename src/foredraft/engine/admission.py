@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
 
+from transformers import PreTrainedTokenizerBase
+
+from foredraft.config.sampling import SamplingParams
 from foredraft.config.structured import StructuredOutputs
-from foredraft.engine.prediction import Prediction
-from foredraft.engine.row import Row, as_ids, check_prompt
+from foredraft.engine.row import Prediction, Row, as_ids, check_prompt
 from foredraft.engine.stopping import StopChecker
 from foredraft.errors import ConfigError
+from foredraft.model.lm import CausalLM
 from foredraft.sampling.distribution import Sampler
 from foredraft.sampling.noise import fresh_seed, mix
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from foredraft.config.sampling import SamplingParams
-    from foredraft.model.lm import CausalLM
-    from foredraft.structured.grammars import Grammars
+from foredraft.structured.grammars import Grammars
 
 
 @dataclass(frozen=True)
@@ -58,33 +54,31 @@ class Admission:
         longest: int = 0,
     ) -> list[Row]:
         """The ``params.n`` rows of a request; see `Engine.add_request`."""
-        prompt = as_ids(prompt_ids)
+        prompt, target = as_ids(prompt_ids), self.target
         if output_ids and len(output_ids) != params.n:
             raise ConfigError(f"output_ids has {len(output_ids)} lists for n={params.n} samples; give one for each")
-        offset = self.target.offset_of(max(len(prompt), longest))
-        limit = self.limit_of(offset)
-        reason = self.target.beyond_context if limit in (self.target.context_length, self.target.long_context) else ""
-        check_prompt(prompt, self.target.num_embeddings, limit, num_new_tokens=params.max_tokens != 0, reason=reason)
+        offset = target.offset_of(max(len(prompt), longest))
+        context = target.long_context if offset else target.context_length
+        limit = self.max_model_len if context is None else min(self.max_model_len, context)
+        reason = target.beyond_context if limit in (target.context_length, target.long_context) else ""
+        check_prompt(prompt, target.num_embeddings, limit, num_new_tokens=params.max_tokens != 0, reason=reason)
+        if params.max_tokens is not None:
+            wanted = len(prompt) + params.max_tokens
+        else:
+            wanted = limit if self.most_planned is None else max(self.most_planned, len(prompt) + 1)
         request_id = f"request-{next(self.ids)}" if request_id is None else request_id
         seed = fresh_seed() if params.seed is None else params.seed
         prediction = self._prediction(params, len(prompt))
         rows = []
         for index in range(params.n):
             sampler = self._sampler(params, prompt, history_ids, mix(seed, index))
-            own = None if prediction is None else prediction.copy()
-            rows.append(self._row(prompt, sampler, request_id, index, own, offset))
+            row = self._row(prompt, sampler, request_id, index, min(wanted, limit))
+            row.prediction = None if prediction is None else prediction.copy()
+            row.offset = offset
+            rows.append(row)
         for row, output in zip(rows, output_ids, strict=False):
             self._continue(row, as_ids(output))
         return rows
-
-    def limit_of(self, offset: int) -> int:
-        """Tokens of a row, prompt and output together.
-
-        Args:
-          offset: distance of its positions from its columns.
-        """
-        context = self.target.long_context if offset else self.target.context_length
-        return self.max_model_len if context is None else min(self.max_model_len, context)
 
     def _continue(self, row: Row, output_ids: list[int]) -> None:
         """Let a row have said something already, which is replayed before it goes on.
@@ -138,32 +132,16 @@ class Admission:
         sampler.seed, sampler.contains_faults = seed, self.contains_faults
         return sampler
 
-    def _row(
-        self,
-        prompt: list[int],
-        sampler: Sampler,
-        request_id: str,
-        index: int,
-        prediction: Prediction | None,
-        offset: int,
-    ) -> Row:
-        params, length, limit = sampler.params, len(prompt), self.limit_of(offset)
-        if params.max_tokens is not None:
-            wanted = length + params.max_tokens
-        else:
-            wanted = limit if self.most_planned is None else max(self.most_planned, length + 1)
-        max_length = min(wanted, limit)
+    def _row(self, prompt: list[int], sampler: Sampler, request_id: str, index: int, max_length: int) -> Row:
         return Row(
             id=next(self.ids),
             request_id=request_id,
             index=index,
             token_ids=list(prompt),
-            num_prompt_tokens=length,
-            params=params,
+            num_prompt_tokens=len(prompt),
+            params=sampler.params,
             seed=sampler.seed,
             sampler=sampler,
             max_length=max_length,
-            checker=StopChecker(params, self.eos_token_ids, length, max_length, self.tokenizer),
-            prediction=prediction,
-            offset=offset,
+            checker=StopChecker(sampler.params, self.eos_token_ids, len(prompt), max_length, self.tokenizer),
         )

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from statistics import fmean
 from typing import Any
 
@@ -127,6 +127,7 @@ class Average:
             self.value += max(RATE, 1.0 / self.count) * max(-FAR, min(FAR, value - self.value))
 
 
+@cache
 def place_of(count: int) -> int:
     """The class of a number of nodes or rows: small ones are told apart, large ones by their logarithm."""
     return round(RESOLUTION * math.log2(1.0 + count / RESOLUTION))
@@ -225,7 +226,7 @@ class _Levels:
         self._averages: dict[int, Average] = {}
         self._last: dict[int, int] = {}  # draft in which it was seen
         self._count = 0
-        self._known: dict[int, float] = {}
+        self._fitted: tuple[dict[int, float], dict[int, float], tuple[int, float, float]] | None = None
 
     def add(self, num_levels: int, value: float) -> None:
         if num_levels not in self._averages or not self._is_fresh(num_levels):
@@ -233,35 +234,40 @@ class _Levels:
         self._averages[num_levels].add(value)
         self._count += 1
         self._last[num_levels] = self._count
-        self._known.clear()
+        self._fitted = None
 
     def _is_fresh(self, num_levels: int) -> bool:
         return self._count - self._last[num_levels] < MEMORY // 2
 
     def seconds(self, num_levels: int) -> float:
         """Of so many levels, from those that were seen of late, often if any were: on a line through them."""
-        if num_levels not in self._known:
-            self._known[num_levels] = self._expected(num_levels)
-        return self._known[num_levels]
+        self._fitted = self._fitted or self._fit()
+        sure, seen, (first, least, slope) = self._fitted
+        if num_levels in sure:
+            return sure[num_levels]
+        return min(max(least + slope * (num_levels - first), 0.0), seen.get(num_levels, math.inf))
 
-    def _expected(self, num_levels: int) -> float:
+    def _fit(self) -> tuple[dict[int, float], dict[int, float], tuple[int, float, float]]:
+        """Seconds of levels that are sure, of all that were seen, and a line."""
         seen = {levels: math.exp(one.value) for levels, one in self._averages.items()}
         fresh = [levels for levels in seen if self._is_fresh(levels)]
         often = [levels for levels in fresh if self._averages[levels].count >= FEW] or fresh
         sure = {levels: seen[levels] for levels in often}
-        if num_levels in sure:
-            return sure[num_levels]
-        believed = {levels: min(seen[levels], _on_line(sure, levels)) for levels in fresh if levels not in sure}
-        return min(_on_line(sure | believed, num_levels), seen.get(num_levels, math.inf))
+        first, least, slope = _line(sure)
+        believed = {
+            levels: min(seen[levels], max(least + slope * (levels - first), 0.0))
+            for levels in fresh
+            if levels not in sure
+        }
+        return sure, seen, _line(sure | believed)
 
 
-def _on_line(seconds: Mapping[int, float], num_levels: int) -> float:
-    """Of so many levels, by what the fewest and the most have taken."""
+def _line(seconds: Mapping[int, float]) -> tuple[int, float, float]:
+    """The fewest levels, their seconds, and those of one level more, by what the fewest and the most have taken."""
     fewest, most = min(seconds), max(seconds)
     if fewest == most:  # all of it is by the level, until that is tried
-        return seconds[most] * num_levels / most
-    slope = max(0.0, (seconds[most] - seconds[fewest]) / (most - fewest))
-    return max(seconds[fewest] + slope * (num_levels - fewest), 0.0)
+        return most, seconds[most], seconds[most] / most
+    return fewest, seconds[fewest], max(0.0, (seconds[most] - seconds[fewest]) / (most - fewest))
 
 
 class _Verifying:
@@ -351,23 +357,31 @@ class _Verifying:
 
     def _ratio(self, rows: int, nodes: int, are_chains: bool) -> float:
         """How much longer steps take than the curve and the scale say, from what was seen of such nodes or near."""
-        known = {
-            kind: seen
-            for kind, averages in self._kinds.items()
-            if (seen := {place: one.value for place, one in averages.items() if one.count >= FEW})
-        }
-        if not known:
-            return 0.0
-        kind = min(known, key=lambda other: (other[1] != are_chains, abs(other[0] - rows), other))
-        seen = known[kind]
+        averages = self._kinds.get((rows, are_chains), {})
+        own = averages.get(nodes)
+        if own is not None and own.count >= FEW:
+            return own.value
+        seen = {place: one.value for place, one in averages.items() if one.count >= FEW}
+        if not seen:
+            known = [kind for kind, others in self._kinds.items() if max(one.count for one in others.values()) >= FEW]
+            if not known:
+                return 0.0
+            kind = min(known, key=lambda other: (other[1] != are_chains, abs(other[0] - rows), other))
+            seen = {place: one.value for place, one in self._kinds[kind].items() if one.count >= FEW}
         if nodes in seen:
             return seen[nodes]
-        below, above = (place for place in seen if place < nodes), (place for place in seen if place > nodes)
-        near = [place for place in (max(below, default=None), min(above, default=None)) if place is not None]
-        weights = [1.0 / abs(place - nodes) for place in near]
-        return sum(w * seen[place] for w, place in zip(weights, near, strict=True)) / sum(weights)
+        places = sorted(seen)
+        right = bisect_left(places, nodes)
+        total = weights = 0.0
+        for place in places[max(right - 1, 0) : right + 1]:  # on either side, as far as there are any
+            weight = 1.0 / abs(place - nodes)
+            total += weight * seen[place]
+            weights += weight
+        return total / weights
 
 
 def _nearest(by_rows: Mapping[int, _Levels], rows: int) -> _Levels | None:
     """What was seen with the number of rows that is nearest to this one."""
-    return by_rows[min(by_rows, key=lambda other: (abs(other - rows), other))] if by_rows else None
+    if rows in by_rows or not by_rows:
+        return by_rows.get(rows)
+    return by_rows[min(by_rows, key=lambda other: (abs(other - rows), other))]

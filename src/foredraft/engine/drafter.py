@@ -5,16 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from foredraft.engine.budget import DraftSize
 from foredraft.engine.features import NO_FEATURES, Features
-from foredraft.tree import DraftTree
-
-if TYPE_CHECKING:
-    from foredraft.engine.row import Row
-    from foredraft.model.cache.ragged import KVCache
-    from foredraft.model.lm import CausalLM
+from foredraft.engine.row import Row
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.lm import CausalLM
+from foredraft.tree import DraftPlan, DraftTree
 
 __all__ = [
     "NO_FEATURES",
@@ -248,15 +245,21 @@ def listens(drafter: Drafter) -> bool:
 class ContextDrafter(Drafter):
     """A drafter that looks at one row at a time; batching is inherited."""
 
+    _plan: DraftPlan | None = None  # of the row that is drafted for, where a length policy has one
+
     @abstractmethod
     def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
         """A draft for one row within its budget, of depth 1 or more."""
 
     def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
-        return [
-            self.propose_row(row, DraftSize.of(budget)) if budget > 0 else DraftTree.root(row.token_ids[-1], self.name)
-            for row, budget in zip(rows, budgets, strict=True)
-        ]
+        trees = []
+        for row, budget in zip(rows, budgets, strict=True):
+            if budget > 0:
+                self._plan = None
+                trees.append(self.propose_row(row, DraftSize.of(budget)).planned(self._plan))
+            else:
+                trees.append(DraftTree.root(row.token_ids[-1], self.name))
+        return trees
 
 
 class WrappingDrafter(Drafter):

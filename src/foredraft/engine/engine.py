@@ -1,36 +1,44 @@
-"""The loop: schedule, propose, verify, accept, commit, observe, emit."""
+"""The loop: schedule, plan, propose, select, verify, accept, commit, observe."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from time import perf_counter
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
 
+from foredraft.accept import Verdict, accept, choose_all
 from foredraft.config.engine import EngineConfig
-from foredraft.engine.accepting import accept_rows, choose_all
+from foredraft.engine.acceptance_model import AcceptanceModel
 from foredraft.engine.admission import Admission
-from foredraft.engine.decoding import emit, observe, propose, undrafted
-from foredraft.engine.drafter import Drafter, PromptChunk
+from foredraft.engine.budget import DraftSize, Limits
+from foredraft.engine.drafter import Drafter, PromptChunk, StepResult
 from foredraft.engine.drafts import Drafts
 from foredraft.engine.exclusive_use import ExclusiveCall, ExclusiveUse
 from foredraft.engine.features import RowFeatures
-from foredraft.engine.forwards import NO_LIMIT, Forwards
-from foredraft.engine.governing import AnyGovernor, Governing
+from foredraft.engine.governor import Governor
 from foredraft.engine.logprobs import TokenLogprobs
 from foredraft.engine.memory import PREFIX_DIVISOR, MemoryPlan, MemoryUse
-from foredraft.engine.outputs import RowOutput
+from foredraft.engine.outputs import RowOutput, logprobs_of
 from foredraft.engine.row import Row
 from foredraft.engine.scheduler import Scheduler
-from foredraft.engine.stats import Clock, StepProfile
-from foredraft.errors import ConfigError, EngineBusyError
+from foredraft.engine.stats import StepClock, StepProfile, StepSeconds
+from foredraft.engine.stopping import Finish, StopChecker
+from foredraft.errors import ConfigError, EngineBusyError, as_exception, is_fatal, told
 from foredraft.machine import return_free_memory
 from foredraft.model.cache.group import CacheGroup
 from foredraft.model.cache.prefixes import PrefixStore
+from foredraft.model.capture import Output, Wanted
 from foredraft.model.lm import CausalLM
+from foredraft.model.nodes import Logits, Nodes
+from foredraft.native.library import loaded_helpers
+from foredraft.sampling import distribution
 from foredraft.structured.grammars import Grammars
+from foredraft.tree import DraftTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,6 +46,8 @@ if TYPE_CHECKING:
     from foredraft.config.sampling import SamplingParams
 
 __all__ = ["Engine", "EngineConfig", "RowOutput", "TokenLogprobs"]
+
+NO_LIMIT = 1 << 20
 
 SHRINK_STEPS = 256
 """Steps after which caches give back what no row has needed meanwhile. Copying takes less time than one of them."""
@@ -73,7 +83,7 @@ class Engine:
         eos_token_ids: Iterable[int] = (),
         tokenizer: PreTrainedTokenizerBase | None = None,
         prefixes: PrefixStore | None = None,
-        governor: AnyGovernor | None = None,
+        governor: Governor | None = None,
         grammars: Grammars | None = None,
     ) -> None:
         self.target = target
@@ -93,11 +103,16 @@ class Engine:
         self.cache = target.new_cache()
         self.profile = StepProfile()
         self.governor = governor if self.config.rule.keeps_tokens else None
+        self.acceptance = AcceptanceModel() if self.governor is None else self.governor.acceptance
         contains_faults = self.config.contains_faults
         self._drafts = Drafts(drafter, target, self.cache, self.config.rule, contains_faults=contains_faults)
+        if self.governor is None:
+            self.acceptance.compare_with(self._drafts.facts.validated_acceptance)
         needs = self._drafts.needs
         self.caches = CacheGroup([self.cache, *(own.cache for own in needs.caches)])
-        self._forwards = Forwards(target, self.cache, self.config, needs)
+        self._wanted = Wanted(needs.last_hidden, needs.layer_inputs)
+        self._helpers = loaded_helpers() if target.device.type == "cpu" else None
+        self._promise = target.promise(self.config.exactness)
         self.plan = MemoryPlan.of(self.config, target, self.cache, needs.caches)
         self._admission = Admission(
             target,
@@ -113,9 +128,9 @@ class Engine:
         self._scheduler = Scheduler(
             target, self.caches, self._drafts, self.config, plan=self.plan, prefixes=prefixes, owner=drafter
         )
-        self._governing = Governing(self.governor, drafter.facts, self._scheduler)
         self._use = ExclusiveUse()
         self._is_broken = False
+        self._was_asked = False  # in the step that runs
         self._steps_to_shrink = SHRINK_STEPS
 
     def __repr__(self) -> str:
@@ -152,6 +167,8 @@ class Engine:
             raise ConfigError(f"request {request_id!r} is still running; give every request an id of its own")
         if self.plan is not None:
             self.plan.check(rows[0].num_prompt_tokens, rows[0].max_length)
+        for row in rows:
+            row.acceptance = self.acceptance
         self._scheduler.queue(rows, are_alike=not output_ids)
         return rows
 
@@ -211,11 +228,11 @@ class Engine:
         with self._exclusive():
             if self._scheduler.ended:
                 return [RowOutput(row, (), 0) for row in self._scheduler.take_ended()]
-            self._forwards.begin_step()
+            self._promise = self.target.promise(self.config.exactness)  # the model may have changed
             self._steps_to_shrink -= 1
             if not self._steps_to_shrink:
                 self._shrink()
-            self._scheduler.admit(self.profile, self._governing.welcomes)
+            self._scheduler.admit(self.profile, self._attends)
             if reading := self._scheduler.to_read():
                 self._read(reading)
                 return []
@@ -231,17 +248,26 @@ class Engine:
         """Read the next chunks of the prompts of neighbouring rows."""
         start = perf_counter()
         chunks = [self._scheduler.next_chunk(row) for row in rows]
-        first_slot = rows[0].slot
-        shows = self._drafts.needs.reads_prompts and any(row.has_drafter for row in rows)
-        output = self._forwards.read(chunks, first_slot, keeps_logits=rows[0].learns_logprobs, shows=shows)
+        first_slot, needs = rows[0].slot, self._drafts.needs
+        shows = needs.reads_prompts and any(row.has_drafter for row in rows)
+        keeps_logits = rows[0].learns_logprobs or (shows and needs.prompt_logits)
+        output = self.target.forward_with(
+            self._wanted if shows else Wanted(),
+            Nodes.from_chains(chunks),
+            self.cache,
+            first_row=first_slot,
+            keep=None if keeps_logits else slice(0, 0),
+        )
         self.cache.commit([range(len(chunk)) for chunk in chunks], first_slot)
         if shows:
             shown = [
                 PromptChunk(row.num_prefilled, len(chunk), RowFeatures(output, i))
                 for i, (row, chunk) in enumerate(zip(rows, chunks, strict=True))
             ]
-            with self._governing.reading():
-                self._drafts.start(rows, shown)
+            begun = perf_counter()
+            self._drafts.start(rows, shown)
+            if self.governor is not None:
+                self.governor.read(perf_counter() - begun)
         for place, (row, chunk) in enumerate(zip(rows, chunks, strict=True)):
             if row.learns_logprobs:
                 row.learn_logprobs(len(chunk), output.logits[place])
@@ -251,45 +277,187 @@ class Engine:
         self.profile.prefill_seconds += perf_counter() - start
 
     def _decode(self, rows: list[Row]) -> list[RowOutput]:
-        """One round over the rows that decode."""
-        clock = Clock(self.profile)
-        is_plain = all(row.is_plain and not row.drafts_itself for row in rows)
-        limits = self._forwards, self._governing, self._scheduler.max_nodes
-        trees = [undrafted(row) for row in rows] if is_plain else propose(rows, self._drafts, *limits)
-        self._erase_doubtful(rows)
-        clock.lap("propose_seconds")
-        output = self._forwards.verify(trees, shows=not is_plain)
+        """One round over the rows that decode: the method. Plain decoding is this round with the empty draft.
+
+        Node 0 of every draft is the row's pending token: part of its text, and not in the cache before this round. A
+        drafter that fails loses its rows, which go on with empty drafts and so with the same texts (`Drafts`).
+        """
+        clock = StepClock()
+        is_plain = True not in [row.has_drafter or row.drafts_itself for row in rows]
+        limits = [] if is_plain else self._limits(rows)
+        sizes = self._plan(rows, limits)
+        clock.append(perf_counter())
+        drafts = self._drafts.none(rows) if is_plain else self._drafts.propose(rows, sizes, limits)
+        clock.append(perf_counter())
+        drafts = drafts if is_plain else self._select(rows, drafts, sizes)
+        clock.append(perf_counter())
+        output = self._verify(rows, drafts, shows=not is_plain)
         logits = output.logits
-        clock.lap("verify_seconds")
-        choices = choose_all(rows, trees, logits) if self._drafts.needs.choices and not is_plain else None
-        verdicts = accept_rows(self.config.acceptance, rows, trees, logits, choices, self.config.typical)
-        clock.lap("accept_seconds")
-        outputs = emit(rows, trees, verdicts, logits, self.config)
-        clock.lap("emit_seconds")
-        paths = [verdict.path[: len(output.token_ids)] for verdict, output in zip(verdicts, outputs, strict=True)]
+        clock.append(perf_counter())
+        choices = choose_all(rows, drafts, logits) if self._drafts.needs.choices and not is_plain else None
+        verdicts = accept(self.config.acceptance, rows, drafts, logits, choices, self.config.typical)
+        clock.append(perf_counter())
+        results = []
+        for place, row in enumerate(rows):
+            results.append(self._append(row, drafts[place], verdicts[place], logits, place))
+        clock.append(perf_counter())
+        # node 0 and the accepted ones that were appended; the last token of the row is pending, and stays out
+        paths = [verdict.path[: len(result.token_ids)] for verdict, result in zip(verdicts, results, strict=True)]
         self.cache.commit(paths)
         self._erase_doubtful(rows)
-        clock.lap("commit_seconds")
+        clock.append(perf_counter())
         if self._drafts.observes and not is_plain:
-            features = [RowFeatures(output, i, choices) for i in range(len(rows))]
-            observe(self._drafts, trees, paths, outputs, features)
-        clock.lap("observe_seconds")
+            self._tell_drafter(drafts, paths, results, [RowFeatures(output, i, choices) for i in range(len(rows))])
+        clock.append(perf_counter())
         self.profile.num_steps += 1
-        if is_plain:
-            self._governing.rested(len(rows), clock)
-        else:
-            self._governing.learn(trees, outputs, clock)
-        clock.skip()
-        finished = [row for row in rows if row.is_finished]
+        self._govern(drafts, results, clock.enter(self.profile))
+        finished = [row for row in rows if row.finish_reason is not None]
         for row in finished:
             self.profile.ended.add(row.stats)
-        self._scheduler.retire(*finished)
-        clock.lap("emit_seconds")
-        if not is_plain and self._governing.leaves(self._scheduler.running):
-            self._scheduler.leave_drafter()
-        return outputs
+        if finished:
+            self._scheduler.retire(*finished)
+        return results
 
-    def _erase_doubtful(self, rows: list[Row]) -> None:
+    # -- how much is drafted -----------------------------------------------------------------------------------
+
+    def _plan(self, rows: Sequence[Row], limits: Sequence[Limits]) -> list[DraftSize]:
+        """How much is wanted of the drafter for every row: what is allowed, or what pays of it."""
+        sizes = [limit.budget for limit in limits]
+        if sizes and self.governor is not None:
+            waits = self._scheduler.waiting or self._scheduler.prefilling
+            sizes = self.governor.plan(rows, sizes, is_closed=not waits)
+        self._was_asked = max(sizes, default=0) > 0
+        return sizes
+
+    def _select(self, rows: Sequence[Row], drafts: list[DraftTree], sizes: Sequence[DraftSize]) -> list[DraftTree]:
+        """The parts of drafts that are verified. The acceptance model learns from all of a draft, cut or not."""
+        if max([len(draft.tokens) for draft in drafts]) == 1:
+            return drafts if self.governor is None else self.governor.select(rows, drafts)
+        name = self._drafts.title(sizes[0])
+        for row, draft in zip(rows, drafts, strict=True):
+            self.acceptance.proposed(row, draft, name)
+        if self.governor is None:
+            return drafts
+        selected = self.governor.select(rows, drafts)
+        for row, draft, tree in zip(rows, drafts, selected, strict=True):
+            if tree is not draft:
+                row.stats.count_unverified(draft, tree)
+        return selected
+
+    def _limits(self, rows: Sequence[Row]) -> list[Limits]:
+        """Limits of the drafts of every row: accepted tokens and the bonus together fit what is left of it.
+
+        What is allowed is decided here and nowhere else; the governor and the drafter may want less of it. A draft has
+        as many nodes at most as one forward may have for its bits to be those of single tokens, where that is promised
+        (`Promise`), and branches where rule and model take trees. A row in doubt runs without one, and a request may
+        want shorter ones.
+        """
+        max_nodes, of_promise = self._scheduler.max_nodes, min(self._promise.max_nodes, NO_LIMIT)
+        takes_trees = self.config.rule.takes_trees and self.target.supports_trees
+        nodes, of_nodes = (max_nodes, "memory") if max_nodes < of_promise else (of_promise, "bits")
+        found = []
+        for row in rows:
+            depth, cause = row.num_remaining_tokens - 1, "budget"
+            if nodes - 1 < depth:
+                depth, cause = nodes - 1, of_nodes
+            wanted = row.params.num_speculative_tokens
+            if wanted is not None and wanted < depth:
+                depth, cause = wanted, "request"
+            if row.is_in_doubt:
+                depth, cause = 0, "doubt"
+            found.append(Limits(DraftSize(depth, nodes, not takes_trees), cause, of_nodes))
+        return found
+
+    def _attends(self, num_rows: int) -> bool:
+        """Whether rows have the drafter where so many run; else they rest: it is told nothing of them."""
+        return self.governor is None or self.governor.attends(num_rows)
+
+    def _govern(self, drafts: Sequence[DraftTree], results: Sequence[RowOutput], seconds: StepSeconds) -> None:
+        """Tell the governor of a step, and let rows rest where it finds that no drafts pay.
+
+        Rows that rested have the drafter again where that needs no more than their text.
+        """
+        start, governor = perf_counter(), self.governor
+        if governor is None:
+            return
+        governor.observe(drafts, results, seconds)
+        if not governor.attends(len(results)):
+            self._scheduler.rest()
+        elif self._drafts.facts.drafts_from_text:
+            self._scheduler.resume()
+        self.profile.govern_seconds += perf_counter() - start
+
+    # -- verifying ---------------------------------------------------------------------------------------------
+
+    def _verify(self, rows: Sequence[Row], drafts: Sequence[DraftTree], *, shows: bool) -> Output:
+        """Run the target over the drafts of all rows; logits of every node, and what the drafter wants if `shows`."""
+        self._erase_doubtful(rows)
+        with self._helpers.watched() if self._helpers is not None else nullcontext():
+            return self.target.forward_with(
+                self._wanted if shows else Wanted(), Nodes.from_trees(drafts), self.cache, listed=True
+            )
+
+    def _append(self, row: Row, tree: DraftTree, verdict: Verdict, logits: Logits, place: int) -> RowOutput:
+        """Append the accepted tokens and the bonus to a row, count them, and end the row where it ends.
+
+        A drafted token that the model cannot digest harms the nodes beside it, since 0 * NaN is NaN in every masked
+        sum, and so does what a drafter has left in the cache. So a failure puts the row in doubt at first: its next
+        step goes without a draft, over clean columns, and only if that fails, too, the row does.
+
+        Args:
+          logits: of the nodes of all rows.
+          place: of this row among them.
+        """
+        row.num_steps += 1
+        has_failed = verdict.next_token < 0
+        is_lost = has_failed and row.is_in_doubt  # for the second time
+        row.is_in_doubt = has_failed and not is_lost
+        error = distribution.failure(logits[place][verdict.path[-1]], row.sampler) if is_lost else None
+        decided = [tree.tokens[node] for node in verdict.path[1:]] + ([] if has_failed else [verdict.next_token])
+        tokens, finish, fault = _until_the_end(row.checker, decided)
+        if fault is not None:
+            if is_fatal(fault) or not self.config.contains_faults:
+                raise fault
+            error, row.is_in_doubt = as_exception(fault), False
+        accepted = verdict.path[1 : len(tokens) + 1]
+        if finish is not None:
+            error = None
+        sources = tuple([tree.source_of(node) for node in accepted])
+        result = RowOutput(row, tuple(tokens), len(accepted), error=error, sources=sources, tree=tree)
+        config = self.config
+        if row.params.logprobs is not None or config.output_scores or config.output_logits:
+            nodes = list(verdict.path[: len(tokens)])
+            paths, chosen_from = [tree.path_tokens(node) for node in nodes], logits[place][nodes]
+            result = replace(
+                result,
+                logprobs=logprobs_of(row, tokens, chosen_from, paths),
+                scores=distribution.scores(chosen_from, [row.sampler] * len(nodes), paths)
+                if config.output_scores
+                else None,
+                logits=chosen_from.float() if config.output_logits else None,
+            )
+        row.record(tree, accepted, len(tokens))
+        row.extend(tokens)
+        self.acceptance.came(row, tokens, was_asked=self._was_asked)
+        if finish is not None:
+            row.finish_reason, row.stop_reason = finish.reason, finish.cause
+        elif error is not None:
+            row.finish_reason, row.stop_reason = "error", told(error)
+        return result
+
+    def _tell_drafter(
+        self,
+        drafts: Sequence[DraftTree],
+        paths: Sequence[tuple[int, ...]],
+        outputs: Sequence[RowOutput],
+        features: Sequence[RowFeatures],
+    ) -> None:
+        """Tell the drafter of rows that go on: what was accepted of their drafts, and what the target computed."""
+        going_on = [i for i, output in enumerate(outputs) if output.token_ids and not output.row.is_finished]
+        results = [StepResult(drafts[i], paths[i], outputs[i].token_ids, features[i]) for i in going_on]
+        self._drafts.observe([outputs[i].row for i in going_on], results)
+
+    def _erase_doubtful(self, rows: Sequence[Row]) -> None:
         """Zero what lies behind the committed columns of rows in doubt, which may not be finite."""
         for slot, row in enumerate(rows):
             if row.is_in_doubt:
@@ -345,3 +513,20 @@ class Engine:
     def _end_all(self) -> None:
         self._scheduler.end_all()
         self._is_broken = False
+
+
+def _until_the_end(
+    checker: StopChecker, tokens: Sequence[int]
+) -> tuple[list[int], Finish | None, BaseException | None]:
+    """The tokens up to the one that ends the row, that included, and why it ends.
+
+    Or those before the one whose text cannot be read, and what the tokenizer has raised: as many as plain decoding has.
+    """
+    for length, token in enumerate(tokens, 1):
+        try:
+            finish = checker.check(token)
+        except BaseException as fault:
+            return list(tokens[: length - 1]), None, fault
+        if finish is not None:
+            return list(tokens[:length]), finish, None
+    return list(tokens), None, None

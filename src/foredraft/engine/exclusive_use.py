@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from foredraft import forking
+from foredraft.ending import is_running
 from foredraft.model.default_device import cpu_by_default
 
 
@@ -21,16 +22,10 @@ class ExclusiveUse:
         self._lock = forking.lock()
         self._frame: FrameType | None = None
 
-    @property
-    def is_taken(self) -> bool:
-        """Whether a call is inside."""
-        frame = self._frame
-        return frame is not None and is_running(frame)
-
     def take(self, frame: FrameType) -> bool:
         """Take it for a frame that runs; False where another one has it."""
         with self._lock:
-            if self.is_taken:
+            if self._frame is not None and is_running(self._frame):
                 return False
             self._frame = frame
             return True
@@ -63,14 +58,3 @@ class ExclusiveCall:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         self._device.__exit__(None, None, None)
         self._leave(kind is None)
-
-
-def is_running(frame: FrameType) -> bool:
-    """Whether a frame is on the stack of any thread."""
-    for top in sys._current_frames().values():
-        current: FrameType | None = top
-        while current is not None:
-            if current is frame:
-                return True
-            current = current.f_back
-    return False

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+import torch
+
+from foredraft.accept import Choices
 from foredraft.errors import ConfigError
-from foredraft.lazy import Lazy
-
-if TYPE_CHECKING:
-    import torch
-
-    import foredraft.model.nodes as nodes_of
-    from foredraft.engine.accepting import Choices
-    from foredraft.model.capture import Output
-    from foredraft.model.nodes import NodeLogits
-    from foredraft.native import sample_kernels
-else:
-    torch = Lazy("torch")
-    nodes_of = Lazy("foredraft.model.nodes")
-    sample_kernels = Lazy("foredraft.native.sample_kernels")
+from foredraft.model.capture import Output
+from foredraft.model.nodes import NodeLogits
+from foredraft.native import sample_kernels
 
 _BLOCK = 128
 
@@ -129,7 +120,7 @@ class RowFeatures(Features):
 
     def places(self, nodes: Sequence[int]) -> tuple[NodeLogits, list[int]] | None:
         logits = self._output.logits
-        if not isinstance(logits, nodes_of.NodeLogits):
+        if not isinstance(logits, NodeLogits):
             return None
         start = logits.starts[self._row]
         return logits, [start + node for node in nodes]

@@ -1,147 +1,242 @@
-"""Whether, how deep and how wide to draft, by what it costs and what it brings: measured while decoding; and whether a
-drafter is attended to at all, since beside short steps being told of them takes more than drafts bring."""
+"""Whether, how deep and how wide to draft, and in which of several ways, by what it costs and what it brings: measured
+while decoding."""
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
-from collections.abc import Sequence
-from functools import cache
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from operator import itemgetter
+from typing import TYPE_CHECKING, TypeAlias
 
-from foredraft.engine.acceptance_model import LITTLE, ROW_MEMORY, AcceptanceModel, Rate
-from foredraft.engine.budget import Chances, Habit, Worth, best_counts, weights_of
-from foredraft.engine.cost_model import FAR, FEW, MEMORY, RATE, SHARE, Average
-from foredraft.engine.stats import Pace, Steps, Totals
+from foredraft.engine.acceptance_model import KINDS, LITTLE, ROW_MEMORY, AcceptanceModel, Rate
+from foredraft.engine.budget import DraftSize
+from foredraft.engine.cost_model import FEW, MEMORY, RATE, SHARE, CostModel
+from foredraft.engine.costs import cost_curve, facts_of, forget_curve
+from foredraft.engine.drafter import Drafter, DrafterFacts
+from foredraft.engine.stats import StepSeconds
 from foredraft.tree import DraftTree
 
 if TYPE_CHECKING:
-    from foredraft.engine.budget import DraftSize
-    from foredraft.engine.cost_model import CostModel
     from foredraft.engine.outputs import RowOutput
+    from foredraft.engine.profiles import Profile
     from foredraft.engine.row import Row
+    from foredraft.model.lm import CausalLM
 
+logger = logging.getLogger("foredraft")
 
-TO_LOSE = 16.0
-"""Plain steps whose time may be lost by each way of drafting before it is judged: an eighth of an answer, in which a
-drafter that loses a tenth of every step is watched for 160 of them."""
-
-TO_RETURN = 0.25
-"""Of that, what has to be there again before a drafter that was left is tried anew: other texts may suit it, and with
-all of it a session that begins with texts that do not went on without it for 1,600 steps."""
-
-BEARABLE = 0.03
-"""Of a step that drafts nothing: what a drafter may take of it without being left (issue 26: never slower by more)."""
-
-WORST = 4.0
-"""Plain steps that one step can lose, at most; and no more than steps that draft take of late, but for `FAR`: pauses
-of the machine are not the drafter's."""
-
-
-class Patience:
-    """An account, in steps of plain decoding, of what attending to a drafter loses.
-
-    What is drafted is decided by a governor. A drafter works in steps without a draft, too: features are gathered for
-    it, and it takes in the text, that of prompts as well, much for heads if answers are short. Beside a step
-    of 9 ms that is nothing, beside one of half a millisecond up to half of it. So what every step loses is taken from
-    the account and what drafts bring is added, and `SHARE` of each step. When nothing is left, the rows that run go on
-    without the drafter for good, and rows that come have none either, until `TO_RETURN` of the account is there again;
-    so what is lost over time stays below `SHARE`.
-
-    Args:
-      num_arms: ways of drafting that a governor has to try.
-
-    Attributes:
-      totals: counts of the steps without the drafter.
-    """
-
-    def __init__(self, num_arms: int = 1) -> None:
-        self._most = TO_LOSE * max(num_arms, 1)
-        self._left = self._most
-        self._taken = 0.0  # share of steps without a draft
-        self._size = 0  # magnitude of rows of the last step
-        self._bare: dict[int, Average] = {}  # logarithms of their seconds without the drafter, by magnitude of rows,
-        self._drafting: dict[int, Average] = {}  # and of all of steps that draft, by those
-        self.is_attending = True
-        self.totals = Totals()
-
-    def welcomes(self) -> bool:
-        """Whether a row that comes in now has the drafter."""
-        self.is_attending = self.is_attending or self._left >= TO_RETURN * self._most
-        return self.is_attending
-
-    def attended(
-        self, num_rows: int, num_tokens: float, drafter_seconds: float, seconds: float, *, drafts: bool
-    ) -> None:
-        """A step has run.
-
-        Args:
-          num_tokens: that it brought, of all rows, those that make nothing end sooner left out.
-          drafter_seconds: of drafter and governor; ``seconds`` of all the rest.
-          drafts: whether a draft was verified.
-        """
-        size = self._size = num_rows.bit_length()
-        bare = self._bare.setdefault(size, Average())
-        if drafts:
-            usual = self._drafting.setdefault(size, Average())
-            taken = math.log(drafter_seconds + seconds) - (bare.value if bare.count else math.log(seconds))
-            usual.add(taken)
-            lost = math.exp(min(taken, usual.value + FAR)) - num_tokens / num_rows
-        else:
-            bare.add(math.log(seconds))
-            lost = drafter_seconds / seconds
-            self._taken += max(RATE, 1.0 / bare.count) * (min(lost, 1.0) - self._taken)
-        self._left = min(self._left + SHARE - min(lost, WORST), self._most)
-
-    def read(self, drafter_seconds: float) -> None:
-        """The drafter has taken so long to read prompts, which it has to before anything is drafted after them."""
-        if (bare := self._bare.get(self._size)) is not None and bare.count:
-            lost = min(drafter_seconds / math.exp(bare.value), WORST)
-            self._taken += RATE * lost
-            self._left -= lost
-
-    def rested(self, num_rows: int, seconds: float) -> None:
-        """A step has run without the drafter, and brought a token of every row."""
-        self._left = min(self._left + SHARE, self._most)
-        self.totals.num_steps += 1
-        self.totals.num_tokens += num_rows
-        self.totals.seconds += seconds
-        self.totals.plain_seconds += seconds
-
-    def describe(self) -> str:
-        """Why nothing is drafted."""
-        return (
-            f"not drafting: rows go on without the drafter, which takes {self._taken:.0%} of a step beside drafts and "
-            "brings less"
-        )
-
-    def ends(self) -> bool:
-        """Whether the rows that run are to go on without the drafter."""
-        if self.is_attending and self._left < 0.0 and self._taken > BEARABLE:
-            self.is_attending, self._left = False, 0.0
-            return True
-        self._left = max(self._left, 0.0)
-        return False
-
+INTERVAL = 4
+"""Steps from one decision to the next, where neither rows nor limits change meanwhile."""
 
 PROBE_DEPTH = 2
 """Levels of a draft that is made to see what it costs and brings: the fewest that show what one more level takes."""
 
+TURN = 8
+"""Steps that a way of drafting runs before another is considered, and half of those that every one gets at first: fewer
+would mostly show what the first step of a drafter costs."""
+
+TO_LOSE = 16.0
+"""Plain steps whose time may be lost by each way of drafting before rows go on without: an eighth of an answer."""
+
+TO_RETURN = 0.25
+"""Of that, what has to be there again before drafting is tried anew: other texts may suit it."""
+
+BEARABLE = 0.03
+"""Of the speed of plain decoding, what may be lost without drafting being given up (issue 26: never slower by more)."""
+
+APART = 0.1
+"""Of the steps that are left to a batch: a row that is ahead by so many ends last 1/e as often as the last."""
+
+USUAL_TRIALS = 8.0
+"""Outcomes that the usual acceptance of a drafter is worth: it takes more than a few misses to doubt it."""
+
+Worth: TypeAlias = Callable[[int, bool], float]
+"""The tokens that the time of verifying drafts of so many nodes would make otherwise; whether all are chains."""
+
+Chances: TypeAlias = list[tuple[float, int]]
+"""Nodes of a draft with their chances to be accepted, the likeliest first."""
+
+
+@dataclass
+class Totals:
+    """Counts of the steps that a governor has seen.
+
+    Args:
+      num_drafted: steps that verified a draft.
+      plain_seconds: the time that plain decoding would have taken for the same tokens, as far as is known.
+    """
+
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+
+    @property
+    def speedup(self) -> float | None:
+        """Estimated speed of these steps by that of plain decoding; None where there are none."""
+        return self.plain_seconds / self.seconds if self.seconds else None
+
+
+@dataclass
+class _Pace:
+    """How one way of drafting fares in batches of about so many rows, of late.
+
+    Args:
+      tokens: per row, and ``time``, by that of a plain step; sums that fade.
+      share: of the last steps that verified a draft.
+      length: how many nodes per row those had, the pending one left out.
+      num_steps: so far.
+      credit: plain steps whose time may be lost by trying it once more.
+    """
+
+    tokens: float = 0.0
+    time: float = 0.0
+    share: float = 0.0
+    length: float = 0.0
+    num_steps: int = 0
+    num_drafted: int = 0
+    credit: float = 0.0
+
+    @property
+    def gain(self) -> float:
+        """Speed by that of plain decoding, as far as is known."""
+        return self.tokens / self.time if self.time > 0.0 else 1.0
+
+    def add(self, num_rows: int, num_nodes: int, num_tokens: int, time: float) -> None:
+        """Count a step that has verified so many drafted nodes."""
+        self.num_steps += 1
+        self.tokens = (1.0 - RATE) * self.tokens + num_tokens / num_rows
+        self.time = (1.0 - RATE) * self.time + time
+        self.share += max(RATE, 1.0 / self.num_steps) * ((num_nodes > 0) - self.share)
+        if num_nodes:
+            self.num_drafted += 1
+            self.length += max(RATE, 1.0 / self.num_drafted) * (num_nodes / num_rows - self.length)
+
+
+class _Batch:
+    """What is known of batches of about so many rows: how every way of drafting fares there, and whether any pays.
+
+    Each way gets a few steps at first. Then the one whose tokens took the least time of late runs; the others get a
+    turn as often as `SHARE` of the time, for all of them together, allows for what they are expected to lose. An
+    account, in steps of plain decoding, holds what drafting may still lose here: when nothing is left, and no way is
+    nearly as fast as plain decoding, rows rest.
+
+    Args:
+      num_ways: of drafting.
+      way: that begins.
+    """
+
+    def __init__(self, num_ways: int, way: int) -> None:
+        self.paces = [_Pace() for _ in range(num_ways)]
+        self.way = way
+        self.is_resting = False
+        self._most = self._account = TO_LOSE * num_ways
+        self._left = 2 * TURN
+
+    @property
+    def pace(self) -> _Pace:
+        """Of the way that runs."""
+        return self.paces[self.way]
+
+    def choose(self) -> None:
+        """The way for the next steps, where a turn has ended."""
+        if self._left > 0 or len(self.paces) == 1:
+            return
+        turn, self._left = TURN - self._left, TURN
+        untried = [way for way, pace in enumerate(self.paces) if pace.num_steps < 2 * TURN]
+        if untried:
+            self.way, self._left = untried[0], 2 * TURN
+            return
+        gains = [pace.gain for pace in self.paces]
+        self.way = best = max(range(len(gains)), key=gains.__getitem__)
+        for way, pace in enumerate(self.paces):
+            if way != best and pace.credit > turn * (1.0 - gains[way] / gains[best]):
+                pace.credit = 0.0
+                self.way = way
+                return
+
+    def lose(self, lost: float) -> None:
+        """Take so many plain steps from the account."""
+        self._account -= lost
+
+    def count(self, lost: float) -> None:
+        """A step has run, and has lost so many plain steps."""
+        self._left -= 1
+        if len(self.paces) > 1 and not self.is_resting:
+            for way, pace in enumerate(self.paces):
+                if way != self.way:
+                    pace.credit += SHARE / (len(self.paces) - 1)
+        self._account = min(self._account + SHARE - lost, self._most)
+        if self.is_resting:
+            self.is_resting = self._account < TO_RETURN * self._most
+        elif self._account < 0.0:
+            self._account = 0.0
+            self.is_resting = max(pace.gain for pace in self.paces) < 1.0 - BEARABLE
+
+
+@dataclass(eq=False)
+class _Way:
+    """One way of drafting, and the shape of its drafts.
+
+    Args:
+      number: see `DrafterFacts.arms`.
+      reach: levels of the deepest draft so far.
+      is_at_end: whether more were allowed: the drafter makes no deeper ones.
+      widths: nodes per row that are kept at a depth, of drafts that branch.
+      coverage: share of the chance of a level that the kept nodes have.
+      value: tokens per row that the best parts of drafts with scores gain.
+      credit: plain steps that may go into drafts which are not expected to pay.
+      governing: seconds of deciding on a draft, of late.
+    """
+
+    number: int | None
+    title: str
+    costs: CostModel
+    reach: int = 0
+    is_at_end: bool = False
+    widths: dict[int, float] = field(default_factory=dict)
+    coverage: dict[int, float] = field(default_factory=dict)
+    value: Rate = field(default_factory=lambda: Rate(0.0))
+    credit: float = float(FEW)
+    governing: float = 0.0
+    is_drafting: bool = True
+
+    def affords(self, cost: float, reserve: float = 0.0) -> bool:
+        """Spend so many plain steps on a draft that is not expected to pay, as often as `SHARE` of the time allows.
+
+        Args:
+          reserve: plain steps that have to be left.
+        """
+        if self.credit < cost + reserve:
+            return False
+        self.credit = min(self.credit, float(FEW)) - cost if cost < FEW else 0.0
+        return True
+
 
 class Governor:
-    """Decides per step how much is drafted and how much of that is verified, to make tokens in the least time.
+    """Decides how much is drafted and how much of that is verified, to make tokens in the least time.
 
     A node is worth verifying where its chance to be accepted is larger than the tokens that its time would make
     otherwise; a level is worth drafting where the same holds for its nodes and the time of drafting it. Chances are
-    learned per drafter, depth and rank or score, and per row (`AcceptanceModel`); times per number of rows and nodes
-    (`CostModel`). Where drafting does not pay, `SHARE` of the time goes into drafts that show whether it would.
+    those of the engine's `AcceptanceModel`; times are learned per number of rows and nodes (`CostModel`). Where
+    drafting does not pay, `SHARE` of the time goes into drafts that show whether it would. A drafter with several ways
+    to draft (`DrafterFacts.arms`) drafts in the one whose tokens took the least time of late, and plain decoding is one
+    more of them: where all ways lose, rows rest, of which the drafter is told nothing any more.
 
-    One governor serves all requests of a drafter: what it learns, it keeps. It need not be asked in every step: in
-    those between, its `habit` says what was decided last.
+    How deep to draft is decided in every fourth step, and whenever rows change; what to verify, in every step, by the
+    price of a node as it was then. One governor serves all requests of a drafter: what it learns, it keeps.
 
     Args:
       costs: of steps.
-      title: of what drafts, where there are several.
+      facts: of the drafter.
+      acceptance: of the engine.
+
+    Attributes:
+      totals: counts of all steps.
 
     Source: cost-aware draft lengths; for rates that fall with the rank, the n nodes with the largest products along
     their path are the best tree of n nodes (Sequoia, Chen et al. 2024, arXiv:2402.12374).
@@ -149,122 +244,132 @@ class Governor:
     Randomness: none; decisions depend on measured times.
     """
 
-    arm: int | None = None
-    """Of the drafter's ways to draft, the one to take; it is not chosen here."""
-
-    def __init__(self, costs: CostModel, *, title: str = "") -> None:
-        self.title = title
-        self.costs = costs
-        self.acceptance = AcceptanceModel()
-        self._paces: dict[int, Pace] = {}  # by magnitude of rows
-        self.habit = Habit()
-        self.patience = Patience()
-        self._credit = float(FEW)  # plain steps that may go into drafts which are not expected to pay
-        self._is_probing = False
+    def __init__(
+        self, costs: CostModel, facts: DrafterFacts | None = None, acceptance: AcceptanceModel | None = None
+    ) -> None:
+        facts = facts or DrafterFacts("drafter")
+        self.acceptance = acceptance or AcceptanceModel()
+        self.acceptance.compare_with(facts.validated_acceptance)
+        if facts.usual_acceptance is not None:
+            for depth in range(1, KINDS + 1):
+                self.acceptance.expect(facts.name, depth, facts.usual_acceptance, USUAL_TRIALS)
+        self.totals = Totals()
+        self._first_way = facts.arm if facts.arms else 0
+        self._ways = [_Way(number, title, costs.beside()) for number, title in enumerate(facts.arms)]
+        self._ways = self._ways or [_Way(None, facts.name, costs)]
+        self._batches: dict[int, _Batch] = {}  # by magnitude of rows
+        self._turn_to(1)
         self._since_plain = 0
-        self._is_drafting = True
-        self._asked_depth = 0
-        self._reach = 0  # levels of the deepest draft so far, and
-        self._is_at_end = False  # whether more were allowed: the drafter makes no deeper ones
+        # decided last, for these rows
+        self._rows: tuple[int, ...] = ()
+        self._cap = self._depth = self._left = 0
+        self._least = 0.0
         self._weights: list[float] = []
-        self._widths: dict[int, float] = {}  # nodes per row that are kept at a depth, of drafts that branch
-        self._coverage: dict[int, float] = {}  # share of the chance of a level that the kept nodes have
-        self._value = Rate(0.0)  # tokens per row that the best parts of drafts with scores gain
-        self._plain_seconds = 0.0  # of a step like the last one, without a draft
-        self._num_rows = 0  # of the last step; 0 before the first
-        self._worths: dict[int, Worth] = {}  # since the last decision, by rows
+        self._plain_seconds = 0.0  # of a step without a draft
+        self._worth: Worth = lambda _size, _are_chains: 0.0
+        # of the step that runs
+        self._sizes: list[DraftSize] = []
+        self._is_deciding = False
 
-    # -- before drafting -------------------------------------------------------------------------------------------
+    # -- plan ------------------------------------------------------------------------------------------------------
 
-    def budgets(
-        self,
-        rows: Sequence[Row],
-        budgets: Sequence[DraftSize],
-        *,
-        is_closed: bool = False,
-        context: float = 0.0,
-    ) -> list[DraftSize]:
-        """What may be drafted for every row: what was allowed, or less.
+    def attends(self, num_rows: int) -> bool:
+        """Whether batches of so many rows have drafts, or at least show the drafter what comes."""
+        return not self._of(num_rows).is_resting
+
+    def plan(self, rows: Sequence[Row], limits: Sequence[DraftSize], *, is_closed: bool = False) -> list[DraftSize]:
+        """How much is worth drafting for every row: what is allowed, or less.
 
         Args:
           is_closed: whether no request waits for the place of a row that ends.
-          context: tokens that rows have, on average.
         """
-        self.costs.after(context)
-        self._worths.clear()
-        self._is_probing = False
-        self._weights = [1.0] * len(rows)
-        if is_closed and len(rows) > 1:
-            share = self._plain(len(rows) - 1) / self._plain(len(rows))
-            self._weights = weights_of([_steps_left(row) for row in rows], share)
-        cap = int(max(budgets, default=0))
-        self._asked_depth = min(self._depth(rows, budgets, cap), cap) if cap else 0
-        return [budget.within(self._asked_depth, self.habit.least) for budget in budgets]
+        these, cap = tuple(map(id, rows)), max(limits)
+        depth = self._depth
+        self._is_deciding = self._left <= 0 or cap > self._cap or these != self._rows
+        if self._is_deciding:
+            self._rows, self._cap, self._left = these, cap, INTERVAL
+            depth = self._decide(rows, limits, is_closed)
+        self._left -= 1
+        least, number = self._least, self._way.number
+        self._sizes = [limit.within(depth, least, number) for limit in limits]
+        return self._sizes
 
-    def _depth(self, rows: Sequence[Row], budgets: Sequence[DraftSize], cap: int) -> int:
-        num_rows = len(rows)
-        cost, probe = self.costs.draft(num_rows, cap), min(cap, PROBE_DEPTH)
+    def _decide(self, rows: Sequence[Row], limits: Sequence[DraftSize], is_closed: bool) -> int:
+        """Work out depth and price for the next steps; returns the depth of this one."""
+        num_rows, cap = len(rows), int(self._cap)
+        self._of(num_rows).choose()
+        self._turn_to(num_rows)
+        costs = self._way.costs
+        costs.after(sum(len(row.token_ids) for row in rows) / num_rows)
+        plain = self._plain_seconds = costs.verify(num_rows, num_rows)
+        price, verify = self._price, costs.verify
+        self._weights = [1.0] * num_rows
+        if is_closed and num_rows > 1:
+            share = costs.verify(num_rows - 1, num_rows - 1) / plain
+            self._weights = weights_of([_steps_left(row) for row in rows], share)
+
+        @cache
+        def worth(size: int, are_chains: bool) -> float:
+            return price * (verify(num_rows, size, are_chains=are_chains) - plain)
+
+        self._worth = worth
+        if not cap:
+            self._depth = 0
+            return 0
+        probe, cost = min(cap, PROBE_DEPTH), costs.draft(num_rows, cap)
         if cost is None:
+            self._depth, self._left = 0, 1
             return probe
-        depth = self._expected_depth(rows, budgets, cap, cost)
-        self.habit.depth = depth
+        self._depth = self._best_depth(rows, limits, cap, cost, price)
         if self._is_plain_due(num_rows):
             return 0
-        if depth:
-            return depth
-        self._is_probing = self._affords(self._cost_of_probe(num_rows, probe))
-        return probe if self._is_probing else 0
+        if not self._depth:  # what is drafted shows whether it is right, verified or not
+            drafting = ((costs.draft(num_rows, probe) or 0.0) + self._way.governing) / plain
+            reserve = 0.0 if costs.knows_drafts(num_rows) else 1.0  # for verifying it, see `_probed`
+            if self._way.affords(drafting if costs.knows_drafting else min(drafting, 1.0), reserve):
+                self._left = 1
+                return probe
+        return self._depth
 
-    def _expected_depth(self, rows: Sequence[Row], budgets: Sequence[DraftSize], cap: int, cost: float) -> int:
+    def _best_depth(self, rows: Sequence[Row], limits: Sequence[DraftSize], cap: int, cost: float, price: float) -> int:
         """How deep drafts are to be, 0 where none are expected to pay; more than any where depth is nearly free.
 
         Args:
           cost: seconds of the deepest.
         """
-        num_rows, price = len(rows), self._price(len(rows))
+        num_rows, way = len(rows), self._way
         if cost * price <= LITTLE * sum(self._weights):
             return sys.maxsize
-        depth = self._best_depth(rows, budgets, cap, price)
+        depth = self._depth_by_chances(rows, limits, cap, price)
         if not depth:  # by the mean of drafts; some of those with scores may be sure of themselves
-            worth = self._value.value * num_rows
+            worth = way.value.value * num_rows
             some_depths = (cap, min(cap, PROBE_DEPTH))
-            depth = next((some for some in some_depths if worth > (self.costs.draft(num_rows, some) or 0.0) * price), 0)
-        if depth and (cost - (self.costs.draft(num_rows, depth) or 0.0)) * price <= LITTLE * num_rows:
+            depth = next((some for some in some_depths if worth > (way.costs.draft(num_rows, some) or 0.0) * price), 0)
+        if depth and (cost - (way.costs.draft(num_rows, depth) or 0.0)) * price <= LITTLE * num_rows:
             return sys.maxsize
         return depth
 
-    def _cost_of_probe(self, num_rows: int, depth: int) -> float:
-        """Plain steps that drafting so deep takes, and verifying where that is not known; 1 at most of what is not."""
-        plain = self._plain(num_rows)
-        drafting = (self.costs.draft(num_rows, depth) or 0.0) / plain
-        verifying = 0.0
-        if not self.costs.knows_drafts(num_rows):
-            verifying = self.costs.verify(num_rows, (depth + 1) * num_rows) / plain - 1.0
-        return (drafting if self.costs.knows_drafting else min(drafting, 1.0)) + min(verifying, 1.0)
-
-    def _best_depth(self, rows: Sequence[Row], budgets: Sequence[DraftSize], cap: int, price: float) -> int:
+    def _depth_by_chances(self, rows: Sequence[Row], limits: Sequence[DraftSize], cap: int, price: float) -> int:
         """The depth of which most is to be expected, 0 where that is nothing."""
-        num_rows = len(rows)
-        most = min(cap, self._reach) if self._is_at_end else cap
+        num_rows, way = len(rows), self._way
+        most = min(cap, way.reach) if way.is_at_end else cap
         chances: list[float] = []
-        for row, budget, weight in zip(rows, budgets, self._weights, strict=True):
-            for level, chance in enumerate(self.acceptance.by_depth(row, min(int(budget), most))):
+        for row, limit, weight in zip(rows, limits, self._weights, strict=True):
+            for level, chance in enumerate(self.acceptance.by_depth(row, min(int(limit), most), way.title)):
                 if level == len(chances):
                     chances.append(0.0)
                 chances[level] += weight * chance
-        plain = self._plain(num_rows)
         best_value, best_depth, kept, gained, width = 0.0, 0, 0.0, 0.0, 1.0
         for level, chance in enumerate(chances, 1):
-            gained += chance * self._coverage.get(level, 1.0)
-            width += self._widths.get(level, 1.0)
-            size = round(width) * num_rows
-            kept = max(kept, gained - price * (self.costs.verify(num_rows, size) - plain))
-            value = kept - price * (self.costs.draft(num_rows, level) or 0.0)
+            gained += chance * way.coverage.get(level, 1.0)
+            width += way.widths.get(level, 1.0)
+            verifying = way.costs.verify(num_rows, round(width) * num_rows) - self._plain_seconds
+            kept = max(kept, gained - price * verifying)
+            value = kept - price * (way.costs.draft(num_rows, level) or 0.0)
             if value > best_value:
                 best_value, best_depth = value, level
-        margin = 0.0 if self._is_drafting else LITTLE * num_rows
-        self._is_drafting = best_value > margin
-        if not self._is_drafting:
+        way.is_drafting = best_value > (0.0 if way.is_drafting else LITTLE * num_rows)
+        if not way.is_drafting:
             return 0
         return min(cap, best_depth + 1) if best_depth == most else best_depth  # it ends by itself, or has come to go on
 
@@ -274,91 +379,71 @@ class Governor:
         Sooner where it is not yet, and soon for several rows: the curve was measured with one, and what it says of
         theirs decides, where tiles are full, whether one node more is nearly free or dear.
         """
-        if self.costs.times_seen(num_rows, num_rows) >= FEW:
+        if self._way.costs.times_seen(num_rows, num_rows) >= FEW:
             return self._since_plain >= MEMORY
         return self._since_plain >= (MEMORY // (2 * FEW) if num_rows == 1 else 2 * FEW)
 
-    def _affords(self, cost: float) -> bool:
-        """Spend so many plain steps on a draft that is not expected to pay, as often as `SHARE` of the time allows."""
-        if self._credit < cost:
-            return False
-        self._credit = min(self._credit, float(FEW)) - cost if cost < FEW else 0.0
-        return True
+    # -- select ----------------------------------------------------------------------------------------------------
 
-    # -- before verifying ------------------------------------------------------------------------------------------
-
-    def trimmed(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
-        """The parts of drafts that are worth verifying."""
-        self._hold(rows, trees)
-        deepest = max(tree.depth for tree in trees)
-        self._reach = max(self._reach, deepest)
-        self._is_at_end = 0 < self._reach < self._asked_depth if deepest == self._reach else self._is_at_end
-        if all(len(tree) == 1 for tree in trees):
-            return list(trees)
-        worth = self._worth(len(rows))
-        is_whole = any(tree.is_whole for tree in trees)
-        if is_whole:
-            kept = self._whole_or_none(rows, trees, worth)
+    def select(self, rows: Sequence[Row], drafts: Sequence[DraftTree]) -> list[DraftTree]:
+        """The parts of drafts that are worth verifying; of rows that rest there are none."""
+        way = self._way
+        if not self._sizes:
+            return list(drafts)
+        for tree, size in zip(drafts, self._sizes, strict=True):
+            if tree.plan is not None:  # traces show what was planned in the end
+                tree.plan.gamma = min(tree.plan.gamma, size.depth)
+        deepest = max([tree.depth for tree in drafts])
+        way.reach = max(way.reach, deepest)
+        way.is_at_end = 0 < way.reach < max(self._sizes) if deepest == way.reach else way.is_at_end
+        if not deepest:
+            return list(drafts)
+        are_whole = True in [tree.is_whole for tree in drafts]
+        are_chains = False not in [tree.is_chain for tree in drafts]
+        if are_whole:
+            kept = self._whole_or_none(rows, drafts)
         else:
-            found = self._best(rows, trees, worth)
-            kept = _parts(trees, found)
-            if not all(tree.is_chain for tree in trees):
-                self._note_shape(rows, trees, found)
-        self.habit.adopt(trees, kept, worth)
-        return self._probed(trees, kept) if all(len(tree) == 1 for tree in kept) else kept
+            found = self._best(rows, drafts, are_chains)
+            kept = [_part(tree, nodes) for tree, nodes in zip(drafts, found, strict=True)]
+            if self._is_deciding and not are_chains:
+                self._note_shape(rows, drafts, found)
+        if self._is_deciding:
+            if are_whole or _have_scores(drafts):
+                num_nodes = sum([len(tree) for tree in kept])
+                self._least = max(self._worth(num_nodes + 1, are_chains) - self._worth(num_nodes, are_chains), 0.0) / 2
+            if max([len(tree) for tree in kept]) == 1:
+                return self._probed(drafts, kept)
+        return kept
 
-    def cut(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
-        """The parts of drafts that are verified in a step between two decisions."""
-        if not any(tree.scores is not None and len(tree) > 1 and not tree.is_whole for tree in trees):
-            return self.habit.cut(trees)
-        worth = self._worths.get(len(rows))
-        if worth is None:
-            worth = self._worths[len(rows)] = self._worth(len(rows))
-        return _parts(trees, self._best(rows, trees, worth))
-
-    def _hold(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> None:
-        """Keep drafts until their texts have come."""
-        for row, tree in zip(rows, trees, strict=True):
-            self.acceptance.proposed(row, tree)
-
-    def _worth(self, num_rows: int) -> Worth:
-        """How many tokens must be gained by verifying drafts of so many nodes."""
-        price, plain, verify = self._price(num_rows), self._plain(num_rows), self.costs.verify
-
-        @cache
-        def worth(size: int, are_chains: bool) -> float:
-            return price * (verify(num_rows, size, are_chains=are_chains) - plain)
-
-        return worth
-
-    def _whole_or_none(self, rows: Sequence[Row], trees: Sequence[DraftTree], worth: Worth) -> list[DraftTree]:
+    def _whole_or_none(self, rows: Sequence[Row], drafts: Sequence[DraftTree]) -> list[DraftTree]:
         """All drafts as they are where that pays, else none."""
-        gained = sum(sum(self.acceptance.by_depth(row, tree.depth)) for row, tree in zip(rows, trees, strict=True))
-        if gained > worth(sum(map(len, trees)), False):
-            return list(trees)
-        return [DraftTree.root(tree.tokens[0], tree.source) for tree in trees]
+        by_depth, title = self.acceptance.by_depth, self._way.title
+        gained = sum(sum(by_depth(row, tree.depth, title)) for row, tree in zip(rows, drafts, strict=True))
+        if gained > self._worth(sum(map(len, drafts)), False):
+            return list(drafts)
+        return [DraftTree.root(tree.tokens[0], tree.source) for tree in drafts]
 
-    def _best(self, rows: Sequence[Row], trees: Sequence[DraftTree], worth: Worth) -> list[Chances]:
+    def _best(self, rows: Sequence[Row], drafts: Sequence[DraftTree], are_chains: bool) -> list[Chances]:
         """The nodes of every draft that pay."""
-        found = [self.acceptance.best_nodes(row, tree) for row, tree in zip(rows, trees, strict=True)]
+        best_nodes = self.acceptance.best_nodes
+        found = [best_nodes(row, tree) for row, tree in zip(rows, drafts, strict=True)]
         if len(rows) > 1:
-            weights = self._weights_for(len(rows))
-            found = [[(w * chance, node) for chance, node in nodes] for w, nodes in zip(weights, found, strict=True)]
-        counts, value = best_counts(found, worth, are_chains=all(tree.is_chain for tree in trees))
-        if any(tree.scores is not None for tree in trees):
-            self._value.add(value / len(rows), 0)
+            found = [
+                [(w * chance, node) for chance, node in nodes] for w, nodes in zip(self._weights, found, strict=True)
+            ]
+        counts, value = best_counts(found, self._worth, are_chains=are_chains)
+        if _have_scores(drafts):
+            self._way.value.add(value / len(rows), 0)
         return [nodes[:count] for nodes, count in zip(found, counts, strict=True)]
 
-    def _weights_for(self, num_rows: int) -> list[float]:
-        return self._weights if len(self._weights) == num_rows else [1.0] * num_rows
-
-    def _note_shape(self, rows: Sequence[Row], trees: Sequence[DraftTree], kept: Sequence[Chances]) -> None:
+    def _note_shape(self, rows: Sequence[Row], drafts: Sequence[DraftTree], kept: Sequence[Chances]) -> None:
         """Remember how wide trees are once they are cut, and how much of the chance of a level the rest has."""
+        way = self._way
         widths: dict[int, float] = {}
         covered: dict[int, float] = {}
         whole: dict[int, float] = {}
-        for row, tree, nodes in zip(rows, trees, kept, strict=True):
-            for level, chance in enumerate(self.acceptance.by_depth(row, tree.depth), 1):
+        for row, tree, nodes in zip(rows, drafts, kept, strict=True):
+            for level, chance in enumerate(self.acceptance.by_depth(row, tree.depth, way.title), 1):
                 whole[level] = whole.get(level, 0.0) + chance
             for chance, node in nodes:
                 level = tree.depths[node]
@@ -366,130 +451,215 @@ class Governor:
                 covered[level] = covered.get(level, 0.0) + chance
         for level, width in widths.items():
             share = min(covered[level] / whole[level], 1.0) if whole.get(level) else 1.0
-            for known, value in ((self._widths, max(width, 1.0)), (self._coverage, share)):
+            for known, value in ((way.widths, max(width, 1.0)), (way.coverage, share)):
                 known[level] = ROW_MEMORY * known.get(level, value) + (1.0 - ROW_MEMORY) * value
 
-    def _probed(self, trees: Sequence[DraftTree], kept: list[DraftTree]) -> list[DraftTree]:
+    def _probed(self, drafts: Sequence[DraftTree], kept: list[DraftTree]) -> list[DraftTree]:
         """What is verified where no draft seems to pay; mostly nothing.
 
         What a draft costs to verify is believed of a curve only until some were verified: a curve that is wrong must
         not keep drafts away for good.
         """
-        num_rows = len(trees)
-        if self.costs.knows_drafts(num_rows):
+        num_rows, costs = len(drafts), self._way.costs
+        if costs.knows_drafts(num_rows):
             return kept
-        place = max(range(num_rows), key=lambda place: len(trees[place]))
-        draft = trees[place].main_chain().cut(2 * PROBE_DEPTH) if not trees[place].is_whole else trees[place]
+        place = max(range(num_rows), key=lambda place: len(drafts[place]))
+        draft = drafts[place].main_chain().cut(2 * PROBE_DEPTH) if not drafts[place].is_whole else drafts[place]
         probed = [*kept[:place], draft, *kept[place + 1 :]]
-        seconds = self.costs.verify(num_rows, sum(map(len, probed)))
-        more = seconds / self._plain(num_rows) - 1.0
-        return probed if self._is_probing or self._affords(min(more, 1.0)) else kept
+        more = costs.verify(num_rows, sum(map(len, probed))) / self._plain_seconds - 1.0
+        return probed if self._way.affords(min(more, 1.0)) else kept
 
-    # -- after a step ----------------------------------------------------------------------------------------------
+    # -- observe ---------------------------------------------------------------------------------------------------
 
-    def learn(
-        self,
-        trees: Sequence[DraftTree],
-        outputs: Sequence[RowOutput],
-        *,
-        drafting_seconds: float,
-        other_seconds: float,
-    ) -> None:
-        """Take in what a step has brought and what it has cost."""
-        num_rows = len(outputs)
-        self._num_rows = num_rows
-        self._plain_seconds = self._plain(num_rows)
-        are_chains = all(tree.is_chain for tree in trees)
-        size = sum(map(len, trees))
-        self.costs.verified(num_rows, size, other_seconds, are_chains=are_chains)
-        if self._asked_depth:
-            num_levels = min(self._asked_depth, self._reach) if self._is_at_end else self._asked_depth
-            is_first = not all(self in output.row.state for output in outputs)
-            self.costs.drafted(num_rows, num_levels, drafting_seconds, is_first=is_first)
-            for output in outputs:
-                output.row.state[self] = True  # that it has been drafted for
-        else:
-            for output in outputs:
-                self.acceptance.rested(output.row)
-        self.follow(outputs)
-        done = Steps()
-        num_drafted = size - num_rows if any(len(tree) > 1 for tree in trees) else 0
-        done.add(
-            num_rows, num_drafted, sum(len(output.token_ids) for output in outputs), drafting_seconds, other_seconds
-        )
-        self.follow_steps(done)
-
-    def follow_steps(self, steps: Steps) -> None:
-        """Count steps, those between two decisions too."""
-        self._since_plain = self._since_plain + steps.num_steps if steps.num_drafted == steps.num_steps else 0
-        self._credit += SHARE * steps.num_steps
-        self._pace.add(steps, self._plain_seconds)
-
-    def follow(self, outputs: Sequence[RowOutput], drafts: Sequence[DraftTree] = ()) -> None:
-        """Hold drafts against the tokens that have come, whoever drafted them.
+    def observe(self, trees: Sequence[DraftTree], outputs: Sequence[RowOutput], seconds: StepSeconds) -> None:
+        """Take in what a step has brought and what it has cost.
 
         Args:
-          drafts: of the same step, whole, that are not held yet.
+          trees: that were verified.
         """
-        if drafts:
-            self._hold([output.row for output in outputs], drafts)
-        for output in outputs:
-            self.acceptance.came(output.row, output.token_ids)
+        num_rows, size = len(outputs), sum([len(tree.tokens) for tree in trees])
+        if not self._sizes:  # rows rest
+            self._turn_to(num_rows)
+        way, batch = self._way, self._batch
+        num_tokens = sum([len(output.token_ids) for output in outputs])
+        are_chains = False not in [tree.is_chain for tree in trees]
+        way.costs.verified(num_rows, size, seconds.verifying, are_chains=are_chains)
+        depth = max(self._sizes, default=0)
+        if depth:
+            way.governing += RATE * (seconds.governing - way.governing)
+            is_first = False in [way in output.row.state for output in outputs]
+            way.costs.drafted(
+                num_rows, min(depth, way.reach) if way.is_at_end else depth, seconds.drafting, is_first=is_first
+            )
+            if is_first:
+                for output in outputs:
+                    output.row.state[way] = True  # that it has been drafted for
+        num_drafted = size - num_rows
+        plain = self._plain_seconds or seconds.verifying
+        taken, totals = sum(seconds), self.totals
+        totals.num_steps += 1
+        totals.num_tokens += num_tokens
+        totals.seconds += taken
+        if num_drafted:
+            self._since_plain += 1
+            totals.num_drafted += 1
+            totals.plain_seconds += plain * num_tokens / num_rows
+            lost = taken / plain - self._value_of(outputs)
+        else:
+            self._since_plain = 0
+            totals.plain_seconds += seconds.verifying
+            lost = (seconds.drafting + seconds.governing) / seconds.verifying
+        way.credit += SHARE
+        if self._sizes:
+            batch.pace.add(num_rows, num_drafted, num_tokens, taken / plain)
+        batch.count(min(lost, 1.0))
+        self._sizes = []
 
-    def value_of(self, outputs: Sequence[RowOutput]) -> float:
-        """Tokens that a step has brought, those of drafts as far as they make the batch end sooner."""
-        weights = self._weights_for(len(outputs))
+    def read(self, seconds: float) -> None:
+        """Take in how long the drafter took to read prompts, which it has to before anything is drafted after them."""
+        if self._plain_seconds:
+            lost = min(seconds / self._plain_seconds, TURN)
+            self._batch.pace.time += lost
+            self._batch.lose(lost)
+
+    def _value_of(self, outputs: Sequence[RowOutput]) -> float:
+        """Tokens per row that a step has brought, those of drafts as far as they make the batch end sooner."""
+        weights = self._weights if len(self._weights) == len(outputs) else [1.0] * len(outputs)
         gained = [weight * (len(output.token_ids) - 1) for weight, output in zip(weights, outputs, strict=True)]
-        return len(outputs) + sum(gained)
+        return 1.0 + sum(gained) / len(outputs)
 
     # -- what it knows ---------------------------------------------------------------------------------------------
 
     @property
-    def totals(self) -> Totals:
-        """Counts of all steps."""
-        return sum((pace.totals for pace in self._paces.values()), start=self.patience.totals)
-
-    def gain(self, num_rows: int) -> float:
-        """Speed of late by that of plain decoding, of about so many rows; 1 where there were none."""
-        pace = self._paces.get(num_rows.bit_length())
-        return 1.0 if pace is None else pace.gain
+    def costs(self) -> CostModel:
+        """Of the way that drafts."""
+        return self._way.costs
 
     @property
-    def _pace(self) -> Pace:
-        """Of steps like the last one."""
-        return self._paces.setdefault(self._num_rows.bit_length(), Pace())
+    def way(self) -> int:
+        """Number of the way that drafts, see `DrafterFacts.arms`."""
+        return self._way.number or 0
+
+    @property
+    def title(self) -> str:
+        """Name of the way that drafts, by which the acceptance of whole drafts is known."""
+        return self._way.title
+
+    def _of(self, num_rows: int) -> _Batch:
+        size = num_rows.bit_length()
+        batch = self._batches.get(size)
+        if batch is None:
+            batch = self._batches[size] = _Batch(len(self._ways), self._first_way)
+        return batch
+
+    def _turn_to(self, num_rows: int) -> None:
+        self._num_rows, self._batch = num_rows, self._of(num_rows)
+        self._way = self._ways[self._batch.way]
+
+    @property
+    def _price(self) -> float:
+        """Tokens that a second brings otherwise: at the speed of late, or plainly, which is always at hand."""
+        return max(1.0, self._batch.pace.gain) * self._num_rows / self._plain_seconds
 
     def describe(self) -> str | None:
         """What is decided at present, and why; None before the first step."""
-        if not self._num_rows:
-            return None
-        if not self.patience.is_attending:
-            return self.patience.describe()
         num_rows = self._num_rows
-        plain = self._plain(num_rows)
-        pace = self._pace
+        if not self.totals.num_steps:
+            return None
+        batch = self._batch
+        rows = "" if num_rows == 1 else f" with {num_rows} rows"
+        if batch.is_resting:
+            best = max(pace.gain for pace in batch.paces)
+            return f"not drafting{rows}: with the drafter, speed was {best:.2f} of plain decoding"
+        way, pace = self._way, batch.pace
+        if len(self._ways) > 1:
+            tried = [number for number, one in enumerate(batch.paces) if one.num_steps >= 2 * TURN]
+            number = max(tried, key=lambda number: batch.paces[number].gain, default=batch.way)
+            way, pace = self._ways[number], batch.paces[number]
+        plain = way.costs.verify(num_rows, num_rows)
         drafts = pace.share >= LITTLE
         length = max(1, round(pace.length)) if drafts else 2 * PROBE_DEPTH
         size = (length + 1) * num_rows
-        reasons = [f"verify({size})/verify({num_rows}) = {self.costs.verify(num_rows, size) / plain:.2f}"]
-        draft = self.costs.draft(num_rows, length)
-        if draft is not None and draft * self._price(num_rows) > LITTLE * num_rows:
+        reasons = [f"verify({size})/verify({num_rows}) = {way.costs.verify(num_rows, size) / plain:.2f}"]
+        draft = way.costs.draft(num_rows, length)
+        if draft is not None and draft * max(1.0, pace.gain) > LITTLE * plain:
             reasons.append(f"drafting {length} takes {draft / plain:.2f} of a plain step")
         if self.acceptance.has_outcomes:
-            reasons.append(f"acceptance {self.acceptance.at_depth(1):.2f} at depth 1")
+            reasons.append(f"acceptance {self.acceptance.at_depth(1, way.title):.2f} at depth 1")
         else:
             reasons.append("nothing was drafted so far")
-        rows = "" if num_rows == 1 else f" with {num_rows} rows"
         what = f"drafting in {pace.share:.0%} of the steps" if drafts else "not drafting"
-        return f"{what}{rows}: {', '.join(reasons)}"
+        said = f"{what}{rows}: {', '.join(reasons)}"
+        if len(self._ways) > 1:
+            speeds = [f"{way.title} {pace.gain:.2f}" for way, pace in zip(self._ways, batch.paces, strict=True)]
+            said += f"; speeds of late by plain decoding: {', '.join(speeds)}"
+        return said
 
-    def _plain(self, num_rows: int) -> float:
-        """Seconds of a step without a draft."""
-        return self.costs.verify(num_rows, num_rows)
 
-    def _price(self, num_rows: int) -> float:
-        """Tokens that a second brings otherwise: at the speed of late, or plainly, which is always at hand."""
-        return max(1.0, self.gain(num_rows)) * num_rows / self._plain(num_rows)
+def new_governor(target: CausalLM, drafter: Drafter, profile: Profile | None = None) -> Governor:
+    """One that begins with what forwards of the target cost on this machine, see `cost_curve`.
+
+    Args:
+      profile: measured before: its costs if they are of this machine, its acceptance if it is of this drafter.
+
+    Raises: ConfigError for a profile of another model.
+    """
+    facts = facts_of(target)
+    difference = None if profile is None else profile.difference(facts)
+    if difference is not None:
+        logger.warning("the profile was measured otherwise (%s): its costs are not used", difference)
+    curve = profile.curve() if profile is not None and difference is None else None
+    costs = CostModel(cost_curve(target), partial(forget_curve, facts)) if curve is None else CostModel(curve)
+    governor = Governor(costs, drafter.facts)
+    if profile is not None and profile.method == drafter.name:
+        profile.teach(governor.acceptance, governor.title, governor.costs if difference is None else None)
+    return governor
+
+
+def weights_of(num_left: Sequence[float], share: float) -> list[float]:
+    """How much a token of every row counts where no request waits for the place of a row that ends.
+
+    The batch takes as long as the row that ends last. Tokens of the others make later steps cheaper only by what a row
+    costs in them. So of a step, what rows cost is shared by all of them, and the rest goes to those that may be last;
+    of k rows that may be, a kth of it: what rows gain varies, and the one that gains least is the last. That tells what
+    batches of 8 recorded texts gain to 1.6 % of 64 steps and 1.1 % of 200 (dev/log, 2026-11-27).
+
+    Args:
+      num_left: steps that every row is expected to take at its pace so far.
+      share: of the time of a step that a step with one row fewer takes.
+    """
+    most, count = max(num_left), len(num_left)
+    ahead = min(max(count * (1.0 - share), 0.0), 1.0)
+    lasts = [math.exp((left - most) / (APART * most)) for left in num_left]
+    total, squares = sum(lasts), sum([last * last for last in lasts])
+    rest = (1.0 - ahead) * count * squares / total**3  # a kth, where total**2 / squares rows may be last
+    return [ahead + rest * last for last in lasts]
+
+
+def best_counts(found: Sequence[Chances], worth: Worth, *, are_chains: bool = False) -> tuple[list[int], float]:
+    """How many of the likeliest nodes of every row pay, the root not counted; and the tokens that they gain."""
+    ranked = found[0]
+    if len(found) > 1:
+        ranked = [(chance, row) for row, nodes in enumerate(found) for chance, _ in nodes]
+        ranked.sort(key=itemgetter(0), reverse=True)
+    best_value, best, gained, most = 0.0, 0, 0.0, sum([chance for chance, _ in ranked])
+    for size, (chance, _) in enumerate(ranked, len(found) + 1):
+        gained += chance
+        price = worth(size, are_chains)
+        if gained - price > best_value:
+            best_value, best = gained - price, size - len(found)
+        if most - price <= best_value:  # what all others could gain is less than what this many cost
+            break
+    if len(found) == 1:
+        return [best], best_value
+    counts = [0] * len(found)
+    for _, row in ranked[:best]:
+        counts[row] += 1
+    return counts, best_value
+
+
+def _have_scores(drafts: Sequence[DraftTree]) -> bool:
+    return False in [tree.scores is None for tree in drafts]
 
 
 def _steps_left(row: Row) -> float:
@@ -497,9 +667,6 @@ def _steps_left(row: Row) -> float:
     return row.num_remaining_tokens * (row.stats.num_steps + FEW) / (row.stats.num_emitted_tokens + FEW)
 
 
-def _parts(trees: Sequence[DraftTree], kept: Sequence[Chances]) -> list[DraftTree]:
-    """Drafts with the nodes that are kept of them."""
-    return [
-        tree if len(nodes) + 1 == len(tree) else tree.restricted([0, *sorted(node for _, node in nodes)])
-        for tree, nodes in zip(trees, kept, strict=True)
-    ]
+def _part(tree: DraftTree, kept: Chances) -> DraftTree:
+    """A draft with the nodes that are kept of it."""
+    return tree if len(kept) + 1 == len(tree) else tree.restricted([0, *sorted([node for _, node in kept])])

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from foredraft.lazy import Lazy
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = Lazy("torch")
+import torch
 
 FEW_NODES = 32
 """Rows of logits that are turned into log-probabilities at once."""

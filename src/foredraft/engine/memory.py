@@ -5,20 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from foredraft.config.engine import available_bytes, share_of, size_text
+from foredraft.config.engine import EngineConfig, available_bytes, share_of, size_text
+from foredraft.engine.drafter import DraftCache
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError, ContextLengthError
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.lm import CausalLM
 from foredraft.model.nodes import Nodes
-
-if TYPE_CHECKING:
-    from foredraft.config.engine import EngineConfig
-    from foredraft.engine.drafter import DraftCache
-    from foredraft.engine.row import Row
-    from foredraft.model.cache.ragged import KVCache
-    from foredraft.model.lm import CausalLM
 
 logger = logging.getLogger("foredraft")
 

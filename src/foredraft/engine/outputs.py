@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from foredraft.engine.logprobs import TokenLogprobs
 from foredraft.engine.row import Row
 from foredraft.sampling import distribution
-
-if TYPE_CHECKING:
-    from foredraft.tree import DraftTree
+from foredraft.tree import DraftTree
 
 
 @dataclass(frozen=True)

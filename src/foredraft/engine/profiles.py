@@ -14,7 +14,8 @@ from foredraft.errors import ConfigError, described
 from foredraft.folders import read_own_json
 
 if TYPE_CHECKING:
-    from foredraft.engine.governor import Governor
+    from foredraft.engine.acceptance_model import AcceptanceModel
+    from foredraft.engine.cost_model import CostModel
 
 FORMAT = "foredraft-profile"
 REMEDY = "make one with foredraft tune"
@@ -128,18 +129,21 @@ class Profile:
         more = max(long.seconds[fewest] - short.seconds[fewest], 0.0)
         return replace(short, per_token=more / (long.context - short.context))
 
-    def teach(self, governor: Governor, *, has_costs: bool) -> None:
+    def teach(self, acceptance: AcceptanceModel, title: str, costs: CostModel | None) -> None:
         """Give a governor the experience that was measured.
 
         Args:
-          has_costs: whether they hold on this machine.
+          title: of the way that drafts.
+          costs: of the governor; None where those that were measured do not hold on this machine.
         """
         for depth, rate in enumerate(self.acceptance, 1):
-            governor.acceptance.expect(self.method, depth, rate, MEMORY / 2)
-        for _ in range(FEW if has_costs else 0):
+            acceptance.expect(title, depth, rate, MEMORY / 2)
+        if costs is None:
+            return
+        for _ in range(FEW):
             for curve in self.curves:
-                governor.costs.after(curve.context)
+                costs.after(curve.context)
                 for nodes, seconds in curve.seconds.items():
-                    governor.costs.verified(curve.num_rows, curve.num_rows * nodes, seconds)
+                    costs.verified(curve.num_rows, curve.num_rows * nodes, seconds)
             for levels, seconds in self.drafting.items():
-                governor.costs.drafted(1, levels, seconds)
+                costs.drafted(1, levels, seconds)

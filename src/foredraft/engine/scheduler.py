@@ -112,13 +112,13 @@ class Scheduler:
 
     # -- coming in ---------------------------------------------------------------------------------------------
 
-    def admit(self, profile: StepProfile, welcomes: Callable[[], bool]) -> None:
+    def admit(self, profile: StepProfile, attends: Callable[[int], bool]) -> None:
         """Give waiting rows slots, as far as there is room, and what earlier rows left of their prompts.
 
         Where rows have grown too long together, the last ones leave first. Short prompts come before longer ones.
 
         Args:
-          welcomes: whether a row that comes in now has the drafter.
+          attends: whether rows have the drafter where so many run.
         """
         while (row := self._too_many()) is not None:
             self._send_back(row)
@@ -133,10 +133,10 @@ class Scheduler:
         admitted.sort(key=lambda row: row.num_to_prefill)
         if admitted:  # room for whole prompts at once, so that nothing moves while they are read
             self._cache.reserve(admitted[-1].num_to_prefill, len(self._rows) + len(admitted))
+        has_drafter = attends(len(self._rows) + len(admitted))
         for row in admitted:
             self.waiting.remove(row)
-            is_alone = row.cache_salt is not None and self._drafts.facts.is_shared
-            row.is_plain = row.is_plain or not welcomes() or is_alone
+            row.is_plain = not has_drafter or self._is_alone(row)
             self._append(row, self._caches.add())
             self._cache.offsets[row.slot] = row.offset
         for row in admitted:
@@ -286,12 +286,25 @@ class Scheduler:
             for each in waiting:
                 each.beginning = beginning
 
-    def leave_drafter(self) -> None:
+    def rest(self) -> None:
         """Let all rows in the cache go on without the drafter."""
-        self._drafts.end(self._rows)
-        self._drafts.drop(self._rows)
-        for row in self._rows:
+        resting = [row for row in self._rows if not row.is_plain]
+        self._drafts.end(resting)
+        self._drafts.drop(resting)
+        for row in resting:
             row.is_plain = True
+
+    def resume(self) -> None:
+        """Let rows that went on without the drafter have it again, where it drafts from their text alone."""
+        rows = [row for row in self.decoding if row.is_plain and not self._is_alone(row)]
+        for row in rows:
+            row.is_plain = False
+        if rows:
+            self._drafts.start(rows, [PromptChunk.end_of(row) for row in rows])
+
+    def _is_alone(self, row: Row) -> bool:
+        """Whether a row may not be drafted for by what others have said."""
+        return row.cache_salt is not None and self._drafts.facts.is_shared
 
     # -- leaving -----------------------------------------------------------------------------------------------
 

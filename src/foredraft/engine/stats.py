@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from foredraft.engine.cost_model import RATE
-from foredraft.engine.prediction import PREDICTION
+from foredraft.engine.acceptance_model import PREDICTION
 
 if TYPE_CHECKING:
     from foredraft.engine.budget import DraftSize, Limits
@@ -85,30 +84,35 @@ class RowStats:
             self.num_accepted_draft_tokens += num_accepted
             self.acceptance_histogram[num_accepted] += 1
 
-    def count_cuts(self, limits: Limits, budget: DraftSize, draft: DraftTree, tree: DraftTree) -> None:
-        """Count what was cut from the draft of a step, or why the step has none.
-
-        Of eight tokens the promise of bits leaves five, and the governor none. That counts three tokens for the
-        promise, five for the governor, and a step without a draft for the governor.
+    def count_cuts(
+        self, limits: Limits, size: DraftSize, draft: DraftTree, cut: DraftTree, *, is_empty: bool, is_plain: bool
+    ) -> None:
+        """Count what limits cut from the draft of a step, or why there is none.
 
         Args:
-          budget: as much of that of ``limits`` as the governor has left, which the drafter was given.
-          tree: the part of the draft that is verified.
+          size: as much of that of ``limits`` as the governor has left, which the drafter was given.
+          cut: what is left of the draft within it.
+          is_empty: whether the row has nothing else to draft.
+          is_plain: whether the row goes without the drafter.
         """
-        if len(tree) == len(draft) > 1:
-            return
-        if budget != limits.budget:
+        if size != limits.budget:
             limits = limits._replace(depth="governor")
-        if len(draft) == 1:
-            self.num_undrafted_steps["fault" if self.drafter_error else limits.why_nothing(budget, draft)] += 1
-            return
-        left, last_cause = len(draft) - 1, ""
-        for cause, num_left in (*limits.stages(budget, draft), ("governor", len(tree) - 1)):
-            if num_left < left:
-                self.num_cut_tokens[cause] += left - num_left
-                left, last_cause = num_left, cause
-        if not left:
-            self.num_undrafted_steps[last_cause] += 1
+        cause = "fault" if self.drafter_error else "governor" if is_plain else limits.why_nothing(size, draft)
+        left = len(draft) - 1
+        if left:
+            for reason, num_left in limits.stages(size, draft):
+                if num_left < left:
+                    self.num_cut_tokens[reason] += left - num_left
+                    left, cause = num_left, reason
+        if is_empty:
+            self.num_undrafted_steps[cause] += 1
+
+    def count_unverified(self, draft: DraftTree, tree: DraftTree) -> None:
+        """Count what the governor left out of a draft; ``tree`` is the part that is verified."""
+        if len(tree) < len(draft):
+            self.num_cut_tokens["governor"] += len(draft) - len(tree)
+            if len(tree) == 1:
+                self.num_undrafted_steps["governor"] += 1
 
     @classmethod
     def pooled(cls, several: Iterable[RowStats]) -> RowStats:
@@ -176,6 +180,7 @@ class StepProfile:
     num_steps: int = 0
     num_preemptions: int = 0
     prefill_seconds: float = 0.0
+    govern_seconds: float = 0.0
     propose_seconds: float = 0.0
     verify_seconds: float = 0.0
     accept_seconds: float = 0.0
@@ -188,7 +193,8 @@ class StepProfile:
     def decode_seconds(self) -> float:
         """All of a decode step."""
         return (
-            self.propose_seconds
+            self.govern_seconds
+            + self.propose_seconds
             + self.verify_seconds
             + self.accept_seconds
             + self.commit_seconds
@@ -197,117 +203,43 @@ class StepProfile:
         )
 
 
-@dataclass
-class Totals:
-    """Counts of the steps that a governor has seen, those without its drafter included.
+class StepSeconds(NamedTuple):
+    """Seconds of a step.
 
     Args:
-      num_drafted: steps that verified a draft.
-      plain_seconds: the time that plain decoding would have taken for the same tokens, as far as is known.
+      drafting: of the drafter.
+      verifying: of all the rest.
+      governing: of deciding.
     """
 
-    num_steps: int = 0
-    num_drafted: int = 0
-    num_tokens: int = 0
-    seconds: float = 0.0
-    plain_seconds: float = 0.0
-
-    def __add__(self, other: Totals) -> Totals:
-        return Totals(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(Totals)})
-
-    @property
-    def speedup(self) -> float | None:
-        """Estimated speed of these steps by that of plain decoding; None where there are none."""
-        return self.plain_seconds / self.seconds if self.seconds else None
+    drafting: float
+    verifying: float
+    governing: float = 0.0
 
 
-@dataclass(slots=True)
-class Steps:
-    """What steps have brought and taken.
-
-    Args:
-      num_drafted: of them that verified a draft.
-      num_tokens: emitted, by all rows together.
-      tokens_per_row, nodes_per_row: emitted, and drafted and verified; sums over the steps.
-      plain_seconds: of those that verified none, without what was spent on drafting.
-    """
-
-    num_steps: int = 0
-    num_drafted: int = 0
-    num_tokens: int = 0
-    tokens_per_row: float = 0.0
-    nodes_per_row: float = 0.0
-    seconds: float = 0.0
-    plain_seconds: float = 0.0
-
-    def add(self, num_rows: int, num_nodes: int, num_tokens: int, drafting: float, other: float) -> None:
-        """Count one step.
-
-        Args:
-          num_nodes: of drafts that were verified, the pending ones left out.
-          drafting, other: seconds.
-        """
-        self.num_steps += 1
-        self.num_drafted += num_nodes > 0
-        self.num_tokens += num_tokens
-        self.tokens_per_row += num_tokens / num_rows
-        self.nodes_per_row += num_nodes / num_rows
-        self.seconds += drafting + other
-        if not num_nodes:
-            self.plain_seconds += other
+STAGES = (
+    "govern_seconds",
+    "propose_seconds",
+    "govern_seconds",
+    "verify_seconds",
+    "accept_seconds",
+    "emit_seconds",
+    "commit_seconds",
+    "observe_seconds",
+)
+"""Fields of a profile by the stages of a step: plan, propose, select, verify, accept, append, commit, observe."""
 
 
-class Pace:
-    """Speed by plain decoding and lengths of drafts, of late and of all steps.
-
-    Attributes:
-      share: of the last steps that verified a draft.
-      length: how many nodes per row those had, the pending one left out.
-    """
+class StepClock(list[float]):
+    """Times at which a decode step began and its stages ended."""
 
     def __init__(self) -> None:
-        self.totals = Totals()
-        self.share = self.length = 0.0
-        self._tokens = self._time = 0.0
+        super().__init__((perf_counter(),))
 
-    def add(self, steps: Steps, plain: float) -> None:
-        """Count steps, of which one without a draft would have taken ``plain`` seconds."""
-        totals, num_steps, drafted = self.totals, steps.num_steps, steps.num_drafted
-        faded = (1.0 - RATE) ** num_steps
-        self._tokens = faded * self._tokens + steps.tokens_per_row
-        self._time = faded * self._time + steps.seconds / plain
-        self.share += max(1.0 - faded, num_steps / (totals.num_steps + num_steps)) * (drafted / num_steps - self.share)
-        if drafted:
-            moved = max(1.0 - (1.0 - RATE) ** drafted, drafted / (totals.num_drafted + drafted))
-            self.length += moved * (steps.nodes_per_row / drafted - self.length)
-        totals.num_steps += num_steps
-        totals.num_drafted += drafted
-        totals.num_tokens += steps.num_tokens
-        totals.seconds += steps.seconds
-        num_plain = num_steps - drafted  # which took what plain ones take: one token per row each
-        totals.plain_seconds += steps.plain_seconds + plain * (steps.tokens_per_row - num_plain)
-
-    @property
-    def gain(self) -> float:
-        """Speed of late by that of plain decoding, as far as is known."""
-        return self._tokens / self._time if self._time > 0.0 else 1.0
-
-
-class Clock:
-    """Adds the time since the last lap to a field of a profile; ``laps`` has those of this clock alone."""
-
-    def __init__(self, profile: StepProfile) -> None:
-        self._profile = profile
-        self._last = perf_counter()
-        self.laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        now = perf_counter()
-        taken = now - self._last
-        self.laps[name] = self.laps.get(name, 0.0) + taken
-        self._profile.__dict__[name] += taken
-        self._last = now
-
-    def skip(self) -> None:
-        """Count the time since the last lap nowhere."""
-        self._last = perf_counter()
+    def enter(self, profile: StepProfile) -> StepSeconds:
+        """Add the time of every stage to a profile; returns who has taken how much."""
+        times = [self[i + 1] - self[i] for i in range(len(STAGES))]
+        for name, taken in zip(STAGES, times, strict=True):
+            profile.__dict__[name] += taken
+        drafting, governing = times[1] + times[7], times[0] + times[2]
+        return StepSeconds(drafting, self[-1] - self[0] - drafting - governing, governing)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-    from foredraft.config.sampling import SamplingParams
+from foredraft.config.sampling import SamplingParams
 
 REPLACEMENT = "\ufffd"  # what an unfinished UTF-8 sequence decodes to
 
@@ -34,35 +32,34 @@ class Detokenizer:
         self.stop: tuple[int, int] | None = None
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._ids: list[int] = []
-        self._prefix_start = 0
-        self._prefix_end = 0
+        self._complete: list[int] = []  # tokens of the last complete characters,
+        self._rest: list[int] = []  # and those after them
 
     def append(self, token: int) -> str:
         """The text that this token completes, possibly empty. What the tokenizer raises leaves all as it was."""
-        self._ids.append(token)
+        self._rest.append(token)
         try:
             rest = self.rest()
         except BaseException:
-            self._ids.pop()
+            self._rest.pop()
             raise
         piece = "" if rest.endswith(REPLACEMENT) else rest
         if piece:
-            self._prefix_start, self._prefix_end = self._prefix_end, len(self._ids)
+            self._complete, self._rest = self._rest, []
             self.text += piece
         self.ends.append(len(self.text))
         return piece
 
-    def read(self, output_ids: Sequence[int]) -> None:
-        """Take in what is new of the whole output."""
-        for token in output_ids[len(self._ids) :]:
+    def read(self, token_ids: Sequence[int], start: int = 0) -> None:
+        """Append what is new of the whole output, which begins at ``start``."""
+        for token in token_ids[start + len(self.ends) :]:
             self.append(token)
 
     def finish(self) -> str:
         """Append the text of trailing tokens that never became complete, and return it."""
         rest = self.rest()
         self.text += rest
-        self._prefix_start = self._prefix_end = len(self._ids)
+        self._complete, self._rest = [], []
         return rest
 
     def rest(self) -> str:
@@ -71,13 +68,14 @@ class Detokenizer:
         A decoder that joins single bytes (byte fallback) reads a run of them as a whole. Where the end of the run is no
         character, it gives up those before, too: the end is then decoded alone.
         """
-        before = self._decode(self._prefix_start, self._prefix_end)
-        after = self._decode(self._prefix_start, len(self._ids))
-        return after[len(before) :] if after.startswith(before) else self._decode(self._prefix_end, len(self._ids))
-
-    def _decode(self, start: int, end: int) -> str:
-        ids = self._ids[start:end]
-        return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)) if ids else ""
+        if not self._rest:
+            return ""
+        decode, skips = self._tokenizer.decode, self._skip_special_tokens
+        after = str(decode(self._complete + self._rest, skip_special_tokens=skips))
+        if not self._complete:
+            return after
+        before = str(decode(self._complete, skip_special_tokens=skips))
+        return after[len(before) :] if after.startswith(before) else str(decode(self._rest, skip_special_tokens=skips))
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from foredraft.errors import ConfigError
 from foredraft.gguf.header import Header, TensorInfo
@@ -23,10 +23,6 @@ from foredraft.model.execution.packing import dense_weight, row_sums
 from foredraft.model.execution.rounding import roundable, take_codes
 from foredraft.native import memory
 from foredraft.native.codes import Codes, StoredCodes, pieces
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 SUPER = 256
 """Weights of a block with scales of its own for its parts."""

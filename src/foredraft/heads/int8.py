@@ -30,11 +30,11 @@ class RankingNoise(NamedTuple):
 
     Args:
       keys: of the match stream, by depth.
-      law: top-k (0 for all), temperature, top-p and min-p.
+      sampling: top-k (0 for all), temperature, top-p and min-p.
     """
 
     keys: Sequence[int]
-    law: tuple[int, float, float, float]
+    sampling: tuple[int, float, float, float]
 
 
 class Int8Head:
@@ -182,7 +182,7 @@ class Int8Head:
         chain, streams = ((), None) if owed is None else (owed[0], owed[1].contiguous())
         tokens_of = abi.array_of([min(token, self._last_token) for token in chain])
         keys_of_noise = (ctypes.c_uint64 * depth)(*(() if drawing is None else drawing.keys))
-        law = None if drawing is None else abi.Drawing(ctypes.addressof(keys_of_noise), *drawing.law)
+        drawn = None if drawing is None else abi.Drawing(ctypes.addressof(keys_of_noise), *drawing.sampling)
         growing = abi.Growing(
             min(pending, self._last_token),
             trunk,
@@ -198,7 +198,7 @@ class Int8Head:
             None if streams is None else streams.data_ptr(),
             last.data_ptr(),
             None if names is None else names.data_ptr(),
-            None if law is None else ctypes.addressof(law),
+            None if drawn is None else ctypes.addressof(drawn),
             *(ctypes.addressof(each) for each in (tokens, parents, scores)),
             least_mass,
             least,

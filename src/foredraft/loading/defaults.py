@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from foredraft import zoo
-from foredraft.config.method import recognized
+from foredraft.methods import recognized
 
 WITHOUT_HEAD = "auto"
 """For models with neither a drafter nor a head: what is free, by measured cost."""

@@ -6,21 +6,19 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from foredraft import zoo
+from foredraft.config.engine import Promise
 from foredraft.config.keywords import whole_number
 from foredraft.config.sampling import MODEL_DEFAULTS, SamplingParams
 from foredraft.errors import ConfigError, told
+from foredraft.loading.packed_copy import PackedCopy
 from foredraft.model.lm import CausalLM
 from foredraft.native.threads import threads_note
-
-if TYPE_CHECKING:
-    from foredraft.config.engine import Promise
-    from foredraft.loading.packed_copy import PackedCopy
 
 LARGEST_BITS = 12
 """Of a weight, scales included, that is multiplied as it was rounded."""

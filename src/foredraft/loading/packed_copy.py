@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -27,6 +27,7 @@ from transformers import GenerationConfig, PreTrainedModel
 import foredraft
 from foredraft.errors import ConfigError
 from foredraft.folders import cache_folder
+from foredraft.gguf.header import Header
 from foredraft.loading.sources import Source
 from foredraft.loading.tensor_file import DTYPES, DamagedFileError, TensorFile, write_tensors
 from foredraft.model.execution.forwards import replace_forward, replacement
@@ -35,10 +36,6 @@ from foredraft.model.lm import CausalLM
 from foredraft.native.library import library, source_digest
 from foredraft.native.packed_matmul import Facts, PackedMatrix
 from foredraft.progress import no_progress_bars
-
-if TYPE_CHECKING:
-    from foredraft.gguf.header import Header
-
 
 logger = logging.getLogger("foredraft")
 

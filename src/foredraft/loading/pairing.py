@@ -11,18 +11,18 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from foredraft import zoo
-from foredraft.config.method import Method, methods, recognized
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters import DrafterFactory, drafter_factory
-from foredraft.drafters.compose.auto import FREE
 from foredraft.drafters.context import DrafterContext
-from foredraft.engine import governing
+from foredraft.engine import governor as governing
 from foredraft.engine.costs import facts_of
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.profiles import Profile
 from foredraft.errors import ConfigError, ForedraftError, TokenizerMismatchError
 from foredraft.loading.info import Loaded, ModelInfo, describe
 from foredraft.loading.models import adapter_of, load_model, tokenizer_beside
+from foredraft.methods import Method, methods, recognized
+from foredraft.methods.compose import FREE
 from foredraft.model.execution.execution import Execution
 from foredraft.model.lm import CausalLM
 
@@ -51,11 +51,11 @@ class Drafting:
     heads: tuple[str, ...] = ()
     is_governed: bool = False
     profile: Profile | None = None
-    _governor_of: WeakKeyDictionary[Execution, governing.AnyGovernor | None] = field(
+    _governor_of: WeakKeyDictionary[Execution, governing.Governor | None] = field(
         default_factory=WeakKeyDictionary, repr=False
     )
 
-    def governor(self, target: CausalLM, drafter: Drafter) -> governing.AnyGovernor | None:
+    def governor(self, target: CausalLM, drafter: Drafter) -> governing.Governor | None:
         """The governor of all engines in which this drafts, as long as the target runs as it does; if there is one."""
         if not self.is_governed:
             return None

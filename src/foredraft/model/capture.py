@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from foredraft.errors import UnsupportedModelError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from foredraft.model.nodes import FlatNodes, Logits
+from foredraft.model.nodes import FlatNodes, Logits
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from foredraft.model.cache.ragged import KVCache
 from foredraft.model.masks import FULL, Mask, Masks
 from foredraft.model.nodes import FlatNodes, Nodes, RowGroup
 from foredraft.native.abi import MOST_NODES
 from foredraft.native.attention import DecodeAttention, PrefillAttention
+from foredraft.native.library import Library
 from foredraft.upload import upload
-
-if TYPE_CHECKING:
-    from foredraft.model.cache.ragged import KVCache
-    from foredraft.native.library import Library
-
 
 CALL_COLUMNS = 256
 """What one more call of attention costs, in columns of one row and node: some 20 microseconds on a CPU."""

@@ -8,9 +8,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
+from transformers import PreTrainedModel
 
 from foredraft.config.engine import Promise
 from foredraft.errors import ShapeError
@@ -25,7 +26,7 @@ from foredraft.model.execution.rounding import quantize_weights
 from foredraft.model.independence import check_rows_independent, unchanged_attributes
 from foredraft.model.layouts import Layouts
 from foredraft.model.masks import SLIDING, Masks
-from foredraft.model.nodes import Logits, Nodes
+from foredraft.model.nodes import FlatNodes, Logits, Nodes
 from foredraft.model.prober import Probe, Prober
 from foredraft.model.reduced import runs_own_attention, shadow, trial
 from foredraft.model.rope import fix_ropes
@@ -41,11 +42,6 @@ from foredraft.model.support import (
     longrope_border,
     shares_keys,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from foredraft.model.nodes import FlatNodes
 
 __all__ = ["CausalLM", "Nodes", "Output", "Wanted", "check_supported", "fit_vocabulary", "layer_types"]
 

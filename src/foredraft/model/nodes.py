@@ -6,17 +6,15 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from foredraft.native import abi
+from foredraft.native.attention import DecodeAttention, PrefillAttention
 from foredraft.tree import DraftTree
 from foredraft.upload import upload
-
-if TYPE_CHECKING:
-    from foredraft.native.attention import DecodeAttention, PrefillAttention
 
 BLOCK = 256
 """Nodes of a long chain that run attention together."""

@@ -18,6 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from transformers import PreTrainedModel
 
 from foredraft.errors import ProbeError, described, is_fatal
 from foredraft.model.reduced import converted_bytes, group_attention, representative, representatives
@@ -36,8 +37,6 @@ from foredraft.model.reference import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from foredraft.model.lm import CausalLM
 
 

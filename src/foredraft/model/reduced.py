@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from foredraft.errors import UnsupportedModelError
 from foredraft.model.execution.attention import use_grouped_sdpa
@@ -25,8 +26,6 @@ from foredraft.model.nodes import Nodes
 from foredraft.model.support import take_out_compilation
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from foredraft.model.lm import CausalLM
 
 Model = TypeVar("Model", bound=nn.Module)

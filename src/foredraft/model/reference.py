@@ -8,22 +8,18 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from foredraft.model.cache.ragged import KVCache
 from foredraft.model.execution.forwards import replacement
 from foredraft.model.execution.packing import packable
 from foredraft.model.nodes import Nodes
 from foredraft.tree import DraftTree
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from foredraft.model.cache.ragged import KVCache
-
 
 Text: TypeAlias = tuple[int, ...]
 Fault: TypeAlias = Callable[[Nodes, int], Nodes]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from foredraft.errors import UnsupportedModelError
+from foredraft.model.cache.ragged import KVCache
 from foredraft.model.execution.attention import SPECIAL_ARGUMENTS, seen_by
+from foredraft.model.lm import CausalLM
 from foredraft.model.nodes import Nodes
 from foredraft.model.reduced import group_attention
-
-if TYPE_CHECKING:
-    from foredraft.model.cache.ragged import KVCache
-    from foredraft.model.lm import CausalLM
 
 POOLING = 5
 """Neighbouring columns over which votes are averaged, as published."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,8 +23,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-if TYPE_CHECKING:
-    from foredraft.config.sampling import SamplingParams
+from foredraft.config.sampling import SamplingParams
 
 SMALLEST_WEIGHT = float(np.finfo(np.float32).tiny)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +23,7 @@ from foredraft.errors import ConfigError, ShapeError, as_exception, is_fatal
 from foredraft.sampling import noise
 from foredraft.sampling.filters import LogitsFilter
 from foredraft.sampling.history import BadWords, NgramIndex, TokenArray, TokenCounts
-
-if TYPE_CHECKING:
-    from foredraft.structured.matching import Matching
+from foredraft.structured.matching import Matching
 
 Path = Sequence[int]
 Entries = tuple[np.ndarray, ...]

@@ -9,24 +9,18 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from foredraft.beginnings import shared_length
-from foredraft.serve.backend import QueuedRequest
+from foredraft.engine.frontend import FrozenList, RequestOutput, StreamOutput, speculative_metrics
+from foredraft.serve.asking import ParsedRequest
+from foredraft.serve.backend import Backend, QueuedRequest
 from foredraft.serve.errors import ApiError
-from foredraft.sessions.outputs import FrozenList, StreamOutput, speculative_metrics
-
-if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
-
-    from foredraft.serve.asking import ParsedRequest
-    from foredraft.serve.backend import Backend
-    from foredraft.serve.form import ResponseFormat
-    from foredraft.serve.settings import ServerSettings
-    from foredraft.sessions.outputs import RequestOutput, StreamOutput
-
+from foredraft.serve.form import ResponseFormat
+from foredraft.serve.settings import ServerSettings
 
 KEEP_ALIVE = b": keep-alive\n\n"
 CLIENT_LEFT = 499

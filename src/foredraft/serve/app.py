@@ -8,18 +8,20 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.types import ASGIApp
 
 from foredraft import __version__
 from foredraft.errors import ForedraftError
 from foredraft.serve.answering import CLIENT_LEFT, answer
 from foredraft.serve.asking import ParsedRequest
+from foredraft.serve.backend import Backend, MetricsBackend
 from foredraft.serve.chat import OF_TEMPLATES, conversation, read_chat, template_options
 from foredraft.serve.completions import read_completion
 from foredraft.serve.errors import ApiError, ModelChanged, loading, stopping
@@ -27,16 +29,11 @@ from foredraft.serve.fields import REFUSED, Fields, shown, warning_of, wrong_fie
 from foredraft.serve.form import ResponseFormat
 from foredraft.serve.guards import REQUEST_ID, Drain, Hosts, Keys, Targets
 from foredraft.serve.responses import read_response
+from foredraft.serve.served import Served
+from foredraft.serve.settings import ServerSettings
 from foredraft.serve.strict_json import strict_json
 from foredraft.serve.tokens import encode, token_ids
 from foredraft.views.token_view import page
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp
-
-    from foredraft.serve.backend import Backend, MetricsBackend
-    from foredraft.serve.served import Served
-    from foredraft.serve.settings import ServerSettings
 
 logger = logging.getLogger("foredraft.serve")
 

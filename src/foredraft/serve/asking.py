@@ -6,22 +6,19 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foredraft.config.sampling import SamplingParams
 from foredraft.config.structured import StructuredOutputs
 from foredraft.errors import ConfigError
+from foredraft.llm import LLM
+from foredraft.prompts.prompts import resolved
 from foredraft.serve.errors import ApiError
 from foredraft.serve.fields import SAMPLING, Fields, StreamOptions, text_of, warning_of, wrong_field
+from foredraft.serve.served import Served
 from foredraft.serve.settings import DETAILS, GRANULARITIES, ServerSettings
 from foredraft.serve.tokens import token_ids
-from foredraft.sessions.prompts import resolved
 from foredraft.structured.schemas import unheld_keywords
-
-if TYPE_CHECKING:
-    from foredraft.llm import LLM
-    from foredraft.serve.served import Served
-
 
 MOST_SALT = 1024
 """Characters of a salt, as in vLLM."""

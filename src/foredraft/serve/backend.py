@@ -6,16 +6,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
+from foredraft.config.sampling import SamplingParams
+from foredraft.engine.frontend import RequestOutput, Stream, StreamOutput
+from foredraft.llm import LLM
 from foredraft.serve.errors import ApiError
-
-if TYPE_CHECKING:
-    from foredraft.config.sampling import SamplingParams
-    from foredraft.llm import LLM
-    from foredraft.sessions.outputs import RequestOutput, StreamOutput
-    from foredraft.sessions.runner import Stream
-
 
 News: TypeAlias = "list[StreamOutput] | Exception | None"
 """What has come for a request; an error that ends it; None at its end."""

@@ -9,16 +9,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 from foredraft.errors import ForedraftError
+from foredraft.llm import LLM
 from foredraft.serve.backend import News, QueuedRequest, check_tokens, deliver_all
 from foredraft.serve.errors import ApiError
-
-if TYPE_CHECKING:
-    from foredraft.llm import LLM
-    from foredraft.serve.metrics import Metrics
-
+from foredraft.serve.metrics import Metrics
 
 logger = logging.getLogger("foredraft.serve")
 

@@ -6,26 +6,24 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foredraft.config.foreign import Foreign
 from foredraft.config.keywords import check_unicode
+from foredraft.engine.frontend import RequestOutput, StreamOutput
 from foredraft.errors import ConfigError, GrammarError, PromptError
+from foredraft.prompts.prompts import chat_text
+from foredraft.prompts.templates import NOT_VARIABLES
 from foredraft.serve.asking import ParsedRequest, read_asking, read_form, with_prompts
 from foredraft.serve.calls import message_of
 from foredraft.serve.errors import ApiError
 from foredraft.serve.fields import REFUSED, SHARED, Fields, shown, text_of, wrong_field
 from foredraft.serve.form import ChoicesForm
+from foredraft.serve.served import Served
+from foredraft.serve.settings import ServerSettings
 from foredraft.serve.strict_json import is_unicode, strict_json
 from foredraft.serve.tokens import chat_logprobs, prompt_tables
 from foredraft.serve.tools import Tools, called, read_tools, with_tools
-from foredraft.sessions.prompts import chat_text
-from foredraft.sessions.templates import NOT_VARIABLES
-
-if TYPE_CHECKING:
-    from foredraft.serve.served import Served
-    from foredraft.serve.settings import ServerSettings
-    from foredraft.sessions.outputs import RequestOutput, StreamOutput
 
 KNOWN = SHARED | {
     "messages",

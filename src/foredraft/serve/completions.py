@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foredraft.config.foreign import Foreign
+from foredraft.engine.frontend import RequestOutput, StreamOutput
 from foredraft.serve.asking import ParsedRequest, read_asking, with_prompts
 from foredraft.serve.errors import ApiError
 from foredraft.serve.fields import REFUSED, SHARED, Fields, wrong_field
 from foredraft.serve.form import ChoicesForm
-from foredraft.serve.tokens import Offsets, completion_logprobs, echoed_logprobs, prompt_tables, token_ids
-
-if TYPE_CHECKING:
-    from foredraft.serve.served import Served
-    from foredraft.serve.settings import ServerSettings
-    from foredraft.serve.tokens import Table
-    from foredraft.sessions.outputs import RequestOutput, StreamOutput
+from foredraft.serve.served import Served
+from foredraft.serve.settings import ServerSettings
+from foredraft.serve.tokens import Offsets, Table, completion_logprobs, echoed_logprobs, prompt_tables, token_ids
 
 KNOWN = SHARED | {"prompt", "echo", "logprobs"}
 _OF_CHAT = Foreign("it is a field of /v1/chat/completions", (None, [], {}, "none", "auto"))

@@ -6,16 +6,14 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from foredraft.engine.frontend import RequestOutput, StreamOutput
+from foredraft.serve.asking import ParsedRequest
+from foredraft.serve.errors import ApiError
+from foredraft.serve.served import Served
 from foredraft.serve.tokens import TokenNames
 from foredraft.views.token_view import Drafts
-
-if TYPE_CHECKING:
-    from foredraft.serve.asking import ParsedRequest
-    from foredraft.serve.errors import ApiError
-    from foredraft.serve.served import Served
-    from foredraft.sessions.outputs import RequestOutput, StreamOutput
 
 DONE = b"data: [DONE]\n\n"
 

@@ -9,16 +9,13 @@ import secrets
 from contextlib import suppress
 from hashlib import sha256
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foredraft.serve.errors import ApiError, unauthorized
 from foredraft.serve.fields import shown
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OPEN_PATHS = ("/health", "/ping", "/")
 """Paths that need no key."""

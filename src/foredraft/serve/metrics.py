@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-if TYPE_CHECKING:
-    from foredraft.llm import LLM
-    from foredraft.serve.backend import QueuedRequest
-    from foredraft.sessions.outputs import StreamOutput
-
+from foredraft.engine.frontend import StreamOutput
+from foredraft.llm import LLM
+from foredraft.serve.backend import QueuedRequest
 
 OWN, ALIAS = "foredraft:", "vllm:"
 OF_VLLM = frozenset(

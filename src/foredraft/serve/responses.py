@@ -5,25 +5,19 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foredraft.config.foreign import Foreign
+from foredraft.engine.frontend import RequestOutput, StreamOutput
 from foredraft.serve.asking import ParsedRequest
 from foredraft.serve.chat import KNOWN as OF_CHAT
 from foredraft.serve.chat import read_conversation, read_messages
 from foredraft.serve.errors import ApiError
 from foredraft.serve.fields import SAMPLING, Fields, wrong_field
 from foredraft.serve.form import ResponseFormat, event, parts_of
-from foredraft.serve.tools import refuse_custom
-
-if TYPE_CHECKING:
-    from foredraft.serve.asking import ParsedRequest
-    from foredraft.serve.errors import ApiError
-    from foredraft.serve.served import Served
-    from foredraft.serve.settings import ServerSettings
-    from foredraft.serve.tools import Tools
-    from foredraft.sessions.outputs import RequestOutput, StreamOutput
-
+from foredraft.serve.served import Served
+from foredraft.serve.settings import ServerSettings
+from foredraft.serve.tools import Tools, refuse_custom
 
 PASSED_ON = (SAMPLING - {"max_tokens", "prompt_logprobs", "logprob_token_ids"}) | {
     "model",

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -20,19 +20,16 @@ from foredraft.config.speculative import SpeculativeConfig
 from foredraft.config.structured import StructuredOutputs
 from foredraft.engine.memory import available_on
 from foredraft.errors import ConfigError
+from foredraft.llm import LLM
 from foredraft.loading.models import choose_device
 from foredraft.loading.sources import check_parts
 from foredraft.machine import cpu_digest
 from foredraft.model.execution.packing import weight_sums
 from foredraft.native.abi import MOST_NODES
+from foredraft.prompts.templates import TemplateFailure, renderer
 from foredraft.serve.errors import ApiError
 from foredraft.serve.fields import shown, wrong_field
 from foredraft.serve.tokens import characters_per_token, encode
-from foredraft.sessions.payoff import unsaid
-from foredraft.sessions.templates import TemplateFailure, renderer
-
-if TYPE_CHECKING:
-    from foredraft.llm import LLM
 
 logger = logging.getLogger("foredraft")
 
@@ -187,8 +184,9 @@ class Served:
         params = SamplingParams(n=2, max_tokens=WARM_TOKENS, ignore_eos=True, seed=0, detokenize=False)
         for llm in self.llms:
             room = (self.max_model_len or len(prompt) * 4) - 2
-            with unsaid():
-                llm.generate([{"prompt_token_ids": prompt[: max(1, room // 2)]}], params, use_tqdm=False)
+            llm.logs_low_gain = False
+            llm.generate([{"prompt_token_ids": prompt[: max(1, room // 2)]}], params, use_tqdm=False)
+            llm.logs_low_gain = True
             _ = llm.memory  # asks the drafter for its caches in this thread, between steps
 
 

@@ -14,26 +14,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from foredraft.errors import ConfigError
+from foredraft.llm import LLM
+from foredraft.prompts.templates import TemplateFailure, renderer
 from foredraft.serve.app import Application
+from foredraft.serve.backend import Backend, MetricsBackend
 from foredraft.serve.bridge import Bridge
 from foredraft.serve.errors import stopping
 from foredraft.serve.guards import Numbered, is_loopback
 from foredraft.serve.metrics import Metrics
-from foredraft.sessions.templates import TemplateFailure, renderer
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp
-
-    from foredraft.llm import LLM
-    from foredraft.serve.backend import Backend, MetricsBackend
-    from foredraft.serve.served import Served
-    from foredraft.serve.settings import ServerSettings
+from foredraft.serve.served import Served
+from foredraft.serve.settings import ServerSettings
 
 logger = logging.getLogger("foredraft.serve")
 

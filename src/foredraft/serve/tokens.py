@@ -6,17 +6,15 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from foredraft.config.keywords import check_unicode
+from foredraft.engine.frontend import Logprob
 from foredraft.engine.stopping import REPLACEMENT, Detokenizer
 from foredraft.serve.errors import ApiError
-
-if TYPE_CHECKING:
-    from foredraft.sessions.outputs import Logprob
 
 MOST = sys.maxsize
 LOWEST = -9999.0

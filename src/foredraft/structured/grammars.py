@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from transformers import PreTrainedTokenizerBase
+
 from foredraft.config.structured import StructuredOutputs
 from foredraft.errors import ConfigError, GrammarError
 from foredraft.extras import install_command
@@ -20,7 +22,6 @@ from foredraft.structured.schemas import prepared, unheld_keywords
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("foredraft")
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from foredraft.errors import GrammarError
-from foredraft.structured.forcing import Place
+from foredraft.structured.forcing import Place, Vocabulary
+from foredraft.tree import DraftTree
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
-
-    from foredraft.structured.forcing import Vocabulary
-    from foredraft.tree import DraftTree
 
 
 class Compiled:
@@ -44,13 +42,6 @@ MOST_GUESSES = 4
 """Choices of one draft whose outcome is guessed."""
 NUM_BEFORE = 2
 """Tokens before a choice that make it the same as an earlier one, with what may follow."""
-LEAST_CHANCE = 0.7
-"""Of a guess and those before it, below which it is not drafted. Where nodes cost most, 32 rows on two cores, drafts of
-which half were right cost what they brought."""
-FIRST_CHANCE = 0.9
-"""Of a guess whose row has made none. With 200 random schemas 0.98 were right at temperature 0, and 0.71 at 1."""
-NEWEST = 0.2
-"""What the newest guess weighs in that chance: rows whose guesses fail stop after two, and begin again as soon."""
 FULL = "too many states"
 """What llguidance says where an automaton has reached its limit."""
 MAX_STATES = 100_000
@@ -85,8 +76,6 @@ class Matching:
         self._bits: dict[tuple[int, ...], np.ndarray | None] = {}  # masks after paths; None: the matcher gave up
         self._text: list[int] = []  # committed, without EOS
         self._chosen: dict[int, int] = {}  # by choice, what came of it the last time
-        self._guesses: dict[tuple[int, ...], int] = {}  # after paths; some of them are drafted
-        self._chance = FIRST_CHANCE  # of a guess after right ones
 
     def copy(self) -> Matching:
         """Another row after the same output."""
@@ -190,28 +179,26 @@ class Matching:
         """
         return () if self.fault is not None else self._forced_after((), most)
 
-    def guessed(self, most: int, forced: tuple[int, ...] = ()) -> tuple[int, ...]:
+    def guessed(self, most: int, forced: tuple[int, ...] = ()) -> Iterator[tuple[int, bool]]:
         """Tokens that may follow those that are forced: what came of a choice the last time, and what that forces.
 
-        A choice is the same where the same tokens may follow the same two. None where guesses have mostly been wrong.
+        A choice is the same where the same tokens may follow the same two.
 
         Args:
           most: tokens, those that are forced included.
           forced: these.
+
+        Returns: tokens, and whether each is a guess.
         """
-        path, chance = forced, 1.0
-        self._guesses.clear()
+        path = forced
         for _ in range(MOST_GUESSES):
             token = self._guess(path) if len(path) < most else None
             if token is None:
-                break
-            self._guesses[path] = token
-            chance *= self._chance
-            if chance < LEAST_CHANCE:
-                break
-            path = (*path, token)
-            path += self._forced_after(path, most - len(path))
-        return path[len(forced) : most]
+                return
+            yield token, True
+            following = self._forced_after((*path, token), most - len(path) - 1)
+            yield from ((other, False) for other in following)
+            path = (*path, token, *following)
 
     def _guess(self, path: tuple[int, ...]) -> int | None:
         """What came the last time of the choice after a path, if it is one that was made before."""
@@ -220,14 +207,11 @@ class Matching:
         return self._chosen.get(self._choice(bits, path))
 
     def _learn(self, text: Sequence[int]) -> None:
-        """Take in what came of choices, and of guesses, drafted or not."""
+        """Take in what came of choices."""
         for length, token in enumerate(text):
             path = tuple(text[:length])
-            if path in self._guesses:
-                self._chance += NEWEST * ((token == self._guesses[path]) - self._chance)
             if (bits := self._bits.get(path)) is not None:
                 self._chosen[self._choice(bits, path)] = token
-        self._guesses.clear()
 
     def _forced_after(self, path: tuple[int, ...], most: int) -> tuple[int, ...]:
         if self._has_ended or self._eos.intersection(path):

@@ -6,10 +6,9 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from itertools import combinations, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from foredraft.config.structured import StructuredOutputs
+from foredraft.config.structured import StructuredOutputs
 
 Schema = dict[str, Any] | bool
 

@@ -19,13 +19,11 @@ from foredraft.beginnings import shared_length
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.engine import governing
+from foredraft.engine import governor as governing
 from foredraft.engine.cost_model import CostModel
 from foredraft.engine.drafter import Drafter, DraftSize, Needs, PromptChunk, StepResult, WrappingDrafter
 from foredraft.engine.engine import Engine
-from foredraft.engine.governing import AnyGovernor
 from foredraft.engine.governor import Governor
-from foredraft.engine.method_bandit import MethodBandit
 from foredraft.engine.row import Row
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM
@@ -175,7 +173,7 @@ def decode(
     eos_token_ids: Sequence[int] = (),
     config: EngineConfig | None = None,
     abort: str | None = None,
-    governor: AnyGovernor | None = None,
+    governor: Governor | None = None,
 ) -> Trace:
     """Run requests to their end, checking the invariants of engine, cache and drafter after every step.
 
@@ -307,7 +305,7 @@ def governed() -> Iterator[None]:
 
 
 def _no_governor(*args: Any) -> None:
-    """Instead of `foredraft.engine.governing.new_governor`."""
+    """Instead of `foredraft.engine.governor.new_governor`."""
 
 
 _NEW_GOVERNOR = governing.new_governor
@@ -394,8 +392,7 @@ def check_governed(
     Args:
       costs: seconds of a step by its number of nodes.
     """
-    model = CostModel(costs)
-    governor: AnyGovernor = MethodBandit(drafter.facts, model) if drafter.facts.arms else Governor(model)
+    governor = Governor(CostModel(costs), drafter.facts)
     for run in ("first", "second"):
         trace = _decode_all(target, drafter, params, governor=governor)
         compare(trace, plain, f"{drafter.name}, governed, {run} run, {_words(params)}")

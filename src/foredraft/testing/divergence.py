@@ -77,8 +77,8 @@ def token_gap(
     text = [*prompt, *output]
     logits = target.forward(Nodes.from_chains([text]), target.new_cache(1), keep=slice(len(text) - 1, len(text)))[0]
     whole = replace(params, top_p=1.0, top_k=0, min_p=0.0, typical_p=1.0)
-    scores = _law_after(whole, target, prompt, output, logits)[0]
-    edge = _law_after(params, target, prompt, output, logits)[0]
+    scores = _log_probs_after(whole, target, prompt, output, logits)[0]
+    edge = _log_probs_after(params, target, prompt, output, logits)[0]
     outside = [token for token in tokens if not edge[token] > -torch.inf]
     if outside and params.top_p < 1.0:
         probs = scores.double().exp()
@@ -87,7 +87,7 @@ def token_gap(
     return abs(float(scores[tokens[0]] - scores[tokens[1]]) + _noise_gap(params, sample, len(text), tokens))
 
 
-def _law_after(
+def _log_probs_after(
     params: SamplingParams, target: CausalLM, prompt: Sequence[int], output: Sequence[int], logits: torch.Tensor
 ) -> torch.Tensor:
     sampler = Sampler(params, vocab_size=target.vocab_size, prompt_ids=list(prompt))

@@ -7,17 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from foredraft.config.sampling import SamplingParams
 from foredraft.errors import ConfigError
 from foredraft.folders import append_lines, keep_text
 from foredraft.llm import LLM
-from foredraft.sessions.prompts import chat_prompt
+from foredraft.prompts.prompts import chat_prompt
 from foredraft.train.examples import TrainingPrompt, prompt_ids, read_prompts
-
-if TYPE_CHECKING:
-    from foredraft.train.plan import Answering, Plan
+from foredraft.train.plan import Answering, Plan
 
 _MARK = "\u2402prompt\u2402"
 

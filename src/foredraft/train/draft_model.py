@@ -189,9 +189,9 @@ class DraftModelRecipe(Recipe):
 
     def _parts(self, texts: Texts, streams: Streams) -> list[Part]:
         states = texts.after(self._model.states(self._embedded(texts.token_ids)), 1)[texts.places[0]]
-        law = self._laws.along(texts, streams[self._target.num_layers])
-        rows, weights = texts.laws[0], self._laws.weights(texts)
-        return distilled(states, self._output, law, rows, weights, texts.counts, self._variation)
+        target_logits = self._target_logits.along(texts, streams[self._target.num_layers])
+        rows, weights = texts.target_rows[0], self._target_logits.weights(texts)
+        return distilled(states, self._output, target_logits, rows, weights, texts.counts, self._variation)
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         """(B, T) -> (B, T, H), of the drafter."""
@@ -203,7 +203,7 @@ class DraftModelRecipe(Recipe):
     def _output(self) -> Tensor:
         """(V_d, H), rows of the drafter's own embedding or of the target's output layer."""
         own = self._model.embedding
-        return self._laws.kept if own is None else self._vocabulary.rows_of_layer(own)
+        return self._target_logits.kept if own is None else self._vocabulary.rows_of_layer(own)
 
     def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """A whole model in transformers' layout, with the embeddings of the target where it uses these."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from foredraft.config.keywords import check_unicode
 from foredraft.errors import PromptError
-from foredraft.sessions.prompt_files import PromptLine, read_prompts_file
-from foredraft.sessions.prompts import chat_prompt
+from foredraft.prompts.prompt_files import PromptLine, read_prompts_file
+from foredraft.prompts.prompts import chat_prompt
 
 SUFFIXES = (".jsonl", ".jsonl.xz", ".txt")
 """Names of files of prompts that are read."""

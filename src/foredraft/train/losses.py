@@ -35,7 +35,7 @@ class Part:
 def distilled(
     states: Tensor,
     weight: Tensor,
-    law: Tensor,
+    target_logits: Tensor,
     rows: Tensor,
     weights: Tensor,
     counts: Sequence[int],
@@ -46,13 +46,13 @@ def distilled(
     Args:
       states: (M, H), what the output layer reads.
       weight: (V_d, H), the output layer.
-      law: (N, V_d), logits of the target.
+      target_logits: (N, V_d), logits of the target.
       rows: int64 (M,), the row of the distribution for each place.
       weights: (M,), 0 at places that do not count.
       counts: how many places every head or step has; M together.
       variation: share of total variation in the loss; the rest is cross entropy.
     """
-    losses, is_right = DistilledOutput.apply(states, weight, law, rows, variation)  # type: ignore[no-untyped-call]
+    losses, is_right = DistilledOutput.apply(states, weight, target_logits, rows, variation)  # type: ignore[no-untyped-call]
     kept = (losses * weights.to(losses.dtype)).split(list(counts))
     right = (is_right & (weights > 0)).split(list(counts))
     return [Part(loss.sum(), len(loss), int(hits.sum())) for loss, hits in zip(kept, right, strict=True)]
@@ -114,23 +114,23 @@ class DistilledOutput(torch.autograd.Function):
         right = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
         for start in range(0, len(logits), size):
             block = slice(start, start + size)
-            own, law = logits[block].to(wide), target_logits[places[block]].to(wide)
-            law_top = law.max(-1)
-            law = (law - law_top.values[:, None]).exp_()
-            law /= law.sum(-1, keepdim=True)
+            own, target = logits[block].to(wide), target_logits[places[block]].to(wide)
+            target_top = target.max(-1)
+            target = (target - target_top.values[:, None]).exp_()
+            target /= target.sum(-1, keepdim=True)
             top = own.amax(-1, keepdim=True)
-            right[block] = own.gather(-1, law_top.indices[:, None])[:, 0] >= top[:, 0]
-            expected = torch.linalg.vecdot(law, own)
+            right[block] = own.gather(-1, target_top.indices[:, None])[:, 0] >= top[:, 0]
+            expected = torch.linalg.vecdot(target, own)
             own = (own - top).exp_()
             total = own.sum(-1, keepdim=True)
             losses[block] = (total.log() + top)[:, 0] - expected
             own /= total
             if variation:
-                apart, by_variation = _varied(own, law)
+                apart, by_variation = _varied(own, target)
                 losses[block] = (1 - variation) * losses[block] + variation * apart
-                logits[block] = own.sub_(law).mul_(1 - variation).add_(by_variation, alpha=variation)
+                logits[block] = own.sub_(target).mul_(1 - variation).add_(by_variation, alpha=variation)
                 continue
-            logits[block] = own.sub_(law)  # from here on the gradient
+            logits[block] = own.sub_(target)  # from here on the gradient
         ctx.save_for_backward(logits @ weight.detach().to(narrow), *((logits, states) if weight.requires_grad else ()))
         ctx.mark_non_differentiable(right)
         return losses, right
@@ -145,9 +145,9 @@ class DistilledOutput(torch.autograd.Function):
         return (by_states * upstream[:, None]).to(by_states.dtype), by_weight, None, None, None
 
 
-def _varied(own: Tensor, law: Tensor) -> tuple[Tensor, Tensor]:
+def _varied(own: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Total variation of distributions (M, V_d), and its gradient by the logits of the first: (M,) and (M, V_d)."""
-    apart = own - law
+    apart = own - target
     sign = apart.sign()
     gradient = 0.5 * own * (sign - torch.linalg.vecdot(sign, own)[:, None])
     return apart.abs_().sum(-1) / 2, gradient

@@ -33,8 +33,8 @@ class Texts:
       lengths: int64 (B,), tokens of the texts.
       entries: int64 (B, A), from which drafts begin.
       places: by depth int64 (M_k,): which of the B x A drafts have a token of the text at that depth; maybe none.
-      laws: by depth int64 (M_k,): the draft of `places[0]` after whose pending token the target says the distribution
-        of that depth; 3 drafts and 2 of them deeper give 0 1 2, and 1 2.
+      target_rows: by depth int64 (M_k,): the draft of `places[0]` after whose pending token the target has the
+        distribution of that depth; 3 drafts and 2 of them deeper give 0 1 2, and 1 2.
       tokens: by depth int64 (M_k,), of the texts.
     """
 
@@ -42,7 +42,7 @@ class Texts:
     lengths: Tensor
     entries: Tensor
     places: tuple[Tensor, ...]
-    laws: tuple[Tensor, ...]
+    target_rows: tuple[Tensor, ...]
     tokens: tuple[Tensor, ...]
 
     @classmethod
@@ -58,14 +58,19 @@ class Texts:
         drafts = torch.arange(longest)
         entries = (first[:, None] + drafts).minimum(lengths[:, None] - 3).clamp(min=0)
         before = counts.cumsum(0) - counts
-        places, laws, tokens = [], [], []
+        places, target_rows, tokens = [], [], []
         for depth in range(depths):
             rows, columns = (drafts < counts[:, None] - depth).nonzero(as_tuple=True)
             places.append((rows * longest + columns).to(device))
-            laws.append((before[rows] + columns + depth).to(device))
+            target_rows.append((before[rows] + columns + depth).to(device))
             tokens.append(token_ids[rows, first[rows] + columns + 2 + depth].to(device))
         return cls(
-            token_ids.to(device), lengths.to(device), entries.to(device), tuple(places), tuple(laws), tuple(tokens)
+            token_ids.to(device),
+            lengths.to(device),
+            entries.to(device),
+            tuple(places),
+            tuple(target_rows),
+            tuple(tokens),
         )
 
     @property
@@ -138,7 +143,7 @@ class TargetParts:
         return nn.functional.embedding(token_ids, self.embedding).to(dtype)
 
 
-class Laws:
+class TargetLogits:
     """What the target says after tokens, over a draft vocabulary.
 
     Args:
@@ -153,7 +158,7 @@ class Laws:
 
     @torch.no_grad()
     def along(self, texts: Texts, last_hidden: Tensor) -> Tensor:
-        """Logits (M_0, V_d) after the pending tokens of drafts, which `Texts.laws` counts.
+        """Logits (M_0, V_d) after the pending tokens of drafts, which `Texts.target_rows` counts.
 
         Args:
           last_hidden: (B, T, H), after the final norm.
@@ -192,7 +197,7 @@ class Recipe(ABC):
         self.module, self.weights = module, weights
         self.layers: tuple[int, ...] = tuple(sorted({*streams, target.num_layers}))
         self._target = target
-        self._laws = Laws(target.output, vocabulary)
+        self._target_logits = TargetLogits(target.output, vocabulary)
         self._depths = depths or len(weights)
 
     def parts(self, examples: Sequence[Example], streams: Sequence[Streams]) -> list[Part]:

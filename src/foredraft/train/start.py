@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,8 @@ from foredraft.model.lm import CausalLM
 from foredraft.train.draft_model import DraftModelRecipe, new_small_model
 from foredraft.train.examples import Example
 from foredraft.train.head_recipes import Eagle3Recipe, EagleRecipe, HydraRecipe, MedusaRecipe
+from foredraft.train.plan import Plan
 from foredraft.train.recipe import METHODS, NUM_LAYERS, Recipe, TargetParts
-
-if TYPE_CHECKING:
-    from foredraft.train.plan import Plan
 
 _LAYER = (
     "input_layernorm",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, quantiles
 from threading import Event
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foredraft.config.drafting import FIXED
 from foredraft.config.engine import EngineConfig
@@ -20,11 +20,10 @@ from foredraft.engine.costs import StepCosts
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.governor import Governor
+from foredraft.engine.row import Row
+from foredraft.engine.stats import StepSeconds
+from foredraft.model.lm import CausalLM
 from foredraft.tune.walk import CountedStep, Counts, RecordedText, Walk, until_interrupted
-
-if TYPE_CHECKING:
-    from foredraft.engine.row import Row
-    from foredraft.model.lm import CausalLM
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 10, 16)
 NODES = (2, 3, 4, 6, 8, 12, 16, 24)
@@ -125,8 +124,11 @@ def walked(
     Prices of drafting that are not known yet are taken from the first arm of every length.
     """
     for setting in sorted(settings, key=lambda one: one.is_governed):  # which asks what drafting costs
-        governor = Governor(CostModel(prices.mean())) if setting.is_governed else None
-        walk = _Walked(Walk(target, drafter(), texts), setting, governor, prices)
+        made = drafter()
+        governor = Governor(CostModel(prices.mean()), made.facts) if setting.is_governed else None
+        walk = _Walked(
+            Walk(target, made, texts, None if governor is None else governor.acceptance), setting, governor, prices
+        )
         yield SettingCounts(setting, walk.counts(len(texts)), setting.title)
 
 
@@ -162,8 +164,7 @@ class _Walked:
         walk, governor = self._walk, self._governor
         budgets = [self._within(DraftSize.of(budget)) for budget in walk.budgets()]
         if governor is not None:
-            context = float(len(walk.rows[0].token_ids))
-            budgets = governor.budgets(walk.rows, budgets, context=context)
+            budgets = governor.plan(walk.rows, budgets)
         levels = int(max(budgets))
         start = perf_counter()
         trees = walk.propose(budgets)
@@ -171,12 +172,12 @@ class _Walked:
         if levels:
             self._seconds.setdefault(levels, []).append(taken)
         if governor is not None:
-            trees = governor.trimmed(walk.rows, trees)
+            trees = governor.select(walk.rows, trees)
         outputs = walk.emit(trees)
         if governor is not None:
             drafting = self._prices.draft_seconds(self._setting.title, levels)
             other = self._curve.at(len(trees[0])) + self._prices.host_seconds
-            governor.learn(trees, outputs, drafting_seconds=max(drafting, 1e-9), other_seconds=other)
+            governor.observe(trees, outputs, StepSeconds(max(drafting, 1e-9), other))
         (output,) = outputs
         step = CountedStep(len(trees[0]), levels, trees[0].depth, output.num_accepted)
         return step, len(output.token_ids)

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foredraft.pictures import check_picture, keep_picture, require_matplotlib
+from foredraft.tune.choosing import Choice
+from foredraft.tune.layer_sets import SearchResult, Space
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from foredraft.tune.choosing import Choice
-    from foredraft.tune.layer_sets import SearchResult, Space
 
 
 ROWS = (1, 2, 4, 8, 16)

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from threading import Event
-from typing import TYPE_CHECKING
 
 from foredraft.bench.trial import Sampling, Trial, bootstrap
 from foredraft.bench.workload import BenchPrompt
 from foredraft.engine.cost_model import CostCurve
 from foredraft.engine.costs import StepCosts, facts_of, forward_curve
+from foredraft.engine.drafter import Drafter
 from foredraft.engine.profiles import BestLength, Profile
 from foredraft.errors import ConfigError
+from foredraft.model.lm import CausalLM
 from foredraft.tune.counting import Setting, alone, decoded
 from foredraft.tune.walk import Counts, RecordedText, rates
-
-if TYPE_CHECKING:
-    from foredraft.engine.drafter import Drafter
-    from foredraft.model.lm import CausalLM
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 NUM_RESAMPLES = 400

@@ -13,13 +13,13 @@ from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foredraft.drafters.parts.candidates import Parents
-from foredraft.drafters.parts.rank_tree import MAX_SIBLINGS, Ranks, RankTree
 from foredraft.engine.cost_model import CostCurve
 from foredraft.engine.costs import CONTEXT, forward_curve, seconds_of
 from foredraft.engine.drafter import DraftSize, Needs
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
+from foredraft.methods.rank_tree import MAX_SIBLINGS, Ranks, RankTree
 from foredraft.model.capture import Wanted
 from foredraft.model.lm import CausalLM, Nodes
 from foredraft.tree import DraftTree

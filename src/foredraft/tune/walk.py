@@ -12,6 +12,7 @@ from typing import NamedTuple
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.none import EmptyDrafter
+from foredraft.engine.acceptance_model import AcceptanceModel
 from foredraft.engine.budget import DraftSize
 from foredraft.engine.drafter import Drafter, PromptChunk, StepResult
 from foredraft.engine.engine import Engine
@@ -125,19 +126,28 @@ class Walk:
       target: whose texts they are; it makes the rows and runs no forward.
       drafter: one whose drafts depend on the tokens of rows alone (`DrafterFacts.drafts_from_text`).
       texts: in the order in which they enter.
+      acceptance: learns from the drafts, whole; that of a governor, where one decides.
 
     Exactness: under the rule "match" texts do not depend on drafts, so that steps are those of the engine with the same
     budgets.
     """
 
-    def __init__(self, target: CausalLM, drafter: Drafter, texts: Iterable[RecordedText]) -> None:
+    def __init__(
+        self,
+        target: CausalLM,
+        drafter: Drafter,
+        texts: Iterable[RecordedText],
+        acceptance: AcceptanceModel | None = None,
+    ) -> None:
         needs = drafter.needs(target, target.new_cache())
         self.drafter = drafter
         self.rows: list[Row] = []  # in the order of their slots
         self._caches = CacheGroup([own.cache for own in needs.caches])
         self._waiting = list(texts)
+        self._was_asked = False
         self._text_of: dict[Row, list[int]] = {}
         self._rows_from = Engine(target, EmptyDrafter())  # which never runs
+        self._rows_from.acceptance = self.acceptance = acceptance or AcceptanceModel()
 
     @property
     def num_waiting(self) -> int:
@@ -163,7 +173,12 @@ class Walk:
     def propose(self, budgets: Sequence[DraftSize]) -> list[DraftTree]:
         """Drafts within these budgets."""
         drafts = self.drafter.propose(self.rows, budgets)
-        return [budget.cut(draft) for draft, budget in zip(drafts, budgets, strict=True)]
+        trees = [budget.cut(draft) for draft, budget in zip(drafts, budgets, strict=True)]
+        arm, facts = DraftSize.of(budgets[0]).arm, self.drafter.facts
+        for row, tree in zip(self.rows, trees, strict=True):
+            self.acceptance.proposed(row, tree, facts.name if arm is None else facts.arms[arm])
+        self._was_asked = any(budgets)
+        return trees
 
     def emit(self, trees: Sequence[DraftTree]) -> list[RowOutput]:
         """Follow the texts as far as the drafts do, and one token on; rows that have come to their end leave."""
@@ -174,6 +189,8 @@ class Walk:
         ]
         going_on = [place for place, row in enumerate(self.rows) if not row.is_finished]
         self.drafter.observe([self.rows[place] for place in going_on], [found[place] for place in going_on])
+        for output in outputs:
+            self.acceptance.came(output.row, output.token_ids, was_asked=self._was_asked)
         for row in [row for row in self.rows if row.is_finished]:
             self._leave(row)
         return outputs

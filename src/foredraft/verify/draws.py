@@ -1,5 +1,5 @@
-"""Samples of short continuations for tests of a law: after which prompt they tell most, as many as time allows, and
-once more where a test failed, since what fails by chance alone does not fail twice."""
+"""Samples of short continuations for tests of a distribution: after which prompt they tell most, as many as time
+allows, and once more where a test failed, since what fails by chance alone does not fail twice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from foredraft.config.sampling import SamplingParams
 from foredraft.errors import ConfigError, ForedraftError
 from foredraft.model.lm import CausalLM
 from foredraft.sampling.noise import mix
-from foredraft.verify.laws import Law, LawTest, ReferenceLaw, judge_samples
+from foredraft.verify.distributions import Distribution, DistributionTest, ReferenceDistribution, judge_samples
 from foredraft.verify.subjects import Answer, Sample, Subject
 from foredraft.verify.verdict import Finding, Status
 
@@ -46,8 +46,8 @@ def telling(subject: Subject, target: CausalLM, candidates: Sequence[list[int]],
     Where nobody counts drafts, the one after which the likeliest token is likely and not certain.
     """
     if not subject.counts_drafts:
-        laws = [ReferenceLaw(target, prompt, SamplingParams())(()) for prompt in candidates]
-        return min(zip(candidates, laws, strict=True), key=lambda one: abs(float(one[1].max()) - 0.5))[0]
+        probs = [ReferenceDistribution(target, prompt, SamplingParams())(()) for prompt in candidates]
+        return min(zip(candidates, probs, strict=True), key=lambda one: abs(float(one[1].max()) - 0.5))[0]
     params = [SamplingParams(temperature=1.0, max_tokens=DEPTH, n=4, seed=seed)] * len(candidates)
     worth = [_worth(answer) for answer in subject.generate(candidates, params)]
     return candidates[max(range(len(candidates)), key=worth.__getitem__)]
@@ -109,11 +109,11 @@ class Tested:
     """
 
     place: int
-    law: Law
+    distribution: Distribution
     prompt: list[int]
     params: SamplingParams
     samples: list[Sequence[int]]
-    test: LawTest
+    test: DistributionTest
 
 
 @dataclass(frozen=True)
@@ -187,6 +187,6 @@ def draw_again(tested: Tested, subject: Subject, seed: int, *, until: float) -> 
     if not again:
         return SecondDraw(0, wanted, 1.0, tested.test.p_value, failed)
     p_value, p_together = (
-        judge_samples(tested.law, samples, FAR, seed).p_value for samples in (again, [*tested.samples, *again])
+        judge_samples(tested.distribution, samples, FAR, seed).p_value for samples in (again, [*tested.samples, *again])
     )
     return SecondDraw(len(again), wanted, p_value, p_together, failed)

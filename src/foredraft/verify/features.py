@@ -27,7 +27,7 @@ class Feature:
 NUM_FIRST = 2
 """Of `features`, that are looked at before everything else."""
 
-LAWS: tuple[tuple[str, dict[str, Any]], ...] = (
+DISTRIBUTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("sampled", {}),
     ("top-k 8, repetition penalty 1.3", {"top_k": 8, "repetition_penalty": 1.3}),
     ("top-p 0.9, temperature 0.8", {"top_p": 0.9, "temperature": 0.8}),
@@ -37,7 +37,7 @@ LAWS: tuple[tuple[str, dict[str, Any]], ...] = (
 CONTROL = "broken acceptance"
 """What the control stands under, among settings."""
 
-LAWS_UNKEYED: tuple[tuple[str, dict[str, Any]], ...] = (
+DISTRIBUTIONS_UNKEYED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("min-p 0.1", {"min_p": 0.1}),
     ("typical-p 0.7", {"typical_p": 0.7}),
 )

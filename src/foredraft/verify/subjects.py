@@ -11,17 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from foredraft.config.acceptance import RULES, TYPICAL, TypicalLimits
 from foredraft.config.sampling import SamplingParams
 from foredraft.errors import ConfigError, described
+from foredraft.llm import LLM
 from foredraft.sampling.noise import mix
-
-if TYPE_CHECKING:
-    from foredraft.llm import LLM
-
 
 ALL = frozenset(field.name for field in fields(SamplingParams))
 TRANSFORMERS = frozenset(

@@ -15,7 +15,7 @@ from foredraft.verify.subjects import Answer, Sample
 
 Status = Literal["holds", "broken", "undecided", "left out"]
 
-Check = Literal["tokens", "log-probabilities", "law", "control"]
+Check = Literal["tokens", "log-probabilities", "distribution", "control"]
 
 LOSSLESS, NOT_LOSSLESS, UNDECIDED = "lossless", "not lossless", "undecided"
 INTERRUPTED = "it was interrupted"
@@ -77,7 +77,7 @@ class Verdict:
         found += [f"{one.feature}: {one.found}" for one in self.findings if one.status == "undecided"]
         if self.num_accepted == 0:
             found.append("no draft token was accepted, so that nothing was put to the test")
-        for check in ("tokens", "law", "control"):
+        for check in ("tokens", "distribution", "control"):
             if not any(one.check == check and one.status == "holds" for one in self.findings):
                 reason = next((one.found for one in self.findings if one.check == check), "there was no time for it")
                 if not any(reason in doubt for doubt in found):
@@ -114,18 +114,19 @@ class Verdict:
         if self.doubts:
             return f"{self.subject} is undecided: {'; '.join(self.doubts)}.{self._said_of_left_out()}"
         tokens = [one for one in self.findings if one.check == "tokens" and one.status == "holds"]
-        laws = [one for one in self.findings if one.check == "law" and one.status == "holds"]
+        tests = [one for one in self.findings if one.check == "distribution" and one.status == "holds"]
         same = sum(one.numbers.get("num_tokens", 0) for one in tokens)
         drafts = "" if self.num_accepted is None else f" {self.num_accepted} of {self.num_drafted} draft tokens stayed."
-        smallest = min((one.numbers.get("p_value_together", one.numbers["p_value"]) for one in laws), default=1.0)
-        finest = min((one.numbers["detectable"] for one in laws), default=1.0)
+        smallest = min((one.numbers.get("p_value_together", one.numbers["p_value"]) for one in tests), default=1.0)
+        finest = min((one.numbers["detectable"] for one in tests), default=1.0)
         alarms = f"{100 * self.false_alarm_rate:g}%"
-        asked = sum(one.check == "law" for one in self.findings)
-        number = counted(len(laws), "law test") if len(laws) == asked else f"{len(laws)} of {asked} law tests"
-        agree = f"{number} {'agrees' if len(laws) == 1 else 'agree'}"
+        asked = sum(one.check == "distribution" for one in self.findings)
+        number = counted(len(tests), "distribution test")
+        number = number if len(tests) == asked else f"{len(tests)} of {asked} distribution tests"
+        agree = f"{number} {'agrees' if len(tests) == 1 else 'agree'}"
         return (
             f"{self.subject} is lossless: {same} tokens under {counted(len(tokens), 'setting')} are those of "
-            f"{self.reference}, and {agree} with the enumerated law (smallest p "
+            f"{self.reference}, and {agree} with the enumerated distribution (smallest p "
             f"{smallest:.2g}; false alarms at most {alarms}; a shift of {finest:g} of the mass of a "
             f"token would have been found).{drafts} A decoder that was broken on purpose was caught."
             f"{self._said_of_left_out()}"

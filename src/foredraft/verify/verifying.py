@@ -7,18 +7,24 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foredraft.config.sampling import SamplingParams
 from foredraft.ending import finishing
 from foredraft.errors import ConfigError, ForedraftError
-from foredraft.sessions.payoff import unsaid
-from foredraft.sessions.prompts import read_prompts
+from foredraft.llm import LLM
+from foredraft.prompts.prompts import read_prompts
 from foredraft.testing import ungoverned
 from foredraft.testing.divergence import NEAR_TIES
+from foredraft.verify.distributions import (
+    SHIFT,
+    Distribution,
+    ReferenceDistribution,
+    enumerate_distribution,
+    judge_samples,
+)
 from foredraft.verify.draws import DEPTH, FEWEST, Tested, begun, draw, draw_again, telling
-from foredraft.verify.features import CONTROL, LAWS, LAWS_UNKEYED, NUM_FIRST, Feature, features
-from foredraft.verify.laws import SHIFT, Law, ReferenceLaw, enumerate_law, judge_samples
+from foredraft.verify.features import CONTROL, DISTRIBUTIONS, DISTRIBUTIONS_UNKEYED, NUM_FIRST, Feature, features
 from foredraft.verify.subjects import Answer, BrokenSubject, FunctionSubject, LLMSubject, Subject, asked_for
 from foredraft.verify.verdict import (
     INTERRUPTED,
@@ -31,10 +37,7 @@ from foredraft.verify.verdict import (
     token_finding,
 )
 
-if TYPE_CHECKING:
-    from foredraft.llm import LLM
-
-SHARE_OF_LAWS = 0.45
+SHARE_OF_DISTRIBUTIONS = 0.45
 """Of the time, for distribution tests and the control, at most: settings whose tokens are compared go first."""
 
 SHARE_UNKEYED = 0.7
@@ -85,7 +88,7 @@ def verify(
         subject = FunctionSubject(subject)
     asked = [list(one.token_ids) for one in read_prompts(prompts, llm.tokenizer)]
     is_governed_anyway = any(part.method == "auto" for part in llm.speculative_config.parts)
-    with nullcontext() if is_governed_anyway else ungoverned(), unsaid():
+    with nullcontext() if is_governed_anyway else ungoverned():
         work = _Work(
             llm, asked, subject, max_tokens, budget_seconds, false_alarm_rate, seed, progress or (lambda _: None)
         )
@@ -113,6 +116,7 @@ class _Work:
         if subject and subject.prefill_chunk_size:
             llm = llm.with_chunks_of(subject.prefill_chunk_size)
         self._llm = llm.with_speculative_config(llm.speculative_config)  # whose engine is made now
+        self._llm.logs_low_gain = False  # drafts are forced
         self._plain = LLMSubject(llm.with_speculative_config(None), "plain decoding")
         self._subject = subject or LLMSubject(self._llm)
         self._is_own = subject is None
@@ -120,24 +124,28 @@ class _Work:
         self._differences = Differences(llm.target, llm.tokenizer, prompts)
         self._near_tie = 0.0 if self._is_own and self._llm.promise.keeps_bits else NEAR_TIES[llm.target.dtype]
         self._findings: list[Finding] = []
-        self._laws: list[Tested] = []
-        self._num_laws = 0
+        self._tested: list[Tested] = []
+        self._num_tests = 0
         self._num_drafted = self._num_accepted = 0
         self._said: list[tuple[list[SamplingParams], list[Answer]]] = []
-        is_keyed, laws = self._subject.is_keyed, LAWS if self._subject.is_keyed else (*LAWS, *LAWS_UNKEYED)
-        self._share, self._known_laws = SHARE_OF_LAWS if is_keyed else SHARE_UNKEYED, laws
-        self._asked: list[tuple[str, Check]] = [(CONTROL, "control"), *((name, "law") for name, _ in laws)]
+        is_keyed = self._subject.is_keyed
+        self._share = SHARE_OF_DISTRIBUTIONS if is_keyed else SHARE_UNKEYED
+        self._known = DISTRIBUTIONS if is_keyed else (*DISTRIBUTIONS, *DISTRIBUTIONS_UNKEYED)
+        self._asked: list[tuple[str, Check]] = [
+            (CONTROL, "control"),
+            *((name, "distribution") for name, _ in self._known),
+        ]
 
     def run(self) -> Verdict:
         """Everything that there is time for, until it is interrupted."""
         is_interrupted = False
         try:
             self._look()
-            self._judge_laws()
+            self._judge_distributions()
         except KeyboardInterrupt:
             is_interrupted, self._ends = True, float("-inf")
             with finishing():
-                self._judge_laws()
+                self._judge_distributions()
             found = {(one.feature, one.check) for one in self._findings}
             self._findings += [Finding(*one, "left out", INTERRUPTED) for one in self._asked if one not in found]
         counts = self._subject.counts_drafts
@@ -165,7 +173,7 @@ class _Work:
         for feature in first:
             self._compare(feature)
         of_a_setting = (time.monotonic() - began) / max(1, self._num_compared(first))
-        self._test_laws(plain, self._ends - of_a_setting * self._num_compared(others))
+        self._test_distributions(plain, self._ends - of_a_setting * self._num_compared(others))
         for feature in others:
             self._compare(feature)
 
@@ -226,20 +234,20 @@ class _Work:
         if missing := set().union(*map(asked_for, self._given(feature))) - self._subject.takes:
             return f"it does not take {', '.join(sorted(missing))}"
         if not self._subject.is_keyed and not all(params.is_greedy for params in feature.params):
-            return "its samples need not be those of plain decoding; their law is tested"
+            return "its samples need not be those of plain decoding; their distribution is tested"
         return ""
 
     # -- distributions -------------------------------------------------------------------------------------------------
 
-    def _test_laws(self, plain: Sequence[Answer], ends: float) -> None:
+    def _test_distributions(self, plain: Sequence[Answer], ends: float) -> None:
         """Samples of short continuations against the enumerated distribution; the control first of all.
 
         Args:
           ends: when all else needs the rest of the time; the first test and the control are made anyway.
         """
         until = min(ends, time.monotonic() + self._share * self._budget)
-        tests = [(name, keys) for name, keys in self._known_laws if not keys.keys() - self._subject.takes]
-        self._num_laws = len(tests)
+        tests = [(name, keys) for name, keys in self._known if not keys.keys() - self._subject.takes]
+        self._num_tests = len(tests)
         self._progress("looking for a prompt after which drafts are kept and rejected")
         candidates = begun(self._prompts, plain, self._max_tokens)
         prompt = telling(self._subject, self._llm.target, candidates, self._seed)
@@ -247,44 +255,46 @@ class _Work:
             params = SamplingParams(**{"temperature": 1.0, "max_tokens": DEPTH, **keys})
             left = until - time.monotonic()
             if left <= 0 and place:
-                self._findings.append(Finding(name, "law", "left out", f"no time was left of {self._budget:g} s"))
+                self._findings.append(
+                    Finding(name, "distribution", "left out", f"no time was left of {self._budget:g} s")
+                )
                 continue
-            self._progress(f"{name}: law of {DEPTH} tokens")
-            after = ReferenceLaw(self._llm.target, prompt, params, self._llm.engine_config.prefill_chunk_size)
-            law = enumerate_law(after, DEPTH, self._llm.eos_token_ids)
+            self._progress(f"{name}: distribution of {DEPTH} tokens")
+            after = ReferenceDistribution(self._llm.target, prompt, params, self._llm.engine_config.prefill_chunk_size)
+            distribution = enumerate_distribution(after, DEPTH, self._llm.eos_token_ids)
             share = left / (len(tests) - place + (0.5 if place == 0 else 0))
             try:
                 samples, drafts = self._draw(self._subject, prompt, params, until=time.monotonic() + share)
             except ForedraftError as error:
-                self._findings.append(Finding(name, "law", "left out", str(error)))
+                self._findings.append(Finding(name, "distribution", "left out", str(error)))
                 if place == 0:
-                    why = "it has to fail the first law test, which was left out"
+                    why = "it has to fail the first distribution test, which was left out"
                     self._findings.append(Finding(CONTROL, "control", "left out", why))
                 continue
             level = self._rate / len(tests)
-            test = judge_samples(law, samples, level, self._seed)
+            test = judge_samples(distribution, samples, level, self._seed)
             numbers = {**vars(test), **drafts}
-            self._laws.append(Tested(len(self._findings), law, prompt, params, samples, test))
+            self._tested.append(Tested(len(self._findings), distribution, prompt, params, samples, test))
             said = (
                 f"p = {test.p_value:.2g} over {test.num_samples} continuations, {test.num_cells} cells; a shift of "
                 f"{test.detectable:g} would have been found, one of {SHIFT:g} with probability {test.power:.2f}"
             )
-            self._findings.append(Finding(name, "law", "holds", said, numbers))
+            self._findings.append(Finding(name, "distribution", "holds", said, numbers))
             if place == 0:
-                self._catch_control(law, prompt, params, len(samples), level)
-        for name, keys in self._known_laws:
+                self._catch_control(distribution, prompt, params, len(samples), level)
+        for name, keys in self._known:
             if missing := keys.keys() - self._subject.takes:
                 why = f"it does not take {', '.join(sorted(missing))}"
-                self._findings.append(Finding(name, "law", "left out", why))
+                self._findings.append(Finding(name, "distribution", "left out", why))
 
     def _catch_control(
-        self, law: Law, prompt: list[int], params: SamplingParams, num_samples: int, level: float
+        self, distribution: Distribution, prompt: list[int], params: SamplingParams, num_samples: int, level: float
     ) -> None:
         """A decoder that keeps whatever is drafted has to fail the test that the subject has passed."""
         self._progress("control: a decoder that accepts every draft")
         broken = BrokenSubject(self._llm)
         samples, drafts = self._draw(broken, prompt, params, num_samples=min(num_samples, FEWEST))
-        test = judge_samples(law, samples, level, self._seed)
+        test = judge_samples(distribution, samples, level, self._seed)
         is_caught = test.p_value <= level
         said = (
             f"it was {'' if is_caught else 'not '}caught (p = {test.p_value:.2g} over {test.num_samples} continuations)"
@@ -292,17 +302,17 @@ class _Work:
         status: Any = "holds" if is_caught else "undecided"
         self._findings.append(Finding(CONTROL, "control", status, said, {**vars(test), **drafts}))
 
-    def _judge_laws(self) -> None:
+    def _judge_distributions(self) -> None:
         """Which distribution tests reject, all of them together: those that there was no time for count as tests that
         hold.
 
         What rejects is drawn once more, by other seeds: chance does not fail twice, nor by far over both draws.
         """
-        found = [tested.test.p_value for tested in self._laws]
-        rejected = holm([*found, *[1.0] * (self._num_laws - len(found))], self._rate)
-        for tested, is_rejected in zip(self._laws, rejected, strict=False):
+        found = [tested.test.p_value for tested in self._tested]
+        rejected = holm([*found, *[1.0] * (self._num_tests - len(found))], self._rate)
+        for tested, is_rejected in zip(self._tested, rejected, strict=False):
             finding = self._findings[tested.place]
             if is_rejected and "p_value_again" not in finding.numbers:  # which an interrupted call has found already
-                self._progress(f"{finding.feature}: law, drawn once more")
+                self._progress(f"{finding.feature}: distribution, drawn once more")
                 second = draw_again(tested, self._subject, self._seed, until=self._ends)
-                self._findings[tested.place] = second.judged(finding, self._rate, self._rate / self._num_laws)
+                self._findings[tested.place] = second.judged(finding, self._rate, self._rate / self._num_tests)

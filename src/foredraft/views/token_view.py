@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from foredraft.sessions.outputs import TARGET
-
-if TYPE_CHECKING:
-    from foredraft.sessions.outputs import StreamOutput
-    from foredraft.tree import DraftTree
+from foredraft.engine.frontend import TARGET, StreamOutput
+from foredraft.tree import DraftTree
 
 MAX_BRANCHES = 8
 """Rejected branches that are told of a step, the likeliest by the drafter's order first."""

@@ -11,26 +11,24 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.config.sampling import SamplingParams
-from foredraft.drafters.iterate.jacobi import INITIAL_GUESS, Guesses
+from foredraft.drafters.iterate.jacobi import Guesses
 from foredraft.engine.budget import CAUSES, counted
 from foredraft.engine.drafter import Drafter, DrafterFacts, DraftSize, Needs, PromptChunk, StepResult
+from foredraft.engine.frontend import FrozenList
 from foredraft.engine.row import Row
 from foredraft.errors import ConfigError, PromptError
 from foredraft.folders import write_text
 from foredraft.llm import LLM, ModelLike
-from foredraft.sessions.outputs import FrozenList
-from foredraft.sessions.prompts import PromptLike, read_prompts
+from foredraft.methods.iterate import INITIAL_GUESS
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.lm import CausalLM
+from foredraft.prompts.prompts import PromptLike, read_prompts
 from foredraft.tree import DraftTree
-
-if TYPE_CHECKING:
-    from foredraft.model.cache.ragged import KVCache
-    from foredraft.model.lm import CausalLM
-
 
 _NUMBER_WIDTH = 4
 """Columns of the number of an iteration."""

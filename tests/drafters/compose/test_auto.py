@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from drafting import begin
 from foredraft.config.sampling import SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters import make_drafter
-from foredraft.drafters.compose.auto import AutoDrafter
-from foredraft.drafters.compose.first import FirstDrafter
-from foredraft.drafters.compose.union import UnionDrafter
+from foredraft.drafters.compose import AutoDrafter, FirstDrafter, UnionDrafter
 from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.lookup.suffix import SuffixDrafter
+from foredraft.engine.acceptance_model import AcceptanceModel
 from foredraft.engine.cost_model import CostModel
-from foredraft.engine.drafter import ContextDrafter, DrafterFacts, DraftSize, StepResult
+from foredraft.engine.drafter import ContextDrafter, DrafterFacts, DraftSize
 from foredraft.engine.engine import Engine
 from foredraft.engine.governor import Governor
-from foredraft.engine.method_bandit import MethodBandit
+from foredraft.engine.stats import StepSeconds
 from foredraft.errors import ConfigError
 from foredraft.model.lm import CausalLM
 from foredraft.testing import toy_model
 from foredraft.tree import DraftTree
+from foredraft.tune.walk import RecordedText, Walk
 
 
 class Says(ContextDrafter):
@@ -44,6 +45,15 @@ def drafter(*parts: Says, free: int) -> AutoDrafter:
     for place, part in enumerate(parts):
         part.facts = replace(part.facts, is_free=place < free)
     return AutoDrafter(parts)
+
+
+LONG = CausalLM(toy_model(max_position_embeddings=2048), execution="eager")
+
+
+def row_of(*tokens: int) -> Any:
+    """A row that has read its prompt."""
+    known = {"output_ids": [], "num_prompt_tokens": len(tokens), "pending": tokens[-1], "params": SamplingParams()}
+    return SimpleNamespace(id=0, token_ids=list(tokens), state={}, acceptance=AcceptanceModel(), **known)
 
 
 def size(depth: int, arm: int | None = None) -> DraftSize:
@@ -66,13 +76,26 @@ def test_a_free_arm_and_one_for_every_other_part() -> None:
 def test_only_the_parts_of_the_arm_are_asked_and_their_drafts_merged() -> None:
     parts = Says("a", 1, 2), Says("b", 1, 3), Says("c", 4)
     one = drafter(*parts, free=2)
-    row = SimpleNamespace(id=0, token_ids=[9], state={})
+    row = row_of(9)
     (tree,) = one.propose([row], [DraftSize(5)])
     assert parts[2].num_asked == 0
     assert {tree.path_tokens(node) for node in range(len(tree))} == {(), (1,), (1, 2), (1, 3)}
     (tree,) = one.propose([row], [size(5, arm=1)])
     assert parts[2].num_asked == 1
     assert tree.child(0, 4) is not None
+
+
+def test_composites_among_the_parts_are_not_told_the_way_of_the_whole() -> None:
+    """Their own ways have other numbers."""
+    inner = UnionDrafter([SuffixDrafter(), Says("b", 2)])
+    one = AutoDrafter([SuffixDrafter(), Says("c", 3), inner])
+    assert (one.facts.arms, inner.facts.arms) == (
+        ("suffix", "suffix+c", "suffix+union"),
+        ("suffix", "suffix+b"),
+    )
+    row = row_of(9)
+    begin(one, [row])
+    assert [one.propose([row], [size(2, arm)])[0].tokens for arm in (0, 1, 2)] == [(9,), (9, 3), (9, 2)]
 
 
 def test_where_only_chains_are_verified_what_is_left_drafts_alone() -> None:
@@ -83,101 +106,90 @@ def test_where_only_chains_are_verified_what_is_left_drafts_alone() -> None:
     assert isinstance(made, SuffixDrafter)
 
 
-def told(budgets: list[DraftSize], arm: int) -> list[DraftSize]:
-    """The budgets, as an engine hands them to a drafter."""
-    for budget in budgets:
-        budget.arm = arm
-    return budgets
+class Seconds(NamedTuple):
+    """Seconds of drafting by each way, for a batch and for every row of it."""
+
+    batch: dict[str, float]
+    row: float = 0.0
 
 
-def run(governor: MethodBandit, one: AutoDrafter, arm_of_text: list[int], costs: dict[str, float]) -> list[int]:
-    """Decode a text of which the token at place p is that of part ``arm_of_text[p]``; the arm of every step."""
-    row = SimpleNamespace(id=0, token_ids=[9], state={}, is_finished=False)
-    arms = []
-    for wanted in arm_of_text:
-        budgets = governor.budgets([row], [DraftSize(1)])
-        trees = one.propose([row], told(budgets, governor.arm))
-        trees = governor.trimmed([row], trees)
-        arms.append(governor.arm)
-        token = one.parts[wanted].tokens[0]
-        hit = trees[0].child(0, token) is not None
-        tokens = (token, 0) if hit else (token,)
-        output = SimpleNamespace(row=row, token_ids=tokens, num_accepted=int(hit))
-        drafting = costs[one.facts.arms[governor.arm]] if budgets[0] else 0.0
-        governor.learn(
-            trees,
-            [output],
-            drafting_seconds=drafting,
-            other_seconds=0.02 + 0.001 * (len(trees[0]) - 1),
-        )
-    return arms
+def decoded(
+    governor: Governor, one: AutoDrafter, outputs: list[list[int]], seconds: Seconds, other: float = 0.001
+) -> list[int | None]:
+    """Decode texts side by side, at costs of a drafter's ways and of every drafted node; the way of every step.
+
+    Drafts have one token. None stands for steps that asked for no draft.
+    """
+    params = SamplingParams(max_tokens=max(map(len, outputs)), temperature=0.0)
+    walk = Walk(LONG, one, [RecordedText("", (9,), tuple(output), params) for output in outputs], governor.acceptance)
+    ways: list[int | None] = []
+    while walk.enter(len(outputs)):
+        rows, drafting = list(walk.rows), 0.0
+        if governor.attends(len(rows)):
+            sizes = governor.plan(rows, [DraftSize(min(limit, 1)) for limit in walk.budgets()])
+            trees = governor.select(rows, walk.propose(sizes))
+            if any(sizes):
+                drafting = seconds.batch[one.facts.arms[governor.way]] + seconds.row * len(rows) * governor.way
+            ways.append(governor.way if any(sizes) else None)
+        else:
+            trees = walk.propose([DraftSize(0)] * len(rows))
+            ways.append(None)
+        verifying = 0.02 + other * (sum(map(len, trees)) - len(rows))
+        governor.observe(trees, walk.emit(trees), StepSeconds(drafting, verifying))
+    return ways
 
 
-def test_the_arm_whose_tokens_take_the_least_time_runs() -> None:
+def test_the_way_whose_tokens_take_the_least_time_runs() -> None:
     one = drafter(Says("a", 1), Says("b", 2), Says("c", 3), free=0)
-    governor = MethodBandit(one.facts, CostModel({1: 0.02, 8: 0.027}))
-    costs = {"a": 0.004, "b": 0.004, "c": 0.03}
-    arms = run(governor, one, [1] * 300 + [0] * 400, costs)
-    assert sum(arm == 1 for arm in arms[100:300]) > 170
-    assert sum(arm == 0 for arm in arms[500:]) > 150  # the text has changed, and so has the choice
-    assert sum(arm == 2 for arm in arms[100:]) < 60  # right or not, it takes too long
+    governor = Governor(CostModel({1: 0.02, 8: 0.027}), one.facts)
+    seconds = Seconds({"a": 0.004, "b": 0.004, "c": 0.03})
+    ways = decoded(governor, one, [[2] * 600], seconds)
+    assert ways[100:].count(1) > 0.85 * len(ways[100:])
+    assert ways[100:].count(2) < 0.1 * len(ways)  # right or not, it takes too long
+    ways = decoded(governor, one, [[1] * 800], seconds)  # the text has changed, and so has the choice
+    assert ways[200:].count(0) > 0.75 * len(ways[200:])
     said = governor.describe()
     assert said is not None
     assert "speeds of late by plain decoding: a " in said
-    assert governor.totals.num_steps == 700
 
 
 def test_a_drafter_too_slow_to_pay_is_left_alone_though_it_is_right() -> None:
     one = drafter(Says("a", 1), Says("c", 3), free=0)
-    governor = MethodBandit(one.facts, CostModel({1: 0.02, 8: 0.027}))
-    run(governor, one, [1] * 400, {"a": 0.0001, "c": 0.05})
+    governor = Governor(CostModel({1: 0.02, 8: 0.027}), one.facts)
+    decoded(governor, one, [[3] * 500], Seconds({"a": 0.0001, "c": 0.05}))
     assert governor.totals.speedup == pytest.approx(1.0, abs=0.05)
-
-
-def run_rows(governor: MethodBandit, one: AutoDrafter, num_rows: int, num_steps: int, seconds_per_row: float) -> int:
-    """Decode rows of which part 1 is always right and costs so much for every row; steps in which it drafted."""
-    rows = [
-        SimpleNamespace(id=i, token_ids=[9], state={}, is_finished=False, num_remaining_tokens=99)
-        for i in range(num_rows)
-    ]
-    asked = 0
-    for _ in range(num_steps):
-        budgets = governor.budgets(rows, [DraftSize(1)] * num_rows)
-        trees = governor.trimmed(rows, one.propose(rows, told(budgets, governor.arm)))
-        asked += governor.arm == 1 and budgets[0] > 0
-        outputs = [
-            SimpleNamespace(row=row, token_ids=(1,) if tree.child(0, 2) is None else (2, 0))
-            for row, tree in zip(rows, trees, strict=True)
-        ]
-        drafting = num_rows * seconds_per_row if governor.arm == 1 and budgets[0] else 1e-4
-        governor.learn(trees, outputs, drafting_seconds=drafting, other_seconds=0.02)
-    return asked
 
 
 def test_what_pays_for_one_row_is_not_chosen_for_eight_and_the_other_way_round() -> None:
     """Of free drafts that are never right and one that always is, but takes 4 ms for every row."""
     one = drafter(Says("a", 1), Says("b", 2), free=1)
-    governor = MethodBandit(one.facts, CostModel({1: 0.02, 64: 0.0201}))
+    governor = Governor(CostModel({1: 0.02, 64: 0.0201}), one.facts)
+
+    def share(num_rows: int) -> float:
+        """Steps that draft with both."""
+        ways = decoded(governor, one, [[2] * 100] * num_rows, Seconds({"a": 1e-4, "a+b": 0.0}, 0.004), 0.0)
+        return ways.count(1) / len(ways)
+
     for _ in range(4):
-        run_rows(governor, one, 1, 60, 0.004)
-        run_rows(governor, one, 8, 60, 0.004)
-    assert run_rows(governor, one, 1, 60, 0.004) > 50
-    assert run_rows(governor, one, 8, 60, 0.004) < 10
-    assert run_rows(governor, one, 1, 60, 0.004) > 50
+        share(1)
+        share(8)
+    assert share(1) > 0.8
+    assert share(8) < 0.2
+    assert share(1) > 0.8
 
 
 def test_a_governor_that_serves_several_engines_tells_the_drafter_of_each() -> None:
     """`generate` of transformers makes a drafter for every call, of which only the first was told."""
     target = CausalLM(toy_model(), execution="eager")
     makes = [UnionDrafter([Says("a", 1), SuffixDrafter()]) for _ in range(2)]
-    governor = MethodBandit(replace(makes[0].facts, arm=0), CostModel({1: 1.0, 64: 1.0}))
-    assert governor.governors[0].title == "suffix"
+    governor = Governor(CostModel({1: 1.0, 64: 1.0}), replace(makes[0].facts, arm=0))
+    assert makes[0].facts.arms == ("suffix", "a+suffix")
     assert [one.facts.arm for one in makes] == [1, 1]
     for one in makes:
         engine = Engine(target, one, governor=governor)
         engine.add_request([5, 6, 7], SamplingParams(max_tokens=4, temperature=0.0))
         list(engine.run())
-        assert governor.arm == 0
+        assert governor.way == 0
         assert one.parts[0].num_asked == 0
 
 
@@ -187,7 +199,7 @@ def test_a_union_of_free_parts_and_others_drafts_with_all_unless_told() -> None:
     for made, titles in ((UnionDrafter(parts), ("b", "a+b+c")), (FirstDrafter(parts, 9.0), ("b", "a>b>c"))):
         assert (made.facts.arms, made.facts.arm) == (titles, 1)
         asked = [part.num_asked for part in parts]
-        row = SimpleNamespace(id=0, token_ids=[9], state={})
+        row = row_of(9)
         made.propose([row], [DraftSize(2)])
         assert [part.num_asked - before for part, before in zip(parts, asked, strict=True)] == [1, 1, 1]
         (tree,) = made.propose([row], [size(2, arm=0)])
@@ -211,36 +223,18 @@ def test_it_refuses_a_length_policy_that_keeps_it_from_choosing() -> None:
         SpeculativeConfig("auto", length_policy="fixed")
 
 
-def test_a_part_that_adds_nothing_is_asked_in_every_fourth_step() -> None:
-    """And as soon as it adds something again, in every step."""
-    one = drafter(Says("a", 1), Says("b", 2), free=2)
-    governor = Governor(CostModel({1: 0.02, 8: 0.021}))
-
-    def asked(wanted: int, num_steps: int) -> int:
-        before = one.parts[1].num_asked
-        row = SimpleNamespace(id=0, token_ids=[9], state={}, is_finished=False, pending=9)
-        for _ in range(num_steps):
-            budgets = governor.budgets([row], [DraftSize(1)])
-            (tree,) = one.propose([row], budgets)
-            hit = tree.child(0, wanted)
-            path = (0,) if hit is None else (0, hit)
-            one.observe([row], [StepResult(tree, path, (wanted,))])
-        return one.parts[1].num_asked - before
-
-    assert asked(2, 20) == 20
-    asked(1, 60)
-    assert asked(1, 40) == 10
-    asked(2, 40)
-    assert asked(2, 20) == 20
-
-
 def test_a_part_is_not_asked_where_another_promises_enough() -> None:
-    one = drafter(Says("a", *range(1, 9)), Says("b", 20), free=2)
-    row = SimpleNamespace(id=0, token_ids=[9], state={})
-    for _ in range(40):
-        (tree,) = one.propose([row], [DraftSize(8)])
-        one.observe([row], [StepResult(tree, tuple(range(9)) if tree.is_chain else tree.path(8), tree.tokens[1:])])
-    before = one.parts[1].num_asked
-    (tree,) = one.propose([row], [DraftSize(8)])
-    assert one.parts[1].num_asked == before
-    assert tree.tokens == (9, *range(1, 9))
+    """By what became of its drafts: 8 tokens that were right so far, and none of which is right afterwards."""
+    first, second = Says("a", *range(1, 9)), Says("b", 20)
+    one = drafter(first, second, free=2)
+    right, wrong = [*range(1, 10)] * 20, [9, 8, 7, 6, 5, 4, 3, 2] * 20
+    params = SamplingParams(max_tokens=len(right + wrong), temperature=0.0)
+    walk, asked = Walk(LONG, one, [RecordedText("", (9,), tuple(right + wrong), params)]), []
+    while walk.enter(1) and walk.rows[0].num_remaining_tokens > 8:
+        before = second.num_asked
+        (tree,) = walk.propose([DraftSize(8)])
+        asked.append(second.num_asked > before)
+        assert (tree.child(0, 20) is not None) == asked[-1]
+        walk.emit([tree])
+    assert not any(asked[10:20])
+    assert all(asked[-20:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -14,24 +15,33 @@ from hypothesis import strategies as st
 from drafting import check_conforms, made
 from foredraft.config.sampling import SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
-from foredraft.drafters.compose.first import FirstDrafter
-from foredraft.drafters.compose.union import UnionDrafter, merged
-from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.compose import FirstDrafter, UnionDrafter, merged
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.drafters.parts.composite import PRIOR_WEIGHT, Calibration
 from foredraft.drafters.parts.layer_set import LayerSet
 from foredraft.drafters.parts.self_draft import SelfDrafter
-from foredraft.engine.drafter import DraftCache, Drafter, DrafterFacts, Needs, PromptChunk, StepResult
+from foredraft.engine.acceptance_model import FIRST_RATE
+from foredraft.engine.drafter import (
+    ContextDrafter,
+    DraftCache,
+    Drafter,
+    DrafterFacts,
+    DraftSize,
+    Needs,
+    PromptChunk,
+    StepResult,
+)
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row, RowState
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
+from foredraft.methods.lengths import Fixed
 from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM
 from foredraft.testing import GREEDY, PROMPTS, SAMPLED, decode
 from foredraft.tree import DraftTree
+from foredraft.tune.walk import RecordedText, Walk
 from toys import VOCAB_SIZE, small, target
 
 
@@ -94,24 +104,37 @@ PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=0
 @given(st.lists(PATHS, min_size=1, max_size=3), st.integers(2, 12), st.randoms(use_true_random=False))
 @settings(max_examples=200, deadline=None)
 def test_a_merged_tree_holds_the_best_paths_of_all(parts: list[list[list[int]]], max_nodes: int, random: Any) -> None:
-    trees = [DraftTree.from_paths(9, paths) for paths in parts]
-    scores = []
-    for tree in trees:
-        own = [1.0]
+    """And states of each what the part that gives it its chance states of it; by its rank where it states nothing."""
+    trees = [DraftTree.from_paths(9, paths, source=str(part)) for part, paths in enumerate(parts)]
+    trees = [replace(tree, scores=falling(tree, random)) if random.random() < 0.5 else tree for tree in trees]
+    chances = [falling(tree, random) for tree in trees]
+    best: dict[tuple[int, ...], tuple[float, str, float]] = {}  # chance, source and statement of each path
+    for tree, own in zip(trees, chances, strict=True):
         for node in range(1, len(tree)):
-            own.append(own[tree.parents[node]] * random.choice([0.2, 0.5, 0.9]))
-        scores.append(own)
-    best: dict[tuple[int, ...], float] = {}
-    for tree, own in zip(trees, scores, strict=True):
-        for node in range(1, len(tree)):
-            best[tree.path_tokens(node)] = max(best.get(tree.path_tokens(node), 0.0), own[node])
-    result = merged(trees, scores, max_nodes)
-    kept = {result.path_tokens(node) for node in range(1, len(result))}
-    assert kept <= best.keys()
+            path, parent = tree.path_tokens(node), tree.parents[node]
+            statement = FIRST_RATE / (1 + tree.children[parent].index(node))
+            if tree.scores is not None:
+                statement = tree.scores[node] / tree.scores[parent]
+            if own[node] > best.get(path, (0.0, "", 0.0))[0]:
+                best[path] = own[node], tree.source, statement
+    result = merged(trees, chances, max_nodes)
+    kept = [result.path_tokens(node) for node in range(1, len(result))]
+    assert set(kept) <= best.keys()
     assert len(kept) == min(max_nodes - 1, len(best))
-    assert all(result.scores[node] == best[result.path_tokens(node)] for node in range(1, len(result)))
-    left_out = [score for path, score in best.items() if path not in kept]
-    assert max(left_out, default=0.0) <= min((best[path] for path in kept), default=1.0)
+    assert [best[path][0] for path in kept] == sorted([best[path][0] for path in kept], reverse=True)
+    left_out = [chance for path, (chance, _, _) in best.items() if path not in kept]
+    assert max(left_out, default=0.0) <= min((best[path][0] for path in kept), default=1.0)
+    assert [result.source_of(node) for node in range(1, len(result))] == [best[path][1] for path in kept]
+    expected = [prod(best[path[:end]][2] for end in range(1, len(path) + 1)) for path in kept]
+    assert result.scores == pytest.approx((1.0, *expected))
+
+
+def falling(tree: DraftTree, random: Any) -> tuple[float, ...]:
+    """Numbers that fall along every path."""
+    found = [1.0]
+    for parent in tree.parents[1:]:
+        found.append(found[parent] * random.choice([0.2, 0.5, 0.9]))
+    return tuple(found)
 
 
 def test_a_merged_tree_says_who_proposed_what() -> None:
@@ -147,14 +170,48 @@ def test_compositions_are_chosen_by_name_and_results_say_what_each_drafter_has_b
             assert sum(counts[key] for counts in by_drafter.values()) == metrics[key]
 
 
-def test_calibration_moves_from_what_is_stated_to_what_happens() -> None:
-    tree = DraftTree((1, 2, 3), (-1, 0, 1), scores=(1.0, 0.9, 0.81))
-    calibration = Calibration()
-    assert calibration.scores(tree) == pytest.approx((1.0, 0.9, 0.81))
-    for _ in range(1000):
-        calibration.observe(tree, (0,))
-    rate = PRIOR_WEIGHT * 0.9 / (1000 + PRIOR_WEIGHT)
-    assert calibration.scores(tree) == pytest.approx((1.0, rate, rate * 0.9))
+class Says(ContextDrafter):
+    """Proposes one token, and states how likely it is unless that is None."""
+
+    def __init__(self, name: str, token: int, score: float | None = None) -> None:
+        self.facts = DrafterFacts(name)
+        self._token, self._scores = token, None if score is None else (1.0, score)
+        self.num_asked = 0
+
+    def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
+        self.num_asked += 1
+        return replace(DraftTree.chain(row.pending, [self._token], source=self.name), scores=self._scores)
+
+
+@pytest.mark.parametrize(("of_wrong", "of_right"), [(0.9, 0.4), (0.9, None), (None, 0.4)])
+def test_a_union_ranks_nodes_by_what_became_of_nodes_like_them(of_wrong: float | None, of_right: float | None) -> None:
+    """Whatever parts state, or not, of tokens of which one is always wrong and one right; with room for one node."""
+    parts = Says("wrong", 1, of_wrong), Says("right", 2, of_right)
+    stated = {"wrong": of_wrong or FIRST_RATE, "right": of_right or FIRST_RATE}
+    text = RecordedText("", (3,), (2,) * 60, SamplingParams(max_tokens=60))
+    walk, named = Walk(target(), UnionDrafter(parts, max_nodes=2), [text]), []
+    while walk.enter(1) and walk.rows[0].num_remaining_tokens > 1:
+        (tree,) = walk.propose([DraftSize(1)])
+        named.append(tree.source_of(1))
+        assert tree.scores == (1.0, stated[named[-1]])
+        walk.emit([tree])
+    assert named[0] == "wrong"
+    assert set(named[len(named) // 2 :]) == {"right"}
+
+
+def test_first_asks_later_parts_only_where_little_is_promised() -> None:
+    """By what became of drafts like the first part's: right at first, and wrong from the middle of the text on."""
+    cheap, dear = Says("cheap", 1), Says("dear", 2)
+    text = RecordedText("", (3,), (1,) * 60 + (2,) * 160, SamplingParams(max_tokens=220))
+    walk, asked = Walk(target(), FirstDrafter([cheap, dear]), [text]), []
+    while walk.enter(1) and walk.rows[0].num_remaining_tokens > 1:
+        before = dear.num_asked
+        (tree,) = walk.propose([DraftSize(1)])
+        asked.append(dear.num_asked > before)
+        assert tree.source == ("dear" if asked[-1] else "cheap")
+        walk.emit([tree])
+    assert not any(asked[:30])
+    assert sum(asked[-40:]) > 30  # a first draft that was wrong is tried ever less
 
 
 # -- what parts are told -------------------------------------------------------------------------------------------

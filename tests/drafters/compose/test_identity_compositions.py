@@ -14,14 +14,13 @@ from test_identity import MODES, PROMPTS
 
 from architectures import ARCHITECTURES, VOCAB_SIZE
 from drafting import made
-from foredraft.drafters.compose.first import FirstDrafter
-from foredraft.drafters.compose.union import UnionDrafter
-from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.compose import FirstDrafter, UnionDrafter
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.drafters.parts.layer_set import LayerSet
 from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.engine.drafter import Drafter
+from foredraft.methods.lengths import Fixed
 from foredraft.testing import Trace, compare, decode
 from harness import adapter, draft_adapter, drafted
 

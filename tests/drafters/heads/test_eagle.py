@@ -16,7 +16,6 @@ from eagle_heads import HandsOn, Unrolled, logits_of, model, random_head, stream
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.heads.eagle import EagleDrafter
-from foredraft.drafters.lengths import Fixed
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.drafters.parts import candidates, eagle_rows
 from foredraft.drafters.parts.eagle_rows import EagleRows
@@ -26,6 +25,7 @@ from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
 from foredraft.heads.eagle import EagleHead
 from foredraft.heads.layers import AttentionContext
+from foredraft.methods.lengths import Fixed
 from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.model.lm import CausalLM
 from foredraft.model.masks import Masks
@@ -134,8 +134,8 @@ def pool(head: EagleHead, row: Row, depth: int, sharpness: float) -> dict[tuple[
         level: list[tuple[float, tuple[int, ...]]] = []
         for path in frontier:
             found_logits = logits_of(head, from_scratch(head, row.token_ids, path)[1])
-            law = torch.log_softmax(sharpness * found_logits.float(), dim=-1)
-            best = sorted(enumerate(law.tolist()), key=lambda candidate: -candidate[1])[:NUM_BRANCHES]
+            distribution = torch.log_softmax(sharpness * found_logits.float(), dim=-1)
+            best = sorted(enumerate(distribution.tolist()), key=lambda candidate: -candidate[1])[:NUM_BRANCHES]
             for column, score in best:
                 token = column if head.vocabulary is None else int(head.vocabulary.target_ids[column])
                 level.append((found.get(path, 0.0) + score, (*path, token)))

@@ -15,10 +15,10 @@ from architectures import VOCAB_SIZE, in_turns
 from eagle_heads import model, trained
 from foredraft import LLM, SamplingParams
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.drafters.parts.rank_tree import RankTree
 from foredraft.heads.eagle import EagleHead, EagleShape, default_streams
 from foredraft.heads.layers import LayerShape
 from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.methods.rank_tree import RankTree
 from foredraft.model.lm import CausalLM
 from foredraft.testing import GREEDY, PROMPTS, SAMPLED, compare, decode
 from harness import adapter

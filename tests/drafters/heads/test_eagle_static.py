@@ -18,8 +18,6 @@ from eagle_heads import VOCAB_SIZE, HandsOn, kept_vocabulary, logits_of, model, 
 from foredraft import LLM, SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters.heads.eagle import EagleDrafter
-from foredraft.drafters.lengths import Fixed
-from foredraft.drafters.parts.rank_tree import RankTree
 from foredraft.drafters.parts.reduced_output import rows_of_output
 from foredraft.engine.drafter import DraftSize
 from foredraft.engine.engine import Engine
@@ -29,6 +27,8 @@ from foredraft.heads.checkpoint import write_checkpoint
 from foredraft.heads.eagle import EagleHead
 from foredraft.heads.eagle_layouts import write_eagle
 from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.methods.lengths import Fixed
+from foredraft.methods.rank_tree import RankTree
 from foredraft.model.lm import CausalLM
 from foredraft.testing import GREEDY, PROMPTS, SAMPLED, toy_model
 from foredraft.tree import DraftTree
@@ -81,8 +81,8 @@ class Watched(HandsOn):
             above = path[:-1]
             if above not in ranked:
                 output = from_scratch(self.drafter.states.head, row.token_ids, tokens[above])[1]
-                law = logits_of(self.drafter.states.head, output).float()
-                ranked[above] = law.argsort(descending=True, stable=True).tolist()
+                distribution = logits_of(self.drafter.states.head, output).float()
+                ranked[above] = distribution.argsort(descending=True, stable=True).tolist()
             tokens[path] = (*tokens[above], ranked[above][path[-1]])
         return {tokens[path] for path in tokens if path}
 
@@ -99,8 +99,8 @@ def test_drafts_are_those_of_a_head_that_is_run_from_scratch(name: str) -> None:
     assert watched.num_trees >= 6
 
 
-def test_under_standard_all_draws_stay_and_carry_their_laws() -> None:
-    """The published way to sample: without replacement from the head's law, no draw dropped."""
+def test_under_standard_all_draws_stay_and_carry_their_distributions() -> None:
+    """The published way to sample: without replacement from the head's distribution, no draw dropped."""
     own = drafter(trained(1), 3, acceptance="standard")
     engine = Engine(target(), own)
     (row,) = engine.add_request(PROMPTS[0], replace(SAMPLED, temperature=1.5, top_p=1.0, max_tokens=30))

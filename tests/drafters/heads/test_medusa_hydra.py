@@ -17,12 +17,12 @@ from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.drafters.parts.head_states import HeadStates, PrefixStates, last_hidden
-from foredraft.drafters.parts.rank_tree import RankTree
 from foredraft.engine.drafter import Drafter, DraftSize
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
 from foredraft.errors import ShapeError
 from foredraft.heads.medusa_hydra import HydraHeads, PrefixLayer
+from foredraft.methods.rank_tree import RankTree
 from foredraft.model.cache.group import CacheGroup
 from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.model.cache.ragged import KVCache
@@ -155,7 +155,7 @@ def test_budgets_are_obeyed_to_the_node(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra++"])
-def test_sampled_trees_carry_the_laws_they_were_drawn_from(kind: str) -> None:
+def test_sampled_trees_carry_the_distributions_they_were_drawn_from(kind: str) -> None:
     drafter = make(kind, TREES["cartesian"], acceptance="standard")
     seen = 0
     original = drafter.propose
@@ -166,9 +166,9 @@ def test_sampled_trees_carry_the_laws_they_were_drawn_from(kind: str) -> None:
         for tree in trees:
             for node, children in enumerate(tree.children):
                 if children:
-                    law = tree.probs[node]
-                    assert float(law.sum()) == pytest.approx(1, abs=1e-5)
-                    assert all(float(law[tree.tokens[child]]) > 0 for child in children)
+                    distribution = tree.probs[node]
+                    assert float(distribution.sum()) == pytest.approx(1, abs=1e-5)
+                    assert all(float(distribution[tree.tokens[child]]) > 0 for child in children)
                     seen += 1
         return trees
 
@@ -182,7 +182,7 @@ def test_sampled_trees_carry_the_laws_they_were_drawn_from(kind: str) -> None:
 
 @pytest.mark.parametrize("acceptance", ["match", "standard", "typical"])
 @pytest.mark.parametrize("kind", ["medusa", "hydra++"])
-def test_siblings_that_a_law_does_not_have_are_left_out(kind: str, acceptance: str) -> None:
+def test_siblings_that_a_distribution_does_not_have_are_left_out(kind: str, acceptance: str) -> None:
     """Two possible tokens per node, and trees that ask for three: 2 + 4 + 4 + 4 nodes are left of 3 + 6 + 6 + 6."""
     params = replace(SAMPLED, top_p=1.0, top_k=2, max_tokens=12)
     drafter, sizes = make(kind, TREES["cartesian"], acceptance=acceptance), set()

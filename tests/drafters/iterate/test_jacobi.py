@@ -108,13 +108,13 @@ def test_a_block_takes_at_most_as_many_steps_as_it_has_tokens(mode: str) -> None
 
 @cache
 def next_token(text: tuple[int, ...], mode: str) -> int:
-    """The choice of the row's law behind a text."""
-    law = Sampler(PARAMS[mode], vocab_size=64, prompt_ids=PROMPTS[0])
-    law.seed = mix(law.seed, 0)
-    law.extend(text[len(PROMPTS[0]) :])
+    """The choice of the row's sampler after a text."""
+    sampler = Sampler(PARAMS[mode], vocab_size=64, prompt_ids=PROMPTS[0])
+    sampler.seed = mix(sampler.seed, 0)
+    sampler.extend(text[len(PROMPTS[0]) :])
     with torch.no_grad():
         logits = MODEL(input_ids=torch.tensor([text])).logits[0, -1:]
-    return int(choose(logits, [law], [()], [len(text)])[0])
+    return int(choose(logits, [sampler], [()], [len(text)])[0])
 
 
 def next_tokens(text: list[int], num_tokens: int, mode: str) -> tuple[int, ...]:

@@ -18,21 +18,17 @@ from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters import drafter_factory
 from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.iterate.jacobi import PromptTokens
-from foredraft.drafters.iterate.lookahead import (
-    LONGEST_REST,
-    TRY_STEPS,
-    GuessWindow,
-    LookaheadDrafter,
-    NgramPool,
-    WindowWorth,
-    most_cells,
-)
+from foredraft.drafters.iterate.lookahead import GuessWindow, LookaheadDrafter, NgramPool
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.drafters.parts.draft import GrowingDraft
 from foredraft.engine.budget import DraftSize
+from foredraft.engine.cost_model import CostModel
 from foredraft.engine.engine import Engine
+from foredraft.engine.governor import Governor
 from foredraft.engine.row import Row
+from foredraft.engine.stats import StepSeconds
 from foredraft.errors import ConfigError
+from foredraft.methods.iterate import most_cells
 from foredraft.model.lm import CausalLM
 from foredraft.testing import GREEDY, PROMPTS, SAMPLED, compare, decode, toy_model
 from toys import VOCAB_SIZE, target
@@ -315,39 +311,42 @@ def test_targets_that_verify_chains_only_are_refused(method: str) -> None:
         drafter_factory(SpeculativeConfig(method=method), DrafterContext(chains_only))
 
 
-def test_a_window_rests_where_it_costs_more_than_it_brings_and_is_tried_again() -> None:
-    worth = WindowWorth(30)
-    assert worth.covers(0.0)
-    assert worth.covers(0.005)
-    assert not worth.covers(0.01)
-    for _ in range(64):
-        worth.learn(0, has_window=True)
-    assert not worth.covers(0.005)
-    assert worth.covers(0.0)
-    for _ in range(LONGEST_REST):
-        assert not worth.covers(0.005)
-        worth.learn(0, has_window=False)
-    num_tried = 0
-    while worth.covers(0.005):
-        num_tried += 1
-        worth.learn(0, has_window=True)
-    assert num_tried == TRY_STEPS
-    for _ in range(64):
-        worth.learn(2, has_window=True)
-    assert worth.covers(0.01)
+class Costed(Governor):
+    """Learns steps at costs of its own: drafts for nothing, and so much of a plain step for every drafted node."""
+
+    def __init__(self, drafter: Any, node: float) -> None:
+        super().__init__(CostModel({1: 1.0, 65: 1.0 + 64 * node}), drafter.facts)
+        self._node = node
+        self.has_window: list[bool] = []
+
+    def observe(self, trees: Any, outputs: Any, seconds: StepSeconds) -> None:
+        self.has_window.append(any(tree.is_whole for tree in trees))
+        verifying = 1.0 + self._node * sum(len(tree) - 1 for tree in trees)
+        super().observe(trees, outputs, StepSeconds(1e-3, verifying))
 
 
-def test_a_window_is_worth_what_texts_do_not_hold() -> None:
-    pool = NgramPool(3, 4)
-    pool.add(1, (2, 3, 4), is_read=False)
-    assert pool.advance_by_windows(1, [2, 3, 9]) == 2
-    assert pool.advance_by_windows(1, [2]) == 1
-    assert pool.advance_by_windows(5, [2, 3]) == pool.advance_by_windows(1, []) == 0
-    pool.add(1, (2, 7, 8))
-    assert pool.advance_by_windows(1, [2, 3, 9]) == 1
-    pool.add(1, (2, 3, 4))
-    pool.add(1, (2, 3, 4), is_read=False)
-    assert pool.advance_by_windows(1, [2, 3, 4]) == 0
+def governed(drafter: Any, node: float) -> Costed:
+    """The governor of a drafter that has drafted for all prompts, one after the other."""
+    governor = Costed(drafter, node)
+    engine = Engine(target(), drafter, EngineConfig(max_num_seqs=1), governor=governor)
+    for prompt in PROMPTS:
+        engine.add_request(prompt, replace(GREEDY, max_tokens=60))
+    list(engine.run())
+    return governor
+
+
+def test_a_window_runs_where_it_brings_more_than_it_costs() -> None:
+    """Its cells are the only drafts here."""
+    late = governed(made("lookahead", 3, window_size=6, guess_set_size=0), 1e-4).has_window[100:]
+    assert sum(late) > 0.9 * len(late) > 20
+
+
+def test_a_window_rests_where_it_costs_more_than_it_brings() -> None:
+    """While guesses, which are fewer nodes and more often right, go on."""
+    governor = governed(made("lookahead", 3, window_size=6, guess_set_size=1), 0.1)
+    late = governor.has_window[60:]
+    assert sum(late) < 0.1 * len(late)
+    assert governor.totals.num_drafted > 0.5 * governor.totals.num_steps
 
 
 def test_guesses_go_on_while_the_window_rests() -> None:
@@ -358,7 +357,9 @@ def test_guesses_go_on_while_the_window_rests() -> None:
     whole = drafter.propose_row(row, DraftSize(3))
     assert whole.is_whole
     assert len(whole) > 4
-    alone = drafter.propose_row(row, DraftSize(3, least=0.5))
+    without = DraftSize(3)
+    without.arm = 0
+    alone = drafter.propose_row(row, without)
     assert not alone.is_whole
     assert alone.tokens == (5, 6, 7, 8)
     again = drafter.propose_row(row, DraftSize(3))

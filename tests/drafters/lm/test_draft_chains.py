@@ -22,7 +22,6 @@ from transformers import (
 
 from drafting import begin, check_conforms, end
 from foredraft.config.sampling import SamplingParams
-from foredraft.drafters.lengths import Fixed, LengthPolicy
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.parts.reduced_output import reduced_model
 from foredraft.engine.drafter import StepResult
@@ -31,6 +30,7 @@ from foredraft.engine.row import Row
 from foredraft.engine.stopping import StopChecker
 from foredraft.errors import ShapeError
 from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.methods.lengths import Fixed, LengthPolicy
 from foredraft.model.lm import CausalLM
 from foredraft.model.nodes import Nodes
 from foredraft.native import library as native
@@ -108,9 +108,9 @@ def test_a_chain_ends_where_logits_are_no_numbers() -> None:
 
 def row_of(row_id: int, text: Sequence[int], **params: float) -> Row:
     sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 100, **params})
-    law = Sampler(replace(sampling, seed=row_id), vocab_size=V, prompt_ids=text)
+    sampler = Sampler(replace(sampling, seed=row_id), vocab_size=V, prompt_ids=text)
     checker = StopChecker(sampling, (), len(text), 400)
-    return Row(row_id, "0", 0, list(text), len(text), sampling, 7, law, 400, checker)
+    return Row(row_id, "0", 0, list(text), len(text), sampling, 7, sampler, 400, checker)
 
 
 def drafts_of(drafter: DraftModelDrafter, num_steps: int = 6, **params: float) -> list[list[tuple[int, ...]]]:

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafting import begin, made
-from foredraft.drafters.lengths import Heuristic
 from foredraft.drafters.lookup.nasd import NasdDrafter
 from foredraft.engine.drafter import Features, Needs, StepResult
 from foredraft.errors import ConfigError
+from foredraft.methods.lengths import Heuristic
 from foredraft.tree import DraftTree
 
 

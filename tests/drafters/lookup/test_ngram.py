@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from drafting import begin, made
 from foredraft.config.speculative import SpeculativeConfig
-from foredraft.drafters.lengths import Heuristic
 from foredraft.drafters.lookup.ngram import NGramDrafter
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.drafters.parts.suffix_index import MATCHES, continuation
+from foredraft.drafters.parts.suffix_index import continuation
 from foredraft.engine.drafter import Needs, StepResult
 from foredraft.errors import ConfigError
+from foredraft.methods.lengths import Heuristic
+from foredraft.methods.lookup import MATCHES
 from foredraft.tree import DraftTree
 
 

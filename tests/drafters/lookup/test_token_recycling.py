@@ -22,10 +22,10 @@ from foredraft.drafters import drafter_factory
 from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.lookup.token_recycling import TokenRecyclingDrafter, best_tree, filled, last_of_all
 from foredraft.drafters.parts.adjacency import AdjacencyMatrix
-from foredraft.drafters.parts.rank_tree import RankTree, TreeShape
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
 from foredraft.errors import CheckpointError, ConfigError
+from foredraft.methods.rank_tree import RankTree, TreeShape
 from foredraft.model.lm import CausalLM
 from foredraft.testing import PROMPTS, check_no_state, decode, toy_model
 from foredraft.tree import DraftTree

@@ -25,8 +25,8 @@ PARAMS = {
 
 
 def places(names: list[str], size: int) -> Parents:
-    laws = [Sampler(PARAMS[name], vocab_size=size, prompt_ids=[1, 2, 3]) for name in names]
-    return Parents(laws, [(5, 6)[: i % 3] for i in range(len(names))], [10 + i for i in range(len(names))])
+    samplers = [Sampler(PARAMS[name], vocab_size=size, prompt_ids=[1, 2, 3]) for name in names]
+    return Parents(samplers, [(5, 6)[: i % 3] for i in range(len(names))], [10 + i for i in range(len(names))])
 
 
 @pytest.mark.parametrize("is_greedy", [False, True])
@@ -59,7 +59,7 @@ def test_a_reduced_vocabulary_has_the_children_of_the_whole_one(
     assert own.log_probs(logits[:2], unprocessed).shape == (2, len(vocabulary))
 
 
-def test_no_child_where_there_is_no_law() -> None:
+def test_no_child_where_there_is_no_distribution() -> None:
     vocabulary = DraftVocabulary.of(range(0, 40, 2), 40)
     logits = torch.full((2, 20), torch.nan)
     where = places(["greedy", "sampled"], 40)
@@ -75,8 +75,8 @@ def test_processors_are_not_run_over_columns_that_are_no_tokens() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_shares_are_those_of_the_sharpened_law(dtype: torch.dtype) -> None:
-    """Impossible tokens have none; rows without a law have no tokens."""
+def test_shares_are_those_of_the_sharpened_distribution(dtype: torch.dtype) -> None:
+    """Impossible tokens have none; rows without a distribution have no tokens."""
     logits = (torch.randn(6, 500, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
     logits[1, ::2] = -torch.inf
     logits[2, 7] = torch.nan
@@ -88,8 +88,8 @@ def test_shares_are_those_of_the_sharpened_law(dtype: torch.dtype) -> None:
     assert torch.equal(tokens, best)
     assert tokens[2:5].eq(-1).all()
     assert shares[2:5].eq(-torch.inf).all()
-    law = torch.log_softmax(2.0 * logits.float().double(), dim=-1)
+    sampler = torch.log_softmax(2.0 * logits.float().double(), dim=-1)
     for row in (0, 1, 5):
         kept = tokens[row] >= 0
-        assert torch.allclose(shares[row, kept], law[row, tokens[row, kept]], atol=1e-5)
+        assert torch.allclose(shares[row, kept], sampler[row, tokens[row, kept]], atol=1e-5)
     assert (tokens[5] >= 0).tolist() == [shares[5, i] > -torch.inf for i in range(4)]

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from foredraft.config.sampling import SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
-from foredraft.drafters.lengths import Fixed
 from foredraft.drafters.parts.candidates import SHARPNESS
 from foredraft.drafters.parts.draft import GrowingDraft
 from foredraft.drafters.parts.growth import Growth
@@ -22,6 +21,7 @@ from foredraft.engine.drafter import DraftSize, StepResult
 from foredraft.engine.row import Row
 from foredraft.engine.stopping import StopChecker
 from foredraft.errors import ConfigError
+from foredraft.methods.lengths import Fixed
 from foredraft.sampling.distribution import Sampler
 from foredraft.sampling.noise import mix
 from foredraft.tree import DraftTree
@@ -31,9 +31,9 @@ VOCAB_SIZE = 7
 
 def row_of(row_id: int, text: Sequence[int], **params: float) -> Row:
     sampling = SamplingParams(**{"temperature": 0.0, **params})
-    law = Sampler(sampling, vocab_size=VOCAB_SIZE, prompt_ids=list(text))
+    sampler = Sampler(sampling, vocab_size=VOCAB_SIZE, prompt_ids=list(text))
     checker = StopChecker(sampling, (), len(text), 100)
-    return Row(row_id, "0", 0, list(text), len(text), sampling, 7, law, 100, checker)
+    return Row(row_id, "0", 0, list(text), len(text), sampling, 7, sampler, 100, checker)
 
 
 class Oracle:
@@ -77,8 +77,10 @@ def pool(oracle: Oracle, text: Sequence[int], depth: int, siblings: int, beam: i
         for path in frontier:
             # log_softmax rounds otherwise, and would break ties of different nodes its own way
             wide = (oracle.logits([*text, *path]).float() - oracle.logits([*text, *path]).float().amax()) * SHARPNESS
-            law = wide.double() - math.log(float(np.exp(wide.numpy()).sum()))
-            best = sorted(enumerate(law.tolist()), key=lambda candidate: -candidate[1])[:siblings]  # equal ones by id
+            sampler = wide.double() - math.log(float(np.exp(wide.numpy()).sum()))
+            best = sorted(enumerate(sampler.tolist()), key=lambda candidate: -candidate[1])[
+                :siblings
+            ]  # equal ones by id
             for token, score in best:
                 if score > -math.inf:  # NaN is not
                     level.append((found.get(path, 0.0) + score, (*path, token)))
@@ -89,7 +91,7 @@ def pool(oracle: Oracle, text: Sequence[int], depth: int, siblings: int, beam: i
 
 
 @pytest.mark.parametrize(("is_right", "power"), [(True, 4.0), (False, 0.5)])
-def test_the_power_of_a_law_follows_how_often_first_choices_are_right(is_right: bool, power: float) -> None:
+def test_the_power_of_a_distribution_follows_how_often_first_choices_are_right(is_right: bool, power: float) -> None:
     keys = {"target_vocab_size": VOCAB_SIZE, "policy": Fixed(1), "num_branches": 2, "reranks": True, "max_nodes": 4}
     learned, fixed = Growth(**keys), Growth(**keys, sharpness=2.0)
     assert (learned.sharpness, fixed.sharpness) == (SHARPNESS, 2.0)

@@ -18,12 +18,12 @@ from architectures import ARCHITECTURES, VOCAB_SIZE, in_turns
 from drafting import check_conforms
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
-from foredraft.drafters.lengths import Fixed
 from foredraft.drafters.parts.layer_set import LayerSet, quantized, skipping
 from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.engine.engine import Engine
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
+from foredraft.methods.lengths import Fixed
 from foredraft.model.execution.forwards import replacement
 from foredraft.model.execution.packing import PackedLinear, PackedProduct, packed_products
 from foredraft.model.lm import CausalLM, Nodes
@@ -88,7 +88,7 @@ def test_self_drafters_conform(make: Callable[..., SelfDrafter], num_branches: i
 
 @pytest.mark.parametrize("acceptance", ["standard", "block"])
 def test_self_drafters_sample_under_the_rejection_rules(acceptance: str) -> None:
-    """Drafts are accepted and rejected, and the run ends in good order; the rule's law has tests of its own."""
+    """Drafts are accepted and rejected, and the run ends in good order; the rule's distribution is tested elsewhere."""
     params = SamplingParams(max_tokens=40, temperature=1.0, seed=5)
     drafter = layer_skip(acceptance=acceptance)
     engine = Engine(adapter("llama"), drafter, EngineConfig(acceptance=acceptance))

@@ -18,12 +18,12 @@ from test_swift import swift, target
 from architectures import VOCAB_SIZE
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
-from foredraft.drafters.lengths import Fixed
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.drafters.parts.layer_set import LayerSet
 from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.engine.engine import Engine
 from foredraft.errors import ForedraftError
+from foredraft.methods.lengths import Fixed
 from foredraft.model import reduced
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM

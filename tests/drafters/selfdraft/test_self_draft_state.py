@@ -15,11 +15,11 @@ from test_swift import swift, target
 
 from architectures import VOCAB_SIZE
 from foredraft.config.sampling import SamplingParams
-from foredraft.drafters.lengths import Fixed
 from foredraft.drafters.parts.layer_set import LayerSet, quantized, run_once, skipping
 from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.drafters.selfdraft.layer_skip import SwiftDrafter
 from foredraft.engine.engine import Engine
+from foredraft.methods.lengths import Fixed
 from foredraft.model.lm import CausalLM, Nodes
 from foredraft.model.sublayers import SkippableLayers
 from foredraft.testing import toy_model

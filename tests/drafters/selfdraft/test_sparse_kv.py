@@ -16,8 +16,7 @@ from compiled_models import build
 from drafting import check_conforms, made
 from foredraft import LLM
 from foredraft.config.sampling import SamplingParams
-from foredraft.drafters.compose.union import UnionDrafter
-from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.compose import UnionDrafter
 from foredraft.drafters.parts.draft import GrowingDraft
 from foredraft.drafters.parts.layer_set import LayerSet
 from foredraft.drafters.parts.self_draft import SelfDrafter
@@ -28,6 +27,7 @@ from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
 from foredraft.engine.stopping import StopChecker
 from foredraft.errors import ConfigError, ShapeError, UnsupportedModelError
+from foredraft.methods.lengths import Fixed
 from foredraft.model.cache.views import Piece, ViewCache
 from foredraft.model.lm import CausalLM, Nodes
 from foredraft.model.support import cache_argument
@@ -208,9 +208,9 @@ def test_sliding_layers_keep_the_last_columns() -> None:
 def draft_of(row_id: int, text: list[int]) -> GrowingDraft:
     """A draft that is about to grow after a text and the pending token 3."""
     params = SamplingParams(temperature=0.0)
-    law = Sampler(params, vocab_size=VOCAB_SIZE)
+    sampler = Sampler(params, vocab_size=VOCAB_SIZE)
     checker = StopChecker(params, (), len(text), 100)
-    row = Row(row_id, "0", 0, [*text, 3], len(text), params, 7, law, 100, checker, slot=row_id)
+    row = Row(row_id, "0", 0, [*text, 3], len(text), params, 7, sampler, 100, checker, slot=row_id)
     return GrowingDraft(row, cap=4)
 
 
@@ -359,6 +359,6 @@ def test_views_refuse_gaps_and_layers_of_different_sizes() -> None:
     source = filled(lm, [random_ids(12, 1)])
     cache = ViewCache(lm.num_layers, num_rows=1)
     with pytest.raises(ShapeError, match=r"keep \[2, 3\] columns"):
-        cache.choose(0, source, 0, [(range(2),), (range(3),)])
+        cache.choose(0, source, [(range(2),), (range(3),)])
     with pytest.raises(ShapeError, match="ends at 0, not at 3"):
-        cache.append(source, [Piece(0, 0, 3, 5)])
+        cache.append(source, [Piece(0, 3, 5)])

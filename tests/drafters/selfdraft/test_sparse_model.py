@@ -16,13 +16,13 @@ from architectures import VOCAB_SIZE, draft_model, target_model
 from drafting import begin, check_conforms, made
 from foredraft import LLM
 from foredraft.config.speculative import SpeculativeConfig
-from foredraft.drafters.compose.union import UnionDrafter
-from foredraft.drafters.lengths import Fixed
+from foredraft.drafters.compose import UnionDrafter
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine, EngineConfig
 from foredraft.errors import ConfigError, ShapeError, UnsupportedModelError
+from foredraft.methods.lengths import Fixed
 from foredraft.model.cache.group import CacheGroup
 from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.model.cache.views import ViewCache
@@ -278,5 +278,5 @@ def test_a_view_gives_back_only_what_it_holds() -> None:
     lm = toys.target()
     cache, whole = ViewCache(lm.num_layers, num_rows=1), lm.new_cache(1)
     cache.offsets[0] = 5
-    with pytest.raises(ShapeError, match="holds 0 columns; 5 are missing of row 0"):
-        cache.give_back(0, whole, 0)
+    with pytest.raises(ShapeError, match="holds 0 columns; 5 are missing in the other one"):
+        cache.give_back(0, whole)

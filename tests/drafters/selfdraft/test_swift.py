@@ -12,7 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafting import check_conforms
 from foredraft.config.sampling import SamplingParams
-from foredraft.drafters.lengths import Fixed
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.drafters.parts.layer_set import MAX_TRIALS, PATIENCE, LayerSet, SwiftSearch
 from foredraft.drafters.parts.self_draft import SelfDrafter
@@ -20,6 +19,7 @@ from foredraft.drafters.selfdraft.layer_skip import SwiftDrafter
 from foredraft.engine.engine import Engine
 from foredraft.errors import ConfigError, ShapeError
 from foredraft.llm import LLM
+from foredraft.methods.lengths import Fixed
 from foredraft.model.lm import CausalLM, Nodes
 from foredraft.testing import compare, decode, strengthen
 from harness import drafted

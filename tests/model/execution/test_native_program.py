@@ -276,7 +276,7 @@ def test_rows_whose_positions_are_ahead_of_their_columns() -> None:
 
     def forward() -> list[torch.Tensor]:
         view = ViewCache(lm.num_layers, num_rows=1)
-        view.choose(0, source, 0, [chosen] * lm.num_layers)
+        view.choose(0, source, [chosen] * lm.num_layers)
         return [lm.forward(Nodes.from_chains([[5, 6, 7]]), view)]
 
     count, found = program_of(lm).num_runs, forward()

@@ -12,7 +12,7 @@ from torch.nn import Module
 from foredraft.classic.ngram_assisted.ngram_storage import INgramStorage
 from foredraft.classic.reader import Readable, reader_of
 from foredraft.classic.request import Request, check_least
-from foredraft.classic.rounds import Decoding, Draft, ProcessedLaw
+from foredraft.classic.rounds import Decoding, Draft, ProcessorSampler
 from foredraft.classic.trace import begin_trace
 from foredraft.classic.utils import printing
 from foredraft.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor
@@ -87,7 +87,7 @@ def ngram_assisted_speculative_generate(
     decoding = Decoding(
         request,
         reader,
-        ProcessedLaw(logits_processor, model.vocab_size),
+        ProcessorSampler(logits_processor, model.vocab_size),
         trace,
         proposer,
         first_target=first_target,
@@ -150,19 +150,19 @@ class StorageProposer:
             )
         return token
 
-    def observe(self, text: Sequence[int], laws: Sequence[Tensor]) -> None:
+    def observe(self, text: Sequence[int], target_probs: Sequence[Tensor]) -> None:
         """Count every new token, and then what the target thought likely in its place, which does not tie with it."""
-        first = len(text) - len(laws)
-        for place, law in enumerate(laws, first):
+        first = len(text) - len(target_probs)
+        for place, probs in enumerate(target_probs, first):
             self._ids[0, place] = text[place]
             self._storage.update(self._ids[:, :place], torch.tensor([[text[place]]]))
-            likely = self._likely(law)
+            likely = self._likely(probs)
             if len(likely):
                 self._storage.fill(self._ids[:, :place], likely[None], self._filler_weight)
 
-    def _likely(self, law: Tensor) -> Tensor:
+    def _likely(self, target_probs: Tensor) -> Tensor:
         """The likeliest tokens that are possible, best first."""
         if self._filler_top_k < 2:
             return torch.empty(0, dtype=torch.long)
-        probs, tokens = law.topk(min(self._filler_top_k, len(law)))
+        probs, tokens = target_probs.topk(min(self._filler_top_k, len(target_probs)))
         return tokens[probs > 0].cpu()

@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from foredraft.classic.reader import TextReader, reader_of
 from foredraft.classic.request import Request, check_least
-from foredraft.classic.rounds import Decoding, ProcessedLaw
+from foredraft.classic.rounds import Decoding, ProcessorSampler
 from foredraft.classic.trace import Step, begin_trace
 from foredraft.classic.utils import printing
 from foredraft.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor
@@ -177,7 +177,7 @@ def autoregressive_generate(
     decoding = Decoding(
         request,
         reader,
-        ProcessedLaw(logits_processor, reader.model.vocab_size),
+        ProcessorSampler(logits_processor, reader.model.vocab_size),
         begin_trace("autoregressive_generate", len(request.prompt)),
         on_step=printing.printer(request.prompt, title="Autoregressive Step") if debug else None,
     )

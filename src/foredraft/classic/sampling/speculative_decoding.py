@@ -13,12 +13,12 @@ from torch.nn import Module
 
 from foredraft.classic.reader import Readable, TextReader, reader_of
 from foredraft.classic.request import Request, check_least
-from foredraft.classic.rounds import Decoding, Draft, ProcessedLaw
+from foredraft.classic.rounds import Decoding, Draft, ProcessorSampler
 from foredraft.classic.trace import begin_trace
 from foredraft.classic.utils import printing
 from foredraft.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor
-from foredraft.drafters.lengths import Egag, normalised_entropy
 from foredraft.loading.pairing import check_vocab_sizes
+from foredraft.methods.lengths import Egag, normalised_entropy
 from foredraft.model.default_device import makes_on_cpu
 from foredraft.model.lm import fit_vocabulary
 from foredraft.sampling.precision import double_device, for_double
@@ -60,7 +60,7 @@ def speculative_generate(
     """Generate with a small model that drafts and the target that verifies whole drafts at once.
 
     Source: Leviathan et al. 2022, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318. EGAG: TbK0ng/Speculative-
-    Decoding, see `foredraft.drafters.lengths`.
+    Decoding, see `foredraft.methods.lengths`.
 
     Args:
       inputs: token ids of one prompt.
@@ -94,8 +94,8 @@ def speculative_generate(
         egag = Egag(gamma if gamma_max is None else gamma_max, "paper", gamma_min, egag_ema_beta)
     if skip_sample_adjustment:
         warnings.warn(
-            "skip_sample_adjustment draws the token after a rejection from the target's law instead of the residual: "
-            "the output no longer has the target's law",
+            "skip_sample_adjustment draws the token after a rejection from the target's distribution instead of the "
+            "residual: the output no longer has the target's distribution",
             UserWarning,
             stacklevel=4,
         )
@@ -105,14 +105,14 @@ def speculative_generate(
     num_tokens = len(tokenizer) if isinstance(tokenizer, Sized) else None
     check_vocab_sizes(target_model.vocab_size, draft_model.vocab_size, target_model.name, draft_model.name, num_tokens)
     request = Request.of(inputs, target_model, max_gen_len, eos_tokens_id)
-    law = ProcessedLaw(logits_processor, target_model.vocab_size)
+    sampler = ProcessorSampler(logits_processor, target_model.vocab_size)
     trace = begin_trace("speculative_generate", len(request.prompt))
     decoding = Decoding(
         request,
         target_reader,
-        law,
+        sampler,
         trace,
-        ModelProposer(draft_reader, law, target_model, gamma, egag if use_egag else None),
+        ModelProposer(draft_reader, sampler, target_model, gamma, egag if use_egag else None),
         first_target=first_target,
         is_adjusted=not skip_sample_adjustment,
         on_step=printing.printer(request.prompt, tokenizer) if debug else None,
@@ -125,7 +125,7 @@ class ModelProposer:
 
     Args:
       reader: of the drafter.
-      law: the user's processor.
+      sampler: the user's processor.
       target: the model that gives the distributions their vocabulary and device.
       gamma: tokens per draft, unless ``egag`` says otherwise.
       egag: the length from the entropy of the drafter's distribution, before the processor's filter, at its
@@ -133,10 +133,10 @@ class ModelProposer:
     """
 
     def __init__(
-        self, reader: TextReader, law: ProcessedLaw, target: Readable, gamma: int, egag: Egag | None = None
+        self, reader: TextReader, sampler: ProcessorSampler, target: Readable, gamma: int, egag: Egag | None = None
     ) -> None:
         self._reader = reader
-        self._law = law
+        self._sampler = sampler
         self._target = target
         self._gamma = gamma
         self._egag = egag
@@ -151,21 +151,21 @@ class ModelProposer:
         logits = self._reader.read(text)[0]
         entropy, length = self._length(logits)
         tokens: list[int] = []
-        laws: list[Tensor] = []
+        draft_probs: list[Tensor] = []
         for index in range(min(length, reach)):
             if index:
                 logits = self._reader.read([*text, *tokens])[0]
-            law = self._law.probs(fit_vocabulary(logits, self._target.vocab_size))
-            tokens.append(self._law.sample(law))
-            laws.append(law.to(double_device(self._target.device)))
-        return Draft(tuple(tokens), tuple(laws), self._law.draws_from_probs, entropy)
+            probs = self._sampler.probs(fit_vocabulary(logits, self._target.vocab_size))
+            tokens.append(self._sampler.sample(probs))
+            draft_probs.append(probs.to(double_device(self._target.device)))
+        return Draft(tuple(tokens), tuple(draft_probs), self._sampler.draws_from_probs, entropy)
 
     def _length(self, logits: Tensor) -> tuple[float | None, int]:
         """Normalised entropy, if it is asked for, and the length of the draft."""
         if self._egag is None:
             return None, self._gamma
-        entropy = normalised_entropy(torch.softmax(for_double(logits).double() / self._law.temperature, dim=-1))
+        entropy = normalised_entropy(torch.softmax(for_double(logits).double() / self._sampler.temperature, dim=-1))
         length, self._ema = self._egag.length(entropy, self._ema)
         return entropy, length
 
-    def observe(self, text: Sequence[int], laws: Sequence[Tensor]) -> None: ...
+    def observe(self, text: Sequence[int], target_probs: Sequence[Tensor]) -> None: ...

@@ -45,9 +45,9 @@ def describe(step: Step, output: Sequence[int], tokenizer: Any = None, title: st
     if step.drafts:
         lines += ["Drafts (Drafter):", *(f"  {_drafted(draft, tokenizer)}" for draft in step.drafts), ""]
     if step.final_token is not None:
-        law = "adjusted distribution" if step.is_adjusted else "target distribution"
+        origin = "adjusted distribution" if step.is_adjusted else "target distribution"
         place = step.position + step.accepted + 1
-        lines += ["Final Sample:", f"  [{place}]: {_text([step.final_token], tokenizer)} ({law})", ""]
+        lines += ["Final Sample:", f"  [{place}]: {_text([step.final_token], tokenizer)} ({origin})", ""]
     return "\n".join([*lines, f"Generated: {_text(output, tokenizer)}", RULE])
 
 

@@ -8,40 +8,26 @@ the head is sure; ``eagle3`` grows trees with the latter.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
-from foredraft.config.drafting import ModelOptions, branches, draft_length, node_limit
-from foredraft.config.method import Method
-from foredraft.config.options import flag, number, option
-from foredraft.drafters.heads.options import HeadOptions, load_head
+import torch
+
+from foredraft.drafters.context import DrafterContext
+from foredraft.drafters.heads.loading import load_head, static_tree
+from foredraft.drafters.parts.draft import GrowingDraft
 from foredraft.drafters.parts.eagle_rows import EagleRows
-from foredraft.drafters.parts.growth import Growth, GrowthOptions
+from foredraft.drafters.parts.growth import Growth
 from foredraft.drafters.parts.head_states import HeadDrafter
-from foredraft.drafters.parts.reduced_output import VocabularyOptions, chosen_vocabulary, output_of
+from foredraft.drafters.parts.reduced_output import chosen_vocabulary, output_of
 from foredraft.engine.drafter import DrafterFacts, Needs
-from foredraft.heads.recognition import eagle_generation
-from foredraft.lazy import Lazy
-
-if TYPE_CHECKING:
-    import torch
-
-    import foredraft.heads.eagle as eagle
-    import foredraft.heads.eagle_layouts as layouts
-    import foredraft.model.execution.packing as packing
-    from foredraft.config.method import CheckpointFacts
-    from foredraft.drafters.context import DrafterContext
-    from foredraft.drafters.parts.draft import GrowingDraft
-    from foredraft.heads.checkpoint import Checkpoint
-    from foredraft.heads.eagle import EagleHead
-    from foredraft.heads.vocabulary import DraftVocabulary
-    from foredraft.model.cache.ragged import KVCache
-    from foredraft.model.lm import CausalLM
-else:
-    eagle = Lazy("foredraft.heads.eagle")
-    layouts = Lazy("foredraft.heads.eagle_layouts")
-    packing = Lazy("foredraft.model.execution.packing")
+from foredraft.heads.checkpoint import Checkpoint
+from foredraft.heads.eagle import EagleHead
+from foredraft.heads.eagle_layouts import TargetFacts, check_fits, read_eagle
+from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.methods.heads import Eagle2Options, EagleHeadOptions, EagleOptions
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.execution.packing import embedding_weight
+from foredraft.model.lm import CausalLM
 
 USUAL_ACCURACIES = [[0.75, 0.11, 0.04, 0.025, 0.015, 0.01]] * 5
 """How often the candidate of each rank is right at each depth, for the tree where none is given. First ranks are about
@@ -84,52 +70,6 @@ Others do not fit. Provenance: the README of SafeAILab/EAGLE (2026-02-19).
 LEAST_MASS = 0.05
 """Chances of the nodes of a level together, below which it has no children: a further level takes about a fiftieth of a
 step on a CPU, and would bring fewer tokens than that time does."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EagleHeadOptions(ModelOptions, VocabularyOptions):
-    """The head."""
-
-    draft_rope_theta: float | None = option(
-        number(0.0, above=True),
-        help="base of the head's rotary positions; by default its config's, which some heads were not trained with",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DynamicTreeOptions(GrowthOptions, EagleHeadOptions):
-    """Keys of dynamic trees: wide where the head is in doubt, deep where it is sure."""
-
-    num_speculative_tokens: int = draft_length(5)
-    num_draft_branches: int = branches(4)
-    max_draft_nodes: int | None = node_limit(12)
-    draft_rerank: bool = option(
-        flag(), True, "keep all siblings while a draft grows, and the likeliest max_draft_nodes of them in the end"
-    )
-
-    def growth(self, target_vocab_size: int) -> dict[str, Any]:
-        return {**super().growth(target_vocab_size), "least_mass": LEAST_MASS}
-
-
-@dataclass(frozen=True, kw_only=True)
-class EagleOptions(HeadOptions, EagleHeadOptions):
-    """Keys of drafting as EAGLE does."""
-
-    method: ClassVar[str] = "eagle"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Eagle2Options(DynamicTreeOptions):
-    """Keys of drafting as EAGLE-2 does."""
-
-    method: ClassVar[str] = "eagle2"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Eagle3Options(DynamicTreeOptions):
-    """Keys of drafting as EAGLE-3 does."""
-
-    method: ClassVar[str] = "eagle3"
 
 
 class EagleDrafter(HeadDrafter[EagleRows]):
@@ -194,7 +134,7 @@ class EagleDrafter(HeadDrafter[EagleRows]):
         return self.states.logits(self.states.feed(drafts, are_chains=self.growth.drafts_chains))
 
 
-def build(options: EagleOptions | DynamicTreeOptions, context: DrafterContext) -> EagleDrafter:
+def build(options: EagleOptions | Eagle2Options, context: DrafterContext) -> EagleDrafter:
     """Drafts with the head that the config names."""
     target = context.target
     if isinstance(options, EagleOptions):
@@ -202,9 +142,9 @@ def build(options: EagleOptions | DynamicTreeOptions, context: DrafterContext) -
     head = eagle_head(options, context, 3 if options.method == "eagle3" else 1)
     vocabulary = chosen_vocabulary(options, context)
     if isinstance(options, EagleOptions):
-        growth = options.growth(options.tree(target, USUAL_ACCURACIES, MAX_DEPTH), target)
+        growth = options.growth(static_tree(options, target, USUAL_ACCURACIES, MAX_DEPTH), target.vocab_size)
     else:
-        growth = options.growth(target.vocab_size)
+        growth = {**options.growth(target.vocab_size), "least_mass": LEAST_MASS}
     return EagleDrafter(head, target, vocabulary=vocabulary, **growth)
 
 
@@ -217,56 +157,24 @@ def eagle_head(options: EagleHeadOptions, context: DrafterContext, generation: i
     facts = _facts(context)
 
     def read(found: Checkpoint) -> tuple[EagleHead, Sequence[str]]:
-        return layouts.read_eagle(found, facts, generation=generation, rope_theta=options.draft_rope_theta)
+        return read_eagle(found, facts, generation=generation, rope_theta=options.draft_rope_theta)
 
     sizes = facts.hidden_size, target.num_layers, target.vocab_size
     known = PUBLISHED.get(sizes, {}).get(generation, ())
-    head = load_head(options, context, eagle.EagleHead, read, known)
-    layouts.check_fits(head, facts, generation)
+    head = load_head(options, context, EagleHead, read, known)
+    check_fits(head, facts, generation)
     return head
 
 
-def _facts(context: DrafterContext) -> layouts.TargetFacts:
+def _facts(context: DrafterContext) -> TargetFacts:
     """What a head must fit."""
     target = context.target
     eos = getattr(context.tokenizer, "eos_token_id", None)
-    return layouts.TargetFacts(
+    return TargetFacts(
         name=target.name,
         hidden_size=int(target.config.hidden_size),
         vocab_size=target.vocab_size,
         num_layers=target.num_layers,
         eos_token_ids=() if eos is None else (int(eos),),
-        embedding=packing.embedding_weight(target.shadow.get_input_embeddings()),
+        embedding=embedding_weight(target.shadow.get_input_embeddings()),
     )
-
-
-def _is_of(generation: int, contents: CheckpointFacts) -> bool:
-    """Whether this is a head of this generation; of the first, a tree that grows is the better use."""
-    return eagle_generation(contents.config, contents.names) == generation
-
-
-METHODS = (
-    Method(
-        EagleOptions,
-        build,
-        summary="with a head that extrapolates the target's features, along a static tree",
-        aliases=("eagle1", "eagle_1"),
-        head="eagle",
-    ),
-    Method(
-        Eagle2Options,
-        build,
-        summary="with a head that extrapolates the target's features, in a tree that grows where it is sure",
-        aliases=("eagle_2",),
-        head="eagle",
-        recognizes=partial(_is_of, 1),
-    ),
-    Method(
-        Eagle3Options,
-        build,
-        summary="with a head that fuses three layers of the target, in a tree that grows where it is sure",
-        aliases=("draft_eagle3", "eagle_3"),
-        head="eagle3",
-        recognizes=partial(_is_of, 3),
-    ),
-)

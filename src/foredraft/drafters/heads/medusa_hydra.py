@@ -7,39 +7,27 @@ piece; those of Hydra++ are deeper, and read what a layer of their own makes of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
-from foredraft.config.method import Method
-from foredraft.drafters.heads.options import HeadOptions, load_head
+import torch
+
+from foredraft.drafters.context import DrafterContext
+from foredraft.drafters.heads.loading import load_head, static_tree
+from foredraft.drafters.parts.draft import GrowingDraft
 from foredraft.drafters.parts.growth import Growth
 from foredraft.drafters.parts.head_states import HeadDrafter, HeadStates, PrefixStates, last_hidden
 from foredraft.drafters.parts.reduced_output import chosen_vocabulary, rows_of_output
 from foredraft.engine.drafter import DrafterFacts, Features, Needs
 from foredraft.errors import ConfigError
-from foredraft.heads.recognition import has_prefix, is_hydra, is_medusa
-from foredraft.lazy import Lazy
-
-if TYPE_CHECKING:
-    import torch
-
-    import foredraft.heads.layers as layers
-    import foredraft.heads.medusa_hydra as multi
-    import foredraft.heads.medusa_hydra_layouts as layouts
-    from foredraft.config.method import CheckpointFacts
-    from foredraft.drafters.context import DrafterContext
-    from foredraft.drafters.parts.draft import GrowingDraft
-    from foredraft.heads.checkpoint import Checkpoint
-    from foredraft.heads.medusa_hydra import MultiHeads, OutputLayer
-    from foredraft.heads.vocabulary import DraftVocabulary
-    from foredraft.model.cache.ragged import KVCache
-    from foredraft.model.lm import CausalLM
-else:
-    torch = Lazy("torch")
-    multi = Lazy("foredraft.heads.medusa_hydra")
-    layouts = Lazy("foredraft.heads.medusa_hydra_layouts")
-    layers = Lazy("foredraft.heads.layers")
+from foredraft.heads.checkpoint import Checkpoint
+from foredraft.heads.layers import LayerShape
+from foredraft.heads.medusa_hydra import HydraHeads, MedusaHeads, MultiHeads, OutputLayer
+from foredraft.heads.medusa_hydra_layouts import read_hydra, read_medusa
+from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.methods.heads import HydraOptions, MedusaOptions
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.lm import CausalLM
 
 MEDUSA_ACCURACIES = [
     [0.56, 0.11, 0.05, 0.035, 0.025, 0.02, 0.015, 0.012, 0.01, 0.008],
@@ -71,27 +59,6 @@ PUBLISHED = {
     },
 }
 """(hidden size, layers, vocabulary) of targets -> hub ids of heads for one of this size; others do not fit."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MedusaOptions(HeadOptions):
-    """Keys of drafting with Medusa's heads."""
-
-    method: ClassVar[str] = "medusa"
-
-
-@dataclass(frozen=True, kw_only=True)
-class HydraOptions(HeadOptions):
-    """Keys of drafting with Hydra's heads."""
-
-    method: ClassVar[str] = "hydra"
-
-
-@dataclass(frozen=True, kw_only=True)
-class HydraPlusPlusOptions(HydraOptions):
-    """Keys of drafting with heads of Hydra++: those of Hydra."""
-
-    method: ClassVar[str] = "hydra++"
 
 
 class MultiHeadDrafter(HeadDrafter[HeadStates]):
@@ -196,10 +163,10 @@ def build(options: MedusaOptions | HydraOptions, context: DrafterContext) -> Mul
 
     def read(found: Checkpoint) -> tuple[MultiHeads, Sequence[str]]:
         if of_medusa:
-            return layouts.read_medusa(found, size, target.vocab_size)
-        return layouts.read_hydra(found, size, target.vocab_size, layers.LayerShape.of(target.config))
+            return read_medusa(found, size, target.vocab_size)
+        return read_hydra(found, size, target.vocab_size, LayerShape.of(target.config))
 
-    heads = load_head(options, context, multi.MedusaHeads if of_medusa else multi.HydraHeads, read, known)
+    heads = load_head(options, context, MedusaHeads if of_medusa else HydraHeads, read, known)
     if heads.kind != options.method:
         raise ConfigError(f"these are heads of {heads.kind!r}, not of {options.method!r}; name that as the method")
     if heads.offset > target.num_layers:
@@ -210,8 +177,8 @@ def build(options: MedusaOptions | HydraOptions, context: DrafterContext) -> Mul
     vocabulary = chosen_vocabulary(options, context)
     if vocabulary is not None:
         heads = _reduced(heads, vocabulary, context)
-    tree = options.tree(target, MEDUSA_ACCURACIES if of_medusa else HYDRA_ACCURACIES, heads.num_heads)
-    return MultiHeadDrafter(heads, target.num_layers, **options.growth(tree, target))
+    tree = static_tree(options, target, MEDUSA_ACCURACIES if of_medusa else HYDRA_ACCURACIES, heads.num_heads)
+    return MultiHeadDrafter(heads, target.num_layers, **options.growth(tree, target.vocab_size))
 
 
 def _reduced(heads: MultiHeads, vocabulary: DraftVocabulary, context: DrafterContext) -> MultiHeads:
@@ -223,40 +190,3 @@ def _reduced(heads: MultiHeads, vocabulary: DraftVocabulary, context: DrafterCon
         raise ConfigError(f"these heads know {len(heads.vocabulary)} tokens only; leave draft_vocabulary out")
     key = ("reduced", id(heads), tuple(vocabulary.target_ids.tolist()))
     return context.keep(key, lambda: heads.reduced(vocabulary, lambda layer: rows_of_output(layer, vocabulary)))
-
-
-def recognizes_medusa(contents: CheckpointFacts) -> bool:
-    """Whether these are Medusa's heads, alone or inside of a model that was trained with them."""
-    return is_medusa(contents.config, contents.names)
-
-
-def recognizes_hydra(has_prefix_layer: bool, contents: CheckpointFacts) -> bool:
-    """Whether these are heads of Hydra, with a prefix layer or without."""
-    found = is_hydra(contents.config, contents.names)
-    return found and has_prefix(contents.config, contents.names) == has_prefix_layer
-
-
-METHODS = (
-    Method(
-        HydraOptions,
-        build,
-        summary="with heads that see the tokens drafted before theirs",
-        head="hydra",
-        recognizes=partial(recognizes_hydra, False),
-    ),
-    Method(
-        HydraPlusPlusOptions,
-        build,
-        summary="with Hydra's heads, four layers deep, over a layer that attends to the text",
-        aliases=("hydra_plus_plus",),
-        head="hydra++",
-        recognizes=partial(recognizes_hydra, True),
-    ),
-    Method(
-        MedusaOptions,
-        build,
-        summary="with heads that each guess one of the next tokens",
-        head="medusa",
-        recognizes=recognizes_medusa,
-    ),
-)

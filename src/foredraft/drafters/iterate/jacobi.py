@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, ClassVar
 
-from foredraft.config.drafting import DraftOptions, draft_length
-from foredraft.config.method import Method
-from foredraft.config.options import one_of, option
-from foredraft.drafters.lengths import LengthOptions, LengthPolicy, PlannedDrafter
+from foredraft.drafters.context import DrafterContext
+from foredraft.drafters.parts.planned import PlannedDrafter
 from foredraft.engine.drafter import DrafterFacts, DraftSize, Needs, StepResult
 from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
-from foredraft.lazy import Lazy
+from foredraft.methods.iterate import JacobiOptions
+from foredraft.methods.lengths import LengthPolicy
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.lm import CausalLM
+from foredraft.sampling import noise
 from foredraft.tree import DraftTree
-
-if TYPE_CHECKING:
-    from foredraft.drafters.context import DrafterContext
-    from foredraft.model.cache.ragged import KVCache
-    from foredraft.model.lm import CausalLM
-    from foredraft.sampling import noise
-else:
-    noise = Lazy("foredraft.sampling.noise")
 
 
 class PromptTokens:
@@ -52,21 +44,6 @@ def random_token(seed: int, vocab_size: int, position: int, node: int = 0) -> in
     """
     key = noise.stream_key(seed, position, node, noise.Purpose.DRAFT)
     return int(noise.uniform(key) * vocab_size)
-
-
-INITIAL_GUESS = one_of(("repeat", "prompt", "random"))
-"""The kind of ``initial_guess``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JacobiOptions(LengthOptions, DraftOptions):
-    """Keys of Jacobi decoding."""
-
-    method: ClassVar[str] = "jacobi"
-    num_speculative_tokens: int = draft_length(16)
-    initial_guess: str = option(
-        INITIAL_GUESS, "repeat", "the last token again, tokens of the prompt, or of the whole vocabulary"
-    )
 
 
 class JacobiDrafter(PlannedDrafter["Guesses"]):
@@ -157,11 +134,3 @@ class Guesses:
 def build(options: JacobiOptions, context: DrafterContext) -> JacobiDrafter:
     """Guesses need nothing but the text."""
     return JacobiDrafter(options, vocab_size=context.target.vocab_size)
-
-
-METHOD = Method(
-    JacobiOptions,
-    build,
-    summary="guesses that the target corrects all at once, step after step",
-    aliases=("jacobi_decoding",),
-)

@@ -5,59 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
-from foredraft.beginnings import shared_length
-from foredraft.config.drafting import DraftOptions, draft_length, node_limit
-from foredraft.config.method import Method
-from foredraft.config.options import flag, option, whole
+from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.iterate.jacobi import PromptTokens
 from foredraft.drafters.parts.draft import GrowingDraft
 from foredraft.engine.drafter import ContextDrafter, DrafterFacts, DraftSize, Needs, PromptChunk, StepResult
 from foredraft.engine.row import Row
-from foredraft.errors import ConfigError
+from foredraft.methods.iterate import LookaheadOptions
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.lm import CausalLM
 from foredraft.tree import DraftTree
-
-if TYPE_CHECKING:
-    from foredraft.drafters.context import DrafterContext
-    from foredraft.model.cache.ragged import KVCache
-    from foredraft.model.lm import CausalLM
-
-EXPECTED_TOKENS, FEW_STEPS = 0.5, 16.0
-"""Tokens per step that a window is trusted to bring (the paper's speeds are 1.5 to 2.3), and steps worth that."""
-
-MOST_STEPS = 256.0
-"""Of a window, that are remembered."""
-
-LONGEST_REST, TRY_STEPS = 1024, 12
-"""Steps after which a resting window is tried again, and for how many: 1 % of the time where it doubles a step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LookaheadOptions(DraftOptions):
-    """Keys of lookahead decoding. Its N is num_speculative_tokens + 1."""
-
-    method: ClassVar[str] = "lookahead"
-    drafts_trees: ClassVar[bool] = True
-    num_speculative_tokens: int = draft_length(4, least=1)
-    max_draft_nodes: int | None = node_limit()
-    window_size: int = option(whole(1, 1024), 7, "columns of the window, W")
-    guess_set_size: int = option(whole(0, 1024), 7, "n-grams that are verified per step, G")
-    pool_from_prompt: bool = option(flag(), True, "whether n-grams of prompt and output enter the pool")
-
-    @property
-    def num_cells(self) -> int:
-        """The most cells of its window, pending token included."""
-        return most_cells(self.window_size, self.num_speculative_tokens)
-
-    def check(self) -> None:
-        super().check()
-        if self.max_draft_nodes is not None and self.max_draft_nodes < self.num_cells:
-            raise ConfigError(
-                f"max_draft_nodes={self.max_draft_nodes} holds no window with window_size={self.window_size} and "
-                f"num_speculative_tokens={self.num_speculative_tokens}; raise the first to {self.num_cells} or lower "
-                "the others"
-            )
 
 
 class LookaheadDrafter(ContextDrafter):
@@ -68,8 +25,8 @@ class LookaheadDrafter(ContextDrafter):
     nodes before equal siblings are merged. Deviations: the window goes on with the choices that the row's noise makes
     at its positions, not with the argmax, so that sampled text is guessed too; guesses form a tree, in which what they
     share is verified once; a guess that is right to its end is followed by a bonus token; window cells may be accepted
-    like any other node; where steps are governed, the window rests while its n-grams bring less than it costs; guesses
-    are verified while the window fills, too; n-grams of prompt and output enter the pool.
+    like any other node; where steps are governed, drafting without the window is one more way that measured time
+    chooses; guesses are verified while the window fills, too; n-grams of prompt and output enter the pool.
 
     Exactness: lossless for any acceptance rule that takes deterministic trees. Randomness: the first level of the
     window is drawn from the prompt by the row's seed.
@@ -77,14 +34,13 @@ class LookaheadDrafter(ContextDrafter):
     chains can be verified the best guess remains and the window starts over in every step.
     """
 
-    facts = DrafterFacts("lookahead")
+    facts = DrafterFacts("lookahead", arms=("lookahead without window", "lookahead"), arm=1)
 
     def __init__(self, options: LookaheadOptions | None = None) -> None:
         self.options = options = options or LookaheadOptions()
         self._max_guess_nodes = sys.maxsize
         if options.max_draft_nodes is not None:
             self._max_guess_nodes = options.max_draft_nodes - options.num_cells + 1
-        self._worth = WindowWorth(options.num_cells - 1)
 
     def needs(self, target: CausalLM, cache: KVCache) -> Needs:
         return Needs(choices=True)
@@ -99,7 +55,7 @@ class LookaheadDrafter(ContextDrafter):
         draft, state = GrowingDraft(row, budget.depth), row.state[self]
         for guess in state.pool.continuations(row.pending):
             draft.add_path(guess, self._max_guess_nodes)
-        if not self._worth.covers(budget.least):
+        if budget.arm == 0:
             state.window = None
             return draft.tree(self.name)
         state.window = state.window or self._new_window(row)
@@ -109,10 +65,9 @@ class LookaheadDrafter(ContextDrafter):
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
             window, pool = row.state[self].window, row.state[self].pool
-            self._worth.learn(pool.advance_by_windows(result.tree.tokens[0], result.emitted), result.tree.is_whole)
             if window is not None:
                 for ngram in window.advance(result.tree, result.features.choices):
-                    pool.add(ngram[0], ngram[1:], is_read=False)
+                    pool.add(ngram[0], ngram[1:])
             self._learn(row, len(result.emitted))
 
     def _new_window(self, row: Row) -> GuessWindow:
@@ -130,11 +85,6 @@ class _Guessing:
 
     pool: NgramPool
     window: GuessWindow | None  # None while it rests
-
-
-def most_cells(size: int, num_levels: int) -> int:
-    """The most cells, pending token included, that a `GuessWindow` ever has: full, or one of the steps before."""
-    return max(count * (size + num_levels - count) for count in range(1, num_levels + 1))
 
 
 class GuessWindow:
@@ -219,42 +169,6 @@ class GuessWindow:
         return self._initial() if token < 0 or token in self._ends else token
 
 
-class WindowWorth:
-    """What a window brings, in tokens per step with one, by what it costs.
-
-    It brings the tokens by which its n-grams are longer right than those of prompt and output. While it rests, it is
-    given another try now and then.
-
-    Args:
-      num_nodes: of a window.
-    """
-
-    def __init__(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-        self._num_steps = FEW_STEPS
-        self._num_tokens = FEW_STEPS * EXPECTED_TOKENS
-        self._num_resting = 0
-
-    def covers(self, least: float) -> bool:
-        """Whether it brings what its nodes cost.
-
-        Args:
-          least: half of the tokens that the time of a node would make otherwise (`DraftSize.least`); 0 if unknown.
-        """
-        if 2.0 * least * self._num_nodes * self._num_steps <= self._num_tokens:
-            return True
-        return self._num_resting >= LONGEST_REST
-
-    def learn(self, num_tokens: int, has_window: bool) -> None:
-        """Count a step, and what windows have brought it."""
-        self._num_tokens += num_tokens
-        self._num_steps += has_window
-        if not has_window or self._num_resting >= LONGEST_REST:
-            self._num_resting = (self._num_resting + 1) % (LONGEST_REST + TRY_STEPS)
-        if self._num_steps > MOST_STEPS:
-            self._num_steps, self._num_tokens = self._num_steps / 2, self._num_tokens / 2
-
-
 class NgramPool:
     """Token -> the last ``limit`` different continuations of ``length`` tokens seen after it.
 
@@ -265,16 +179,13 @@ class NgramPool:
     def __init__(self, length: int, limit: int) -> None:
         self._length = length
         self._limit = limit
-        self._continuations_of: dict[int, dict[tuple[int, ...], bool]] = {}  # the most recent last
+        self._continuations_of: dict[int, dict[tuple[int, ...], None]] = {}  # the most recent last
 
-    def add(self, token: int, continuation: tuple[int, ...], *, is_read: bool = True) -> None:
-        """Record what was seen after a token.
-
-        Args:
-          is_read: in prompt or output; else in a window.
-        """
+    def add(self, token: int, continuation: tuple[int, ...]) -> None:
+        """Record what was seen after a token."""
         known = self._continuations_of.setdefault(token, {})
-        known[continuation] = known.pop(continuation, False) or is_read
+        known.pop(continuation, None)
+        known[continuation] = None
         if len(known) > self._limit:
             del known[next(iter(known))]
 
@@ -291,24 +202,8 @@ class NgramPool:
         """The continuations that were seen after a token, the most recent first."""
         return list(reversed(self._continuations_of.get(token, {})))
 
-    def advance_by_windows(self, token: int, text: Sequence[int]) -> int:
-        """By how many tokens those of windows have said what came after a token further than those of texts."""
-        longest = {False: 0, True: 0}
-        for continuation, is_read in self._continuations_of.get(token, {}).items():
-            shared = shared_length(continuation, tuple(text[: len(continuation)]))
-            longest[is_read] = max(longest[is_read], shared)
-        return max(0, longest[False] - longest[True])
-
 
 def build(options: LookaheadOptions, context: DrafterContext) -> LookaheadDrafter:
     """Window and pool begin with the prompt."""
     context.check_trees(options.method)
     return LookaheadDrafter(options)
-
-
-METHOD = Method(
-    LookaheadOptions,
-    build,
-    summary="n-grams from a pool that a window of guesses fills on the way",
-    aliases=("lookahead_decoding", "lade"),
-)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
-from foredraft.config.drafting import ModelOptions, draft_length
-from foredraft.config.method import Method
-from foredraft.drafters.lengths import Fixed, LengthPolicy
-from foredraft.drafters.parts.growth import Growth, GrowthOptions
-from foredraft.drafters.parts.reduced_output import VocabularyOptions, chosen_vocabulary, reduced_model
+import torch
+
+from foredraft.drafters.context import DrafterContext
+from foredraft.drafters.parts.draft import GrowingDraft
+from foredraft.drafters.parts.growth import Growth
+from foredraft.drafters.parts.reduced_output import chosen_vocabulary, reduced_model
 from foredraft.drafters.parts.rows import FedNodes, chains_by_slot, growing, known_tokens, reach, spans
+from foredraft.drafters.parts.sparse_view import SparseView
 from foredraft.engine.drafter import (
     DraftCache,
     Drafter,
@@ -21,34 +23,14 @@ from foredraft.engine.drafter import (
     PromptChunk,
     StepResult,
 )
+from foredraft.engine.memory import bytes_per_token
 from foredraft.engine.row import Row, RowState
 from foredraft.errors import ConfigError
-from foredraft.lazy import Lazy
+from foredraft.methods.lengths import Fixed, LengthPolicy
+from foredraft.methods.lm import DraftModelOptions
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.lm import CausalLM, Nodes
 from foredraft.tree import DraftPlan, DraftTree
-
-if TYPE_CHECKING:
-    import torch
-
-    import foredraft.engine.memory as memory_of
-    import foredraft.model.lm as lm
-    from foredraft.drafters.context import DrafterContext
-    from foredraft.drafters.parts.draft import GrowingDraft
-    from foredraft.drafters.parts.sparse_view import SparseView
-    from foredraft.model.cache.ragged import KVCache
-    from foredraft.model.lm import CausalLM
-else:
-    torch = Lazy("torch")
-    lm = Lazy("foredraft.model.lm")
-    memory_of = Lazy("foredraft.engine.memory")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftModelOptions(GrowthOptions, ModelOptions, VocabularyOptions):
-    """Keys of drafting with a smaller model."""
-
-    method: ClassVar[str] = "draft_model"
-    num_speculative_tokens: int = draft_length(5)
-
 
 PREFILL_CHUNK = 512
 
@@ -109,7 +91,7 @@ class DraftModelDrafter(Drafter):
         return Needs(prompts=True, partial_prompts=True, caches=tuple(caches))
 
     def _column_bytes(self) -> int:
-        return memory_of.bytes_per_token(self.model)
+        return bytes_per_token(self.model)
 
     def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         """Feed the next tokens of prompts; with the last chunk all that is missing."""
@@ -136,9 +118,9 @@ class DraftModelDrafter(Drafter):
                 self.model.forward(self._chains(chunks), self._cache, first_row=slots[0], keep=slice(0, 0))
                 self._cache.commit([range(len(chunk)) for chunk in chunks], slots[0])
 
-    def _chains(self, chains: Sequence[Sequence[int]]) -> lm.Nodes:
+    def _chains(self, chains: Sequence[Sequence[int]]) -> Nodes:
         """Rows of tokens that the drafter knows."""
-        nodes = lm.Nodes.from_chains(chains)
+        nodes = Nodes.from_chains(chains)
         known_tokens(self.model, nodes.tokens)
         return nodes
 
@@ -261,11 +243,3 @@ def build(options: DraftModelOptions, context: DrafterContext) -> DraftModelDraf
         whole = model
         model = context.keep(("reduced output", whole.num_changes), lambda: reduced_model(whole, vocabulary))
     return DraftModelDrafter(model, vocabulary=vocabulary, **options.growth(context.target.vocab_size))
-
-
-METHOD = Method(
-    DraftModelOptions,
-    build,
-    summary="with a smaller model of the same tokenizer",
-    aliases=("draft", "draft_simple", "assisted", "standalone"),
-)

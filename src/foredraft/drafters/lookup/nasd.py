@@ -6,56 +6,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakSet
 
-from foredraft.config.drafting import BranchOptions, depth_within, draft_length, node_limit
-from foredraft.config.method import Method
-from foredraft.config.options import flag, number, one_of, option, path, whole
+from foredraft.config.drafting import depth_within
+from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.iterate.jacobi import random_token
-from foredraft.drafters.lengths import CONFIDENCE, NOTHING, LengthOptions, LengthPolicy, PlannedDrafter
-from foredraft.drafters.parts.ngram_storage import RUNNER_UP_WEIGHT, STORAGES, Guess, NGramStorage
+from foredraft.drafters.parts.ngram_storage import Guess, NGramStorage
+from foredraft.drafters.parts.planned import PlannedDrafter
 from foredraft.drafters.parts.state_file import check_writable, warned
 from foredraft.engine.drafter import DrafterFacts, DraftSize, StepResult
 from foredraft.engine.features import top_ids_of
 from foredraft.engine.row import Row, RowState
 from foredraft.errors import ConfigError
+from foredraft.methods.lengths import LengthPolicy
+from foredraft.methods.lookup import NasdOptions
 from foredraft.tree import DraftTree
-
-if TYPE_CHECKING:
-    from foredraft.drafters.context import DrafterContext
-
-UNKNOWN = ("stop", "random")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NasdOptions(LengthOptions, BranchOptions):
-    """Keys of drafting from an n-gram storage."""
-
-    method: ClassVar[str] = "nasd"
-    looks: ClassVar[frozenset[str]] = frozenset({NOTHING, CONFIDENCE})
-    num_speculative_tokens: int = draft_length(5)
-    max_draft_nodes: int | None = node_limit()
-    ngram_size: int = option(whole(2), 4, "n of the longest n-gram, the predicted token included")
-    storage: str = option(
-        one_of(STORAGES, {"ngramstorage": "levels", "onelevelngramstorage": "single"}),
-        "levels",
-        "levels: contexts of n - 1 tokens down to one, the longest known one decides; single: of n - 1 tokens only",
-    )
-    filler_top_k: int = option(
-        whole(1), 3, "tokens that the target ranked highest which enter the storage, per position; 1 for none"
-    )
-    filler_weight: float = option(
-        number(0.0, 1.0, above=True), RUNNER_UP_WEIGHT, "of such a token beside one that was said, which weighs 1"
-    )
-    unknown: str = option(one_of(UNKNOWN), "stop", "at an unknown context: end the draft, or draft a random token")
-    shared: bool = option(flag(), False, "whether requests learn from each other")
-    state_file: str | None = option(path(), help="where what requests share is kept from run to run")
-
-    def check(self) -> None:
-        super().check()
-        if self.state_file is not None and not self.shared:
-            raise ConfigError("state_file is of a storage that requests share; add shared=true, or leave it out")
 
 
 class NasdDrafter(PlannedDrafter["_Counted"]):
@@ -217,11 +182,3 @@ def build(options: NasdOptions, context: DrafterContext) -> NasdDrafter:
         ("nasd", options.state_file, *sizes), lambda: NasdDrafter(options, vocab_size=vocab_size).learned
     )
     return NasdDrafter(options, vocab_size=vocab_size, learned=learned)
-
-
-METHOD = Method(
-    NasdOptions,
-    build,
-    summary="the most frequent successors of the last tokens in this text",
-    aliases=("ngram_storage", "ngram_assisted"),
-)

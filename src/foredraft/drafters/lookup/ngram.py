@@ -2,58 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
-
-from foredraft.config.drafting import DraftOptions, draft_length, node_limit
-from foredraft.config.method import Method
-from foredraft.config.options import one_of, option, whole
-from foredraft.drafters.lengths import LengthOptions, LengthPolicy, PlannedDrafter
-from foredraft.drafters.parts.suffix_index import MATCHES, SuffixIndex
+from foredraft.drafters.context import DrafterContext
+from foredraft.drafters.parts.planned import PlannedDrafter
+from foredraft.drafters.parts.suffix_index import SuffixIndex
 from foredraft.engine.drafter import DrafterFacts, DraftSize
 from foredraft.engine.row import Row
-from foredraft.errors import ConfigError
+from foredraft.methods.lengths import LengthPolicy
+from foredraft.methods.lookup import NGramOptions
 from foredraft.tree import DraftTree
-
-if TYPE_CHECKING:
-    from foredraft.drafters.context import DrafterContext
-
-
-@dataclass(frozen=True, kw_only=True)
-class NGramOptions(LengthOptions, DraftOptions):
-    """Keys of prompt lookup."""
-
-    method: ClassVar[str] = "ngram"
-    num_speculative_tokens: int = draft_length(10)
-    max_draft_nodes: int | None = node_limit()
-    prompt_lookup_min: int = option(whole(1), 2, "shortest suffix of the text that is looked up")
-    prompt_lookup_max: int = option(whole(1), 5, "longest suffix of the text that is looked up")
-    num_prompt_lookup_candidates: int = option(whole(1), 1, "continuations that are merged into one tree")
-    prompt_lookup_match: str = option(one_of(MATCHES), MATCHES[0], "which occurrence of the suffix is copied after")
-
-    @property
-    def num_branches(self) -> int:
-        return self.num_prompt_lookup_candidates
-
-    @classmethod
-    def read(cls, given: Mapping[str, Any]) -> NGramOptions:
-        """A single bound moves the default of the other one along."""
-        shortest, longest = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
-        defaults: dict[str, Any] = {}
-        if isinstance(longest, int):
-            defaults["prompt_lookup_min"] = min(cls.prompt_lookup_min, longest)
-        if isinstance(shortest, int):
-            defaults["prompt_lookup_max"] = max(cls.prompt_lookup_max, shortest)
-        return super().read({**defaults, **given})
-
-    def check(self) -> None:
-        super().check()
-        if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ConfigError(
-                f"prompt_lookup_min={self.prompt_lookup_min} is more than prompt_lookup_max={self.prompt_lookup_max}; "
-                "lower the first or raise the second"
-            )
 
 
 class NGramDrafter(PlannedDrafter[SuffixIndex]):
@@ -95,11 +51,3 @@ class NGramDrafter(PlannedDrafter[SuffixIndex]):
 def build(options: NGramOptions, context: DrafterContext) -> NGramDrafter:
     """Prompt lookup needs nothing but the text."""
     return NGramDrafter(options)
-
-
-METHOD = Method(
-    NGramOptions,
-    build,
-    summary="what followed the end of the text when it last occurred in prompt or output",
-    aliases=("prompt_lookup", "prompt_lookup_decoding", "ngram_simple", "ngram_gpu"),
-)

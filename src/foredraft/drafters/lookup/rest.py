@@ -2,66 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
-
-from foredraft.config.drafting import BranchOptions, branches, draft_length, node_limit
-from foredraft.config.method import Method
-from foredraft.config.options import flag, option, path, whole
-from foredraft.drafters.lengths import LengthOptions, LengthPolicy, PlannedDrafter
+from foredraft.drafters.context import DrafterContext
+from foredraft.drafters.parts.planned import PlannedDrafter
 from foredraft.engine.drafter import DrafterFacts, DraftSize
 from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
+from foredraft.methods.lengths import LengthPolicy
+from foredraft.methods.lookup import RestOptions
 from foredraft.retrieval.automaton import SuffixAutomaton
-from foredraft.retrieval.datastore import MAX_DEPTH, Datastore, Lookup
+from foredraft.retrieval.datastore import Datastore
 from foredraft.retrieval.growth import GrowthRoot, TreeLimits, grow
 from foredraft.retrieval.trie import Children
 from foredraft.tree import DraftTree
-
-if TYPE_CHECKING:
-    from foredraft.drafters.context import DrafterContext
-
-
-@dataclass(frozen=True, kw_only=True)
-class RestOptions(LengthOptions, BranchOptions):
-    """Keys of retrieval from a datastore."""
-
-    method: ClassVar[str] = "rest"
-    num_speculative_tokens: int = draft_length(10)
-    max_draft_nodes: int = node_limit(32)
-    num_draft_branches: int = branches(32)
-    datastore: str | None = option(
-        path(is_read=True),
-        help="directory that foredraft datastore build wrote; by default what a model of the zoo brings",
-    )
-    retrieval_match_min: int = option(whole(1, 64), 1, "shortest suffix of the text that is looked up")
-    retrieval_match_max: int = option(whole(1, 64), 16, "longest suffix of the text that is looked up")
-    retrieval_max_hits: int = option(whole(1, 1 << 20), 512, "occurrences that are read per step")
-    retrieval_dynamic_index: bool = option(flag(), True, "whether the request's own text is searched, too")
-
-    def check(self) -> None:
-        super().check()
-        if self.num_speculative_tokens > MAX_DEPTH:
-            raise ConfigError(
-                f"num_speculative_tokens is {self.num_speculative_tokens}; method 'rest' drafts at most {MAX_DEPTH} "
-                "tokens deep"
-            )
-        if self.retrieval_match_min > self.retrieval_match_max:
-            raise ConfigError(
-                f"the shortest match is {self.retrieval_match_min} tokens and the longest {self.retrieval_match_max}; "
-                "want 1 <= min <= max"
-            )
-
-    @property
-    def lookup(self) -> Lookup:
-        """How the datastore is asked."""
-        return Lookup(
-            match_min=self.retrieval_match_min,
-            match_max=self.retrieval_match_max,
-            depth=max(1, self.num_speculative_tokens),
-            max_hits=self.retrieval_max_hits,
-        )
-
 
 _OWN_FLOOR = 0.02
 """Tokens of the row's own text less likely than this are not proposed; the datastore always has something."""
@@ -141,11 +93,3 @@ def _datastore(options: RestOptions, context: DrafterContext) -> Datastore:
         ("datastore", str(folder)),
         lambda: Datastore.open(folder, tokenizer=context.tokenizer, vocab_size=context.target.vocab_size),
     )
-
-
-METHOD = Method(
-    RestOptions,
-    build,
-    summary="what followed the end of the text in a datastore of other texts",
-    aliases=("retrieval",),
-)

@@ -5,53 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakSet
 
-from foredraft.config.drafting import BranchOptions, branches, draft_length, node_limit
-from foredraft.config.method import Method
-from foredraft.config.options import flag, number, option, path, whole
-from foredraft.drafters.lengths import LengthOptions, LengthPolicy, PlannedDrafter
+from foredraft.drafters.context import DrafterContext
+from foredraft.drafters.parts.planned import PlannedDrafter
 from foredraft.drafters.parts.state_file import check_writable, warned
 from foredraft.engine.drafter import DrafterFacts, DraftSize, StepResult
 from foredraft.engine.row import Row, RowState
-from foredraft.errors import ConfigError
+from foredraft.methods.lengths import LengthPolicy
+from foredraft.methods.lookup import SuffixOptions
 from foredraft.retrieval.automaton import SuffixAutomaton
 from foredraft.retrieval.growth import GrowthRoot, TreeLimits, grow
 from foredraft.retrieval.history import OutputHistory
 from foredraft.retrieval.manifest import fingerprint_of
 from foredraft.retrieval.suffix_tree import SuffixMatch
 from foredraft.tree import DraftTree
-
-if TYPE_CHECKING:
-    from foredraft.drafters.context import DrafterContext
-
-
-@dataclass(frozen=True, kw_only=True)
-class SuffixOptions(LengthOptions, BranchOptions):
-    """Keys of suffix decoding."""
-
-    method: ClassVar[str] = "suffix"
-    num_speculative_tokens: int = draft_length(16)
-    max_draft_nodes: int = node_limit(24)
-    num_draft_branches: int = branches(4)
-    shared: bool = option(flag(), False, "whether requests learn from each other's outputs")
-    state_file: str | None = option(path(), help="where outputs that requests share are kept from run to run")
-    suffix_decoding_max_tree_depth: int = option(
-        whole(2, 1024), 24, "longest string that is counted, context and continuation together"
-    )
-    suffix_decoding_max_cached_requests: int = option(
-        whole(0), 10_000, "past outputs that are remembered when it is shared"
-    )
-    suffix_decoding_max_spec_factor: float = option(number(0.0, above=True), 4.0, "drafted tokens per matched token")
-    suffix_decoding_min_token_prob: float = option(
-        number(0.0, 1.0), 0.1, "estimated chance below which a token is not drafted"
-    )
-
-    def check(self) -> None:
-        super().check()
-        if self.state_file is not None and not self.shared:
-            raise ConfigError("state_file is of a history that requests share; add shared=true, or leave it out")
 
 
 class SuffixDrafter(PlannedDrafter["_Known"]):
@@ -171,11 +139,3 @@ def _history(options: SuffixOptions, context: DrafterContext) -> OutputHistory:
         return history
 
     return context.keep(("history", options.state_file, depth, limit), load)
-
-
-METHOD = Method(
-    SuffixOptions,
-    build,
-    summary="the likeliest continuations of the end of the text, by how often they followed it",
-    aliases=("suffix_decoding", "sam", "sam_decoding"),
-)

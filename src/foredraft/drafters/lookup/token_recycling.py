@@ -5,55 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakSet
 
-from foredraft.config.drafting import DraftOptions, draft_length, node_limit
-from foredraft.config.method import Method
-from foredraft.config.options import flag, one_of, option, path, whole
+from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.parts.adjacency import AdjacencyMatrix
 from foredraft.drafters.parts.draft import GrowingDraft
-from foredraft.drafters.parts.rank_tree import RankTree, TreeShape
 from foredraft.drafters.parts.state_file import check_writable, warned
 from foredraft.engine.drafter import ContextDrafter, DrafterFacts, DraftSize, Needs, PromptChunk, StepResult
 from foredraft.engine.features import top_ids_of
 from foredraft.engine.row import Row, RowState
+from foredraft.methods.lookup import TokenRecyclingOptions
+from foredraft.methods.rank_tree import RankTree, TreeShape
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.lm import CausalLM
 from foredraft.tree import DraftTree
-
-if TYPE_CHECKING:
-    from foredraft.drafters.context import DrafterContext
-    from foredraft.model.cache.ragged import KVCache
-    from foredraft.model.lm import CausalLM
-
 
 RANK_SHARES = (0.45, 0.13, 0.07, 0.05, 0.035, 0.025, 0.02, 0.015)
 """How often the target's token is the candidate of each rank. Further ranks are worth half of the one before."""
 
-INITIAL_STATES = ("vocabulary", "prompt", "text", "empty")
-
 DEFAULT_NODES, DEFAULT_NODES_ON_CPU = 80, 16
 """Nodes of the tree where the config names none: as published, and where every node costs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenRecyclingOptions(DraftOptions):
-    """Keys of token recycling."""
-
-    method: ClassVar[str] = "token_recycling"
-    drafts_trees: ClassVar[bool] = True
-    num_speculative_tokens: int = draft_length(6, least=1)
-    max_draft_nodes: int | None = node_limit(help="nodes of the tree, root included; by default 16 on a CPU, else 80")
-    num_candidates: int = option(whole(1), 8, "successors that are kept per token")
-    shared: bool = option(flag(), False, "whether requests learn from each other")
-    initial_state: str = option(
-        one_of(("auto", *INITIAL_STATES)),
-        "auto",
-        "what is known before the first step: text (of the prompt), prompt (its text, and the target's candidates "
-        "along it, which make reading it longer by the output embedding of every token), vocabulary (what the target "
-        "says after every token alone, at the cost of a prompt as long as the vocabulary, and prompt), empty, or auto: "
-        "text, and what a model of the zoo brings",
-    )
-    state_file: str | None = option(path(), help="where what was learned is kept")
 
 
 class TokenRecyclingDrafter(ContextDrafter):
@@ -218,11 +189,3 @@ def build(options: TokenRecyclingOptions, context: DrafterContext) -> TokenRecyc
     max_nodes = options.max_draft_nodes or default_nodes
     options = replace(options, initial_state=initial_state, max_draft_nodes=max_nodes)
     return TokenRecyclingDrafter(vocab_size, options, matrix=matrix)
-
-
-METHOD = Method(
-    TokenRecyclingOptions,
-    build,
-    summary="what the target ranked high after a token the last time",
-    aliases=("recycling",),
-)

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from foredraft.drafters.parts.state_file import read_state, save_state
 from foredraft.errors import CheckpointError, ConfigError
-from foredraft.lazy import Lazy
-
-if TYPE_CHECKING:
-    import torch
-
-    import foredraft.model.nodes as nodes_of
-    from foredraft.model.lm import CausalLM
-else:
-    torch = Lazy("torch")
-    nodes_of = Lazy("foredraft.model.nodes")
+from foredraft.model.lm import CausalLM
+from foredraft.model.nodes import Nodes
 
 _FORMAT = "foredraft token_recycling 1"
 _TENSOR = "candidates"
@@ -54,7 +46,7 @@ class AdjacencyMatrix:
             for start in range(0, target.num_embeddings, batch_size):
                 tokens = torch.arange(start, min(start + batch_size, target.num_embeddings))
                 alone = torch.eye(len(tokens), dtype=torch.bool)
-                nodes = nodes_of.Nodes(tokens[None], torch.zeros_like(tokens)[None], (len(tokens),), alone[None])
+                nodes = Nodes(tokens[None], torch.zeros_like(tokens)[None], (len(tokens),), alone[None])
                 logits = target.forward(nodes, target.new_cache(1))
                 matrix.update(tokens.tolist(), logits[0].topk(num_candidates, dim=-1).indices.cpu().numpy())
         return matrix

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from foredraft.lazy import Lazy
+import torch
 
-if TYPE_CHECKING:
-    import torch
-
-    import foredraft.model.lm as lm
-    from foredraft.heads.vocabulary import DraftVocabulary
-    from foredraft.sampling import choice, distribution, precision
-    from foredraft.tree import DraftTree
-else:
-    torch = Lazy("torch")
-    lm = Lazy("foredraft.model.lm")
-    choice = Lazy("foredraft.sampling.choice")
-    precision = Lazy("foredraft.sampling.precision")
-    distribution = Lazy("foredraft.sampling.distribution")
+from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.model import lm
+from foredraft.sampling import choice, distribution, precision
+from foredraft.tree import DraftTree
 
 SHARPNESS = 1.5
 """Power to which a drafter's distribution is raised, and normalised, where it is to say how likely tokens are to be

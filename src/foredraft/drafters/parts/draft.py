@@ -6,18 +6,12 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import exp, inf
-from typing import TYPE_CHECKING
 
-from foredraft.lazy import Lazy
+import torch
+
+from foredraft.engine.row import Row
+from foredraft.methods.rank_tree import TreeShape
 from foredraft.tree import DraftPlan, DraftTree
-
-if TYPE_CHECKING:
-    import torch
-
-    from foredraft.drafters.parts.rank_tree import TreeShape
-    from foredraft.engine.row import Row
-else:
-    torch = Lazy("torch")
 
 
 @dataclass(eq=False)
@@ -150,7 +144,7 @@ class GrowingDraft:
 
         A node's score is never above its parent's, and parents come first: what is chosen is a tree.
         """
-        others = sorted(range(1, len(self.tokens)), key=lambda node: (-self.scores[node], node))
+        others = sorted(range(1, len(self.tokens)), key=self.scores.__getitem__, reverse=True)
         return [0, *sorted(others[: max_nodes - 1])]
 
     def tree(self, source: str, *, has_chances: bool = False, is_whole: bool = False) -> DraftTree:

@@ -2,66 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
-from foredraft.drafters.parts.head_states import CachedStates, HeadRow
+import torch
+
+from foredraft.drafters.parts.draft import GrowingDraft
+from foredraft.drafters.parts.head_states import CachedStates
 from foredraft.drafters.parts.rows import FedNodes, spans
 from foredraft.engine.drafter import Features, Needs, StepResult
 from foredraft.engine.row import Row
-from foredraft.lazy import Lazy
-
-if TYPE_CHECKING:
-    import torch
-
-    import foredraft.heads.int8 as int8
-    import foredraft.heads.layers as layers
-    import foredraft.model.execution.packing as packing
-    import foredraft.model.layouts as layouts
-    import foredraft.model.masks as masks
-    import foredraft.model.nodes as nodes_of
-    import foredraft.native.library as kernels_of
-    import foredraft.sampling.noise as noise
-    from foredraft.drafters.parts.draft import GrowingDraft
-    from foredraft.heads.eagle import EagleHead
-    from foredraft.heads.vocabulary import DraftVocabulary
-    from foredraft.model.lm import CausalLM
-else:
-    torch = Lazy("torch")
-    int8 = Lazy("foredraft.heads.int8")
-    kernels_of = Lazy("foredraft.native.library")
-    layers = Lazy("foredraft.heads.layers")
-    layouts = Lazy("foredraft.model.layouts")
-    masks = Lazy("foredraft.model.masks")
-    nodes_of = Lazy("foredraft.model.nodes")
-    noise = Lazy("foredraft.sampling.noise")
-    packing = Lazy("foredraft.model.execution.packing")
+from foredraft.heads.eagle import EagleHead
+from foredraft.heads.int8 import MOST_NODES, Int8Head, RankingNoise, is_frozen, is_plain, why_not
+from foredraft.heads.layers import AttentionContext
+from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.model import layouts, masks
+from foredraft.model.execution import packing
+from foredraft.model.lm import CausalLM
+from foredraft.model.nodes import FlatNodes, Nodes
+from foredraft.native import library as kernels_of
+from foredraft.sampling import noise
 
 MOST_OWED = 32
 """Committed tokens of a row whose entries are made later, with the next draft."""
-
-
-class EagleRow(HeadRow):
-    """State of a row, and streams of committed tokens whose entries are made later, from the first one on."""
-
-    def __init__(self, rows: EagleRows, last: torch.Tensor | None = None) -> None:
-        super().__init__(last)
-        self.rows = rows
-        self.owed: list[torch.Tensor] = []
-        self.first = 0
-
-    def taken(self) -> torch.Tensor:
-        """The streams that are owed, which are none any more."""
-        streams, self.owed = self.owed, []
-        return streams[0] if len(streams) == 1 else torch.cat(streams)
-
-    def copied(self) -> EagleRow:
-        return EagleRow(self.rows, self.last)
-
-    def ended(self, row: Row, *, is_kept: bool) -> None:
-        if is_kept:
-            self.rows.settle([row])
 
 
 class EagleRows(CachedStates):
@@ -116,9 +79,6 @@ class EagleRows(CachedStates):
             caches=self.caches,
         )
 
-    def __contains__(self, row: Row) -> bool:
-        return super().__contains__(row) or (self in row.state and bool(row.state[self].owed))
-
     def of(self, rows: Sequence[Row]) -> torch.Tensor:
         """The outputs of their last entries (B, H)."""
         dtype = self.head.dtype if self.native is None else torch.float32
@@ -142,19 +102,6 @@ class EagleRows(CachedStates):
         if start + len(stream) - state.first >= MOST_OWED:
             self.settle([row])
 
-    def settle(self, rows: Iterable[Row]) -> None:
-        """Make all entries of rows that are still to be made."""
-        owing = [row for row in rows if self in row.state and row.state[self].owed]
-        if owing:
-            states = [self.state_of(row) for row in owing]
-            self._take_in(owing, [state.taken() for state in states], [state.first for state in states])
-
-    def state_of(self, row: Row) -> EagleRow:
-        if self not in row.state:
-            row.state[self] = EagleRow(self)
-        state: EagleRow = row.state[self]
-        return state
-
     def _streams(self, features: Features, nodes: Sequence[int]) -> torch.Tensor:
         """What the head reads of nodes, side by side: (n, streams * H of the target)."""
         shape = self.head.shape
@@ -177,7 +124,7 @@ class EagleRows(CachedStates):
                 for slot, output in self._made(native, slots, chains, streams):
                     self.state_of(given[slot][0]).last = output
                 continue
-            nodes = nodes_of.Nodes.from_chains(chains)
+            nodes = Nodes.from_chains(chains)
             width = len(self.head.shape.streams) * self.head.shape.target_size
             wide = torch.zeros(len(slots), nodes.width, width, dtype=self.head.dtype, device=self._target.device)
             for i, states_of_row in enumerate(streams):
@@ -191,7 +138,7 @@ class EagleRows(CachedStates):
 
     def _made(
         self,
-        native: int8.Int8Head,
+        native: Int8Head,
         slots: range,
         chains: Sequence[Sequence[int]],
         streams: Sequence[torch.Tensor | None],
@@ -205,12 +152,12 @@ class EagleRows(CachedStates):
         Yields: slots, and outputs (H,) of the newest entries.
         """
         longest = max(map(len, chains))
-        width = max(1, int8.MOST_NODES // len(slots)) if self._is_alone else longest
+        width = max(1, MOST_NODES // len(slots)) if self._is_alone else longest
         for start in range(0, longest, width):
             parts = [chain[start : start + width] for chain in chains]
             wide = [stream[start : start + width] for stream in streams if stream is not None]
             buffers = self._buffers(slots.start, len(slots), max(map(len, parts)))
-            nodes, lengths = nodes_of.Nodes.from_chains(parts), self.cache.row_lengths(slots.start, len(slots))
+            nodes, lengths = Nodes.from_chains(parts), self.cache.row_lengths(slots.start, len(slots))
             outputs = native.feed(
                 nodes, lengths, *buffers, wide[0] if len(wide) == 1 else torch.cat(wide), is_true=True
             )
@@ -311,9 +258,9 @@ class EagleRows(CachedStates):
         layer: torch.nn.Module = self._target.shadow.get_output_embeddings() if own is None else own
         return layer
 
-    def _kernels_for(self, num_nodes: int) -> int8.Int8Head | None:
+    def _kernels_for(self, num_nodes: int) -> Int8Head | None:
         """The kernels, where a call of so many nodes is for them."""
-        return self.native if num_nodes > 0 and (self._is_alone or num_nodes <= int8.MOST_NODES) else None
+        return self.native if num_nodes > 0 and (self._is_alone or num_nodes <= MOST_NODES) else None
 
     def _buffers(self, first_row: int, num_rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of neighbouring rows for the kernels, with room for so many more columns."""
@@ -326,7 +273,7 @@ class EagleRows(CachedStates):
         rows = slice(first_row, first_row + num_rows)
         return layer.keys[rows], layer.values[rows]
 
-    def _run(self, nodes: nodes_of.Nodes, given: torch.Tensor, first_row: int, *, is_true: bool) -> torch.Tensor:
+    def _run(self, nodes: Nodes, given: torch.Tensor, first_row: int, *, is_true: bool) -> torch.Tensor:
         """Run nodes behind the committed columns of neighbouring rows.
 
         Args:
@@ -336,13 +283,13 @@ class EagleRows(CachedStates):
         with torch.inference_mode():
             return self._outputs(nodes, given, first_row, is_true)
 
-    def _outputs(self, nodes: nodes_of.Nodes, given: torch.Tensor, first_row: int, is_true: bool) -> torch.Tensor:
+    def _outputs(self, nodes: Nodes, given: torch.Tensor, first_row: int, is_true: bool) -> torch.Tensor:
         num_rows, width = nodes.tokens.shape
         device = self._target.device
         trunks = [length - nodes.num_fed for length in self.cache.row_lengths(first_row, num_rows)]
         nodes, starts, _, own, counts = layouts.placed(nodes, trunks, None, device)
         is_padded = num_rows > 1 and nodes.num_real < num_rows * width
-        flat = nodes_of.FlatNodes(nodes.counts, width, device) if is_padded else None
+        flat = FlatNodes(nodes.counts, width, device) if is_padded else None
         columns = self.cache.open(first_row, num_rows, width, flat, starts + nodes.num_fed)
         visible = None if nodes.is_one_token else self._masks.visible(nodes, starts, columns, counts)
         mask = None if visible is None else self._masks.formatted(visible)
@@ -351,7 +298,7 @@ class EagleRows(CachedStates):
         given = torch.nan_to_num(given)
         if flat is not None:
             tokens, own, given = (flat.listed(values)[None] for values in (tokens, own, given))
-        placed = layers.AttentionContext(*self.head.place(own), mask, self.cache, flat)
+        placed = AttentionContext(*self.head.place(own), mask, self.cache, flat)
         features = self.head.features(given) if is_true else given
         outputs = self.head(self._embedded(tokens), features, placed)
         return outputs if flat is None else flat.spread(outputs[0])
@@ -363,26 +310,26 @@ class EagleRows(CachedStates):
         return packing.embedding_rows(own, tokens.clamp(max=own.num_embeddings - 1))
 
 
-def _drawing(draft: GrowingDraft) -> int8.RankingNoise | None:
+def _drawing(draft: GrowingDraft) -> RankingNoise | None:
     """How the target draws the tokens that a draft foresees; None where it takes its likeliest."""
     sampler, start = draft.row.sampler, len(draft.row.token_ids)
     if sampler.is_greedy:
         return None
     warper = sampler.warper
     keys = [noise.row_key(sampler.seed, start + depth) for depth in range(draft.cap)]
-    return int8.RankingNoise(keys, (warper.top_k, warper.temperature, warper.top_p, warper.min_p))
+    return RankingNoise(keys, (warper.top_k, warper.temperature, warper.top_p, warper.min_p))
 
 
-def int8_head(head: EagleHead, target: CausalLM, output: torch.nn.Module) -> int8.Int8Head | None:
+def int8_head(head: EagleHead, target: CausalLM, output: torch.nn.Module) -> Int8Head | None:
     """The head as the kernels run it; None where it runs as a module.
 
     Heads that were made in memory run as modules, since their weights may still change; so do those of eager targets.
     """
-    if target.execution.kind == "eager" or not int8.is_frozen(head) or target.device.type != "cpu":
+    if target.execution.kind == "eager" or not is_frozen(head) or target.device.type != "cpu":
         return None
     own = head.embed_tokens
     table = packing.embedding_weight(target.shadow.get_input_embeddings() if own is None else own)
     kernels = kernels_of.library()
-    if kernels is None or int8.why_not(head, table, kernels) is not None or not int8.is_plain(output):
+    if kernels is None or why_not(head, table, kernels) is not None or not is_plain(output):
         return None
-    return int8.Int8Head(head, table, output, kernels)
+    return Int8Head(head, table, output, kernels)

@@ -7,30 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from math import inf, log
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Protocol
+
+import torch
 
 from foredraft.config.acceptance import RULES
-from foredraft.config.drafting import BranchOptions, depth_within, draft_sampling, node_limit
-from foredraft.config.options import flag, number, option, whole
-from foredraft.drafters.lengths import ANY_LOOK, NOTHING, Fixed, LengthOptions, LengthPolicy
 from foredraft.drafters.parts.candidates import SHARPNESS, Candidates, Parents, Scored
 from foredraft.drafters.parts.draft import GrowingDraft
 from foredraft.engine.drafter import DraftSize, StepResult
 from foredraft.engine.row import Row
-from foredraft.errors import ConfigError
-from foredraft.lazy import Lazy
+from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.methods.lengths import NOTHING, Fixed, LengthPolicy
+from foredraft.methods.rank_tree import RankTree, TreeShape
+from foredraft.sampling import noise
+from foredraft.sampling.processors import Sampler
 from foredraft.tree import DraftPlan, DraftTree
-
-if TYPE_CHECKING:
-    import torch
-
-    from foredraft.drafters.parts.rank_tree import RankTree, TreeShape
-    from foredraft.heads.vocabulary import DraftVocabulary
-    from foredraft.sampling import noise
-    from foredraft.sampling.processors import Sampler
-else:
-    torch = Lazy("torch")
-    noise = Lazy("foredraft.sampling.noise")
 
 
 class Expander(Protocol):
@@ -362,56 +353,3 @@ def _parents(picks: Sequence[_Pick]) -> Parents:
     rows = [pick.draft.row for pick in picks]
     positions = [len(row.token_ids) + pick.depth for row, pick in zip(rows, picks, strict=True)]
     return Parents([row.sampler for row in rows], [pick.path for pick in picks], positions)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrowthOptions(LengthOptions, BranchOptions):
-    """How a draft is grown."""
-
-    looks: ClassVar[frozenset[str]] = ANY_LOOK
-    max_draft_nodes: int | None = node_limit()
-    draft_beam_width: int | None = option(
-        whole(1), help="nodes of a level that get children; by default num_draft_branches"
-    )
-    draft_rerank: bool = option(
-        flag(), False, "keep all siblings while a draft grows, and the likeliest max_draft_nodes of them in the end"
-    )
-    draft_sharpness: float | None = option(
-        number(0.0, above=True),
-        help="power of the drafter's distribution where draft_rerank ranks nodes for a greedy target; 1 is itself. By "
-        "default that by which first choices are right as often as they are said to be",
-    )
-    draft_sample_method: str = draft_sampling(
-        "greedy takes the argmax of the drafter, probabilistic draws from its distribution",
-    )
-
-    def check(self) -> None:
-        super().check()
-        if self.draft_rerank and self.max_draft_nodes is None:
-            raise ConfigError("draft_rerank chooses the best nodes of a draft; give max_draft_nodes, how many")
-        if self.draft_rerank and not self.rule.shares_noise:
-            raise ConfigError(
-                f"rejection_sample_method={self.rule.name!r} needs every node that was drawn, and draft_rerank drops "
-                "the unlikely ones; use 'match'"
-            )
-
-    @property
-    def num_branches(self) -> int:
-        return max(self.num_draft_branches, self.draft_beam_width or 1)
-
-    def growth(self, target_vocab_size: int) -> dict[str, Any]:
-        """Arguments of `foredraft.drafters.parts.growth.Growth`."""
-        depth = self.num_speculative_tokens
-        if not self.draft_rerank:
-            depth = depth_within(depth, self.max_draft_nodes, self.draft_beam_width or self.num_draft_branches)
-        return {
-            "target_vocab_size": target_vocab_size,
-            "num_branches": self.num_draft_branches,
-            "beam_width": self.draft_beam_width,
-            "reranks": self.draft_rerank,
-            "max_nodes": self.max_draft_nodes if self.draft_rerank else None,
-            "sample_method": self.draft_sample_method,
-            "acceptance": self.rejection_sample_method,
-            "sharpness": self.draft_sharpness,
-            "policy": self.new_policy(depth),
-        }

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
+import torch
+
+from foredraft.drafters.parts.draft import GrowingDraft
+from foredraft.drafters.parts.growth import Growth
 from foredraft.drafters.parts.rows import growing, spans
 from foredraft.engine.drafter import DraftCache, Drafter, DraftSize, Features, PromptChunk, StepResult
 from foredraft.engine.row import Row, RowState
-from foredraft.lazy import Lazy
-
-if TYPE_CHECKING:
-    import torch
-
-    import foredraft.model.cache.ragged as ragged
-    from foredraft.drafters.parts.draft import GrowingDraft
-    from foredraft.drafters.parts.growth import Growth
-    from foredraft.heads.medusa_hydra import PrefixLayer
-    from foredraft.tree import DraftTree
-else:
-    torch = Lazy("torch")
-    ragged = Lazy("foredraft.model.cache.ragged")
+from foredraft.heads.medusa_hydra import PrefixLayer
+from foredraft.model.cache import ragged
+from foredraft.tree import DraftTree
 
 TakeStates = Callable[[Features, Sequence[int]], "torch.Tensor"]
 """The states (n, H) that heads read, of some nodes."""
@@ -36,12 +30,31 @@ def last_hidden(features: Features, nodes: Sequence[int]) -> torch.Tensor:
 
 @dataclass(eq=False)
 class HeadRow(RowState):
-    """What heads draft from in a row: the state (H,) of its last committed token; None where there is none yet."""
+    """What heads draft from in a row.
 
+    Args:
+      states: states of all rows.
+      last: the state (H,) of the last committed token; None where there is none yet.
+      owed: inputs of committed tokens whose states are made later.
+      first: index in the text of the first of these tokens.
+    """
+
+    states: HeadStates
     last: torch.Tensor | None = None
+    owed: list[torch.Tensor] = field(default_factory=list)
+    first: int = 0
 
     def copied(self) -> HeadRow:
-        return replace(self)
+        return HeadRow(self.states, self.last)
+
+    def taken(self) -> torch.Tensor:
+        """The inputs that are owed, which are none any more."""
+        inputs, self.owed = self.owed, []
+        return inputs[0] if len(inputs) == 1 else torch.cat(inputs)
+
+    def ended(self, row: Row, *, is_kept: bool) -> None:
+        if is_kept:
+            self.states.settle([row])
 
 
 class HeadStates:
@@ -61,12 +74,12 @@ class HeadStates:
 
     def __contains__(self, row: Row) -> bool:
         """Whether there is anything to draft from."""
-        return self in row.state and row.state[self].last is not None
+        return self in row.state and (row.state[self].last is not None or bool(row.state[self].owed))
 
     def state_of(self, row: Row) -> HeadRow:
         """The state of a row, a new one where it has none."""
         if self not in row.state:
-            row.state[self] = HeadRow()
+            row.state[self] = HeadRow(self)
         state: HeadRow = row.state[self]
         return state
 
@@ -85,6 +98,13 @@ class HeadStates:
         starts = [len(row.token_ids) - 1 - len(result.emitted) for row, result in zip(rows, results, strict=True)]
         if rows:
             self._take_in(rows, states, starts)
+
+    def settle(self, rows: Iterable[Row]) -> None:
+        """Make all states of rows that are still to be made."""
+        owing = [row for row in rows if self in row.state and row.state[self].owed]
+        if owing:
+            states = [self.state_of(row) for row in owing]
+            self._take_in(owing, [state.taken() for state in states], [state.first for state in states])
 
     def _take_in(self, rows: Sequence[Row], states: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
         """Take in the states (n, H) of the next tokens of rows.

@@ -8,23 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedModel
 
 from foredraft.errors import ConfigError
 from foredraft.folders import keep_json, read_own_json
-from foredraft.lazy import Lazy
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    import foredraft.model.lm as lm
-    from foredraft.model import sublayers
-    from foredraft.model.execution import rounding
-    from foredraft.model.lm import CausalLM
-else:
-    lm = Lazy("foredraft.model.lm")
-    rounding = Lazy("foredraft.model.execution.rounding")
-    sublayers = Lazy("foredraft.model.sublayers")
+from foredraft.methods.selfdraft import LayerSetOptions, LayerSkipOptions
+from foredraft.model import sublayers
+from foredraft.model.execution.rounding import quantize_linears
+from foredraft.model.lm import CausalLM, Nodes
 
 FORMAT = "foredraft-layer-set"
 
@@ -43,6 +36,17 @@ class LayerSet:
     mlp: tuple[int, ...] = ()
     num_layers: int | None = None
     details: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def given(cls, options: LayerSetOptions, num_layers: int) -> LayerSet | None:
+        """The set that options give, for a model of ``num_layers`` layers; None where they give none."""
+        if isinstance(options, LayerSkipOptions) and options.exit_layer is not None:
+            return cls.exit_at(options.exit_layer, num_layers)
+        if options.layer_set is not None:
+            return cls.load(options.layer_set)
+        if options.num_ways:
+            return cls(options.skipped_attention or (), options.skipped_mlp or ())
+        return None
 
     @classmethod
     def exit_at(cls, layer: int, num_layers: int) -> LayerSet:
@@ -137,7 +141,7 @@ def quantized(target: CausalLM, group_size: int, layer_set: LayerSet, *, with_he
     layer_set.check(target.num_layers, target.name)
 
     def edit(variant: CausalLM, model: PreTrainedModel) -> None:
-        rounding.quantize_linears(model, group_size, with_head=with_head)
+        quantize_linears(model, group_size, with_head=with_head)
         if len(layer_set):
             leave_out(variant, layer_set)
 
@@ -151,7 +155,7 @@ def leave_out(variant: CausalLM, layer_set: LayerSet) -> None:
 
 def run_once(model: CausalLM) -> None:
     """One forward over a token, in a cache of its own."""
-    model.forward(lm.Nodes.from_chains([[0]]), model.new_cache(1, capacity=8))
+    model.forward(Nodes.from_chains([[0]]), model.new_cache(1, capacity=8))
 
 
 Sublayer = tuple[str, int]

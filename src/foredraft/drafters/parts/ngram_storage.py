@@ -7,23 +7,16 @@ import os
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from foredraft.drafters.parts.state_file import read_state, save_state
 from foredraft.errors import CheckpointError, ConfigError
-from foredraft.lazy import Lazy
+from foredraft.methods.lookup import RUNNER_UP_WEIGHT
 from foredraft.tree import DraftTree
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    torch = Lazy("torch")
-
-RUNNER_UP_WEIGHT = 0.25  # of a token that the target ranked high but did not choose; a chosen one weighs 1
-STORAGES = ("levels", "single")
 _FORMAT = "foredraft nasd 1"
 _TENSORS = ("contexts", "sizes", "totals", "tokens", "weights")
 

@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from foredraft.config.options import Options, anything, option
+import torch
+
+from foredraft.config.drafting import VocabularyOptions
+from foredraft.drafters.context import DrafterContext
 from foredraft.errors import ConfigError
-from foredraft.lazy import Lazy
-
-if TYPE_CHECKING:
-    import torch
-
-    import foredraft.heads.vocabulary as vocabularies
-    import foredraft.model.execution.forwards as forwards
-    import foredraft.model.execution.packing as packing
-    from foredraft.drafters.context import DrafterContext
-    from foredraft.heads.eagle import EagleHead
-    from foredraft.heads.vocabulary import DraftVocabulary
-    from foredraft.model.lm import CausalLM
-else:
-    torch = Lazy("torch")
-    forwards = Lazy("foredraft.model.execution.forwards")
-    packing = Lazy("foredraft.model.execution.packing")
-    vocabularies = Lazy("foredraft.heads.vocabulary")
-
-
-@dataclass(frozen=True, kw_only=True)
-class VocabularyOptions(Options):
-    """Which tokens may be drafted at all.
-
-    Source: FR-Spec (Zhao et al. 2025, arXiv:2502.14856).
-    """
-
-    draft_vocabulary: Any = option(
-        anything("file with a JSON list of token ids"),
-        help="tokens that may be drafted, so that only their rows of the output layer are read; by default all",
-    )
+from foredraft.heads.eagle import EagleHead
+from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.model.execution import forwards, packing
+from foredraft.model.lm import CausalLM
 
 
 def chosen_vocabulary(
@@ -56,9 +32,9 @@ def chosen_vocabulary(
         return None
     size = context.target.vocab_size
     if isinstance(given, (list, tuple)):
-        found = vocabularies.DraftVocabulary.of(given, size)
+        found = DraftVocabulary.of(given, size)
     elif isinstance(given, str) or hasattr(given, "__fspath__"):
-        found = vocabularies.DraftVocabulary.load(given, size)
+        found = DraftVocabulary.load(given, size)
     else:
         raise ConfigError(f"draft_vocabulary is {type(given).__name__}; give a file, or a list of token ids")
     eos = getattr(context.tokenizer, "eos_token_id", None)

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
-from foredraft.lazy import Lazy
-
-if TYPE_CHECKING:
-    import torch
-
-    import foredraft.model.lm as lm
-    from foredraft.drafters.parts.draft import GrowingDraft
-    from foredraft.engine.row import Row
-    from foredraft.model.cache.ragged import KVCache
-    from foredraft.model.lm import CausalLM
-else:
-    torch = Lazy("torch")
-    lm = Lazy("foredraft.model.lm")
-
+from foredraft.drafters.parts.draft import GrowingDraft
+from foredraft.engine.row import Row
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.lm import CausalLM, Nodes
 
 MAX_GAP = 2
 """Slots between two rows that are fed together, which are padding."""
@@ -46,7 +36,7 @@ class FedNodes:
         self._lengths = cache.lengths[self.first : slots[-1] + 1]
         self._num_fed = 0
 
-    def nodes(self, drafts: Sequence[GrowingDraft], *, are_chains: bool) -> lm.Nodes:
+    def nodes(self, drafts: Sequence[GrowingDraft], *, are_chains: bool) -> Nodes:
         """The frontier of every draft, for rows ``first`` to ``first + num_rows - 1``."""
         width = max(1, *(len(draft.frontier) for draft in drafts))
         num_fed = self._num_fed
@@ -60,8 +50,8 @@ class FedNodes:
                 counts[place] = len(draft.frontier)
                 tokens[place, : counts[place]] = torch.tensor([draft.tokens[node] for node in draft.frontier])
         if are_chains:
-            return lm.Nodes(tokens, torch.tensor([[0 if count else -1 - num_fed] for count in counts]), tuple(counts))
-        return lm.Nodes(tokens, *self._shape(drafts, num_fed, width, counts), num_fed=num_fed)
+            return Nodes(tokens, torch.tensor([[0 if count else -1 - num_fed] for count in counts]), tuple(counts))
+        return Nodes(tokens, *self._shape(drafts, num_fed, width, counts), num_fed=num_fed)
 
     def _shape(
         self, drafts: Sequence[GrowingDraft], num_fed: int, width: int, counts: Sequence[int]

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from foredraft.drafters.parts.draft import GrowingDraft
 from foredraft.drafters.parts.growth import Growth
 from foredraft.drafters.parts.layer_set import LayerSet, quantized, skipping
 from foredraft.drafters.parts.rows import FedNodes, chains_by_slot, growing, reach
+from foredraft.drafters.parts.sparse_view import SparseView
 from foredraft.engine.drafter import Drafter, DrafterFacts, DraftSize, Needs, StepResult
+from foredraft.engine.memory import bytes_per_token
 from foredraft.engine.row import Row
-from foredraft.lazy import Lazy
-
-if TYPE_CHECKING:
-    import torch
-
-    import foredraft.engine.memory as memory_of
-    import foredraft.model.lm as lm
-    from foredraft.drafters.parts.draft import GrowingDraft
-    from foredraft.drafters.parts.sparse_view import SparseView
-    from foredraft.model.cache.ragged import KVCache
-    from foredraft.model.lm import CausalLM
-    from foredraft.tree import DraftTree
-else:
-    lm = Lazy("foredraft.model.lm")
-    memory_of = Lazy("foredraft.engine.memory")
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.lm import CausalLM, Nodes
+from foredraft.tree import DraftTree
 
 
 class SelfDrafter(Drafter):
@@ -85,7 +78,7 @@ class SelfDrafter(Drafter):
         self.growth.takes_trees = target.supports_trees
         if self._view is None:
             return Needs()
-        return Needs(caches=(self._view.own_cache(lambda: memory_of.bytes_per_token(self.model)),))
+        return Needs(caches=(self._view.own_cache(lambda: bytes_per_token(self.model)),))
 
     def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         drafts = [
@@ -107,7 +100,7 @@ class SelfDrafter(Drafter):
     def open(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         """Feed the pending tokens."""
         first, chains = drafts[0].row.slot, chains_by_slot(drafts, [[draft.row.pending] for draft in drafts])
-        logits = self.model.forward(lm.Nodes.from_chains(chains), self._cache, first_row=first)
+        logits = self.model.forward(Nodes.from_chains(chains), self._cache, first_row=first)
         self._cache.commit(list(map(range, map(len, chains))), first)
         self._fed = FedNodes(self._cache, drafts)
         return self._fed.listed(self._watched(logits, first), drafts)

@@ -6,12 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from foredraft.errors import ConfigError
+from foredraft.methods.lookup import MATCHES
 
 _MAX_OCCURRENCES = 32  # looked at per n-gram and step, so that a text of one repeated token costs no more than another
-
-
-MATCHES = ("latest", "earliest")
-"""Which of several occurrences of a suffix comes first."""
 
 
 class SuffixIndex:

@@ -6,90 +6,23 @@ arXiv:2404.16710), without its training.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
-from foredraft.config.drafting import draft_length
-from foredraft.config.method import Method
-from foredraft.config.options import one_of, option, path, whole, whole_numbers
-from foredraft.drafters.parts.growth import GrowthOptions
+import torch
+
+from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.parts.layer_set import FEWEST_LAYERS, NUM_SCORED, LayerSet, SwiftSearch, run_once
 from foredraft.drafters.parts.self_draft import SelfDrafter
+from foredraft.engine.drafter import DraftSize
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError, UnsupportedModelError
-from foredraft.lazy import Lazy
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-
-    import foredraft.model.lm as lm
-    from foredraft.drafters.context import DrafterContext
-    from foredraft.engine.drafter import DraftSize
-    from foredraft.engine.row import Row
-    from foredraft.model import sublayers
-    from foredraft.model.cache.ragged import KVCache
-    from foredraft.model.lm import CausalLM
-    from foredraft.sampling import distribution
-    from foredraft.tree import DraftTree
-else:
-    torch = Lazy("torch")
-    lm = Lazy("foredraft.model.lm")
-    distribution = Lazy("foredraft.sampling.distribution")
-    sublayers = Lazy("foredraft.model.sublayers")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerSetOptions(GrowthOptions):
-    """Which layers are left out, given in one of several ways."""
-
-    layer_set: str | None = option(path(is_read=True), help="file that foredraft tune layer-skip wrote")
-    skipped_attention: tuple[int, ...] | None = option(whole_numbers(), help="layers whose attention is left out")
-    skipped_mlp: tuple[int, ...] | None = option(whole_numbers(), help="layers whose MLP is left out")
-
-    @property
-    def num_ways(self) -> int:
-        """The number of ways in which the options say what is left out."""
-        by_index = self.skipped_attention is not None or self.skipped_mlp is not None
-        return (self.layer_set is not None) + by_index
-
-    def check(self) -> None:
-        super().check()
-        if self.num_ways > 1:
-            raise ConfigError("layer_set, exit_layer and skipped_attention / skipped_mlp exclude each other; give one")
-
-    def given_set(self, num_layers: int) -> LayerSet | None:
-        """The layer set that is given, for a model of ``num_layers`` layers."""
-        if self.layer_set is not None:
-            return LayerSet.load(self.layer_set)
-        if self.num_ways:
-            return LayerSet(self.skipped_attention or (), self.skipped_mlp or ())
-        return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerSkipOptions(LayerSetOptions):
-    """Keys of drafting with fewer layers."""
-
-    method: ClassVar[str] = "layer_skip"
-    own_policy: ClassVar[str] = "acceptance"
-    num_speculative_tokens: int = draft_length(8)
-    exit_layer: int | None = option(whole(1), help="everything from this layer on is left out")
-    layer_search: str | None = option(
-        one_of(("swift",)),
-        help="swift looks for a better set while decoding, from the given one or its own; default where none is known",
-    )
-
-    @property
-    def num_ways(self) -> int:
-        return super().num_ways + (self.exit_layer is not None)
-
-    def given_set(self, num_layers: int) -> LayerSet | None:
-        return (
-            LayerSet.exit_at(self.exit_layer, num_layers)
-            if self.exit_layer is not None
-            else super().given_set(num_layers)
-        )
+from foredraft.methods.selfdraft import LayerSkipOptions
+from foredraft.model.cache.ragged import KVCache
+from foredraft.model.lm import CausalLM, Nodes, fit_vocabulary
+from foredraft.model.sublayers import SkippableLayers, Sublayers
+from foredraft.sampling import distribution
+from foredraft.tree import DraftTree
 
 
 class SwiftDrafter(SelfDrafter):
@@ -130,7 +63,7 @@ class SwiftDrafter(SelfDrafter):
         self.search = SwiftSearch(target.num_layers, self._start, self._seed)
 
         def edit(variant: CausalLM, _: Any) -> None:
-            self._layers = sublayers.SkippableLayers(variant.layers, lambda: run_once(variant), variant.changed)
+            self._layers = SkippableLayers(variant.layers, lambda: run_once(variant), variant.changed)
 
         variant = target.variant("some sublayers left out", edit)
         self._use(self.search.best)
@@ -173,8 +106,8 @@ class SwiftDrafter(SelfDrafter):
         fed, true = row.token_ids[first:-1], row.token_ids[first + 1 :]
         self.num_scoring_passes += 1
         with cache.kept(slot, first, cache.lengths[slot]):
-            logits = lm.fit_vocabulary(
-                self.model.forward(lm.Nodes.from_chains([fed]), cache, first_row=slot)[0], row.sampler.vocab_size
+            logits = fit_vocabulary(
+                self.model.forward(Nodes.from_chains([fed]), cache, first_row=slot)[0], row.sampler.vocab_size
             )
         if row.sampler.is_greedy:
             found = distribution.argmax(logits)
@@ -191,13 +124,13 @@ def build(options: LayerSkipOptions, context: DrafterContext) -> SelfDrafter:
     """Leaves out what is given, what a target of the zoo brings along, or what a search finds meanwhile."""
     target = context.target
     for layer in target.layers:
-        sublayers.Sublayers.of(layer)  # refuse layers that are built differently now, not later
+        Sublayers.of(layer)  # refuse layers that are built differently now, not later
     if target.shares_keys:
         raise UnsupportedModelError(
             f"method 'layer_skip' leaves out layers, and layers of {target.name} attend to keys and values of earlier "
             "ones (num_kv_shared_layers), which would not be there; choose another method, such as suffix"
         )
-    layer_set, brought = options.given_set(target.num_layers), context.asset("layer_set")
+    layer_set, brought = LayerSet.given(options, target.num_layers), context.asset("layer_set")
     if layer_set is None and brought is not None and options.layer_search is None:
         layer_set = LayerSet.load(brought)
     if layer_set is not None:
@@ -211,11 +144,3 @@ def build(options: LayerSkipOptions, context: DrafterContext) -> SelfDrafter:
             "give layer_set=FILE (from foredraft tune layer-skip), skipped_attention and skipped_mlp, or exit_layer"
         )
     return SelfDrafter(options.method, layer_set=layer_set, **options.growth(target.vocab_size))
-
-
-METHOD = Method(
-    LayerSkipOptions,
-    build,
-    summary="with the target itself, some of its layers left out",
-    aliases=("draft_and_verify", "self_speculative", "early_exit"),
-)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from foredraft.model.cache.ragged import KVCache
+from foredraft.model.cache.ragged import KVCache
 
 
 class CacheGroup:

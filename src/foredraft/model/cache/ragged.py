@@ -6,7 +6,7 @@ This is the only file that owns lengths, commit and rollback.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from transformers.cache_utils import Cache
@@ -27,9 +27,7 @@ from foredraft.model.cache.storage import (
     grown,
     held,
 )
-
-if TYPE_CHECKING:
-    from foredraft.model.nodes import FlatNodes
+from foredraft.model.nodes import FlatNodes
 
 KEPT_COLUMNS = 64
 """Columns behind a row that drafts have written, which are not given back."""

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from foredraft.model.cache import pages
+from foredraft.model.nodes import FlatNodes
 from foredraft.native.abi import SCALE_BYTES
 from foredraft.upload import upload
-
-if TYPE_CHECKING:
-    from foredraft.model.nodes import FlatNodes
-
 
 Device: TypeAlias = torch.device | str
 Rounded: TypeAlias = torch.dtype | None

@@ -18,16 +18,14 @@ Columns: TypeAlias = torch.Tensor | tuple[range, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring columns of a row of another cache, which a row of a view is to have behind its own.
+    """Neighbouring columns of a row of another cache, which that row of a view is to have behind its own.
 
     Args:
-      row: of the view.
-      source_row: of the other cache.
+      row: number of the row in both caches.
       first, last: from and to, the last one not included.
     """
 
     row: int
-    source_row: int
     first: int
     last: int
 
@@ -50,8 +48,8 @@ class ViewCache(KVCache):
         return self.lengths[row] + self.offsets[row]
 
     @torch.inference_mode()
-    def choose(self, row: int, source: KVCache, source_row: int, layers: Sequence[Columns]) -> None:
-        """Make the chosen columns of a row of another cache those of a row, in every layer as many.
+    def choose(self, row: int, source: KVCache, layers: Sequence[Columns]) -> None:
+        """Make the chosen columns of a row of another cache those of this row, in every layer as many.
 
         Raises: ShapeError where layers keep different numbers of columns.
         """
@@ -65,10 +63,10 @@ class ViewCache(KVCache):
                 continue
             self._begin(own, other)
             for kept, whole in ((own.keys, other.keys), (own.values, other.values)):
-                _copy(kept[row], whole[source_row], columns)
+                _copy(kept[row], whole[row], columns)
         self.lengths[row] = size
         self._hold(row, size)
-        self.offsets[row] = source.lengths[source_row] - size
+        self.offsets[row] = source.lengths[row] - size
 
     @torch.inference_mode()
     def append(self, source: KVCache, pieces: Sequence[Piece]) -> None:
@@ -86,38 +84,37 @@ class ViewCache(KVCache):
         spans = [(piece, range(piece.first, piece.last)) for piece in pieces]
         rows = self._index(piece.row for piece, span in spans for _ in span)
         targets = self._index(self.lengths[piece.row] + i for piece, span in spans for i in range(len(span)))
-        source_rows = self._index(piece.source_row for piece, span in spans for _ in span)
         sources = self._index(column for _, span in spans for column in span)
         for own, other in zip(self.layers, source.layers, strict=True):
             if other.is_initialized:
                 self._begin(own, other)
-                own.keys[rows, :, targets] = other.keys[source_rows, :, sources]  # (columns, heads, head_dim)
-                own.values[rows, :, targets] = other.values[source_rows, :, sources]
+                own.keys[rows, :, targets] = other.keys[rows, :, sources]  # (columns, heads, head_dim)
+                own.values[rows, :, targets] = other.values[rows, :, sources]
         for piece, span in spans:
             self.lengths[piece.row] += len(span)
             self._hold(piece.row, self.lengths[piece.row])
 
     @torch.inference_mode()
-    def give_back(self, row: int, target: KVCache, target_row: int) -> None:
-        """Commit the columns of a row that lie behind the end of a row of the other cache there, too.
+    def give_back(self, row: int, target: KVCache) -> None:
+        """Commit the columns of a row that lie behind the end of that row of the other cache there, too.
 
-        Of a view of 100 columns whose end is 950, where the other row holds 945, the columns 95 to 99.
+        Of a view of 100 columns whose end is 950, where the other cache holds 945, the columns 95 to 99.
 
         Raises: ShapeError where the view does not hold all of them.
         """
-        start, length = target.lengths[target_row], self.lengths[row]
+        start, length = target.lengths[row], self.lengths[row]
         count = self.end(row) - start
         if count <= 0:
             return
         if count > length:
-            raise ShapeError(f"row {row} of the view holds {length} columns; {count} are missing of row {target_row}")
+            raise ShapeError(f"row {row} of the view holds {length} columns; {count} are missing in the other one")
         target.reserve(start + count)
         for own, other in zip(self.layers, target.layers, strict=True):
             if own.is_initialized:
                 self._begin(other, own)
                 for kept, whole in ((own.keys, other.keys), (own.values, other.values)):
-                    whole[target_row, :, start : start + count] = kept[row, :, length - count : length]
-        target.commit([range(count)], target_row)
+                    whole[row, :, start : start + count] = kept[row, :, length - count : length]
+        target.commit([range(count)], row)
 
     def _index(self, numbers: object) -> torch.Tensor:
         return torch.tensor(list(numbers), device=self.device)  # type: ignore[call-overload]

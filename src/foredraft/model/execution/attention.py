@@ -11,20 +11,15 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from foredraft.model.nodes import folded
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from foredraft.model.nodes import FlatNodes, RowGroup
+from foredraft.model.nodes import FlatNodes, RowGroup, folded
 
 GROUPED_SDPA = "foredraft_sdpa"
 

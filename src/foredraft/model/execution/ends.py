@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foredraft.model.execution.builds import native_matrix, plain_attributes
@@ -35,9 +36,6 @@ from foredraft.model.execution.tracing import (
     part_of,
     traced,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from foredraft.config.keywords import did_you_mean
 from foredraft.errors import ConfigError, described
@@ -37,17 +39,10 @@ from foredraft.model.execution.packing import (
 from foredraft.model.execution.sharing import groups, make_ready, read_rows, tied_embedding
 from foredraft.model.execution.tracing import layer_program
 from foredraft.model.independence import other_products, quantised_layers
-from foredraft.model.nodes import NodeLogits, logits_to_keep
+from foredraft.model.nodes import FlatNodes, Logits, NodeLogits, logits_to_keep
 from foredraft.model.support import cache_argument
 from foredraft.native.library import KINDS, Library, library
 from foredraft.native.packed_matmul import PackedMatrix
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-    from transformers.cache_utils import Cache
-
-    from foredraft.model.nodes import FlatNodes, Logits
-
 
 WAYS = ("eager", "packed", "compiled")
 

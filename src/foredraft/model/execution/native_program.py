@@ -13,15 +13,17 @@ import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.cache.storage import RaggedLayer
+from foredraft.model.capture import Recorder
 from foredraft.model.execution.attention import is_seen
 from foredraft.model.execution.builds import TOLERANCE, check, native_matrix, rounding_in
 from foredraft.model.execution.calls import Calls
@@ -30,17 +32,11 @@ from foredraft.model.execution.forwards import changed_forward, linears, replace
 from foredraft.model.execution.lowering import NotTraceableError, Program
 from foredraft.model.execution.packing import PackedProduct, PackedRows
 from foredraft.model.execution.tracing import LayerProgram
-from foredraft.model.nodes import FlatNodes, NodeLogits, Nodes
+from foredraft.model.nodes import FlatNodes, Logits, NodeLogits, Nodes
 from foredraft.model.state import version_of
 from foredraft.native import abi
 from foredraft.native.library import CACHE_KINDS, KINDS, Library
 from foredraft.native.packed_matmul import PackedMatrix
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from foredraft.model.capture import Recorder
-    from foredraft.model.nodes import Logits
 
 logger = logging.getLogger("foredraft")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from foredraft.config.keywords import did_you_mean
 from foredraft.errors import ConfigError
+from foredraft.model.execution.execution import Execution
 from foredraft.model.execution.forwards import replacement
 from foredraft.model.execution.packing import PackedLinear, PackedProduct, dense_weight, release, unpacked_weight
 from foredraft.model.execution.sharing import (
@@ -31,9 +31,6 @@ from foredraft.model.execution.sharing import (
 from foredraft.model.independence import has_plain_weight
 from foredraft.native.codes import Kind, StoredCodes, Unrounded
 from foredraft.native.packed_matmul import CodesMatrix
-
-if TYPE_CHECKING:
-    from foredraft.model.execution.execution import Execution
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foredraft.model.execution.forwards import replace_forward, replaced, replacement
 from foredraft.model.execution.packing import PackedLinear, PackedRows
 from foredraft.native import memory
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def groups(model: PreTrainedModel, layers: Sequence[nn.Module]) -> list[list[nn.Module]]:

@@ -10,13 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
 
 from foredraft.errors import ForedraftError, described
 from foredraft.serve.app import Application
@@ -29,10 +31,6 @@ from foredraft.serve.ray.replica import Replica
 from foredraft.serve.ray.router import PrefixRouter
 from foredraft.serve.ray.watchdog import start_watchdog
 from foredraft.serve.served import Served, with_kv_limit
-
-if TYPE_CHECKING:
-    from ray.serve.handle import DeploymentHandle
-    from starlette.types import ASGIApp
 
 COLLECTOR = "foredraft-figures"
 NUM_CHECKS = 3

@@ -13,12 +13,17 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from threading import Thread
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
-from foredraft.serve.backend import check_tokens
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from foredraft.llm import LLM
+from foredraft.prompts.prompts import seeded
+from foredraft.serve.backend import QueuedRequest, check_tokens
 from foredraft.serve.errors import ApiError, ModelChanged
 from foredraft.serve.fair import PROMPT_COST, FairQueue
 from foredraft.serve.guards import ALLOWED_ID, REQUEST_ID
+from foredraft.serve.metrics import ClusterMetrics
 from foredraft.serve.ray.journal import FailoverState, Journal
 from foredraft.serve.ray.messages import (
     Accepted,
@@ -34,14 +39,6 @@ from foredraft.serve.ray.messages import (
     Started,
 )
 from foredraft.serve.settings import FailoverSettings
-from foredraft.sessions.prompts import seeded
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from foredraft.llm import LLM
-    from foredraft.serve.backend import QueuedRequest
-    from foredraft.serve.metrics import ClusterMetrics
 
 logger = logging.getLogger("foredraft.serve")
 

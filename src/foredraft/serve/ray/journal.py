@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import TYPE_CHECKING
 
+from foredraft.config.sampling import SamplingParams
+from foredraft.engine.frontend import CompletionOutput, FrozenList, Logprob, RequestOutput, StreamOutput
 from foredraft.engine.stats import RowStats
+from foredraft.serve.backend import QueuedRequest
 from foredraft.serve.fair import OUTPUT_COST, FairQueue, Turn
+from foredraft.serve.metrics import ClusterMetrics
 from foredraft.serve.ray.messages import Accepted, Delta, Finished, OutputIds, ReplicaRequest, Started
-from foredraft.sessions.outputs import FrozenList
-
-if TYPE_CHECKING:
-    from foredraft.config.sampling import SamplingParams
-    from foredraft.serve.backend import QueuedRequest
-    from foredraft.serve.metrics import ClusterMetrics
-    from foredraft.sessions.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
 
 
 @dataclass
@@ -29,7 +25,7 @@ class Text:
 
 
 class Journal:
-    """What was delivered of a request: `foredraft.sessions.runner.Stream`, as far as answers read it.
+    """What was delivered of a request: `foredraft.engine.frontend.Stream`, as far as answers read it.
 
     Args:
       params: of each prompt, with a seed.

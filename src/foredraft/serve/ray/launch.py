@@ -6,19 +6,16 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from foredraft.errors import ConfigError
+from foredraft.llm import LLM
 from foredraft.serve.backend import Backend, MetricsBackend
 from foredraft.serve.metrics import ClusterMetrics
+from foredraft.serve.ray.config import ClusterConfig
 from foredraft.serve.ray.failover import Called, ClusterBridge
 from foredraft.serve.ray.messages import Distant
+from foredraft.serve.served import Served
 from foredraft.serve.server import Server
-
-if TYPE_CHECKING:
-    from foredraft.llm import LLM
-    from foredraft.serve.ray.config import ClusterConfig
-    from foredraft.serve.served import Served
 
 APPLICATION = "foredraft"
 STORE_BYTES = 100_000_000

@@ -6,20 +6,18 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
+from foredraft.config.engine import EngineConfig, Promise
+from foredraft.config.sampling import SamplingParams
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.engine.frontend import RequestOutput, StreamOutput
+from foredraft.engine.stats import RowStats
+from foredraft.llm import LLM
+from foredraft.loading.info import ModelInfo
+from foredraft.serve.app import Application
 from foredraft.serve.errors import ApiError
 from foredraft.serve.served import Served
-
-if TYPE_CHECKING:
-    from foredraft.config.engine import EngineConfig, Promise
-    from foredraft.config.sampling import SamplingParams
-    from foredraft.config.speculative import SpeculativeConfig
-    from foredraft.engine.stats import RowStats
-    from foredraft.llm import LLM
-    from foredraft.loading.info import ModelInfo
-    from foredraft.serve.app import Application
-    from foredraft.sessions.outputs import RequestOutput, StreamOutput
 
 OutputIds = tuple[tuple[int, ...], ...]
 """What each sample of a prompt has said."""

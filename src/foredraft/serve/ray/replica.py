@@ -11,10 +11,11 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from prometheus_client import Gauge
 
+from foredraft.engine.frontend import StreamOutput
+from foredraft.llm import LLM
 from foredraft.serve.backend import QueuedRequest
 from foredraft.serve.bridge import Bridge
 from foredraft.serve.errors import ApiError
@@ -30,12 +31,8 @@ from foredraft.serve.ray.messages import (
     ReplicaRequest,
     Started,
 )
+from foredraft.serve.served import Served
 from foredraft.serve.settings import SIGN_SECONDS
-
-if TYPE_CHECKING:
-    from foredraft.llm import LLM
-    from foredraft.serve.served import Served
-    from foredraft.sessions.outputs import StreamOutput
 
 logger = logging.getLogger("foredraft.serve")
 

@@ -1,0 +1,179 @@
+"""How heads are loaded, and the static trees of those that draft in one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+
+from foredraft.config.drafting import ModelOptions
+from foredraft.drafters.context import DrafterContext
+from foredraft.errors import CheckpointError, ConfigError
+from foredraft.heads.checkpoint import Checkpoint, read_checkpoint
+from foredraft.heads.layers import MLP, Attention
+from foredraft.methods import CheckpointFacts, methods, recognized_in
+from foredraft.methods.heads import HeadOptions
+from foredraft.methods.rank_tree import RankTree
+from foredraft.model.capture import check_width
+from foredraft.model.execution import forwards, packing
+from foredraft.model.lm import CausalLM
+
+DEFAULT_NODES = {"float32": 8, "half": 16, "accelerator": 64}
+"""Nodes of the tree, root included, where nothing is said: as many as are cheap to verify. On a CPU a forward over 16
+takes 1.1 to 1.5 times as long as over one, and over 64 two to three times; see docs/methods/token_recycling.md."""
+
+
+def static_tree(options: HeadOptions, target: CausalLM, accuracies: list[list[float]], num_heads: int) -> RankTree:
+    """The tree that is drafted.
+
+    Args:
+      accuracies: usual ones of such heads, for the tree where none was given.
+      num_heads: how deep they can draft.
+
+    Raises: ConfigError for a tree that is deeper than there are heads, or has too many siblings for the vocabulary.
+    """
+    if options.speculative_token_tree is None:
+        most_nodes = options.max_draft_nodes or default_nodes(target)
+        return RankTree.grown(accuracies[:num_heads], most_nodes, name="default")
+    given = RankTree.parse(options.speculative_token_tree)
+    if given.depth > num_heads:
+        raise ConfigError(
+            f"the tree {given.name!r} is {given.depth} levels deep, and there are {num_heads} heads, one per "
+            "level; choose another tree, or leave speculative_token_tree out"
+        )
+    widest = max(path[-1] for path in given.paths) + 1
+    if widest > target.vocab_size:
+        raise ConfigError(
+            f"the tree {given.name!r} has {widest} siblings, and the vocabulary {target.vocab_size} tokens; narrow it"
+        )
+    return given
+
+
+def default_nodes(target: CausalLM) -> int:
+    """Nodes of the tree where nothing is said, root included."""
+    if target.device.type != "cpu":
+        return DEFAULT_NODES["accelerator"]
+    return DEFAULT_NODES["half" if target.dtype.itemsize == 2 else "float32"]
+
+
+Head = TypeVar("Head", bound=nn.Module)
+
+logger = logging.getLogger("foredraft")
+
+
+def load_head(
+    options: ModelOptions,
+    context: DrafterContext,
+    kind: type[Head],
+    read: Callable[[Checkpoint], tuple[Head, Sequence[str]]],
+    published: Sequence[str] = (),
+) -> Head:
+    """The head that a config names; loaded once, and kept for the drafters to come.
+
+    Args:
+      options: of a method whose ``model`` is a head: a folder, a hub id or a loaded one; without one, the head that a
+        target of the zoo brings along is taken.
+      kind: the class of loaded ones.
+      read: makes the head of a checkpoint, and says where its config was wrong.
+      published: hub ids of heads for targets of this size.
+
+    Raises: ConfigError where none is named, or a loaded one does not fit the target's device or dtype; CheckpointError
+      for a checkpoint that does not fit; UnsupportedModelError for a target that no head fits.
+    """
+    target, given, method = context.target, options.model, options.method
+    check_width(target.name, target.shadow)
+    if given is None:
+        given = context.asset(methods()[method].head)
+    if given is None:
+        known = f"; published for targets of this size: {', '.join(published)}" if published else ""
+        raise ConfigError(
+            f"method {method!r} needs a head that was trained for this target{context.brings_none}; give model, a "
+            f"folder or hub id{known}"
+        )
+    if options.dtype is not None and str(options.dtype).removeprefix("torch.") != name_of(target):
+        raise ConfigError(f"dtype is {options.dtype!r}, and a head runs in that of its target, {name_of(target)}")
+    if isinstance(given, kind):
+        parameter = next(given.parameters())
+        if (parameter.dtype, parameter.device) != (target.dtype, target.device):
+            raise ConfigError(
+                f"the head is {parameter.dtype} on {parameter.device}, and its target {target.dtype} on "
+                f"{target.device}; move it with head.to(...)"
+            )
+        return given
+    if not isinstance(given, str) and not hasattr(given, "__fspath__"):
+        raise ConfigError(
+            f"model is {type(given).__name__}, and method {method!r} drafts with a head; give a folder, a hub id or a "
+            f"{kind.__name__}"
+        )
+    return context.keep((kind.__name__, str(given), options.revision), lambda: _loaded(given, options, target, read))
+
+
+def _loaded(
+    given: Any, options: ModelOptions, target: CausalLM, read: Callable[[Checkpoint], tuple[Head, Sequence[str]]]
+) -> Head:
+    found = read_checkpoint(given, options.revision)
+    check_kind(found, options.method)
+    check_sizes(found)
+    head, notes = read(found)
+    num_parameters = sum(parameter.numel() for parameter in head.parameters())
+    head = head.to(device=target.device, dtype=target.dtype).eval()
+    for parameter in head.parameters():
+        parameter.requires_grad_(False)
+    if target.execution.kind != "eager":
+        pack(head)
+    level = logging.DEBUG if options.model is None else logging.INFO  # one on board is in the load line
+    logger.log(level, "%s: a head of %.1f M parameters for method %s", found.name, num_parameters / 1e6, options.method)
+    for note in notes:
+        logger.info("%s: %s", found.name, note)
+    return head
+
+
+def check_sizes(found: Checkpoint) -> None:
+    """Refuse tensors that no layer has: those of no number, and of one without a dimension.
+
+    Raises: CheckpointError, naming them.
+    """
+    odd = [name for name, shape in found.shapes.items() if 0 in shape or not shape]
+    if odd:
+        shown = ", ".join(odd[:3]) + (f" and {len(odd) - 3} more" if len(odd) > 3 else "")
+        raise CheckpointError(f"tensors of {found.name} are empty or a single number: {shown}; download it again")
+
+
+def check_kind(found: Checkpoint, method: str) -> None:
+    """Refuse a head of another kind than the method drafts with; what no method knows is left to the layout's reader.
+
+    Raises: ConfigError, naming the method of that head.
+    """
+    known = recognized_in(CheckpointFacts(found.config, frozenset(found.tensors)))
+    if known is not None and known.head != methods()[method].head:
+        raise ConfigError(
+            f"{found.name} holds heads of {known.head!r}, and method {method!r} drafts with those of "
+            f"{methods()[method].head!r}; use method {known.name!r}, or name other heads"
+        )
+
+
+def pack(head: nn.Module) -> None:
+    """Run the linear layers of a head that nobody else holds by the library's own kernels, as those of the target are.
+
+    Layers that are given the same tensor become one product, which reads them in one call.
+    """
+    packable = set(packing.packable(head))
+    together: list[Sequence[nn.Module]] = []
+    for module in head.modules():
+        if isinstance(module, (Attention, MLP)):
+            together.append(module.sharing_input)
+    shared = {layer for group in together for layer in group}
+    groups = [*together, *([layer] for layer in head.modules() if layer not in shared)]
+    for group in groups:
+        if packable.issuperset(group):
+            product = packing.PackedProduct(group)
+            for index, layer in enumerate(group):
+                forwards.replace_forward(layer, packing.PackedLinear(product, index))
+            product.release()
+
+
+def name_of(target: CausalLM) -> str:
+    """``torch.bfloat16`` -> ``bfloat16``."""
+    return str(target.dtype).removeprefix("torch.")

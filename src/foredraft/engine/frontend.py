@@ -1,0 +1,922 @@
+"""All that stands between an interface (LLM, command line, server) and the engine: results, streams, and the runner
+that shares one engine between many calls."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from time import monotonic, perf_counter, sleep
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar, overload
+
+from foredraft.ending import is_running
+from foredraft.engine.acceptance_model import OF_REQUESTS, PREDICTION
+from foredraft.engine.budget import NOTHING_FOUND, counted, describe_cuts
+from foredraft.engine.stats import RowStats, StepTrace
+from foredraft.errors import CopyError, EngineBusyError, PromptError, as_exception, is_fatal, told
+
+if TYPE_CHECKING:
+    from foredraft.config.engine import Promise
+    from foredraft.config.sampling import SamplingParams
+    from foredraft.config.speculative import SpeculativeConfig
+    from foredraft.engine.engine import Engine
+    from foredraft.engine.logprobs import TokenLogprobs
+    from foredraft.engine.outputs import RowOutput
+    from foredraft.engine.row import Row
+    from foredraft.engine.stopping import Detokenizer
+    from foredraft.prompts.prompts import Prompt
+    from foredraft.tree import DraftTree
+
+logger = logging.getLogger("foredraft")
+
+T = TypeVar("T")
+
+Segments = tuple[tuple[str, str], ...]
+"""Pieces of text, each with the name of its source."""
+TARGET = "target"
+"""Source of a token that was not drafted."""
+
+IDLE_SECONDS = 10.0
+"""Time without requests after which memory is given back: longer than most pauses between two requests."""
+
+MIN_STEPS = 64  # steps of rows that have ended, before a low gain is logged
+MIN_ROW_TOKENS = 16  # shorter rows have hardly a step that could draft
+LOW_GAIN = 1.1  # tokens per step; a step that drafts costs that much more than a plain one on most machines
+
+_SHOWN_CHARACTERS = 100  # of a text, and
+_SHOWN_SAMPLES = 3  # of the samples of a request, in the repr of a result
+
+# -- results -------------------------------------------------------------------------------------------------------
+
+
+class FrozenList(list[T]):
+    """A list that cannot be changed, as vLLM's results are lists; it equals the tuple of its items, and can be hashed.
+
+    Its slices and sums are such lists as well. A sum that begins with another list is a plain list, and one that begins
+    with a tuple a tuple.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(list(other) if isinstance(other, tuple) else other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self))
+
+    def __add__(self, other: Any) -> Any:
+        return FrozenList((*self, *other)) if isinstance(other, (list, tuple)) else NotImplemented
+
+    def __radd__(self, other: Any) -> Any:  # of a list, ``list`` does it, in place for +=
+        return (*other, *self) if isinstance(other, tuple) else NotImplemented
+
+    @overload
+    def __getitem__(self, place: SupportsIndex, /) -> T: ...
+    @overload
+    def __getitem__(self, place: slice, /) -> FrozenList[T]: ...
+    def __getitem__(self, place: SupportsIndex | slice, /) -> T | FrozenList[T]:
+        return FrozenList(super().__getitem__(place)) if isinstance(place, slice) else super().__getitem__(place)
+
+    def __copy__(self) -> FrozenList[T]:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return FrozenList, (tuple(self),)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("results cannot be changed; make a list of your own of them: list(token_ids)")
+
+    append = extend = insert = pop = remove = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __imul__ = _refuse
+
+    def __iadd__(self, other: Any) -> Any:
+        """A new one in the place of this name, as for tuples."""
+        return self + other
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Log-probability of one token under the processed target distribution.
+
+    Args:
+      logprob: natural logarithm.
+      rank: 1 is the most likely token.
+      decoded_token: its text, None where no tokenizer is known.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class CompletionOutput:
+    """One sample of a request. Its repr is short; the fields have everything.
+
+    Args:
+      index: number of the sample, from 0 to ``n`` - 1.
+      text: text of ``token_ids``, cut before the stop string unless the parameters keep it; empty without a tokenizer.
+      token_ids: generated tokens, the EOS or stop token that ended them included, the prompt excluded.
+      cumulative_logprob: sum over ``token_ids``; None unless log-probabilities were asked for.
+      logprobs: per token, its own and the most likely ones; None unless asked for.
+      finish_reason: "stop", "length", "abort" or "error".
+      stop_reason: the stop token or stop string that ended it, the message of an error, None for EOS.
+      seed: of the request; sample i draws with ``mix(seed, i)``. Giving it again gives the same tokens again.
+    """
+
+    index: int
+    text: str
+    token_ids: FrozenList[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str
+    stop_reason: int | str | None
+    seed: int
+
+    def __repr__(self) -> str:
+        stop = "" if self.stop_reason is None else f", stop_reason={_shortened(self.stop_reason)}"
+        return (
+            f"CompletionOutput(index={self.index}, text={_shortened(self.text)}, {len(self.token_ids)} token_ids, "
+            f"finish_reason={self.finish_reason!r}{stop}, seed={self.seed})"
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class RequestMetrics:
+    """Counters and times of one request, its samples pooled.
+
+    None of them compares with plain decoding: ``tokens_per_step`` is not a speed-up, since a step that drafts costs
+    more than a plain one. Whether drafting pays is measured by ``foredraft bench``.
+
+    Args:
+      speculative_decoding: vLLM's fields, see `speculative_metrics`.
+      prefill_seconds: from submission to the first decode step; in a batch, waiting for other rows included.
+      decode_seconds: from the first decode step to the last.
+      tokens_per_second: generated tokens by ``decode_seconds``.
+      governor: where measured costs decide how much is drafted: ``estimated_speedup`` by plain decoding during the
+        call, None where no step verified a draft, and the ``decision`` of late with its reasons.
+      promise: guarantee for the tokens, compared with plain decoding; None under rules that keep the distribution
+        alone.
+      trace: plan, draft and acceptance of every decode step, sample by sample.
+    """
+
+    speculative_decoding: Mapping[str, Any] = field(default_factory=dict)
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    governor: Mapping[str, Any] | None = None
+    promise: Promise | None = None
+    trace: tuple[StepTrace, ...] = ()
+
+    def __repr__(self) -> str:
+        counts = self.speculative_decoding
+        return (
+            f"RequestMetrics(tokens_per_step={counts.get('tokens_per_step', 0.0):.2f}, "
+            f"draft_acceptance_rate={counts.get('draft_acceptance_rate', 0.0):.2f}, "
+            f"prefill_seconds={self.prefill_seconds:.3f}, decode_seconds={self.decode_seconds:.3f}, "
+            f"tokens_per_second={self.tokens_per_second:.1f}, trace of {len(self.trace)} steps)"
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class RequestOutput:
+    """The result for one prompt. Its repr is short; the fields have everything.
+
+    Args:
+      prompt: the text, None for a prompt of token ids.
+      finished: False when it was aborted before its end.
+      lossless: the acceptance rule keeps the distribution of the target.
+      num_cached_tokens: of the prompt, taken over from earlier requests instead of being fed (vLLM's field).
+      prompt_logprobs: per token of the prompt, None for the first, its own log-probability and the most likely ones by
+        the model alone; None unless asked for.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: FrozenList[int]
+    outputs: FrozenList[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    lossless: bool = True
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    def __repr__(self) -> str:
+        shown = [repr(sample) for sample in self.outputs[:_SHOWN_SAMPLES]]
+        if len(self.outputs) > _SHOWN_SAMPLES:
+            shown.append(f"and {len(self.outputs) - _SHOWN_SAMPLES} more")
+        return (
+            f"RequestOutput(request_id={self.request_id!r}, prompt={_shortened(self.prompt)}, "
+            f"{len(self.prompt_token_ids)} prompt_token_ids, outputs=[{', '.join(shown)}], finished={self.finished}, "
+            f"metrics={self.metrics!r})"
+        )
+
+
+@dataclass(frozen=True)
+class StreamOutput:
+    """The tokens and text that one step added to one sample of a streamed request.
+
+    Args:
+      prompt_index: number of the prompt, 0 for a single one.
+      index: number of the sample, from 0 to ``n`` - 1.
+      text: new text; tokens that only begin a character, and the beginning of a stop string, are held back.
+      segments: ``text`` in pieces, each with its source: the name of the drafter, or "target".
+      token_ids: new tokens.
+      num_accepted: how many of them, counted from the front, were drafted.
+      finish_reason, stop_reason: set on the last delta of the sample.
+      seed: of the request, as in `CompletionOutput`.
+      texts: ``text`` in pieces, one for each of the tokens: the text that it made certain, possibly none.
+      logprobs: log-probabilities for each of the tokens; None unless asked for.
+      tree: the draft that the step verified.
+      prompt_logprobs: of the prompt, with the first delta of each sample; None with later ones and unless asked for.
+    """
+
+    request_id: str
+    prompt_index: int
+    index: int
+    text: str
+    segments: Segments
+    token_ids: FrozenList[int]
+    num_accepted: int
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    texts: tuple[str, ...] = ()
+    logprobs: list[dict[int, Logprob]] | None = None
+    tree: DraftTree | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    seed: int = 0
+
+
+def _shortened(value: object) -> str:
+    """The repr of a text, cut where it is long."""
+    if not isinstance(value, str) or len(value) <= _SHOWN_CHARACTERS:
+        return repr(value)
+    return f"{value[: _SHOWN_CHARACTERS - 3]!r}..."
+
+
+def speculative_metrics(stats: RowStats, num_spec_tokens: int, is_lossless: bool = True) -> dict[str, Any]:
+    """vLLM's ``metrics.speculative_decoding``, with tau, the number of steps and ``lossless`` beside it.
+
+    ``mean_acceptance_length`` counts the bonus and averages over steps that drafted (1.0 when none did);
+    ``tokens_per_step`` (tau) averages over all decode steps. The histogram leaves the bonus out and holds
+    accepted counts that occurred, as strings of integers. ``num_proposed_tokens`` were drafted, ``num_draft_tokens`` of
+    them verified, and the others cut, by cause in ``num_cut_tokens``; ``num_undrafted_steps`` has the steps without a
+    draft by what kept them from having one (`foredraft.engine.budget`). Where several drafters had a part,
+    ``by_drafter`` says what each has proposed. ``accepted_prediction_tokens`` and ``rejected_prediction_tokens`` are
+    there where a prediction of the request's own was drafted; ``drafter_error`` where an exception has ended the
+    drafting of a row, and says which.
+    """
+    drafters: dict[str, Any] = {} if len(stats.drafted_by) < 2 else {"by_drafter": _by_drafter(stats)}
+    if stats.drafted_by[PREDICTION]:
+        drafters["accepted_prediction_tokens"] = stats.accepted_prediction_tokens
+        drafters["rejected_prediction_tokens"] = stats.rejected_prediction_tokens
+    if stats.drafter_error:
+        drafters["drafter_error"] = stats.drafter_error
+    histogram = {str(count): stats.acceptance_histogram[count] for count in sorted(stats.acceptance_histogram)}
+    return {
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "draft_acceptance_rate": stats.draft_acceptance_rate,
+        "acceptance_histogram": histogram,
+        "num_accepted_draft_tokens": stats.num_accepted_draft_tokens,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_spec_steps": stats.num_spec_steps,
+        "num_spec_tokens": num_spec_tokens,
+        "num_steps": stats.num_steps,
+        "num_proposed_tokens": stats.num_proposed_tokens,
+        "num_cut_tokens": dict(stats.num_cut_tokens),
+        "num_undrafted_steps": dict(stats.num_undrafted_steps) if num_spec_tokens else {},
+        "tokens_per_step": stats.tokens_per_step,
+        "lossless": is_lossless,
+        **drafters,
+    }
+
+
+def _by_drafter(stats: RowStats) -> dict[str, dict[str, int]]:
+    """Draft tokens proposed by each of several drafters, and how many of them were accepted."""
+    return {
+        name: {"num_draft_tokens": count, "num_accepted_draft_tokens": stats.accepted_by[name]}
+        for name, count in sorted(stats.drafted_by.items())
+    }
+
+
+# -- streams -------------------------------------------------------------------------------------------------------
+
+
+class Completion:
+    """One sample of a request, as far as its output was delivered.
+
+    Text is delivered once it is certain: characters are complete, and no stop string has begun.
+
+    Args:
+      row: the row of the engine; a sample whose row has no text delivers tokens alone.
+      prompt_index: place of its prompt in the call.
+
+    Attributes:
+      num_tokens: tokens delivered; fewer than the row has where the tokenizer could not read one.
+      logprobs: log-probabilities of these tokens; None unless asked for.
+      finish_reason, stop_reason: cause of its end; None while it runs.
+      error: the exception that ended it.
+      started, ended: times at which its first decode step began and its newest one ended.
+    """
+
+    def __init__(self, row: Row, prompt_index: int) -> None:
+        self.row, self.prompt_index = row, prompt_index
+        self.num_tokens = row.num_output_tokens  # a row that continues an output has delivered that
+        self.logprobs: list[dict[int, Logprob]] | None = None if row.params.logprobs is None else []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.error: Exception | None = None
+        self.started: float | None = None
+        self.ended = 0.0
+        self._text = row.text
+        self._stops = () if row.params.include_stop_str_in_output else row.params.stop_strings  # held back
+        self._ends: deque[tuple[int, str]] = deque()  # ends of the text of each source, as far as not delivered
+        self._source = ""  # of the newest token
+        self._num_delivered = 0  # characters
+        if self._text is not None and self.num_tokens:
+            self._text.read(row.token_ids, row.num_prompt_tokens)
+            self._num_delivered = self._num_certain(self._text)
+
+    def take(self, output: RowOutput, sources: Sequence[str]) -> tuple[Segments, tuple[str, ...]]:
+        """Append the tokens of a step. Before a token that the tokenizer cannot read, it ends with the reason "error".
+
+        Args:
+          sources: source of each token.
+
+        Returns: the text that became certain, in pieces by source, and in as many pieces as there are tokens. A piece
+          that was held back belongs to the token that made it certain; all that is left, to the last one.
+        """
+        row, text, first = self.row, self._text, self.num_tokens
+        self.num_tokens += len(output.token_ids)
+        self.error, self.finish_reason, self.stop_reason = output.error, row.finish_reason, row.stop_reason
+        if text is None:
+            return (), ("",) * len(output.token_ids)
+        try:
+            text.read(row.token_ids, row.num_prompt_tokens)
+        except BaseException as fault:
+            if is_fatal(fault):
+                raise
+            self.num_tokens = len(text.ends)
+            self.error, self.finish_reason, self.stop_reason = as_exception(fault), "error", told(fault)
+        ends = text.ends[first : self.num_tokens]
+        self._ends.extend(zip(ends, sources, strict=False))
+        if ends:
+            self._source = sources[len(ends) - 1]
+        certain = self._num_certain(text)
+        first = place = self._num_delivered
+        segments = []
+        while self._ends:
+            end, source = self._ends[0]
+            if piece := text.text[place : min(end, certain)]:
+                segments.append((piece, source))
+                place += len(piece)
+            if end > place:
+                break
+            self._ends.popleft()
+        self._num_delivered = last = place
+        pieces = []
+        for end in ends:
+            pieces.append(text.text[first : min(max(end, first), last)])
+            first += len(pieces[-1])
+        if pieces:
+            pieces[-1] += text.text[first:last]
+        return tuple(segments), tuple(pieces)
+
+    def _num_certain(self, text: Detokenizer) -> int:
+        """Length of the text that no later token can take back; at the end all of it, a stop string only if kept."""
+        if self.finish_reason is None:
+            if not self._stops:
+                return len(text.text)
+            begun = [size for stop in self._stops for size in range(1, len(stop)) if text.text.endswith(stop[:size])]
+            return len(text.text) - max(begun, default=0)
+        if text.stop is not None:
+            start, end = text.stop
+            return start if self._stops else end
+        if text.finish():
+            self._ends.append((len(text.text), self._source))
+        return len(text.text)
+
+    def output(self) -> CompletionOutput:
+        """The result so far; a sample that runs counts as aborted, with the text of all its tokens."""
+        row, text = self.row, ""
+        if self._text is not None:
+            is_whole = self.finish_reason not in (None, "abort")
+            text = self._text.text[: self._num_delivered] if is_whole else self._text.text + self._text.rest()
+        own = [next(iter(table.values())).logprob for table in self.logprobs or ()]
+        return CompletionOutput(
+            index=row.index,
+            text=text,
+            token_ids=FrozenList(row.output_ids[: self.num_tokens]),
+            cumulative_logprob=None if self.logprobs is None else sum(own),
+            logprobs=None if self.logprobs is None else list(self.logprobs),
+            finish_reason=self.finish_reason or "abort",
+            stop_reason=self.stop_reason,
+            seed=int(row.params.seed or 0),
+        )
+
+
+class Stream(Iterator[StreamOutput]):
+    """The stream of the requests of one call, step by step.
+
+    Iterate for the deltas; `outputs` has what was collected so far, at any time. Use it as a context manager, or
+    close it, to end early.
+    """
+
+    _is_closed = True  # until it is made
+
+    def __init__(self, runner: Runner, is_counted: bool) -> None:
+        engine = runner.engine
+        rule, governor = engine.config.rule, engine.governor
+        self._runner = runner
+        self._is_counted = is_counted
+        self._prompts: list[Prompt] = []
+        self._samples: list[list[Completion]] = []  # by prompt
+        self._running: dict[Row, Completion] = {}
+        self._news: deque[StreamOutput] = deque()
+        self._failure: BaseException | None = None
+        self._arrived = perf_counter()
+        self._tokenizer = engine.tokenizer
+        self._drafter_name = engine.drafter.name
+        self._is_lossless = rule.is_lossless
+        self._promise = engine.target.promise(engine.config.exactness) if rule.keeps_tokens else None
+        self._governor = governor
+        self._before = None if governor is None else replace(governor.totals)
+        self._is_closed = False
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise CopyError(
+            "a stream belongs to the LLM that generates it, so it can neither be copied nor pickled; outputs() gives "
+            "what has come so far, which can"
+        )
+
+    @property
+    def _completions(self) -> list[Completion]:
+        return [completion for samples in self._samples for completion in samples]
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def num_finished(self) -> int:
+        """Number of prompts for which all samples have ended."""
+        return len(self._prompts) - len({each.prompt_index for each in self._completions if each.finish_reason is None})
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens generated so far, in all samples."""
+        return sum(completion.num_tokens for completion in self._completions)
+
+    @property
+    def finish_reasons(self) -> list[str | None]:
+        """Finish reasons of all samples; None for those that run."""
+        return [completion.finish_reason for completion in self._completions]
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Number of tokens of prompts that were taken over from earlier requests instead of being read."""
+        return sum(samples[0].row.num_cached_tokens for samples in self._samples)
+
+    @property
+    def stats(self) -> RowStats:
+        """Counters of all samples together."""
+        return RowStats.pooled(completion.row.stats for completion in self._completions)
+
+    @property
+    def fault(self) -> BaseException | None:
+        """The exception that broke off a step, or the first error that ended a sample, whatever becomes of the rest."""
+        return self._failure or next((each.error for each in self._completions if each.error is not None), None)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no step has touched any of its rows."""
+        rows = [completion.row for completion in self._completions]
+        return not any(row.num_prefilled or row.num_steps or row.is_finished for row in rows)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing comes any more."""
+        return not self._news and (self._is_closed or self._failure is not None or not self._running)
+
+    def __next__(self) -> StreamOutput:
+        self._runner.advance(self)
+        if self._is_closed:
+            raise StopIteration
+        if self._news:
+            return self._news.popleft()
+        errors = [completion.error for completion in self._completions]
+        if errors and errors[0] is not None and None not in errors:
+            raise errors[0]
+        raise StopIteration
+
+    def take(self) -> list[StreamOutput]:
+        """Return the new deltas without stepping, while another thread calls `LLM.step`. See `fault` after it."""
+        news = list(self._news)
+        self._news.clear()
+        return news
+
+    def close(self) -> None:
+        """End the requests that have not finished. Closing twice is harmless."""
+        if not self._is_closed:
+            self._runner.end(self)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not self._is_closed:
+            self._runner.abandon(self._running)
+
+    def _take(self, output: RowOutput, started: float, ended: float) -> None:
+        """Deliver the tokens that a step, between these times, added to a row."""
+        row, tokens = output.row, output.token_ids
+        completion = self._running[row]
+        is_first = completion.started is None and not completion.num_tokens
+        completion.started = started if completion.started is None else completion.started
+        completion.ended = ended
+        name = self._drafter_name
+        sources = [source if source in OF_REQUESTS else name for source in output.sources]
+        segments, texts = completion.take(output, sources + [TARGET] * (len(tokens) - output.num_accepted))
+        logprobs = None
+        if completion.logprobs is not None:
+            logprobs = [self._logprobs(entry) for entry in output.logprobs[: len(texts)]]
+            completion.logprobs += logprobs
+        self._news.append(
+            StreamOutput(
+                request_id=row.request_id,
+                prompt_index=completion.prompt_index,
+                index=row.index,
+                text="".join([piece for piece, _ in segments]),
+                segments=segments,
+                token_ids=FrozenList(tokens[: len(texts)]),
+                num_accepted=min(output.num_accepted, len(texts)),
+                finish_reason=completion.finish_reason,
+                stop_reason=completion.stop_reason,
+                texts=texts,
+                logprobs=logprobs,
+                tree=output.tree,
+                prompt_logprobs=self._prompt_logprobs(completion.prompt_index) if is_first else None,
+                seed=int(row.params.seed or 0),
+            )
+        )
+        if completion.finish_reason is not None:
+            del self._running[row]
+
+    # -- results -----------------------------------------------------------------------------------------------
+
+    def outputs(self) -> list[RequestOutput]:
+        """Results in the order of the prompts; what has not ended counts as aborted."""
+        return [self.output(place) for place in range(self.num_prompts)]
+
+    def output(self, prompt_index: int) -> RequestOutput:
+        """The result for one prompt."""
+        prompt, samples = self._prompts[prompt_index], self._samples[prompt_index]
+        return RequestOutput(
+            request_id=samples[0].row.request_id,
+            prompt=prompt.text,
+            prompt_token_ids=FrozenList(prompt.token_ids),
+            outputs=FrozenList(completion.output() for completion in samples),
+            finished=all(completion.finish_reason not in (None, "abort") for completion in samples),
+            metrics=self._metrics(samples),
+            num_cached_tokens=samples[0].row.num_cached_tokens,
+            lossless=self._is_lossless,
+            prompt_logprobs=self._prompt_logprobs(prompt_index),
+        )
+
+    def _prompt_logprobs(self, place: int) -> list[dict[int, Logprob] | None] | None:
+        """Log-probabilities of the tokens of a prompt read so far, None for the first token; None unless asked for."""
+        row = self._samples[place][0].row
+        if row.params.prompt_logprobs is None:
+            return None
+        return [None, *(self._logprobs(entry) for entry in row.prompt_logprobs)]
+
+    def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        """Log-probabilities at one token: its own first, then the most likely ones."""
+        table = {entry.token: (entry.logprob, entry.rank)}
+        for token, logprob, rank in zip(entry.top_ids, entry.top_logprobs, entry.top_ranks, strict=True):
+            table.setdefault(token, (logprob, rank))
+        return {token: Logprob(logprob, rank, self._decoded(token)) for token, (logprob, rank) in table.items()}
+
+    def _decoded(self, token: int) -> str | None:
+        """Text of a token; None without a tokenizer, and for a token that the tokenizer cannot read."""
+        try:
+            return None if self._tokenizer is None else str(self._tokenizer.decode([token]))
+        except BaseException as fault:
+            if is_fatal(fault):
+                raise
+            return None
+
+    def _metrics(self, samples: Sequence[Completion]) -> RequestMetrics:
+        stats = RowStats.pooled(completion.row.stats for completion in samples)
+        counts = speculative_metrics(stats, self._runner.num_spec_tokens, self._is_lossless)
+        starts = [completion.started for completion in samples if completion.started is not None]
+        if not starts:
+            return RequestMetrics(counts, promise=self._promise)
+        seconds = max(completion.ended for completion in samples) - min(starts)
+        num_tokens = sum(completion.num_tokens for completion in samples)
+        return RequestMetrics(
+            counts,
+            prefill_seconds=min(starts) - self._arrived,
+            decode_seconds=seconds,
+            tokens_per_second=num_tokens / seconds if seconds > 0 else 0.0,
+            governor=self._governed(),
+            promise=self._promise,
+            trace=tuple([step for completion in samples for step in completion.row.trace]),
+        )
+
+    def _governed(self) -> dict[str, Any] | None:
+        """Estimated speed-up over plain decoding, None where no step verified a draft, and the latest decision."""
+        if self._governor is None or self._before is None:
+            return None
+        totals, before = self._governor.totals, self._before
+        seconds = totals.seconds - before.seconds
+        has_drafts = totals.num_drafted > before.num_drafted
+        speed = (totals.plain_seconds - before.plain_seconds) / seconds if has_drafts and seconds > 0.0 else None
+        return {"estimated_speedup": speed, "decision": self._governor.describe()}
+
+
+# -- the runner ----------------------------------------------------------------------------------------------------
+
+
+class Runner:
+    """Runs the requests of several calls over one engine.
+
+    The caller that waits for a stream steps the engine until that stream has news; news of other streams are kept for
+    them. So calls from several threads, and calls made while a stream is open, share batches and all give right
+    results. A stream that nobody holds any more is ended before the next step.
+
+    Args:
+      new_engine: makes the engine, and another one when the target runs in another way than it did.
+      config: how the engine drafts.
+      lock: held while the target runs; runners of one target share it.
+      model: name of the model as the command line takes it, for the log.
+
+    Attributes:
+      engine: the present engine; another one takes its place when the target runs in another way.
+    """
+
+    def __init__(
+        self, new_engine: Callable[[], Engine], config: SpeculativeConfig, lock: threading.RLock, model: str
+    ) -> None:
+        self.engine = new_engine()
+        self.num_spec_tokens = config.num_speculative_tokens
+        self._new_engine = new_engine
+        self._method, self._model = config.title, model
+        self._execution = self.engine.target.execution
+        self._num_changes = self.engine.target.num_changes
+        self._lock = lock
+        self._frame: FrameType | None = None  # of a step, in the thread that has the lock
+        self._num_requests = 0
+        self._streams: dict[Row, weakref.ref[Stream]] = {}  # of rows that are queued or running
+        self._abandoned: deque[dict[Row, Completion]] = deque()
+        self._ended = None if config.method == "none" or not self.num_spec_tokens else RowStats()
+        self._idle_since = 0.0
+        self._idle_thread: threading.Thread | None = None
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of rows that are queued or running."""
+        return len(self._streams)
+
+    @property
+    def _is_stepping(self) -> bool:
+        """Whether a step has called back. A step that was cut off does not count."""
+        return self._frame is not None and is_running(self._frame)
+
+    def open(
+        self, prompts: Sequence[Prompt], params: Sequence[Callable[[int], SamplingParams]], *, is_counted: bool = True
+    ) -> Stream:
+        """Queue the prompts of one call, all of them or, when one is refused, none.
+
+        Args:
+          params: one for each prompt, given the number of the request.
+          is_counted: whether its rows count for the log line about a low gain.
+
+        Raises: PromptError, naming the prompt by its place; UnsupportedModelError when the owner of the model has made
+          it one that cannot be decoded exactly.
+        """
+        with self._lock:
+            if self._is_stepping:
+                raise EngineBusyError("a logits processor called the LLM it runs in; give it another LLM")
+            self._follow_target()
+            stream = Stream(self, is_counted)
+            try:
+                for prompt, params_of in zip(prompts, params, strict=True):
+                    self._add(stream, prompt, params_of(self._num_requests))
+            except BaseException:
+                stream.close()
+                raise
+            return stream
+
+    def _follow_target(self) -> None:
+        """Decode with the model as it is now. Rows that are running go on over what they have in the cache."""
+        target = self.engine.target
+        target.refresh()
+        if target.num_changes != self._num_changes:
+            self.engine.forget_prefixes()
+            self._num_changes = target.num_changes
+        self._end_abandoned()
+        if target.execution is not self._execution and not self._streams:
+            profile = self.engine.profile  # the drafter and the cache were made for the model as it was
+            self.engine = self._new_engine()
+            self.engine.profile = profile
+            self._execution = target.execution
+
+    def _add(self, stream: Stream, prompt: Prompt, params: SamplingParams) -> None:
+        place, request_id = stream.num_prompts, str(self._num_requests)
+        self._num_requests += 1
+        try:
+            rows = self.engine.add_request(prompt.token_ids, params, request_id, output_ids=prompt.output_ids)
+        except PromptError as error:
+            raise type(error)(f"prompt {place}: {error}") from None
+        for row in rows:  # before any step
+            row.cache_salt = prompt.cache_salt
+        self._streams.update(dict.fromkeys(rows, weakref.ref(stream)))
+        stream._prompts.append(prompt)
+        stream._samples.append([Completion(row, place) for row in rows])
+        stream._running.update(zip(rows, stream._samples[-1], strict=True))
+
+    def advance(self, stream: Stream) -> None:
+        """Step until a stream has news or has ended.
+
+        Raises: the exception that broke off a step, in every stream that had rows in it; streams whose rows only waited
+          go on. Ctrl-C ends the call in which it was noticed as well.
+        """
+        while not (stream._news or stream._is_closed):
+            with self._lock:
+                if stream._failure is not None:
+                    raise stream._failure
+                if stream._news or stream._is_closed or not stream._running:
+                    return
+                self._end_abandoned()
+                self._step(stream)
+
+    def step(self) -> bool:
+        """Make one step for all streams, for a thread that does nothing else; return whether there was one to make.
+
+        Streams keep its results, or the exception that breaks it off.
+        """
+        with self._lock:
+            self._end_abandoned()
+            has_rows = bool(self._streams)
+            if has_rows:
+                self._step(None)
+            return has_rows
+
+    def _step(self, waiting: Stream | None) -> None:
+        """Step on behalf of a stream, or of all of them."""
+        started = perf_counter()
+        self._frame = sys._getframe()
+        try:
+            outputs = self.engine.step()
+            ended = perf_counter()
+            for output in outputs:
+                row, reference = output.row, self._streams.get(output.row)
+                stream = None if reference is None else reference()
+                if stream is None:  # dropped, or cut off before it could wait for the row
+                    self.engine.abort(row.request_id)
+                    continue
+                stream._take(output, started, ended)
+                if row not in stream._running:
+                    if not row.is_finished:  # its text cannot be read
+                        self.engine.abort_row(row, "error")
+                    del self._streams[row]
+                    if stream._is_counted:
+                        self._count(row.stats)
+        except BaseException as error:
+            failed = self._fail(error)
+            if not failed or waiting in failed or not isinstance(error, Exception):
+                raise
+        finally:
+            self._frame = None
+            if not self._streams:
+                self._note_idle()
+
+    def _fail(self, error: BaseException) -> set[Stream]:
+        """End the streams that had rows in a step that broke off; the engine has ended these rows already."""
+        untouched = set(self.engine.waiting_rows)
+        touched = {reference() for row, reference in self._streams.items() if row not in untouched}
+        failed = {stream for stream in touched if stream is not None}
+        for stream in failed:
+            stream._failure = error
+        for stream in failed:
+            self._withdraw(stream._running)
+        return failed
+
+    def _withdraw(self, running: dict[Row, Completion]) -> None:
+        """Leave nothing of unfinished rows of a stream in the engine, and count them as aborted."""
+        for request_id in {row.request_id for row in running}:
+            self.engine.abort(request_id)
+        for row, completion in running.items():
+            completion.finish_reason = completion.finish_reason or "abort"
+            self._streams.pop(row, None)
+        running.clear()
+        if not self._streams:
+            self._note_idle()
+
+    def end(self, stream: Stream) -> None:
+        """Take the unfinished rows of a stream out of the engine: now, or before the next step while one runs."""
+        with self._lock:
+            self.abandon(stream._running)
+            if not self._is_stepping:
+                stream._is_closed = True
+                self._end_abandoned()
+
+    def _end_abandoned(self) -> None:
+        while self._abandoned:
+            try:
+                self._withdraw(self._abandoned[0])
+            except BaseException as error:  # cut off in the engine, which then ends all rows that run
+                self._fail(error)
+                raise
+            self._abandoned.popleft()
+
+    def abandon(self, running: dict[Row, Completion]) -> None:
+        """End rows before the next step; may be called from anywhere, a garbage collection included."""
+        self._abandoned.append(running)
+
+    # -- memory of an idle engine ------------------------------------------------------------------------------
+
+    def rest(self) -> None:
+        """Give back the memory of keys and values, unless a request has come meanwhile."""
+        with self._lock:
+            self._end_abandoned()
+            if not self._streams:
+                self.engine.release_memory()
+
+    def _note_idle(self) -> None:
+        """Rest after a pause, in a thread that exists until then and does not keep the runner alive."""
+        self._idle_since = monotonic()
+        if self._idle_thread is None or not self._idle_thread.is_alive():
+            self._idle_thread = threading.Thread(
+                target=_rest_when_idle, args=(weakref.ref(self),), name="foredraft-idle", daemon=True
+            )
+            self._idle_thread.start()
+
+    # -- the log line about a low gain -------------------------------------------------------------------------
+
+    def _count(self, stats: RowStats) -> None:
+        """Count a row that has ended, and log one line, once, where drafting has gained little over many steps."""
+        if self._ended is not None and stats.num_emitted_tokens >= MIN_ROW_TOKENS:
+            self._ended.add(stats)
+            if log_low_gain(self._ended, self._method, self._model):
+                self._ended = None
+
+
+def _rest_when_idle(runner_of: weakref.ref[Runner]) -> None:
+    """Let a runner rest once it has had no rows for `IDLE_SECONDS`."""
+    left = IDLE_SECONDS
+    while left > 0:
+        sleep(left)
+        runner = runner_of()
+        if runner is None:
+            return
+        left = IDLE_SECONDS
+        if not runner._streams:
+            with runner._lock:
+                left += runner._idle_since - monotonic()
+                if left <= 0:
+                    runner._idle_thread = None  # rows that end from now on start another one
+        if left <= 0:
+            runner.rest()
+        del runner
+
+
+def log_low_gain(counts: RowStats, method: str, model: str) -> bool:
+    """Log a line where drafting gained little over many steps, with the counters that show why; return whether it did.
+
+    A gain is never claimed.
+    """
+    if counts.num_steps < MIN_STEPS or counts.tokens_per_step >= LOW_GAIN:
+        return False
+    undrafted = counts.num_undrafted_steps
+    parts = [f"{counts.num_accepted_draft_tokens} of {counts.num_draft_tokens} verified draft tokens accepted"]
+    if nothing := undrafted[NOTHING_FOUND]:
+        parts.append(f"nothing was found to draft in {counted(nothing, 'step')}")
+    if cut := describe_cuts(counts.num_cut_tokens, undrafted):
+        parts.append(cut)
+    is_governed = not counts.num_draft_tokens and undrafted["governor"] == max(undrafted.values())
+    logger.log(
+        logging.INFO if is_governed else logging.WARNING,
+        "method %s hardly pays so far: %.2f tokens per step over %d steps (%s). foredraft bench --methods all "
+        "--model %s measures what pays.",
+        method,
+        counts.tokens_per_step,
+        counts.num_steps,
+        ", ".join(parts),
+        model,
+    )
+    return True

@@ -1,0 +1,129 @@
+"""Methods that combine others: options, and what builds their drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from foredraft.config.drafting import DraftOptions, ModelOptions, node_limit
+from foredraft.config.options import anything, number, option
+from foredraft.config.speculative import SpeculativeConfig
+from foredraft.errors import ConfigError
+from foredraft.methods import Method, recognized
+
+HANDED_ON = ("model", "revision", "dtype", "num_speculative_tokens")
+"""Keys that are passed on to those of the parts that know them."""
+
+FREE = ("suffix", "token_recycling")
+"""What is chosen from where nothing is named: text that repeats, and what mostly follows a token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompositeOptions(DraftOptions, ModelOptions):
+    """Drafters, each with keys of its own; a model or length that is given beside them is passed on to them."""
+
+    drafters: Any = option(anything("list of names, mappings or configs"), help="what is combined, most trusted first")
+
+    def check(self) -> None:
+        """Make configs of the drafters.
+
+        Raises: ConfigError for fewer than two, for a rule other than "match", and for what a drafter does not take.
+        """
+        super().check()
+        name = self.method
+        if isinstance(self.drafters, (str, Mapping)) or not isinstance(self.drafters, Sequence):
+            raise ConfigError(f"method {name!r} needs drafters, a list of two or more; got {self.drafters!r}")
+        handed_on = {key: getattr(self, key) for key in HANDED_ON if getattr(self, key) not in (None, 0)}
+        parts = tuple(_part(part, handed_on) for part in self.drafters)
+        rules = [self.rule, *(part.rule for part in parts)]
+        other = sorted({rule.name for rule in rules if rule.needs_probs or not rule.is_lossless})
+        if other:
+            raise ConfigError(
+                f"method {name!r} is exact under rejection_sample_method='match' only; it got {', '.join(other)}"
+            )
+        if len(parts) < 2 or any(part.method == "none" for part in parts):
+            names = ", ".join(part.method for part in parts)
+            raise ConfigError(f"method {name!r} combines two or more drafters; got {names or 'none'}")
+        object.__setattr__(self, "drafters", parts)
+        object.__setattr__(self, "num_speculative_tokens", max(part.num_speculative_tokens for part in parts))
+
+
+def _part(value: Any, handed_on: Mapping[str, Any]) -> SpeculativeConfig:
+    """The config of one drafter of several, with those keys of the whole that its method knows and it was not given."""
+    if isinstance(value, SpeculativeConfig):
+        return value
+    given = {"method": value} if isinstance(value, str) else value
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"drafters holds {value!r}; every one is a method's name, a mapping or a config")
+    known = SpeculativeConfig.parse(given).definition.keys
+    return SpeculativeConfig.parse({**{name: item for name, item in handed_on.items() if name in known}, **given})
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoOptions(CompositeOptions):
+    """Keys of choosing by measured time."""
+
+    method: ClassVar[str] = "auto"
+    drafters: Any = option(
+        anything("list of names, mappings or configs"),
+        help="what is chosen from; suffix, token_recycling and the model that is given, if any, by default",
+    )
+    max_draft_nodes: int = node_limit(32)
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> AutoOptions:
+        """A model or a head that is given is one more drafter."""
+        drafters: tuple[str, ...] = FREE
+        if given.get("model") is not None:
+            found = recognized(given["model"])
+            drafters = (*FREE, "draft_model" if found is None else found.name)
+        return super().read({"drafters": drafters, **given})
+
+    def check(self) -> None:
+        super().check()
+        if not self.is_governed:
+            raise ConfigError(
+                f"method 'auto' chooses by measured time, and length_policy is {self.length_policy!r}; leave "
+                "length_policy out, or name one method"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstOptions(CompositeOptions):
+    """Keys of taking the first drafter that expects enough; "a>b" takes b where a does not."""
+
+    method: ClassVar[str] = "first"
+    min_expected_tokens: float = option(number(0.0), 0.5, "accepted tokens that a draft must promise, by experience")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnionOptions(CompositeOptions):
+    """Keys of a union; "a+b" is the union of a and b."""
+
+    method: ClassVar[str] = "union"
+    drafts_trees: ClassVar[bool] = True
+    max_draft_nodes: int = node_limit(32)
+
+
+METHODS = (
+    Method(
+        AutoOptions,
+        "foredraft.drafters.compose:auto",
+        summary="with whichever of several methods makes tokens in the least time, as measured while it runs",
+    ),
+    Method(
+        FirstOptions,
+        "foredraft.drafters.compose:first",
+        summary="with the first of several methods that expects enough",
+        sign=">",
+        sample={"drafters": ("ngram", "nasd")},
+    ),
+    Method(
+        UnionOptions,
+        "foredraft.drafters.compose:union",
+        summary="with several methods at once, their trees merged",
+        sign="+",
+        sample={"drafters": ("token_recycling", "ngram")},
+    ),
+)

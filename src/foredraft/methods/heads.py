@@ -1,0 +1,202 @@
+"""Methods that draft with small networks over the target's own features: options, and what builds their drafters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from foredraft.config.acceptance import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, RULES
+from foredraft.config.drafting import (
+    DraftOptions,
+    ModelOptions,
+    VocabularyOptions,
+    acceptance,
+    branches,
+    draft_length,
+    draft_sampling,
+    node_limit,
+)
+from foredraft.config.options import anything, flag, number, option
+from foredraft.errors import ConfigError
+from foredraft.heads.recognition import eagle_generation, has_prefix, is_hydra, is_medusa
+from foredraft.methods import CheckpointFacts, Method
+from foredraft.methods.growth import GrowthOptions
+from foredraft.methods.rank_tree import RankTree
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions(DraftOptions, ModelOptions, VocabularyOptions):
+    """Keys of heads whose drafts are static trees."""
+
+    drafts_trees: ClassVar[bool] = True
+
+    num_speculative_tokens: int = draft_length(5)
+    max_draft_nodes: int | None = node_limit(
+        help="nodes of the tree, root included; by default those of the tree that was given, else 16 on a CPU that "
+        "computes in half precision, 8 in float32, 64 elsewhere"
+    )
+    speculative_token_tree: Any = option(
+        anything("name, widths, paths or file"),
+        help="the tree: a published one (mc_sim_7b_63, ...), widths such as 4x2x1, paths of ranks such as "
+        "[[0], [0, 0], [1]], or a file of foredraft tune tree; by default the best one for usual accuracies",
+    )
+    draft_sample_method: str = draft_sampling(
+        "greedy takes the likeliest tokens of a head, probabilistic draws from what it says, with the target's noise",
+    )
+    rejection_sample_method: str = acceptance(
+        RULES.values(),
+        "how drafts are accepted: match (equal tokens for any draft), standard (rejection), or typical, which changes "
+        "the distribution of what is sampled",
+    )
+    posterior_threshold: float = option(
+        number(0.0, 1.0), POSTERIOR_THRESHOLD, "typical: probability that is always enough for a drafted token"
+    )
+    posterior_alpha: float = option(
+        number(0.0), POSTERIOR_ALPHA, "typical: times exp(-entropy), what is enough where the target is unsure"
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.speculative_token_tree is not None:
+            RankTree.parse(self.speculative_token_tree)  # refuse now, not later
+        changed = (self.posterior_threshold, self.posterior_alpha) != (POSTERIOR_THRESHOLD, POSTERIOR_ALPHA)
+        if changed and self.rule.is_lossless:
+            raise ConfigError(
+                "posterior_threshold and posterior_alpha belong to rejection_sample_method='typical', which was not "
+                f"chosen ({self.rule.name!r}); add it, or leave them out"
+            )
+
+    def growth(self, tree: RankTree, target_vocab_size: int) -> dict[str, Any]:
+        """Arguments of `foredraft.drafters.parts.growth.Growth`."""
+        return {
+            "tree": tree,
+            "target_vocab_size": target_vocab_size,
+            "max_depth": self.num_speculative_tokens,
+            "max_nodes": self.max_draft_nodes,
+            "sample_method": self.draft_sample_method,
+            "acceptance": self.rejection_sample_method,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleHeadOptions(ModelOptions, VocabularyOptions):
+    """The head."""
+
+    draft_rope_theta: float | None = option(
+        number(0.0, above=True),
+        help="base of the head's rotary positions; by default its config's, which some heads were not trained with",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle2Options(GrowthOptions, EagleHeadOptions):
+    """Keys of drafting as EAGLE-2 does: in trees that are wide where the head is in doubt, deep where it is sure."""
+
+    method: ClassVar[str] = "eagle2"
+    num_speculative_tokens: int = draft_length(5)
+    num_draft_branches: int = branches(4)
+    max_draft_nodes: int | None = node_limit(12)
+    draft_rerank: bool = option(
+        flag(), True, "keep all siblings while a draft grows, and the likeliest max_draft_nodes of them in the end"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleOptions(HeadOptions, EagleHeadOptions):
+    """Keys of drafting as EAGLE does."""
+
+    method: ClassVar[str] = "eagle"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Options(Eagle2Options):
+    """Keys of drafting as EAGLE-3 does: those of EAGLE-2."""
+
+    method: ClassVar[str] = "eagle3"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaOptions(HeadOptions):
+    """Keys of drafting with Medusa's heads."""
+
+    method: ClassVar[str] = "medusa"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HydraOptions(HeadOptions):
+    """Keys of drafting with Hydra's heads."""
+
+    method: ClassVar[str] = "hydra"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HydraPlusPlusOptions(HydraOptions):
+    """Keys of drafting with heads of Hydra++: those of Hydra."""
+
+    method: ClassVar[str] = "hydra++"
+
+
+def _is_of(generation: int, contents: CheckpointFacts) -> bool:
+    """Whether this is a head of this generation; of the first, a tree that grows is the better use."""
+    return eagle_generation(contents.config, contents.names) == generation
+
+
+def recognizes_medusa(contents: CheckpointFacts) -> bool:
+    """Whether these are Medusa's heads, alone or inside of a model that was trained with them."""
+    return is_medusa(contents.config, contents.names)
+
+
+def recognizes_hydra(has_prefix_layer: bool, contents: CheckpointFacts) -> bool:
+    """Whether these are heads of Hydra, with a prefix layer or without."""
+    found = is_hydra(contents.config, contents.names)
+    return found and has_prefix(contents.config, contents.names) == has_prefix_layer
+
+
+METHODS = (
+    Method(
+        EagleOptions,
+        "foredraft.drafters.heads.eagle:build",
+        summary="with a head that extrapolates the target's features, along a static tree",
+        aliases=("eagle1", "eagle_1"),
+        head="eagle",
+    ),
+    Method(
+        Eagle2Options,
+        "foredraft.drafters.heads.eagle:build",
+        summary="with a head that extrapolates the target's features, in a tree that grows where it is sure",
+        aliases=("eagle_2",),
+        head="eagle",
+        recognizes=partial(_is_of, 1),
+    ),
+    Method(
+        Eagle3Options,
+        "foredraft.drafters.heads.eagle:build",
+        summary="with a head that fuses three layers of the target, in a tree that grows where it is sure",
+        aliases=("draft_eagle3", "eagle_3"),
+        head="eagle3",
+        recognizes=partial(_is_of, 3),
+    ),
+    Method(
+        HydraOptions,
+        "foredraft.drafters.heads.medusa_hydra:build",
+        summary="with heads that see the tokens drafted before theirs",
+        head="hydra",
+        recognizes=partial(recognizes_hydra, False),
+    ),
+    Method(
+        HydraPlusPlusOptions,
+        "foredraft.drafters.heads.medusa_hydra:build",
+        summary="with Hydra's heads, four layers deep, over a layer that attends to the text",
+        aliases=("hydra_plus_plus",),
+        head="hydra++",
+        recognizes=partial(recognizes_hydra, True),
+    ),
+    Method(
+        MedusaOptions,
+        "foredraft.drafters.heads.medusa_hydra:build",
+        summary="with heads that each guess one of the next tokens",
+        head="medusa",
+        recognizes=recognizes_medusa,
+    ),
+)

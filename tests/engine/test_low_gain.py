@@ -1,0 +1,153 @@
+"""Drafting that does not pay is said once, with the reason and what to try, and nothing else is claimed."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from foredraft import LLM, SamplingParams
+from foredraft.config.engine import Promise
+from foredraft.engine.budget import NOTHING_FOUND
+from foredraft.engine.frontend import MIN_ROW_TOKENS, MIN_STEPS, log_low_gain
+from foredraft.engine.stats import RowStats
+from foredraft.testing import toy_model
+
+
+def stats(num_steps: int, num_tokens: int, *, num_drafted: int = 100) -> RowStats:
+    counts = RowStats(num_steps=num_steps, num_emitted_tokens=num_tokens, num_draft_tokens=num_drafted)
+    counts.num_accepted_draft_tokens = num_tokens - num_steps
+    counts.num_spec_steps = num_steps if num_drafted else 0
+    if not num_drafted:
+        counts.num_undrafted_steps.update({NOTHING_FOUND: num_steps - 1, "budget": 1})
+    return counts
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_it_is_not_said_too_early(caplog: pytest.LogCaptureFixture) -> None:
+    assert not log_low_gain(stats(MIN_STEPS - 1, MIN_STEPS - 1), "ngram", "zoo:tiny")
+    assert not warnings(caplog)
+    assert log_low_gain(stats(79, 79, num_drafted=200), "ngram", "zoo:tiny")
+    (line,) = warnings(caplog)
+    assert line == (
+        "method ngram hardly pays so far: 1.00 tokens per step over 79 steps (0 of 200 verified draft tokens accepted)."
+        " foredraft bench --methods all --model zoo:tiny measures what pays."
+    )
+
+
+def test_a_method_that_is_kept_from_drafting_is_told_by_what(caplog: pytest.LogCaptureFixture) -> None:
+    """A method that one node per step had cut to nothing was once said to have found nothing to draft."""
+    counts = RowStats(
+        num_steps=80,
+        num_emitted_tokens=80,
+        num_cut_tokens=Counter(bits=160),
+        num_undrafted_steps=Counter({NOTHING_FOUND: 8, "bits": 32}),
+    )
+    assert log_low_gain(counts, "ngram", "MODEL")
+    (line,) = warnings(caplog)
+    assert line.startswith(
+        "method ngram hardly pays so far: 1.00 tokens per step over 80 steps (0 of 0 verified draft tokens accepted, "
+        "nothing was found to draft in 8 steps, the promise of bits cut 160 drafted tokens and left 32 steps without a "
+        "draft)."
+    )
+
+
+def test_a_governor_that_waits_is_told_and_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "foredraft")
+    counts = RowStats(
+        num_steps=MIN_STEPS,
+        num_emitted_tokens=MIN_STEPS,
+        num_cut_tokens=Counter(governor=40),
+        num_undrafted_steps=Counter(governor=MIN_STEPS),
+    )
+    assert log_low_gain(counts, "ngram", "zoo:tiny")
+    assert not warnings(caplog)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "the governor cut 40 drafted tokens and left 64 steps without a draft" in line
+
+
+@pytest.mark.parametrize(("num_steps", "num_tokens"), [(100, 115), (100, 170)])
+def test_a_gain_is_not_claimed(caplog: pytest.LogCaptureFixture, num_steps: int, num_tokens: int) -> None:
+    caplog.set_level(logging.INFO, "foredraft")
+    assert not log_low_gain(stats(num_steps, num_tokens), "ngram", "MODEL")
+    assert not caplog.records
+
+
+def test_an_llm_names_what_holds_its_method_back(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts of a prompt that repeats itself, and a promise that leaves no room for any."""
+    monkeypatch.setattr(Promise, "max_nodes", 1)
+    llm = LLM(toy_model(), "ngram")
+    params = SamplingParams(temperature=0, max_tokens=MIN_STEPS + 8, ignore_eos=True)
+    counts = llm.generate([[1, 2, 3] * 5], params)[0].metrics.speculative_decoding
+    assert counts["num_draft_tokens"] == 0
+    assert counts["num_undrafted_steps"]["bits"] > MIN_STEPS
+    (line,) = warnings(caplog)
+    assert f"over {MIN_STEPS + 8} steps (0 of 0 verified draft tokens accepted, the promise of bits left" in line
+
+
+def in_turn(input_ids: Any, scores: Any) -> Any:
+    """Every token of the vocabulary once, in an order that no guess from the text foresees."""
+    scores[:] = float("-inf")
+    scores[:, (5 * int(input_ids[0, -1]) + 3) % 64] = 0.0
+    return scores
+
+
+def in_vain(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, logits_processors=[in_turn], ignore_eos=True)
+
+
+@pytest.mark.parametrize("method", ["jacobi", "ngram"])
+def test_an_llm_says_it_once_when_a_request_has_ended(caplog: pytest.LogCaptureFixture, method: str) -> None:
+    llm = LLM(toy_model(), method)
+    llm.generate([[1]], in_vain(40))
+    assert not warnings(caplog)
+    for _ in range(5):
+        llm.generate([[1]], in_vain(40))
+    (line,) = warnings(caplog)
+    assert line.startswith(f"method {method} hardly pays so far")
+    assert line.endswith("foredraft bench --methods all --model MODEL measures what pays.")
+
+
+@pytest.mark.parametrize("config", [None, {"method": "ngram", "num_speculative_tokens": 0}])
+def test_who_does_not_draft_hears_nothing(caplog: pytest.LogCaptureFixture, config: Any) -> None:
+    LLM(toy_model(), config).generate([[1]] * 4, in_vain(40))
+    assert not warnings(caplog)
+
+
+def test_rows_too_short_to_draft_in_and_those_of_a_warm_up_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    llm = LLM(toy_model(), "ngram")
+    llm.generate([[1]] * 8, in_vain(MIN_ROW_TOKENS - 1))
+    llm.logs_low_gain = False
+    llm.generate([[1]] * 4, in_vain(40))
+    llm.logs_low_gain = True
+    llm.generate([[1]], in_vain(40))
+    assert not warnings(caplog)
+    llm.generate([[1]], in_vain(40))
+    (line,) = warnings(caplog)
+    assert "over 80 steps" in line
+
+
+def test_an_llm_whose_drafts_are_accepted_says_nothing_about_them(caplog: pytest.LogCaptureFixture) -> None:
+    llm = LLM("zoo:tiny", "ngram", dtype="float32")
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    metrics = llm.generate("Once upon a time there was a", params)[0].metrics.speculative_decoding
+    assert metrics["tokens_per_step"] > 1.5
+    assert not [line for line in warnings(caplog) if "hardly pays" in line]
+
+
+def test_a_draft_model_whose_context_is_too_short_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Its context ends before the prompt does: it has not looked for a draft in vain."""
+    small = toy_model(max_position_embeddings=16)
+    llm = LLM(toy_model(), {"method": "draft_model", "model": small, "length_policy": "fixed"})
+    params = SamplingParams(max_tokens=MIN_STEPS + 8, temperature=0, ignore_eos=True)
+    counts = llm.generate([list(range(1, 31))], params)[0].metrics.speculative_decoding
+    assert counts["num_undrafted_steps"] == {"context": MIN_STEPS + 7, "budget": 1}
+    (line,) = warnings(caplog)
+    assert f"the context of the draft model left {MIN_STEPS + 7} steps without a draft" in line
