@@ -83,7 +83,7 @@ class CompositeDrafter(WrappingDrafter):
     def _budgets(
         self, place: int, rows: Sequence[Row], by_part: Sequence[Sequence[DraftTree]], budgets: Sequence[DraftSize]
     ) -> Sequence[DraftSize]:
-        """What a part may draft for every row, by what the parts before it have proposed."""
+        """Sizes that a part may draft for every row, by what the parts before it have proposed."""
         return budgets
 
     @abstractmethod

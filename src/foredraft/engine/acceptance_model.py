@@ -1,4 +1,4 @@
-"""How often drafted tokens are right: one model for all who ask, learned from the texts that came in their place."""
+"""Rates at which drafted tokens are right: one model for all who ask, learned from the texts that came instead."""
 
 from __future__ import annotations
 

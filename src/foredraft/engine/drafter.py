@@ -123,6 +123,10 @@ class DrafterFacts:
     arms: tuple[str, ...] = ()
     arm: int = 0
 
+    def title(self, size: DraftSize) -> str:
+        """Name of what drafts by a size: the way that it names, or the drafter."""
+        return self.arms[size.arm] if size.arm is not None and self.arms else self.name
+
 
 @dataclass(frozen=True)
 class PromptChunk:

@@ -202,10 +202,6 @@ class Drafts:
             ]
             self._tell(self._drafter.observe, rows, own)
 
-    def title(self, size: DraftSize) -> str:
-        """Name of what has drafted by a size: the way that it names, or the drafter."""
-        return self.facts.arms[size.arm] if size.arm is not None and self.facts.arms else self.name
-
     # -- what is known of rows -----------------------------------------------------------------------------------
 
     def end(self, rows: Sequence[Row], *, is_kept: bool = False) -> None:

@@ -331,9 +331,7 @@ class Engine:
 
     def _select(self, rows: Sequence[Row], drafts: list[DraftTree], sizes: Sequence[DraftSize]) -> list[DraftTree]:
         """The parts of drafts that are verified. The acceptance model learns from all of a draft, cut or not."""
-        if max([len(draft.tokens) for draft in drafts]) == 1:
-            return drafts if self.governor is None else self.governor.select(rows, drafts)
-        name = self._drafts.title(sizes[0])
+        name = self._drafts.facts.title(sizes[0])
         for row, draft in zip(rows, drafts, strict=True):
             self.acceptance.proposed(row, draft, name)
         if self.governor is None:

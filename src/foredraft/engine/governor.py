@@ -386,10 +386,8 @@ class Governor:
     # -- select ----------------------------------------------------------------------------------------------------
 
     def select(self, rows: Sequence[Row], drafts: Sequence[DraftTree]) -> list[DraftTree]:
-        """The parts of drafts that are worth verifying; of rows that rest there are none."""
+        """The parts of drafts that are worth verifying."""
         way = self._way
-        if not self._sizes:
-            return list(drafts)
         for tree, size in zip(drafts, self._sizes, strict=True):
             if tree.plan is not None:  # traces show what was planned in the end
                 tree.plan.gamma = min(tree.plan.gamma, size.depth)

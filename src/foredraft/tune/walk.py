@@ -174,9 +174,9 @@ class Walk:
         """Drafts within these budgets."""
         drafts = self.drafter.propose(self.rows, budgets)
         trees = [budget.cut(draft) for draft, budget in zip(drafts, budgets, strict=True)]
-        arm, facts = DraftSize.of(budgets[0]).arm, self.drafter.facts
+        title = self.drafter.facts.title(DraftSize.of(budgets[0]))
         for row, tree in zip(self.rows, trees, strict=True):
-            self.acceptance.proposed(row, tree, facts.name if arm is None else facts.arms[arm])
+            self.acceptance.proposed(row, tree, title)
         self._was_asked = any(budgets)
         return trees
 

@@ -1,4 +1,4 @@
-"""How heads are loaded, and the static trees of those that draft in one."""
+"""Loads heads, and the static trees of those that draft in one."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def last_hidden(features: Features, nodes: Sequence[int]) -> torch.Tensor:
 
 @dataclass(eq=False)
 class HeadRow(RowState):
-    """What heads draft from in a row.
+    """Hidden states that heads draft from in a row.
 
     Args:
       states: states of all rows.
