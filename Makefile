@@ -56,7 +56,7 @@ demo: .venv/.ready
 picture: .venv/.ready
 	.venv/bin/foredraft demo --svg docs/demo.svg
 
-test: .venv/.ready test-oldest
+test: .venv/.ready
 	$(call PYTEST,.venv) -m "not full"
 
 test-oldest: .venvs/oldest/.ready

@@ -33,7 +33,6 @@ from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.lookup.ngram import NGramDrafter
 from foredraft.drafters.lookup.suffix import SuffixDrafter
 from foredraft.engine import governor as governing
-from foredraft.engine.budget import DraftSize
 from foredraft.engine.cost_model import CostModel
 from foredraft.engine.costs import cost_curve
 from foredraft.engine.drafter import Drafter
@@ -42,6 +41,7 @@ from foredraft.engine.stats import StepSeconds
 from foredraft.loading.models import load_model
 from foredraft.methods.lookup import SuffixOptions
 from foredraft.model.lm import CausalLM
+from foredraft.tree import DraftSize
 from foredraft.tune.walk import RecordedText, Walk
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 16)

@@ -15,6 +15,7 @@ acceptances would follow. ``--out FILE`` keeps everything as JSON. For speed bes
 from __future__ import annotations
 
 import argparse
+import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,12 +31,13 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from pairs import Pair, load_pair, padded, scaled, widened
-from rich.console import Console
+from rich.console import Console, Group
 
 from foredraft.accept import match
+from foredraft.bench import report
 from foredraft.bench.arms import EngineArm
 from foredraft.bench.provenance import provenance
-from foredraft.bench.report import Column, Table, plain_data, show
+from foredraft.bench.report import Column, plain_data, show
 from foredraft.bench.trial import Run, Sampling, no_garbage_collection
 from foredraft.bench.workload import BenchPrompt, asked_again, load_prompts, read_questions, select
 from foredraft.config.sampling import SamplingParams
@@ -56,7 +58,7 @@ from foredraft.retrieval.build import from_tokens
 from foredraft.retrieval.datastore import Datastore
 from foredraft.sampling.distribution import Sampler
 from foredraft.tree import DraftTree
-from foredraft.tune.accepted import Position, by_position
+from foredraft.tune.walk import by_position
 
 VERBS = ("propose", "verify", "accept", "commit", "observe", "emit")
 
@@ -564,6 +566,33 @@ def expected_length(rate: float, num_drafted: int) -> float:
     return sum(rate**accepted for accepted in range(num_drafted + 1))
 
 
+def wilson(found: float, total: int) -> tuple[float, float]:
+    """95 % interval of a share (Wilson 1927)."""
+    share, z = found / total, 1.96
+    middle = (share + z * z / (2 * total)) / (1 + z * z / total)
+    half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+@dataclass(frozen=True)
+class Position:
+    """The outcome of the drafted tokens in one place of their drafts, where all before them were accepted.
+
+    Args:
+      position: 1 for the first drafted token.
+      num_tested: drafts that came so far.
+    """
+
+    position: int
+    num_tested: int
+    rate: float
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % for the rate (Wilson's), as if steps were independent of each other. For 1 of 2: 0.095 to 0.905."""
+        return wilson(self.rate * self.num_tested, self.num_tested)
+
+
 @dataclass(frozen=True)
 class AcceptedLengths:
     """Steps of an arm by what they drafted and accepted.
@@ -642,7 +671,7 @@ class AcceptedLengths:
     @property
     def positions(self) -> tuple[Position, ...]:
         """The chance by position. Were acceptances independent, it would be the same everywhere."""
-        return tuple(by_position(self.steps))
+        return tuple(Position(place, *found) for place, found in enumerate(by_position(self.steps), 1))
 
     def _mean(self, value: Callable[[int, int], float]) -> float:
         total = sum(value(drafted, accepted) * count for drafted, accepted, count in self.steps)
@@ -811,14 +840,14 @@ SHOWN = {
 """Fields that the table of each part shows."""
 
 
-def table(part: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+def table(part: str, rows: Sequence[Mapping[str, Any]]) -> Group:
     """The rows of a part. Heads are broken at underscores, so that tables fit in 80 columns."""
 
     def column(name: str, form: str) -> Column:
         head = name.replace("_", "\n")
         return Column(head, lambda row: "" if row[name] is None else form.format(row[name]), is_text=form == "{}")
 
-    return Table(part, [column(name, form) for name, form in SHOWN[part].items()], rows, is_wide=True)
+    return report.table(part, [column(name, form) for name, form in SHOWN[part].items()], rows, is_wide=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -33,7 +33,8 @@ from typing import Any, Self
 
 import torch
 from pairs import load_pair, padded, scaled
-from rich.console import Console
+from rich.console import Console, Group
+from rich.text import Text
 from workers.foredraft_worker import cast
 from workers.protocol import DRAFT, LOOKUP, PLAIN
 
@@ -42,10 +43,10 @@ from foredraft.bench.candidates import read_candidates
 from foredraft.bench.equality import Equality, check
 from foredraft.bench.outcome import same_of
 from foredraft.bench.provenance import provenance
-from foredraft.bench.report import WHY_NOTHING, Column, Line, Table, figure, load_lines, plain_data, show
+from foredraft.bench.report import WHY_NOTHING, Column, figure, load_lines, plain_data, show, table
 from foredraft.bench.trial import Arm, Comparison, Run, Sampling, Trial, compare, in_groups, interleave, rows_of
 from foredraft.bench.workload import BenchPrompt, load_prompts, prompts_of_kinds, read_questions, select
-from foredraft.engine.budget import counted
+from foredraft.engine.stats import counted
 from foredraft.errors import ConfigError, ForedraftError
 from foredraft.folders import cache_folder, keep_json
 from foredraft.loading.models import is_zoo, load_tokenizer
@@ -231,14 +232,14 @@ def launches(
     """
     usual = "draft_model,ngram,suffix,suffix+draft_model" if exported.has_draft else "ngram,suffix"
     names = options.methods or (None if options.batch_sizes else usual)
-    methods = [] if names is None else read_candidates(names, options.draft_model, options.num_speculative_tokens)
+    methods = {} if names is None else read_candidates(names, options.draft_model, options.num_speculative_tokens)
     own = {
         "model": options.model,
         "dtype": dtype,
         "scale": options.scale,
         "execution": options.execution,
         "exactness": options.exactness,
-        "methods": json.dumps({method.name: dict(method.given) for method in methods}),
+        "methods": json.dumps(methods),
     }
     common = [str(exported.folder), *_list("--batch-sizes", options.batch_sizes)]
     given = [*common, *(f"--{name}={value}" for name, value in own.items()), *_quantised(OWN, options)]
@@ -595,27 +596,27 @@ class RaceRound:
     wrong: tuple[str, ...]
     is_complete: bool
 
-    def shown(self) -> Iterator[Table | Line]:
+    def shown(self) -> Iterator[Group | Text]:
         """Texts first, speeds and ratios afterwards."""
         title = self.title if self.is_complete else f"{self.title}, interrupted after {len(self.prompts)}"
-        yield Table(f"texts beside foredraft's plain decoding: {title}", _TEXT_COLUMNS, self.rows, is_wide=True)
-        yield Line(
+        yield table(f"texts beside foredraft's plain decoding: {title}", _TEXT_COLUMNS, self.rows, is_wide=True)
+        yield Text(
             "same tokens: before the first difference of a row; gap: by how much foredraft's target prefers one token "
             "to the other there, in logits",
             "dim",
         )
         if self.wrong:
             names = ", ".join(self.wrong)
-            yield Line(f"{names}: texts differ where equality is promised, so no speed is shown", "red")
+            yield Text(f"{names}: texts differ where equality is promised, so no speed is shown", "red")
             return
-        yield Table(f"speed of decoding: {title}", _SPEED_COLUMNS, self.rows, is_wide=True)
+        yield table(f"speed of decoding: {title}", _SPEED_COLUMNS, self.rows, is_wide=True)
         told = f"greedy, {counted(self.runs_per_prompt, 'interleaved run')} each; threads: processor seconds per second"
         told += "" if all(row.counts for row in self.rows) else "; *: shown, and does not count"
         if any(math.isnan(row.tokens_per_second) for row in self.rows):
             told += f"; {WHY_NOTHING}"
-        yield Line(told, "dim")
-        yield Table(f"ratios: {title}", _VERDICT_COLUMNS, self.verdicts, is_wide=True)
-        yield Line(
+        yield Text(told, "dim")
+        yield table(f"ratios: {title}", _VERDICT_COLUMNS, self.verdicts, is_wide=True)
+        yield Text(
             "ratio: of tokens per second, median of the prompts, and its interval by bootstrap over them; each engine "
             "with its arm that was fastest on the prompts that do not count",
             "dim",
@@ -623,7 +624,7 @@ class RaceRound:
         yield from load_lines(self.other_cpu_share)
         for name, share in self.idle_shares.items():
             if share > _BUSY:
-                yield Line(f"{name} used {share:.0%} of a processor while others were asked", "yellow")
+                yield Text(f"{name} used {share:.0%} of a processor while others were asked", "yellow")
 
 
 def _label(row: ArmRow) -> str:
@@ -686,17 +687,17 @@ class RaceOutcome:
     def wrong(self) -> tuple[str, ...]:
         return tuple(name for each in self.rounds for name in each.wrong)
 
-    def shown(self) -> Iterator[Table | Line]:
+    def shown(self) -> Iterator[Group | Text]:
         """Everything but the conditions."""
         for name, engine in self.engines.items():
             memory = f"{self.plain_peak_bytes[name] / 1e6:.0f} MB at most with plain decoding alone"
-            yield Line(f"engine   {engine}: {memory}")
+            yield Text(f"engine   {engine}: {memory}")
         for name, reason in self.missing.items():
-            yield Line(f"missing  {name}: {reason}", "yellow", is_whole=True)
+            yield Text(f"missing  {name}: {reason}", "yellow", no_wrap=True)
         if self.prompts:
             skipped = f"; {len(self.skipped)} with short answers left out" if self.skipped else ""
             chosen = f"settings were chosen on {len(self.tuning_prompts)} others"
-            yield Line(f"prompts  {len(self.prompts)} that count; {chosen}{skipped}")
+            yield Text(f"prompts  {len(self.prompts)} that count; {chosen}{skipped}")
         for each in self.rounds:
             yield from each.shown()
 

@@ -43,7 +43,7 @@ from pairs import load_pair, scaled
 from transformers.utils import logging
 
 from foredraft.bench.arms import OwnArms
-from foredraft.bench.candidates import PLAIN, PLAIN_CANDIDATE, MethodCandidate, read_candidates
+from foredraft.bench.candidates import PLAIN, read_candidates
 from foredraft.bench.equality import check
 from foredraft.bench.provenance import provenance
 from foredraft.bench.trial import Arm, Run, Sampling, Trial, bootstrap, compare, in_groups, interleave
@@ -51,6 +51,7 @@ from foredraft.bench.workload import BenchPrompt, load_prompts, read_questions, 
 from foredraft.classic import last_trace
 from foredraft.classic.ngram_assisted import NGramStorage, ngram_assisted_speculative_generate
 from foredraft.classic.sampling import autoregressive_generate, beam_search_generate, speculative_generate
+from foredraft.config.speculative import SpeculativeConfig
 from foredraft.engine.drafter import ContextDrafter, DraftSize
 from foredraft.engine.row import Row
 from foredraft.errors import ForedraftError
@@ -90,23 +91,26 @@ def kinds(options: argparse.Namespace) -> None:
     loaded = inflated(load_model(options.model, dtype=options.dtype), options.scale)
     own = OwnArms(loaded, options.model, options.dtype, options.execution, "default")
     wanted = ",".join(name for name in options.methods if name != WRONG)
-    candidates = read_candidates(wanted, options.draft_model, None) if wanted else []
+    candidates = read_candidates(wanted, options.draft_model, None) if wanted else {}
     made: dict[str, Any] = {}
-    for one in candidates:
+    for name, given in candidates.items():
         try:
-            made[one.name] = own.drafters_of(one.config)
+            made[name] = own.drafters_of(SpeculativeConfig.parse(given))
         except ForedraftError as error:
-            print(f"{one.name} is left out: {error}", file=sys.stderr)
-    every = [PLAIN_CANDIDATE, *(one for one in candidates if one.name in made)]
+            print(f"{name} is left out: {error}", file=sys.stderr)
+    every = {PLAIN: {"method": "none"}, **{name: given for name, given in candidates.items() if name in made}}
     if WRONG in options.methods:
-        every.append(MethodCandidate(WRONG, {"method": "ngram"}))  # governed as any lookup is
+        every[WRONG] = {"method": "ngram"}  # governed as any lookup is
         made[WRONG] = lambda: Wrong(own.target.vocab_size)
     cells: list[dict[str, Any]] = []
     print(f"| method | T | rows | {' | '.join(options.kinds)} | geometric mean | same rows |")
     print("|---" * (len(options.kinds) + 5) + "|")
     for temperature, size in product(options.temperatures, options.batch_sizes):
         groups = [group for kind in options.kinds for group in groups_of(own, kind, size, options)]
-        arms = [own.arm(one.name, one.config, made.get(one.name), num_rows=size) for one in every]
+        arms = [
+            own.arm(name, SpeculativeConfig.parse(given), made.get(name), num_rows=size)
+            for name, given in every.items()
+        ]
         sampling = Sampling(temperature=temperature, seed=1, ignore_eos=True)
 
         def note(trial: Trial, size: int = size, done: Sequence[Any] = tuple(cells), total: int = len(groups)) -> None:

@@ -76,7 +76,8 @@ def helps() -> Iterator[str]:
         for parameter in command.params:
             shown = "/".join([*parameter.opts, *parameter.secondary_opts])
             yield f"{path} {shown} default={parameter.default!r}: {getattr(parameter, 'help', None)}"
-        for name, child in sorted(getattr(command, "commands", {}).items()):
+        for name in sorted(getattr(command, "commands", {})):
+            child = command.get_command(click.Context(command), name)
             yield f"{path} {name}: {child.help}"
             yield from walk(child, f"{path} {name}")
 

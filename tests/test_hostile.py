@@ -12,23 +12,23 @@ import pytest
 import torch
 
 from foredraft import LLM, SamplingParams, SpeculativeConfig, speculate, zoo
-from foredraft.cli.conversation import Conversation
-from foredraft.errors import ConfigError, CorpusError, PromptError
+from foredraft.errors import ConfigError, DatastoreError, PromptError
 from foredraft.model.lm import CausalLM
 from foredraft.retrieval.build import build
 from foredraft.testing import toy_model
+from tiny import tiny
 
 
 def test_text_with_half_a_surrogate_pair_is_refused_by_place() -> None:
     with pytest.raises(PromptError, match="prompt 1 is not valid Unicode: character 2"):
-        LLM("zoo:tiny").generate(["fine", "x \ud83d y"], SamplingParams(max_tokens=2))
+        tiny().generate(["fine", "x \ud83d y"], SamplingParams(max_tokens=2))
 
 
 def test_a_corpus_with_half_a_surrogate_pair_is_refused_by_line(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"text": "Once upon a time"}\n' + json.dumps({"text": "x \ud83d y"}) + "\n")
     _, _, tokenizer = zoo.load("tiny")
-    with pytest.raises(CorpusError, match="line 2 holds"):
+    with pytest.raises(DatastoreError, match="line 2 holds"):
         build([corpus], tokenizer, tmp_path / "out", tokenizer_name="zoo:tiny", field="text")
 
 
@@ -49,15 +49,6 @@ def target_model() -> torch.nn.Module:
 def test_a_drafter_that_is_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="drafters holds None"):
         SpeculativeConfig(method="union", drafters=["ngram", None])
-
-
-def test_a_conversation_changes_to_compositions() -> None:
-    conversation = Conversation(LLM("zoo:tiny", "ngram"), SamplingParams(max_tokens=6, temperature=0.0))
-    first = conversation.ask("Hello").token_ids
-    for method in ("ngram>token_recycling", "suffix+ngram", "ngram"):
-        conversation.use(method)
-        conversation.reset()
-        assert conversation.ask("Hello").token_ids == first
 
 
 def test_a_model_inside_of_a_composition_is_not_kept_alive() -> None:

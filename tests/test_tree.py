@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -51,10 +49,6 @@ def test_malformed_trees_are_refused(tokens: tuple[int, ...], parents: tuple[int
         DraftTree(tokens, parents)
 
 
-def test_equal_tokens_that_are_not_siblings_are_fine() -> None:
-    assert DraftTree((1, 1, 1, 2, 1), (-1, 0, 1, 0, 3)).depth == 2
-
-
 def test_scores_and_probs_have_to_fit() -> None:
     with pytest.raises(TreeError, match="1 scores for 2 nodes"):
         DraftTree((1, 2), (-1, 0), scores=(1.0,))
@@ -63,43 +57,7 @@ def test_scores_and_probs_have_to_fit() -> None:
     DraftTree((1, 2, 3), (-1, 0, 1), probs=torch.ones(2, 4) / 4)
 
 
-def test_a_tree_is_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        TREE.tokens = (2,)
-
-
 # --- literal trees -------------------------------------------------------------------------------------------------
-
-
-def test_root_is_the_empty_draft() -> None:
-    root = DraftTree.root(7, "none")
-    assert (len(root), root.num_draft_tokens, root.depth, root.leaves) == (1, 0, 0, (0,))
-    assert root.is_chain
-    assert root.ancestor_mask.tolist() == [[True]]
-    assert root.path_tokens(0) == ()
-
-
-def test_chain() -> None:
-    chain = DraftTree.chain(7, [4, 5], source="draft_model")
-    assert (chain.tokens, chain.parents, chain.source) == ((7, 4, 5), (-1, 0, 1), "draft_model")
-    assert chain.is_chain
-    assert chain.depths == (0, 1, 2)
-    assert chain.ancestor_mask.astype(int).tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
-
-
-def test_a_tree_whose_nodes_merely_stand_in_a_row_is_not_a_chain() -> None:
-    assert not DraftTree((1, 2, 3), (-1, 0, 0)).is_chain
-
-
-def test_ancestor_mask_literal() -> None:
-    assert TREE.ancestor_mask.astype(int).tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 0, 1, 0, 0, 0],
-        [1, 1, 0, 1, 0, 0],
-        [1, 1, 0, 0, 1, 0],
-        [1, 1, 0, 0, 1, 1],
-    ]
 
 
 def test_derived_values_literal() -> None:
@@ -114,21 +72,10 @@ def test_derived_values_literal() -> None:
     assert TREE.child(0, 7) is None
 
 
-def test_from_paths_merges_common_prefixes() -> None:
-    tree = DraftTree.from_paths(1, [[5, 6], [5, 7, 8], [9], [5]])
-    assert (tree.tokens, tree.parents) == ((1, 5, 6, 7, 8, 9), (-1, 0, 1, 1, 3, 0))
-
-
 def test_from_paths_keeps_the_first_nodes_under_a_limit() -> None:
     """The second path is cut after one new node; the third still finds its nodes, and the fourth no room."""
     tree = DraftTree.from_paths(1, [[5, 6], [5, 7, 8], [5, 7], [9]], max_nodes=4, source="ngram")
     assert (tree.tokens, tree.parents, tree.source) == ((1, 5, 6, 7), (-1, 0, 1, 1), "ngram")
-
-
-def test_from_no_paths_is_the_root() -> None:
-    assert DraftTree.from_paths(1, []).tokens == (1,)
-    assert DraftTree.from_paths(1, [[]]).tokens == (1,)
-    assert DraftTree.from_paths(1, [[2]], max_nodes=1).tokens == (1,)
 
 
 def test_cut_renumbers_and_carries_what_belongs_to_the_nodes() -> None:

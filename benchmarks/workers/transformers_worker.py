@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import chain
+from time import perf_counter
 from typing import Any
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from foredraft.bench.arms import Emissions
 from foredraft.bench.trial import Arm, Run, Sampling, rows_of
 from foredraft.verify.generation import generation_config, without_advice
 
@@ -36,13 +35,14 @@ SCHEDULES = ("constant", "heuristic")
 class Clock:
     """A streamer in the sense of transformers, which is handed the prompt first and then every emission."""
 
-    def __init__(self, emissions: Emissions) -> None:
-        self._emissions = emissions
+    def __init__(self) -> None:
+        self.started = perf_counter()
+        self.emissions: list[tuple[float, int]] = []
         self._saw_prompt = False
 
     def put(self, value: torch.Tensor) -> None:
         if self._saw_prompt:
-            self._emissions.add(value.numel())
+            self.emissions.append((perf_counter(), value.numel()))
         self._saw_prompt = True
 
     def end(self) -> None:
@@ -83,19 +83,20 @@ class TransformersArm(Arm):
         config = generation_config(sampling.params(max_new_tokens), self._eos, self.options)
         torch.manual_seed(sampling.seed)
         with torch.inference_mode(), self._prepared() as extra:
-            emissions = Emissions()
+            clock = Clock()
             ids = [[0] * wide + list(ids) for wide, ids in zip(padding, prompts, strict=True)]
             is_text = [[0] * wide + [1] * (width - wide) for wide in padding]
             output = self._model.generate(
                 input_ids=torch.tensor(ids, device=self._model.device),
                 attention_mask=torch.tensor(is_text, device=self._model.device),
                 generation_config=config,
-                streamer=Clock(emissions),
+                streamer=clock,
                 **extra,
             )
         rows = tuple(tuple(row) for row in output[:, width:].tolist())
-        run = emissions.as_run(tuple(chain.from_iterable(rows)))
-        return run if len(rows) == 1 else replace(run, rows=rows)
+        return Run.of(
+            tuple(chain.from_iterable(rows)), clock.started, clock.emissions, rows=rows if len(rows) > 1 else ()
+        )
 
     @contextmanager
     def _prepared(self) -> Iterator[dict[str, Any]]:

@@ -124,7 +124,7 @@ def target_parts(path: Path) -> TargetParts:
         num_layers=config.num_hidden_layers,
         layer=LayerShape.of(config),
         eos_token_ids=(EOS,),
-        layers=layers,
+        layer_tensors=layers.__getitem__,
         context=config.max_position_embeddings,
     )
 

@@ -38,11 +38,9 @@ MIXTURE = {
 """Share of blocks by source, so that the small sources see more passes."""
 
 
-class NoFeatures:
+def no_features(examples: Sequence[Example]) -> list[Streams]:
     """A language model reads no target."""
-
-    def of(self, examples: Sequence[Example]) -> list[Streams]:
-        return [{} for _ in examples]
+    return [{} for _ in examples]
 
 
 class LanguageModelRecipe:
@@ -118,7 +116,7 @@ def train(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     texts = {split: read(options.texts, split, tokenizer, options.length) for split in ("train", "valid")}
     schedule = Schedule(options.tokens, options.batch_tokens, options.learning_rate, clip=1.0, seed=options.seed)
     recipe = LanguageModelRecipe(model)
-    trainer = Trainer(recipe, NoFeatures(), mixed(texts["train"], MIXTURE, options.seed), schedule, options.out)
+    trainer = Trainer(recipe, no_features, mixed(texts["train"], MIXTURE, options.seed), schedule, options.out)
     trainer.resume()
     saved = time.monotonic()
     for step in trainer.steps():

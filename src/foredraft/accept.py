@@ -25,12 +25,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foredraft.config.acceptance import BLOCK, RULES, STANDARD, TYPICAL, TypicalLimits
-from foredraft.errors import ProbabilityError, ShapeError, TreeError
+from foredraft.devices import upload
+from foredraft.errors import ShapeError, TreeError
 from foredraft.model.nodes import Logits, NodeLogits
 from foredraft.sampling.distribution import argmax, choose, choose_at, probs
 from foredraft.sampling.noise import Purpose, stream_key, uniform
 from foredraft.tree import DraftTree
-from foredraft.upload import upload
 
 if TYPE_CHECKING:
     from foredraft.engine.row import Row
@@ -81,22 +81,24 @@ def accept(
 
     Returns: one verdict per row; its ``next_token`` is -1 for a row without a usable distribution.
     """
-    keeps_tokens = RULES[rule].keeps_tokens
-    matched = [i for i, row in enumerate(rows) if keeps_tokens or row.sampler.is_greedy]
+    matched: Sequence[int] = range(len(rows))
+    if not RULES[rule].keeps_tokens:
+        matched = [i for i, row in enumerate(rows) if row.sampler.is_greedy]
     if choices is None and len(matched) == len(rows) and logits.device.type != "cpu":
         choices = choose_all(rows, trees, logits)  # one round trip instead of one per level
-    verdicts: dict[int, Verdict] = {}
-    if choices is not None:
-        verdicts = {i: match(trees[i], choices[i].__getitem__) for i in matched}
-    elif len(matched) > 1:
+    drawn: dict[int, Verdict] = {}
+    if choices is None and len(matched) > 1:
         sampled = [i for i in matched if not rows[i].sampler.is_argmax]
-        verdicts = _match_together(rows, trees, logits, sampled)
+        drawn = _match_together(rows, trees, logits, sampled)
+    verdicts = []
     for i, (row, tree) in enumerate(zip(rows, trees, strict=True)):
-        if i in matched and i not in verdicts:
-            verdicts[i] = _match_row(row, tree, logits[i])
-        elif i not in matched:
-            verdicts[i] = _accept_sampled(rule, row, tree, logits[i], limits)
-    return [verdicts[i] for i in range(len(rows))]
+        if i not in matched:
+            verdicts.append(_accept_sampled(rule, row, tree, logits[i], limits))
+        elif choices is not None:
+            verdicts.append(match(tree, choices[i].__getitem__))
+        else:
+            verdicts.append(drawn.get(i) or _match_row(row, tree, logits[i]))
+    return verdicts
 
 
 def choose_all(rows: Sequence[Row], trees: Sequence[DraftTree], logits: Logits) -> Choices:
@@ -237,7 +239,7 @@ def rejection(tree: DraftTree, target_probs: TargetProbs, noise: VerifyNoise) ->
       target_probs: the processed distribution after a node, (V,).
       noise: randomness that the drafter has not seen.
 
-    Raises: ProbabilityError when a drafted token has q(x) = 0; ShapeError when p and q differ in size.
+    Raises: TreeError when a drafted token has q(x) = 0; ShapeError when p and q differ in size.
     Exactness: lossless in distribution; ``match`` is the rule that also keeps the tokens.
     Randomness: one uniform per tested sibling, one draw per call.
     """
@@ -279,7 +281,7 @@ def block(tree: DraftTree, target_probs: TargetProbs, noise: VerifyNoise) -> Ver
       target_probs: the processed distribution after a node, (V,); all nodes are visited.
       noise: randomness that the drafter has not seen.
 
-    Raises: TreeError for anything but a chain; ProbabilityError when a drafted token has q(x) = 0.
+    Raises: TreeError for anything but a chain, and when a drafted token has q(x) = 0.
     Exactness: lossless in distribution; in expectation no rule for chains accepts more.
     Randomness: at most one uniform per drafted token, one draw per call.
     """
@@ -364,7 +366,7 @@ def _draft_prob(draft_probs: Tensor, token: int) -> float:
     """Return q(token), which is positive for a drawn token."""
     prob = float(draft_probs[token])
     if not prob > 0.0:
-        raise ProbabilityError(
+        raise TreeError(
             f"token {token} was drafted with probability {prob} under its own distribution; pass the distribution it "
             "was drawn from, after temperature, top-k, top-p and any restriction, or none for a deterministic draft"
         )

@@ -1,30 +1,16 @@
-"""How far two texts are the same from the beginning on, and what is kept of beginnings takes."""
+"""The common beginning of two texts, and the memory of keys and values that are kept for beginnings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from foredraft.model.cache.ragged import RowStates
 
 
-@runtime_checkable
-class Measured(Protocol):
-    """What says how much memory it takes."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes."""
-
-
-def memory_bytes(memory: object) -> int:
-    """What a drafter's memory of a text takes, where it says so."""
-    return memory.num_bytes if isinstance(memory, Measured) else 0
-
-
 def bytes_of(states: RowStates) -> int:
-    """What keys and values of a row take, all layers together."""
+    """Memory of the keys and values of a row, all layers together."""
     return sum(each.nbytes for pair in states if pair is not None for each in pair)
 
 

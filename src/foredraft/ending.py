@@ -18,7 +18,7 @@ PAUSE_SECONDS = 1.0
 """After a signal, in which others are taken for the same one: keys are pressed twice, and groups signalled twice."""
 
 LATER_SECONDS = 0.02
-"""In which what could not raise has ended."""
+"""Seconds after which code that could not raise has ended."""
 
 
 def end_as_by_ctrl_c() -> None:

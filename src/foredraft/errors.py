@@ -5,17 +5,15 @@ ForedraftError
 │   └── GrammarError             what an output must match is no grammar, costs too much, or needs another tokenizer
 ├── PromptError              a prompt is empty, malformed or holds ids outside the vocabulary
 ├── ContextLengthError       a prompt does not fit the context of the model
-├── TreeError                a draft tree is malformed
+├── TreeError                a draft tree is malformed, or carries a token that its own distribution cannot produce
 ├── ShapeError               tensors given to a pure function do not fit together
-├── ProbabilityError         a draft carries a token that its own distribution cannot produce
 ├── NumericsError            the model returned NaN, or left no token possible
 ├── UnsupportedModelError    the model cannot be verified exactly; the message says why
 │   ├── UnsupportedStateError    state that cannot be rolled back (recurrent, convolutional)
 │   └── ProbeError               chains through the adapter disagree with the model itself
 ├── TokenizerMismatchError   drafter and target do not share a tokenizer
 ├── CheckpointError          a checkpoint is missing, truncated or of an unknown layout
-├── DatastoreError           a datastore is missing, damaged, foreign, or cannot be written
-├── CorpusError              a corpus is empty, binary or malformed
+├── DatastoreError           a datastore or its corpus is missing, damaged or foreign, or it cannot be written
 ├── NothingAcceptedError     a search has found no setting under which a draft is accepted
 ├── CopyError                what belongs to one process was to be pickled or copied
 └── EngineBusyError          one engine was entered from two threads at once
@@ -35,7 +33,7 @@ class ConfigError(ForedraftError, ValueError):
 
 
 class GrammarError(ConfigError):
-    """What an output must match cannot be compiled, costs too much, or cannot be told for this tokenizer."""
+    """A grammar cannot be compiled, costs too much, or is not supported for this tokenizer."""
 
 
 class PromptError(ForedraftError, ValueError):
@@ -47,15 +45,11 @@ class ContextLengthError(PromptError):
 
 
 class TreeError(ForedraftError, ValueError):
-    """A draft tree is malformed."""
+    """A draft tree is malformed, or carries a token to which its own distribution gives probability zero."""
 
 
 class ShapeError(ForedraftError, ValueError):
     """Tensors given to a pure function do not fit together."""
-
-
-class ProbabilityError(ForedraftError, ValueError):
-    """A draft carries a token to which its own distribution gives probability zero."""
 
 
 class NumericsError(ForedraftError, ArithmeticError):
@@ -87,15 +81,11 @@ class CheckpointError(ForedraftError, OSError):
 
 
 class DatastoreError(ForedraftError, OSError):
-    """A datastore or a saved history is missing, damaged, foreign, or cannot be written."""
+    """A datastore, its corpus or a saved history is missing, damaged or foreign, or cannot be written."""
 
 
 class NothingAcceptedError(ForedraftError, RuntimeError):
     """A search has found no setting under which a drafted token is accepted."""
-
-
-class CorpusError(ForedraftError, ValueError):
-    """A corpus is empty, binary, or malformed."""
 
 
 class CopyError(ForedraftError, TypeError):

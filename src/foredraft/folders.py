@@ -188,7 +188,7 @@ def write_text(file: str | os.PathLike[str], text: str) -> None:
 
 
 def part_of(file: Path) -> Path:
-    """Where a file is written by this thread before it takes its place."""
+    """Temporary file that this thread writes before it takes the place of a file."""
     return file.with_name(f".{file.name}.{os.getpid()}-{get_ident()}.part")
 
 
@@ -253,6 +253,16 @@ def append_lines(file: Path, lines: str) -> None:
             opened.seek(-1, os.SEEK_END)
             lines = lines if opened.read(1) == b"\n" else "\n" + lines
         opened.write(lines.encode())
+
+
+def json_lines(file: Path) -> Iterator[Any]:
+    """Records of a file that `append_lines` has written to; none where there is no file.
+
+    Lines that a kill or a full disk cut off are left out.
+    """
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        with suppress(ValueError):
+            yield json.loads(line)
 
 
 def is_no_room(error: BaseException | None) -> bool:

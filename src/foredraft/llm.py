@@ -21,6 +21,7 @@ from foredraft.config.keywords import takes_aliases
 from foredraft.config.sampling import SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.config.structured import StructuredOutputs
+from foredraft.devices import makes_on_cpu
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine, EngineConfig
 from foredraft.engine.frontend import RequestOutput, Runner, Stream
@@ -46,7 +47,6 @@ from foredraft.loading.sources import check_parts
 from foredraft.loading.stored import save_compressed
 from foredraft.machine import collector_paused
 from foredraft.model.cache.prefixes import PrefixStore
-from foredraft.model.default_device import makes_on_cpu
 from foredraft.model.dtypes import check_kv_cache_dtype
 from foredraft.model.execution.execution import check_kind
 from foredraft.model.execution.rounding import check_quantization, check_weights

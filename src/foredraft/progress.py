@@ -18,7 +18,7 @@ from rich.progress import (
 )
 
 SECONDS_PER_LINE = 10.0
-"""Of progress where there is no terminal, of what takes long."""
+"""Seconds between lines of progress where there is no terminal."""
 
 Watch = Callable[[str, int, int], None]
 """Told what is running, how much of it is done, and of how much."""

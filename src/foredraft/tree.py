@@ -1,12 +1,13 @@
-"""The draft: a tree of proposed tokens below the pending token. A chain is a tree."""
+"""The draft: a tree of proposed tokens below the pending token, and how large it may be. A chain is a tree."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from operator import lt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -25,16 +26,12 @@ class DraftPlan:
       gamma: the length it wanted.
       entropy: of the drafter's distribution of the first drafted token, by log V, 0..1; None where the policy does not
         look.
-      cause: why the length is 0, a key of `foredraft.engine.budget.CAUSES`.
+      cause: why the length is 0, a key of `foredraft.engine.stats.CAUSES`.
     """
 
     gamma: int
     entropy: float | None = None
     cause: str = "policy"
-
-
-_NO_PARENTS = (-1,)
-"""Parents of the empty draft, which `DraftTree.root` makes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +67,6 @@ class DraftTree:
 
     def __post_init__(self) -> None:
         tokens, parents = self.tokens, self.parents
-        if parents is _NO_PARENTS and type(tokens[0]) is int and type(self.source) is str:
-            return
         if type(tokens) is not tuple or type(parents) is not tuple or not _INTS.issuperset(map(type, tokens + parents)):
             tokens, parents = _whole_numbers("tokens", tokens), _whole_numbers("parents", parents)
             self.__dict__.update(tokens=tokens, parents=parents)
@@ -93,7 +88,7 @@ class DraftTree:
             return
         if min(parents[1:]) < 0 or not all(map(lt, parents, range(len(parents)))):
             raise TreeError(f"parents {parents} must stand before their children")
-        if len(self._child_of) != len(tokens) - 1:
+        if len(set(zip(parents[1:], tokens[1:], strict=True))) != len(tokens) - 1:
             raise TreeError(f"two siblings share a token: tokens {tokens}, parents {parents}")
 
     def _check_probs(self) -> None:
@@ -107,14 +102,20 @@ class DraftTree:
     @classmethod
     def root(cls, pending: int, source: str = "") -> DraftTree:
         """The empty draft: plain decoding."""
-        return cls((pending,), _NO_PARENTS, source=source)
+        if type(pending) is not int or type(source) is not str:
+            return cls((pending,), (-1,), source=source)
+        tree = object.__new__(cls)
+        tree.__dict__.update(_EMPTY, tokens=(pending,), source=source)
+        return tree
 
     @classmethod
     def chain(
         cls, pending: int, draft: Sequence[int], probs: torch.Tensor | None = None, source: str = ""
     ) -> DraftTree:
         """One continuation; ``probs`` (K, V) are the distributions its K tokens were drawn from."""
-        return cls((pending, *draft), tuple(range(-1, len(draft))), probs=probs, source=source)
+        tree = cls((pending, *draft), tuple(range(-1, len(draft))), probs=probs, source=source)
+        tree.__dict__.update(depths=tuple(range(len(tree.tokens))), depth=len(tree.tokens) - 1, is_chain=True)
+        return tree
 
     @classmethod
     def from_paths(
@@ -124,7 +125,7 @@ class DraftTree:
 
         [[5, 6], [5, 7]] below 1 becomes tokens (1, 5, 6, 7), parents (-1, 0, 1, 1).
         """
-        tokens, parents = [pending], [-1]
+        tokens, parents, depths = [pending], [-1], [0]
         child_of: dict[tuple[int, int], int] = {}
         for path in paths:
             node = 0
@@ -136,8 +137,11 @@ class DraftTree:
                     child = child_of[node, token] = len(tokens)
                     tokens.append(token)
                     parents.append(node)
+                    depths.append(depths[node] + 1)
                 node = child
-        return cls(tuple(tokens), tuple(parents), source=source)
+        tree = cls(tuple(tokens), tuple(parents), source=source)
+        tree.__dict__.update(depths=tuple(depths), depth=max(depths))
+        return tree
 
     def __len__(self) -> int:
         """Number of nodes N, root included."""
@@ -150,7 +154,7 @@ class DraftTree:
     @cached_property
     def _child_of(self) -> dict[tuple[int, int], int]:
         pairs = zip(self.parents[1:], self.tokens[1:], strict=True)
-        return {pair: node for node, pair in enumerate(pairs, 1)}
+        return dict(zip(pairs, range(1, len(self.tokens)), strict=True))
 
     def source_of(self, node: int) -> str:
         """The drafter that proposed a node."""
@@ -163,8 +167,9 @@ class DraftTree:
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """Children of every node, in draw order."""
-        lists: list[list[int]] = [[] for _ in self.tokens]
+        lists: list[list[int]] = [[]]
         for node, parent in enumerate(self.parents[1:], 1):
+            lists.append([])
             lists[parent].append(node)
         return tuple(map(tuple, lists))
 
@@ -245,27 +250,33 @@ class DraftTree:
         if max(self.tokens[1:], default=0) < vocab_size:
             return self
         kept = {0}
-        for node in range(1, len(self)):
+        for node in range(1, len(self.tokens)):
             if self.tokens[node] < vocab_size and self.parents[node] in kept:
                 kept.add(node)
         return self.restricted(sorted(kept))
 
     def restricted(self, nodes: Sequence[int]) -> DraftTree:
         """The tree of some of its nodes, ascending, with every node's parent among them."""
-        if len(nodes) == len(self):
+        tokens, parents, scores, sources, num_kept = self.tokens, self.parents, self.scores, self.sources, len(nodes)
+        if num_kept == len(tokens):
             return self
-        tokens, parents = self.tokens, self.parents
-        if nodes[-1] == len(nodes) - 1:  # the first ones
-            kept_parents = parents[: len(nodes)]
-        else:
-            new_index = dict(zip(nodes, range(len(nodes)), strict=True))
-            kept_parents = (-1, *[new_index[parents[node]] for node in nodes[1:]])
+        probs = None if self.probs is None else self.probs[[n for n in nodes if n < len(self.probs)]]
+        if nodes[-1] == num_kept - 1:  # the first ones
+            return self._with(
+                tokens=tokens[:num_kept],
+                parents=parents[:num_kept],
+                probs=probs,
+                scores=scores and scores[:num_kept],
+                sources=sources and sources[:num_kept],
+                is_whole=False,
+            )
+        new_index = dict(zip(nodes, range(num_kept), strict=True))
         return self._with(
             tokens=tuple([tokens[node] for node in nodes]),
-            parents=kept_parents,
-            probs=None if self.probs is None else self.probs[[n for n in nodes if n < len(self.probs)]],
-            scores=None if self.scores is None else tuple([self.scores[node] for node in nodes]),
-            sources=None if self.sources is None else tuple([self.sources[node] for node in nodes]),
+            parents=(-1, *[new_index[parents[node]] for node in nodes[1:]]),
+            probs=probs,
+            scores=scores and tuple([scores[node] for node in nodes]),
+            sources=sources and tuple([sources[node] for node in nodes]),
             is_whole=False,
         )
 
@@ -276,11 +287,11 @@ class DraftTree:
         tokens (1, 5, 6, 7), parents (-1, 0, 1, 1). The draft is no sample of a distribution.
         """
         tokens, parents = list(self.tokens), list(self.parents)
-        sources = [self.source_of(node) for node in range(len(self))]
+        sources = list(self.sources or (self.source,) * len(tokens))
         scores = None if self.scores is None else list(self.scores)
         found = dict(self._child_of)
         places = {0: 0}  # node of the other -> node here
-        for node in range(1, len(other)):
+        for node in range(1, len(other.tokens)):
             above, token = places.get(other.parents[node]), other.tokens[node]
             if above is None:
                 continue
@@ -319,7 +330,76 @@ class DraftTree:
         return self.restricted(nodes)._with(probs=probs)
 
 
+class DraftSize(int):
+    """How much may be drafted for one row in one step. As a number it is the depth.
+
+    Args:
+      depth: tokens on one path, the pending one not counted; 0 for no draft.
+      nodes: of the whole draft, root included.
+      chains_only: whether only the continuation of first children will be verified.
+      least: chance of a node, below which neither it nor what follows it will be verified; drafters may ignore it.
+
+    Attributes:
+      arm: number of the way in which a drafter of several is to draft (`DrafterFacts.arms`); None for its own choice.
+    """
+
+    nodes: int
+    chains_only: bool
+    least: float
+    arm: int | None = None
+
+    def __new__(cls, depth: int, nodes: int = sys.maxsize, chains_only: bool = False, least: float = 0.0) -> Self:
+        self = super().__new__(cls, depth)
+        self.nodes, self.chains_only, self.least = nodes, chains_only, least
+        return self
+
+    def __repr__(self) -> str:
+        return f"DraftSize(depth={self.depth}, nodes={self.nodes}, chains_only={self.chains_only}, least={self.least})"
+
+    @property
+    def depth(self) -> int:
+        """Tokens on one path."""
+        return int(self)
+
+    @classmethod
+    def of(cls, budget: int) -> DraftSize:
+        """The budget itself, or one that limits the depth alone."""
+        return budget if isinstance(budget, DraftSize) else cls(budget)
+
+    def within(self, depth: int, least: float, arm: int | None = None) -> DraftSize:
+        """As much of it as a governor wants, and in which way."""
+        if depth >= self and not least and arm is None:
+            return self
+        size = DraftSize(min(self, depth), self.nodes, self.chains_only, least)
+        size.arm = arm
+        return size
+
+    def width(self, num_branches: int) -> int:
+        """How many of the wanted siblings are worth drafting."""
+        return 1 if self.chains_only else num_branches
+
+    def max_nodes(self, limit: int | None = None) -> int:
+        """Nodes of the draft, within a limit of the drafter's own."""
+        return self.nodes if limit is None else min(self.nodes, limit)
+
+    def cut(self, tree: DraftTree) -> DraftTree:
+        """Cut a draft to the budget; if it has too many nodes, the first ones stay."""
+        if len(tree.tokens) == 1:
+            return tree
+        tree = (tree.main_chain() if self.chains_only else tree).cut(self)
+        return tree if len(tree.tokens) <= self.nodes else tree.restricted(range(max(1, self.nodes)))
+
+
 _FIELDS = tuple(one.name for one in fields(DraftTree))
+_EMPTY: Mapping[str, Any] = {
+    **{one.name: one.default for one in fields(DraftTree)},
+    "parents": (-1,),
+    "depths": (0,),
+    "depth": 0,
+    "is_chain": True,
+    "children": ((),),
+}
+"""Fields and derived values of every empty draft."""
 _INTS, _FLOATS = frozenset([int]), frozenset([float])
 
 
@@ -369,7 +449,7 @@ def _names(source: Any, sources: Any) -> tuple[str, ...] | None:
         raise TreeError(f"source is {shown(source)}; give the name of the drafter")
     if sources is None:
         return None
-    names = tuple(sources) if has_items(sources) else None
+    names = tuple(sources) if type(sources) in (list, tuple) or has_items(sources) else None
     if names is None or not all(isinstance(name, str) for name in names):
         raise TreeError(f"sources are {shown(sources)}; give the name of a drafter for each node")
     return names

@@ -29,7 +29,7 @@ from foredraft.engine.engine import Engine
 from foredraft.heads.eagle import EagleHead, EagleShape
 from foredraft.heads.layers import LayerShape
 from foredraft.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
-from foredraft.methods.lengths import Fixed
+from foredraft.methods.lengths import LengthPolicy
 from foredraft.methods.rank_tree import RankTree
 from foredraft.model.lm import CausalLM
 from foredraft.sampling import noise
@@ -84,7 +84,7 @@ def make_drafter(kind: str, acceptance: str) -> Drafter:
         return MultiHeadDrafter(HydraHeads(shape).double().requires_grad_(False), 2, **static)
     if kind in ("eagle", "eagle2"):
         head = EagleHead(EagleShape(1, layer, 32, (2,), 2)).double().requires_grad_(False)
-        dynamic = {**growth, "policy": Fixed(2), "num_branches": 2}
+        dynamic = {**growth, "policy": LengthPolicy(2), "num_branches": 2}
         return EagleDrafter(head, target(), **(static if kind == "eagle" else dynamic))
     return DraftModelDrafter(
         drafter_model(), num_speculative_tokens=2, num_branches=2 if kind == "tree" else 1, **growth
@@ -116,15 +116,17 @@ def p_value_of(drafter: Drafter, acceptance: str, num_samples: int = NUM_SAMPLES
     ("kind", "acceptance"),
     [
         ("none", "match"),
-        *((kind, "standard") for kind in ("chain", "tree", "hydra++", "eagle", "eagle2", "ngram")),
+        *((kind, "standard") for kind in ("chain", "tree", "eagle2")),
         ("chain", "block"),
-        ("ngram", "block"),
-        *(pytest.param(kind, "standard", marks=pytest.mark.full) for kind in ("medusa", "hydra")),
-        pytest.param("tree", "block", marks=pytest.mark.full),  # its chain
+        *(
+            pytest.param(kind, "standard", marks=pytest.mark.full)
+            for kind in ("ngram", "medusa", "hydra", "hydra++", "eagle")
+        ),
+        *(pytest.param(kind, "block", marks=pytest.mark.full) for kind in ("ngram", "tree")),  # of a tree its chain
     ],
 )
 def test_outputs_have_the_distribution_of_the_target(kind: str, acceptance: str) -> None:
-    """Under match with drafts, see the last test."""
+    """Under match, drafted outputs are the samples of plain decoding: see `engine/test_identity.py`."""
     assert p_value(kind, acceptance) > 1e-3
 
 
@@ -174,17 +176,17 @@ def blurs_the_distribution_of_the_draft(patch: pytest.MonkeyPatch) -> None:
 
 FAULTS = [
     ("chain", "standard", replaces_the_residual_by_p, 600),
-    ("chain", "block", replaces_the_residual_by_p, 600),
-    ("chain", "standard", accepts_at_half_the_rate, 600),
     ("chain", "block", accepts_at_half_the_rate, 600),
     ("chain", "standard", shares_one_stream, NUM_SAMPLES),
     ("tree", "standard", forgets_the_drawn_sibling, NUM_SAMPLES),
-    ("chain", "standard", blurs_the_distribution_of_the_draft, 2000),
     *(
         pytest.param(*case, 2 * NUM_SAMPLES, marks=pytest.mark.full)
         for case in (
             ("tree", "standard", replaces_the_residual_by_p),
+            ("chain", "block", replaces_the_residual_by_p),
+            ("chain", "standard", accepts_at_half_the_rate),
             ("chain", "block", shares_one_stream),
+            ("chain", "standard", blurs_the_distribution_of_the_draft),
             ("tree", "standard", blurs_the_distribution_of_the_draft),
             ("chain", "block", blurs_the_distribution_of_the_draft),
         )
@@ -199,15 +201,3 @@ def test_a_broken_rule_is_found_out(
     exact_distribution()
     fault(monkeypatch)
     assert p_value(kind, acceptance, num_samples) < 1e-9
-
-
-@pytest.mark.parametrize("kind", ["chain", "tree", "medusa", "hydra++", "eagle"])
-def test_samples_and_drafts_do_not_depend_on_each_other(kind: str) -> None:
-    """Under match the drafted outputs are the very samples of plain decoding, and so have its distribution."""
-    outputs = []
-    for drafter in (make_drafter("none", "match"), make_drafter(kind, "match")):
-        engine = Engine(target(), drafter, EngineConfig(max_num_seqs=64))
-        rows = engine.add_request(PROMPT, SamplingParams(n=64, max_tokens=LENGTH, temperature=TEMPERATURE, seed=5))
-        list(engine.run())
-        outputs.append([row.output_ids for row in rows])
-    assert outputs[0] == outputs[1]

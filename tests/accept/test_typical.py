@@ -82,18 +82,6 @@ def test_published_numbers_are_not_swapped() -> None:
     assert threshold(peaked, LIMITS) == 0.09
 
 
-def test_with_a_point_mass_it_is_greedy_matching() -> None:
-    tree = DraftTree((0, 1, 2, 3), (-1, 0, 0, 2))
-    distributions = torch.eye(4, dtype=torch.float64)[[2, 0, 3, 1]]
-    verdict = typical(tree, distributions.__getitem__)
-    assert verdict == match(tree, [2, 0, 3, 1].__getitem__)
-    assert verdict.path == (0, 2, 3)
-
-
-def test_a_distribution_that_is_none() -> None:
-    assert typical(DraftTree.root(0), lambda node: torch.full((4,), torch.nan)).next_token == -1
-
-
 # -- bias ------------------------------------------------------------------------------------------------------------
 
 
@@ -138,10 +126,6 @@ def test_its_bias_is_as_large_as_what_it_makes_certain() -> None:
         assert distance == pytest.approx(1 - float(distribution.max()))
         distances.append(distance)
     assert sum(distances) / len(distances) > 0.3
-
-
-def test_only_this_rule_is_lossy() -> None:
-    assert [name for name, rule in RULES.items() if not rule.is_lossless] == ["typical"]
 
 
 def test_every_rule_is_carried_out_as_itself() -> None:

@@ -7,23 +7,20 @@ very same check.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import chisquare
 from torch import Tensor
 
 from foredraft import accept as verify
-from foredraft.accept import RejectionNoise, Verdict, block, inverse, match, rejection, residual, without
-from foredraft.errors import ProbabilityError, ShapeError, TreeError
-from foredraft.sampling.noise import Purpose, stream_key, uniform
+from foredraft.accept import RejectionNoise, Verdict, block, inverse, match, rejection
+from foredraft.errors import TreeError
 from foredraft.tree import DraftTree
 from mutants import Apply, replaced, with_arguments, with_result
 
@@ -324,109 +321,6 @@ def test_distributions_over_four_tokens(rule: Rule, shape: str) -> None:
 # --- biased variants: each was published somewhere, and each must fail the check above ----------------------------
 
 
-@dataclass(frozen=True)
-class Listening:
-    """Noise that is asked in the place of another; what it answers may depend on the answers of that one."""
-
-    noise: Forking
-    heard: Callable[[Uniform], object] = lambda uniform: uniform
-    drawn: Callable[[int, Tensor], Tensor] = lambda depth, probs: probs
-
-    def uniform(self, depth: int, sibling: int) -> object:
-        return self.heard(self.noise.uniform(depth, sibling))
-
-    def draw(self, depth: int, probs: Tensor) -> int:
-        return self.noise.draw(depth, self.drawn(depth, probs))
-
-
-@dataclass(frozen=True)
-class Unscaled:
-    """A uniform that stays what it is when it is multiplied."""
-
-    uniform: Uniform
-
-    def __mul__(self, scale: float) -> Unscaled:
-        return self
-
-    def __lt__(self, bound: float) -> bool:
-        return self.uniform < bound
-
-
-def with_q_as_one(tree: DraftTree, target_probs: Callable[[int], Tensor], noise: Forking) -> Verdict:
-    return rejection(tree, target_probs, Listening(noise, heard=Unscaled))
-
-
-def with_uniforms_below_zero(tree: DraftTree, target_probs: Callable[[int], Tensor], noise: Forking) -> Verdict:
-    """``u * q <= p``, or a uniform that rounding has put below zero: p(x) = 0 is accepted."""
-
-    def lowered(uniform: Uniform | float) -> Uniform | float:
-        return uniform - 2.0**-53 if isinstance(uniform, float) else uniform
-
-    return rejection(tree, target_probs, Listening(noise, heard=lowered))
-
-
-def with_bonus_of_the_parent(tree: DraftTree, target_probs: Callable[[int], Tensor], noise: Forking) -> Verdict:
-    visited = []
-
-    def target_probs_at(node: int) -> Tensor:
-        visited.append(node)
-        return target_probs(node)
-
-    def drawn(depth: int, probs: Tensor) -> Tensor:
-        return target_probs(tree.parents[visited[-1]]) if visited[-1] else probs
-
-    return rejection(tree, target_probs_at, Listening(noise, drawn=drawn))
-
-
-def with_bonus_from_the_residual(tree: DraftTree, target_probs: Callable[[int], Tensor], noise: Forking) -> Verdict:
-    """The bonus behind a wholly accepted chain is drawn as if it had been rejected."""
-
-    def drawn(depth: int, probs: Tensor) -> Tensor:
-        if depth < tree.num_draft_tokens:
-            return probs
-        weights, _ = verify.block_thresholds(tree, target_probs)
-        return residual(probs, tree.probs[depth], weights[-1])
-
-    return block(tree, target_probs, Listening(noise, drawn=drawn))
-
-
-def by_hand(tree: DraftTree, target_probs: Callable[[int], Tensor], noise: Forking, keeps_p: bool = False) -> Verdict:
-    """`rejection`; with ``keeps_p`` the target's distribution stays as it is until the last sibling is rejected."""
-    path = [0]
-    while True:
-        distribution, draft, siblings = target_probs(path[-1]), tree.probs[path[-1]], tree.children[path[-1]]
-        for index, child in enumerate(siblings):
-            token = tree.tokens[child]
-            if noise.uniform(tree.depths[path[-1]], index) * float(draft[token]) < float(distribution[token]):
-                path.append(child)
-                break
-            if not keeps_p or child == siblings[-1]:
-                distribution = residual(distribution, draft)
-            if child != siblings[-1]:
-                draft = without(draft, token)
-        else:
-            return Verdict(tuple(path), noise.draw(tree.depths[path[-1]], distribution))
-
-
-def block_by_hand(
-    tree: DraftTree, target_probs: Callable[[int], Tensor], noise: Forking, stops: bool = False
-) -> Verdict:
-    """`block`; with ``stops`` it goes from the front and stops at the first failure."""
-    weights, thresholds = verify.block_thresholds(tree, target_probs)
-    passed = [0]
-    for last in range(1, len(thresholds)) if stops else range(len(thresholds) - 1, 0, -1):
-        passes = noise.uniform(last - 1, 0) < thresholds[last]
-        if passes:
-            passed.append(last)
-        if passes != stops:
-            break
-    last = passed[-1]
-    distribution = target_probs(last)
-    if last < tree.num_draft_tokens:
-        distribution = residual(distribution, tree.probs[last], weights[last])
-    return Verdict(tuple(range(last + 1)), noise.draw(last, distribution))
-
-
 def unclipped(tree: DraftTree, target_probs_at: Callable[[int], Tensor]) -> tuple[list[float], list[float]]:
     """`block_thresholds` with weights above one."""
     weights, thresholds = [1.0], [1.0]
@@ -467,21 +361,6 @@ def test_biased_part_of_a_rule_is_caught(name: str, monkeypatch: pytest.MonkeyPa
     assert not is_exact(rule, sampled_trees, CHAINS if rule is block else SHAPES, vocab_size=3)
 
 
-def test_rules_by_hand_and_noise_that_listens_are_exact() -> None:
-    """The control of the variants: nothing but their faults makes them fail."""
-    assert is_exact(by_hand, sampled_trees, SHAPES, vocab_size=3)
-    assert is_exact(block_by_hand, sampled_trees, CHAINS, vocab_size=3)
-    for rule in (rejection, block):
-        listening: Rule = lambda tree, probs, noise, rule=rule: rule(tree, probs, Listening(noise))  # noqa: E731
-        assert is_exact(listening, sampled_trees, CHAINS, vocab_size=3)
-
-
-def redrawing(tree: DraftTree, target_probs: Callable[[int], Tensor], noise: Forking) -> Verdict:
-    """Match, then redraw the token after a miss (Medusa's sampling modes)."""
-    verdict = matching(tree, target_probs, noise)
-    return Verdict(verdict.path, noise.branch(target_probs(verdict.path[-1]).tolist()))
-
-
 def matching_per_row(tree: DraftTree, target_probs: Callable[[int], Tensor], noise: Forking) -> Verdict:
     """Every root-to-leaf row draws for itself, the longest match wins (REST's buffers)."""
     rows = [DraftTree.chain(0, tree.path_tokens(leaf)) for leaf in tree.leaves]
@@ -492,15 +371,6 @@ def matching_per_row(tree: DraftTree, target_probs: Callable[[int], Tensor], noi
         if len(verdict.path) > len(best.path) or best.next_token < 0:
             best = Verdict(tuple(path[node] for node in verdict.path), verdict.next_token)
     return best
-
-
-def with_raw_bonus(tree: DraftTree, target_probs: Callable[[int], Tensor], noise: Forking) -> Verdict:
-    """The bonus of a wholly accepted draft comes from unprocessed logits."""
-
-    def probs(node: int) -> Tensor:
-        return target_probs(node) if tree.children[node] else distribution(*(target_probs(node) ** 0.5).tolist())
-
-    return rejection(tree, probs, noise)
 
 
 def doubtful_tokens_dropped(
@@ -525,15 +395,7 @@ def likeliest_with_soft_distribution(
 
 
 VARIANTS: dict[str, tuple[Rule, Drafts]] = {
-    "q taken as one": (with_q_as_one, sampled_trees),
-    "<= accepts p(x) = 0": (with_uniforms_below_zero, sampled_trees),
-    "bonus from the parent's distribution": (with_bonus_of_the_parent, sampled_trees),
-    "rejected p kept for later siblings": (partial(by_hand, keeps_p=True), sampled_trees),
-    "block stops at the first failure": (partial(block_by_hand, stops=True), sampled_trees),
-    "block bonus from the residual": (with_bonus_from_the_residual, sampled_trees),
-    "match, then redraw": (redrawing, sampled_trees),
     "independent draws per row": (matching_per_row, sampled_trees),
-    "bonus from another distribution": (with_raw_bonus, sampled_trees),
     "doubtful token dropped, rejection": (rejection, doubtful_tokens_dropped),
     "doubtful token dropped, block": (block, doubtful_tokens_dropped),
     "argmax draft with soft q, rejection": (rejection, likeliest_with_soft_distribution),
@@ -544,7 +406,7 @@ VARIANTS: dict[str, tuple[Rule, Drafts]] = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_biased_variant_is_caught(name: str) -> None:
     rule, drafts = VARIANTS[name]
-    shapes = TREES if name in ("independent draws per row", "rejected p kept for later siblings") else CHAINS
+    shapes = TREES if name == "independent draws per row" else CHAINS
     assert not is_exact(rule, drafts, shapes, vocab_size=3)
 
 
@@ -581,16 +443,10 @@ def test_one_token_is_accepted_with_the_overlap_of_the_distributions(distributio
 
 @pytest.mark.parametrize("distributions", cases(3), ids=lambda distributions: distributions.name)
 def test_block_accepts_at_least_as_much_as_rejection_and_rejection_as_match(distributions: Distributions) -> None:
+    """More, where the distributions differ."""
     by_rule = [expected_accepted(rule, distributions, ((1,), (1,))) for rule in (block, rejection, matching)]
     assert by_rule == sorted(by_rule, reverse=True) or max(by_rule) - min(by_rule) < 1e-12
-
-
-def test_block_accepts_more_than_rejection_where_distributions_differ() -> None:
-    distributions = cases(3)[0]
-    assert (
-        expected_accepted(block, distributions, ((1,), (1,)))
-        > expected_accepted(rejection, distributions, ((1,), (1,))) + 1e-3
-    )
+    assert distributions.name != "random" or by_rule[0] > by_rule[1] + 1e-3
 
 
 def test_equal_distributions_accept_everything() -> None:
@@ -602,59 +458,10 @@ def test_equal_distributions_accept_everything() -> None:
 # --- literal examples, pieces, errors ----------------------------
 
 
-def test_residual_literal() -> None:
-    assert residual(distribution(4, 4, 2), distribution(6, 2, 2)).tolist() == pytest.approx([0.0, 1.0, 0.0])
-    assert residual(distribution(4, 4, 2), distribution(2, 3, 5), weight=1.0).tolist() == pytest.approx(
-        [2 / 3, 1 / 3, 0.0]
-    )
-    assert residual(distribution(4, 4, 2), distribution(0, 1, 0), weight=0.5).tolist() == pytest.approx(
-        [2 / 3, 0.0, 1 / 3]
-    )
-
-
-def test_empty_residual_is_the_target_distribution() -> None:
-    assert residual(distribution(1, 2, 3), distribution(1, 2, 3)).tolist() == distribution(1, 2, 3).tolist()
-
-
-def test_without_literal() -> None:
-    assert without(distribution(2, 1, 1), 0).tolist() == [0.0, 0.5, 0.5]
-    assert without(distribution(0, 1, 0), 1).tolist() == [0.0, 0.0, 0.0]
-
-
-def test_pieces_leave_their_inputs_alone() -> None:
-    target, draft = distribution(1, 2, 3), distribution(3, 2, 1)
-    residual(target, draft)
-    without(draft, 1)
-    assert target.tolist() == distribution(1, 2, 3).tolist()
-    assert draft.tolist() == distribution(3, 2, 1).tolist()
-
-
-def test_block_thresholds_literal() -> None:
-    """p = (.4 .4 .2) everywhere, q = (.8 .1 .1), draft 0, 0: w = 1, 1/2, 1/4.
-
-    S_1 = max(.2 - .8, 0) + max(.2 - .1, 0) + max(.1 - .1, 0) = .1, h_1 = .1 / (.1 + .5) = 1/6, h_2 = w_2 = 1/4.
-    """
-    tree = DraftTree.chain(9, [0, 0], probs=torch.stack([distribution(8, 1, 1)] * 2))
-    weights, thresholds = verify.block_thresholds(tree, lambda node: distribution(4, 4, 2))
-    assert weights == pytest.approx([1.0, 0.5, 0.25])
-    assert thresholds == pytest.approx([1.0, 1 / 6, 1 / 4])
-
-
-def test_block_looks_past_a_failed_prefix() -> None:
-    """The first uniform fails its threshold 1/6, the second passes 1/4: both tokens stay."""
-    tree = DraftTree.chain(9, [0, 0], probs=torch.stack([distribution(8, 1, 1)] * 2))
-
-    class Noise(Edge):
-        def uniform(self, depth: int, sibling: int) -> float:
-            return (0.9, 0.2)[depth]
-
-    assert block(tree, lambda node: distribution(4, 4, 2), Noise(0.0)) == Verdict((0, 1, 2), 0)
-
-
 @pytest.mark.parametrize("rule", [rejection, block], ids=["rejection", "block"])
 def test_token_impossible_under_its_own_distribution_is_refused(rule: Rule) -> None:
     tree = DraftTree.chain(9, [1], probs=distribution(1, 0, 1)[None])
-    with pytest.raises(ProbabilityError, match=r"token 1 .* probability 0\.0"):
+    with pytest.raises(TreeError, match=r"token 1 .* probability 0\.0"):
         rule(tree, lambda node: distribution(1, 1, 1), Edge(0.5))
 
 
@@ -663,14 +470,8 @@ def test_second_sibling_or_token_is_refused_too(rule: Rule) -> None:
     """After token 0 of a point mass nothing more can have been drawn."""
     chain = DraftTree.chain(9, [0, 1], probs=torch.stack([distribution(1, 0, 0)] * 2))
     tree = chain if rule is block else DraftTree((9, 0, 1), (-1, 0, 0), probs=distribution(1, 0, 0)[None])
-    with pytest.raises(ProbabilityError, match="token 1"):
+    with pytest.raises(TreeError, match="token 1"):
         rule(tree, lambda node: distribution(1, 99, 99), Edge(0.999))
-
-
-def test_distributions_of_different_size_are_refused() -> None:
-    tree = DraftTree.chain(9, [0], probs=distribution(1, 1)[None])
-    with pytest.raises(ShapeError, match=r"\(3,\) .* \(2,\)"):
-        rejection(tree, lambda node: distribution(0, 1, 1), Edge(0.5))
 
 
 def test_block_refuses_trees() -> None:
@@ -703,20 +504,6 @@ def test_only_visited_nodes_are_looked_at_and_each_once(rule: Rule) -> None:
         assert tuple(looked_at) == verdict.path
 
 
-def test_block_looks_at_every_node_once() -> None:
-    tree = DraftTree.chain(9, [0, 1, 2], probs=torch.stack([random_distribution(i, 3) for i in range(3)]))
-    looked_at: Counter[int] = Counter()
-
-    def target_probs(node: int) -> Tensor:
-        looked_at[node] += 1
-        return random_distribution(50 + node, 3)
-
-    for step in range(50):
-        looked_at.clear()
-        block(tree, target_probs, RejectionNoise(3, step, 0))
-        assert set(looked_at.values()) == {1}
-
-
 # --- match against plain decoding ----------------------------
 
 paths = st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=6)
@@ -746,21 +533,6 @@ def test_match_emits_a_prefix_of_plain_decoding(drafted: list[list[int]], plain:
 # --- the keyed noise ----------------------------
 
 
-def test_noise_is_a_function_of_its_key() -> None:
-    assert RejectionNoise(1, 2, 3).uniform(0, 0) == RejectionNoise(1, 2, 3).uniform(0, 0)
-    values = {
-        RejectionNoise(seed, step, 10).uniform(depth, sibling)
-        for seed, step, depth, sibling in product(range(3), range(3), range(3), range(3))
-    }
-    assert len(values) == 81
-    assert all(0.0 <= value < 1.0 for value in values)
-
-
-def test_inverse_literal() -> None:
-    probs = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0])
-    assert [inverse(probs, u) for u in (0.0, 0.2, 0.25, 0.9, 1.0 - 2.0**-53, 1.0)] == [1, 1, 3, 3, 3, 3]
-
-
 @given(st.lists(st.sampled_from([0.0, 0.0, 1e-30, 0.1, 0.3, 1.0]), min_size=1, max_size=900), st.floats(0, 1))
 def test_inverse_equals_the_running_total(weights: list[float], uniform: float) -> None:
     """Over up to four stretches; the two ways of summing may differ by rounding, so a neighbour may be as good."""
@@ -773,54 +545,3 @@ def test_inverse_equals_the_running_total(weights: list[float], uniform: float) 
     total = sum(weights)
     assert sum(weights[:token]) <= uniform * total + 1e-12 * total
     assert sum(weights[: token + 1]) >= uniform * total - 1e-12 * total
-
-
-def test_draw_reads_the_residual_stream() -> None:
-    noise = RejectionNoise(5, 6, 7)
-    key = stream_key(5, 6, 7 + 2, Purpose.RESIDUAL)
-    probs = torch.full((1000,), 1e-3)
-    assert noise.draw(2, probs) == inverse(probs, uniform(key)) == int(uniform(key) * 1000)
-
-
-def step_counts(rule: Rule, make_noise: Callable[[int], RejectionNoise], shape: str) -> tuple[list[int], list[float]]:
-    """Counts of the first two tokens of 10,000 steps, and what the target distribution expects."""
-    distributions = cases(3)[0]
-    drafts = list(sampled_trees(distributions, SHAPES[shape]))
-    picks = torch.multinomial(
-        torch.tensor([weight for weight, _ in drafts]), 10_000, True, generator=torch.Generator().manual_seed(5)
-    )
-    extend = torch.Generator().manual_seed(6)
-    counts: Counter[Prefix] = Counter()
-    for step, pick in enumerate(picks.tolist()):
-        tree = drafts[pick][1]
-        verdict = rule(tree, target_at(distributions, tree), make_noise(step))
-        said = (*tree.path_tokens(verdict.path[-1]), verdict.next_token)[:2]
-        if len(said) == 1:
-            said = (*said, int(torch.multinomial(distributions.target[said], 1, generator=extend)))
-        counts[said] += 1
-    pairs = list(product(range(3), repeat=2))
-    expected = [10_000 * float(distributions.target[()][a] * distributions.target[(a,)][b]) for a, b in pairs]
-    return [counts[pair] for pair in pairs], expected
-
-
-@pytest.mark.parametrize(("rule", "shape"), [(rejection, "K=2"), (rejection, "two levels"), (block, "K=2")])
-def test_keyed_noise_gives_the_target_distribution(rule: Rule, shape: str) -> None:
-    """Chi-square over two tokens, 10,000 steps; false-alarm rate 1e-6 (fixed seeds: it passes always or never)."""
-    counts, expected = step_counts(rule, lambda step: RejectionNoise(11, step, 40), shape)
-    assert chisquare(counts, expected).pvalue > 1e-6
-
-
-def test_one_stream_for_acceptance_and_residual_is_caught() -> None:
-    """The reason for separate purposes: given a rejection the uniform is large, so reusing it biases the draw."""
-
-    class OneStream(RejectionNoise):
-        def _uniform(self, depth: int, purpose: Purpose, index: int = 0) -> float:
-            return super()._uniform(depth, Purpose.ACCEPT)
-
-    counts, expected = step_counts(rejection, lambda step: OneStream(11, step, 40), "K=2")
-    assert chisquare(counts, expected).pvalue < 1e-6
-
-
-def test_noise_without_the_step_repeats_itself() -> None:
-    """The reason for the step in the key: the same position is drafted again after a rejection."""
-    assert RejectionNoise(1, 0, 7).uniform(1, 0) != RejectionNoise(1, 1, 8).uniform(0, 0)

@@ -8,7 +8,7 @@ import random
 from collections import Counter
 
 import pytest
-from parts import AcceptedLengths, accepted_lengths, expected_length, table
+from parts import AcceptedLengths, Position, accepted_lengths, expected_length, table, wilson
 from rich.console import Console
 
 from drafting import made
@@ -17,7 +17,6 @@ from foredraft.bench.report import plain_data, show
 from foredraft.bench.trial import Sampling
 from foredraft.model.lm import CausalLM
 from foredraft.testing import PROMPTS, toy_model
-from foredraft.tune.accepted import Position, wilson
 
 
 def lengths_of(*steps: tuple[int, int, int]) -> AcceptedLengths:
@@ -47,6 +46,7 @@ def test_a_small_table_by_hand() -> None:
     assert found.distance == pytest.approx(1 / 3)
     assert [(place.num_tested, place.rate) for place in found.positions] == [(3, 1 / 3), (1, 1.0)]
     assert Position(1, 2, 0.5).interval == pytest.approx((0.0945, 0.9055), abs=1e-4)
+    assert (wilson(0, 5)[0], wilson(5, 5)[1]) == (0.0, 1.0)
     assert found.expected_from_first == pytest.approx((4 / 3 + 2 * (1 + 1 / 3 + 1 / 9)) / 3)
 
 
@@ -98,10 +98,3 @@ def test_the_table_takes_no_steps_at_all() -> None:
     text = console.export_text()
     assert "5.833" in text  # tokens per step: (3 * 10 + 1 + 2 * 2) / 6
     assert "0.000" in text
-
-
-def test_an_interval_holds_the_share_and_stays_a_share() -> None:
-    assert wilson(0, 5)[0] == 0.0
-    assert wilson(5, 5)[1] == 1.0
-    low, high = wilson(50, 100)
-    assert (low, high) == (pytest.approx(0.404, abs=1e-3), pytest.approx(0.596, abs=1e-3))

@@ -29,6 +29,7 @@ from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.engine import EngineConfig
 from foredraft.errors import ConfigError, PromptError
 from foredraft.model.lm import CausalLM
+from foredraft.prompts.prompt_files import PromptLine
 
 PROMPT = tuple(range(40, 60))
 GREEDY = Sampling(ignore_eos=True)
@@ -66,7 +67,8 @@ def test_the_shipped_prompts_cover_the_kinds_of_spec_bench() -> None:
     kinds = {question.category for question in questions}
     tasks = {"chat", "maths", "code", "command", "story", "summary", "translation", "qa", "rewrite"}
     assert kinds == {*tasks, "copy"}
-    assert len({question.id for question in questions}) == len(questions) >= 36
+    prompts = workload.load_prompts(zoo.load("tiny")[2], questions)
+    assert len({prompt.name for prompt in prompts}) == len(questions) >= 36
     few = workload.select(questions, 6)
     assert len({question.category for question in few}) == 6
     assert {question.category for question in workload.select(questions, 3, copying=True)} == {"copy"}
@@ -92,7 +94,7 @@ def test_a_copying_prompt_is_a_passage_and_its_beginning() -> None:
 
 def test_a_question_asked_again_stands_behind_its_answer() -> None:
     _, _, tokenizer = zoo.load("tiny")
-    question = workload.Question(1, "chat", "Hello!")
+    question = PromptLine("here", 1, "Hello!")
     (prompt,) = workload.asked_again(tokenizer, [question], lambda ids: (7, 8, 3))
     (bare,) = workload.load_prompts(tokenizer, [question])
     newline = tuple(tokenizer("\n", add_special_tokens=False)["input_ids"])

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from parts import CONFIGS, PhraseText, draft_cost, draft_costs, opened
+from parts import CONFIGS, PhraseText, draft_cost, opened
 
 from drafting import begin, end
 from foredraft.config.speculative import SpeculativeConfig
@@ -116,16 +116,6 @@ def test_work_that_grows_with_the_text_is_seen(context: tuple[DrafterContext, st
 
     assert work(Copying(), 12_800)[0] > 12_800 * NUM_STEPS
     assert work(Looping(), 12_800)[1] > 12_800 * NUM_STEPS
-
-
-def test_every_arm_is_measured_at_every_context_and_size(context: tuple[DrafterContext, str]) -> None:
-    found = list(draft_costs(context[0], (60, 120), (3000, 1000), 3))
-    assert [
-        cost.drafter for cost in found if (cost.context, cost.datastore_tokens) in ((60, None), (60, 1000))
-    ] == list(CONFIGS)
-    rest = [(cost.context, cost.datastore_tokens) for cost in found if cost.drafter == "rest"]
-    assert rest == [(60, 1000), (120, 1000), (60, 3000)]
-    assert all(cost.propose_us > 0 and cost.observe_us > 0 and cost.nodes >= 1 for cost in found)
 
 
 def test_the_row_copies_and_the_datastore_knows_it(tmp_path: Path) -> None:

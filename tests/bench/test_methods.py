@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from foredraft.bench import report
 from foredraft.bench.arms import EngineArm
-from foredraft.bench.candidates import MethodCandidate, read_candidates, split_outside_brackets
+from foredraft.bench.candidates import read_candidates, split_outside_brackets
 from foredraft.bench.equality import Departure, Equality
 from foredraft.bench.methods import Methods, MethodsSettings
 from foredraft.bench.outcome import MethodRow, MethodsOutcome, RefusedMethod, advise, by_kind, ranked
@@ -36,17 +36,19 @@ SETTINGS = MethodsSettings(num_prompts=2, max_new_tokens=8, sampling=Sampling(ig
 def test_candidates_are_names_compositions_and_json() -> None:
     text = 'ngram, suffix+draft_model,ngram>nasd,{"method": "suffix", "num_speculative_tokens": 4},ngram'
     found = read_candidates(text, "zoo:tiny", None)
-    assert [candidate.name for candidate in found] == [
+    assert [*found] == [
         "ngram",
         "suffix+draft_model",
         "ngram>nasd",
         "suffix num_speculative_tokens=4",
     ]
-    assert found[1].given == {"method": "suffix+draft_model", "model": "zoo:tiny"}, "the drafter goes where one is used"
-    assert "model" not in found[0].given
-    assert found[3].config.num_speculative_tokens == 4
+    assert found["suffix+draft_model"] == {"method": "suffix+draft_model", "model": "zoo:tiny"}, (
+        "the drafter goes where one is used"
+    )
+    assert "model" not in found["ngram"]
+    assert found["suffix num_speculative_tokens=4"]["num_speculative_tokens"] == 4
     lengths = read_candidates('ngram,{"method": "suffix", "num_speculative_tokens": 4}', None, 7)
-    assert [candidate.config.num_speculative_tokens for candidate in lengths] == [7, 4]
+    assert [given["num_speculative_tokens"] for given in lengths.values()] == [7, 4]
     assert len(read_candidates("all", None, None)) > 10
 
 
@@ -183,7 +185,7 @@ def test_everything_fits_and_the_config_can_be_copied(width: int) -> None:
 
 
 def test_notes_of_the_zoo_are_shown_beside_the_methods_they_are_about() -> None:
-    quantized, lookup = MethodCandidate("a", {"method": "quantized_self"}), MethodCandidate("b", {"method": "ngram"})
+    quantized, lookup = {"method": "quantized_self"}, {"method": "ngram"}
     assert any("flattered" in note for note in cli.model_notes("zoo:smollm2", [lookup, quantized]))
     assert cli.model_notes("zoo:smollm2", [lookup]) == ()
     assert cli.model_notes("somewhere/else", [quantized]) == ()
@@ -192,7 +194,7 @@ def test_notes_of_the_zoo_are_shown_beside_the_methods_they_are_about() -> None:
 # -- the comparison itself ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["bfloat16", pytest.param("float32", marks=pytest.mark.full)])
 def methods(request: pytest.FixtureRequest) -> Methods:
     return Methods("zoo:tiny", request.param, SETTINGS)
 
@@ -236,8 +238,7 @@ def test_a_method_whose_tokens_differ_gets_no_figures(methods: Methods, monkeypa
     assert advise(found).config["method"] != "ngram"
 
 
-@pytest.mark.parametrize(("share", "is_near"), [(0.5, True), (2.0, False)])
-def test_partings_are_counted_up_to_a_near_tie(monkeypatch: pytest.MonkeyPatch, share: float, is_near: bool) -> None:
+def test_partings_are_counted_up_to_a_near_tie(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parting at a gap that rounding explains is counted where tokens are promised up to rounding."""
     methods = Methods("zoo:tiny", "bfloat16", replace(SETTINGS, execution="eager"))
     honest, limit = EngineArm.run, NEAR_TIES[torch.bfloat16]
@@ -247,12 +248,13 @@ def test_partings_are_counted_up_to_a_near_tie(monkeypatch: pytest.MonkeyPatch, 
         return run if self.name != "ngram" else replace(run, token_ids=(*run.token_ids[:-1], run.token_ids[-1] + 1))
 
     monkeypatch.setattr(EngineArm, "run", parting)
-    monkeypatch.setattr("foredraft.bench.methods.gap_of", lambda *_: lambda *_: share * limit)
-    found = methods.run(read_candidates("ngram,suffix", None, None), lambda outcome: None)
-    assert "near-ties" in found.promise
-    assert [one.method for one in found.rows] == (["ngram", "suffix"] if is_near else ["suffix"])
-    (judged,) = [found.rows[0].equality] if is_near else found.different
-    assert [one.gap for one in judged.divergences] == [share * limit] * 2
+    for gap, is_near in ((0.5 * limit, True), (2.0 * limit, False)):
+        monkeypatch.setattr("foredraft.bench.methods.gap_of", lambda *_, gap=gap: lambda *_: gap)
+        found = methods.run(read_candidates("ngram,suffix", None, None), lambda outcome: None)
+        assert "near-ties" in found.promise
+        assert [one.method for one in found.rows] == (["ngram", "suffix"] if is_near else ["suffix"])
+        (judged,) = [found.rows[0].equality] if is_near else found.different
+        assert [one.gap for one in judged.divergences] == [gap] * 2
 
 
 def test_no_method_at_all_is_an_error(methods: Methods) -> None:
@@ -334,16 +336,6 @@ def test_a_difference_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     found = invoke(*QUICK, "--methods", "ngram")
     assert found.exit_code == 3, found.output
     assert "no speed is shown" in " ".join(found.stdout.split())
-
-
-@pytest.mark.parametrize(
-    "option", ["--parts", "--peers", "--make-peers", "--scale", "--contexts", "--batch-sizes", "--profile"]
-)
-def test_options_of_the_scripts_are_unknown(option: str) -> None:
-    """They are of ``benchmarks/parts.py`` and ``benchmarks/race.py``."""
-    found = invoke(*QUICK, option)
-    assert found.exit_code == 2
-    assert "No such option" in found.stderr
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import race as racing
-from race import HERE, PEERS, ArmRow, Exported, Launch, Race, RaceOutcome, RaceRound, Worker, WorkerError, make
+from race import HERE, PEERS, ArmRow, Exported, Launch, Race, RaceOutcome, RaceRound, WorkerError, make
 from rich.console import Console
 from workers.foredraft_worker import Own
 
@@ -153,8 +153,14 @@ OWN = [entry("plain", slow=0.02), entry("ngram", LOOKUP, slow=0.008, tuned=0.01)
 
 
 def test_ratios_are_those_of_the_times_and_texts_come_first(track: Track) -> None:
+    """Also of what is known after each prompt; nothing is cut off, and workers end with the race."""
     peer = [entry("plain", slow=0.01), entry("lookup", LOOKUP, slow=0.004, departs_at=3)]
-    outcome = track.run([track.launch("foredraft", OWN), track.launch("other", peer)])
+    known: list[RaceOutcome] = []
+    with track.race([track.launch("foredraft", OWN), track.launch("other", peer)]) as race:
+        processes = [worker._process for worker in race._workers]
+        outcome = race.run(prompts(), known.append)
+        assert all(process.poll() is None for process in processes)
+    assert [process.poll() for process in processes] == [0, 0]
     (each,) = outcome.rounds
     assert {one.what: (one.arm, one.base, round(one.comparison.ratio, 6)) for one in each.verdicts} == {
         "plain": ("foredraft plain", "other plain", 0.5),
@@ -168,21 +174,15 @@ def test_ratios_are_those_of_the_times_and_texts_come_first(track: Track) -> Non
     assert departures == [("a", 3, 3.25), ("b", 3, 3.25)]
     assert outcome.skipped == ("short",)
     assert (outcome.prompts, outcome.tuning_prompts) == (("a", "b"), ("t",))
-    text = shown(outcome)
-    assert text.index("same tokens") < text.index("tok/s")
-    assert "0.50" in text
-
-
-def test_what_is_known_after_each_prompt_can_be_shown(track: Track) -> None:
-    known: list[RaceOutcome] = []
-    with track.race([track.launch("foredraft", OWN), track.launch("other", [entry("plain")])]) as race:
-        race.run(prompts(), known.append)
-    assert [len(outcome.rounds[0].prompts) for outcome in known] == [1, 2, 2]
-    assert [outcome.rounds[0].is_complete for outcome in known] == [False, False, True]
-    text = shown(known[0])
-    assert "interrupted after 1" in text
-    assert text.index("same tokens") < text.index("tok/s")  # texts first, also of a part
-    assert "interrupted" not in shown(known[-1])
+    assert [len(part.rounds[0].prompts) for part in known] == [1, 2, 2]
+    assert [part.rounds[0].is_complete for part in known] == [False, False, True]
+    for part, width in ((known[0], 100), (outcome, 80), (outcome, 140)):
+        text = shown(part, width)
+        assert text.index("same tokens") < text.index("tok/s")
+        assert ("interrupted after 1" in text) == (part is known[0])
+        assert "0.50" in text
+        assert max(map(len, text.splitlines())) <= width
+        assert "…" not in text
 
 
 def test_every_prompt_runs_forwards_and_backwards_in_separate_processes(track: Track) -> None:
@@ -206,17 +206,7 @@ def test_settings_and_best_arms_are_chosen_on_prompts_that_do_not_count(track: T
     assert [one.base for one in outcome.rounds[0].verdicts] == ["other plain", "other lookup"]
 
 
-def test_quantised_arms_are_shown_apart(track: Track) -> None:
-    peer = [entry("plain"), entry("plain int4", slow=0.001, counts=False)]
-    outcome = track.run([track.launch("foredraft", OWN[:1]), track.launch("other", peer)])
-    plain = {one.base: one.counts for one in outcome.rounds[0].verdicts if one.what == "plain"}
-    assert plain == {"other plain": True, "other plain int4": False}
-    text = shown(outcome)
-    assert "other plain int4 *" in text
-    assert "does not count" in text
-
-
-def test_own_quantised_arms_are_compared_with_those_of_others(track: Track) -> None:
+def test_quantised_arms_are_shown_apart_and_own_ones_compared_with_those_of_others(track: Track) -> None:
     own = [OWN[0], entry("plain int8", slow=0.002, counts=False)]
     peer = [entry("plain"), entry("plain q8_0", slow=0.004, counts=False)]
     outcome = track.run([track.launch("foredraft", own), track.launch("other", peer)])
@@ -226,6 +216,9 @@ def test_own_quantised_arms_are_compared_with_those_of_others(track: Track) -> N
         ("foredraft plain", "other plain q8_0"): False,
         ("foredraft plain int8", "other plain q8_0"): False,
     }
+    text = shown(outcome)
+    assert "other plain q8_0 *" in text
+    assert "does not count" in text
 
 
 def test_what_was_not_timed_is_a_dash_with_its_reason(track: Track) -> None:
@@ -236,30 +229,26 @@ def test_what_was_not_timed_is_a_dash_with_its_reason(track: Track) -> None:
     assert [one.arm for one in outcome.rounds[0].verdicts] == ["foredraft plain"] * 2
 
 
-@pytest.mark.parametrize("width", [80, 140])
-def test_nothing_is_cut_off(track: Track, width: int) -> None:
-    launches = [track.launch("foredraft", OWN), track.launch("other", [entry("plain"), entry("lookup", LOOKUP)])]
-    text = shown(track.run(launches), width)
-    assert max(map(len, text.splitlines())) <= width
-    assert "…" not in text
-
-
 # -- equality ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "is_wrong"), [("float32", True), ("bfloat16", False)])
-def test_own_texts_that_differ_in_float32_hide_all_speeds(track: Track, dtype: str, is_wrong: bool) -> None:
-    own = [OWN[0], entry("ngram", LOOKUP, departs_at=2)]
-    outcome = track.run([track.launch("foredraft", own), track.launch("other", [entry("plain", departs_at=1)])], dtype)
+@pytest.mark.parametrize(
+    ("own", "dtype", "is_wrong"),
+    [
+        (entry("ngram", LOOKUP, departs_at=2), "float32", True),
+        (entry("ngram", LOOKUP, departs_at=2), "bfloat16", False),
+        (entry("plain int8", counts=False, numerics="float32, int8 weights", departs_at=2), "float32", False),
+    ],
+)
+def test_own_texts_that_differ_in_float32_hide_all_speeds(
+    track: Track, own: dict[str, Any], dtype: str, is_wrong: bool
+) -> None:
+    """Arms with other weights are not held to the texts of full precision."""
+    launches = [track.launch("foredraft", [OWN[0], own]), track.launch("other", [entry("plain", departs_at=1)])]
+    outcome = track.run(launches, dtype)
     assert outcome.wrong == (("foredraft ngram",) if is_wrong else ())
     assert ("no speed is shown" in shown(outcome)) == is_wrong
     assert ("tok/s" in shown(outcome)) != is_wrong
-
-
-def test_own_arms_with_other_weights_are_not_held_to_the_texts_of_full_precision(track: Track) -> None:
-    own = [OWN[0], entry("plain int8", counts=False, numerics="float32, int8 weights", departs_at=2)]
-    outcome = track.run([track.launch("foredraft", own), track.launch("other", [entry("plain")])], "float32")
-    assert outcome.wrong == ()
 
 
 def test_own_runs_that_differ_from_each_other_are_wrong_in_any_dtype(track: Track) -> None:
@@ -311,13 +300,6 @@ def test_a_race_alone_is_no_race(track: Track) -> None:
 def test_too_few_prompts_are_refused(track: Track) -> None:
     with pytest.raises(ConfigError, match="4 prompts are to count and 1 are for choosing settings, and 4 have"):
         track.run([track.launch("foredraft", OWN), track.launch("other", OWN)], num_prompts=4)
-
-
-def test_workers_end_with_the_race(track: Track) -> None:
-    with track.race([track.launch("foredraft", OWN), track.launch("other", OWN)]) as race:
-        processes = [worker._process for worker in race._workers]
-        assert all(process.poll() is None for process in processes)
-    assert [process.poll() for process in processes] == [0, 0]
 
 
 # -- batches -----------------------------------------------------------------------------------------------------
@@ -379,14 +361,6 @@ def test_own_methods_are_sorted_by_what_they_need_and_whether_they_count() -> No
 
 
 # -- environments ------------------------------------------------------------------------------------------------
-
-
-def test_names_are_read_and_others_refused() -> None:
-    assert [peer.name for peer in racing.peers_of(["llamacpp", "openvino", "llamacpp"])] == ["llamacpp", "openvino"]
-    assert racing.peers_of(["all"]) == list(PEERS.values())
-    for arguments in (["--peers", "vllm"], ["--make-peers", "vllm"], ["--peers"]):
-        with pytest.raises(SystemExit):
-            racing.parser().parse_args(arguments)
 
 
 def test_an_environment_is_made_once_and_completed_where_it_broke_off(
@@ -479,7 +453,7 @@ def test_workers_of_other_engines_import_nothing_of_this_package() -> None:
 # -- the script ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_script_races_beside_an_engine_in_an_environment_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -513,12 +487,3 @@ def test_the_script_races_beside_an_engine_in_an_environment_of_its_own(
     }  # fmt: skip
     assert (tmp_path / "cache" / "peers" / "models").exists()
     assert "llamacpp takes no part" in capsys.readouterr().err
-
-
-def test_a_worker_reports_where_its_log_is(track: Track) -> None:
-    with (
-        pytest.raises(WorkerError, match="its log is"),
-        Worker(track.launch("other", [], broken="x"), 1, track.folder / "log"),
-    ):
-        pass
-    assert "RuntimeError: x" in (track.folder / "log").read_text()

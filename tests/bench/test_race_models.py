@@ -11,9 +11,9 @@ import pytest
 import race as racing
 import torch
 from pairs import load_pair
-from race import Exported, export, prompts_of
+from race import export, prompts_of
 from workers.foredraft_worker import cast
-from workers.protocol import eos_token_ids, has_draft
+from workers.protocol import has_draft
 from workers.to_gguf import convert, mixed_type
 
 from foredraft import zoo
@@ -49,37 +49,6 @@ def test_a_pair_is_written_once_with_the_weights_of_the_model(cache: Path, monke
     assert export("zoo:tiny", None, "none") == found
     assert len(said) == 1
     assert racing._name("zoo:tiny", None, "100m") != found.folder.name
-
-
-def test_what_breaks_off_leaves_nothing_behind(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(model: str, draft_model: str | None, scale: str, out: Path) -> None:
-        out.mkdir(parents=True)
-        raise OSError("no space left")
-
-    monkeypatch.setattr(racing, "_write", full)
-    with pytest.raises(OSError, match="no space left"):
-        export("zoo:tiny", None, "none")
-    assert list(cache.iterdir()) == []
-
-
-def test_another_process_may_have_written_it_meanwhile(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def overtaken(model: str, draft_model: str | None, scale: str, out: Path) -> None:
-        for folder in (out, cache / racing._name(model, draft_model, scale)):
-            folder.mkdir(parents=True)
-            (folder / "facts.json").write_text(json.dumps({"models": "theirs", "dtype": "float32"}))
-
-    monkeypatch.setattr(racing, "_write", overtaken)
-    found = export("zoo:tiny", None, "none")
-    assert found == Exported(found.folder, "theirs", "float32")
-    assert [path.name for path in cache.iterdir()] == [found.folder.name]
-
-
-def test_a_folder_with_other_files_is_another_model(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_text("one")
-    before = racing._name(str(tmp_path), None, "none")
-    assert racing._name(str(tmp_path), None, "none") == before
-    (tmp_path / "model.safetensors").write_text("another")
-    assert racing._name(str(tmp_path), None, "none") != before
 
 
 def test_casting_keeps_the_frequencies_of_rotations() -> None:
@@ -141,15 +110,6 @@ def test_what_cannot_be_converted_is_refused(
     (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | change))
     with pytest.raises(RuntimeError, match=message):
         convert(folder, tmp_path / "model.gguf", "f32")
-
-
-def test_ends_of_text_are_those_of_the_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "target").mkdir()
-    assert eos_token_ids(tmp_path) == set()
-    for eos, expected in ((2, {2}), ([0, 3], {0, 3}), (None, set())):
-        (tmp_path / "target" / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-        assert eos_token_ids(tmp_path) == expected
-    assert not has_draft(tmp_path)
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------

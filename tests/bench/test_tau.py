@@ -68,12 +68,6 @@ def test_chains_and_trees_are_forced_to_the_same_nodes() -> None:
     assert union["max_draft_nodes"] == 8
 
 
-def test_names_of_configs() -> None:
-    assert tau.named("suffix+eagle3") == ("suffix+eagle3", "suffix+eagle3")
-    assert tau.named('{"method": "ngram"}') == ('{"method": "ngram"}',) * 2
-    assert tau.named('short={"method": "ngram"}') == ("short", '{"method": "ngram"}')
-
-
 def test_what_was_measured_is_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

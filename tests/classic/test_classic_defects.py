@@ -91,10 +91,13 @@ def test_03_prune_cache_takes_current_caches_and_zero_tokens() -> None:
         target()(input_ids=ids(*PROMPT), use_cache=True, **{cache_argument(target()): cache})
     assert prune_cache(cache, 0).get_seq_length() == len(PROMPT)
     assert prune_cache(cache, 4).get_seq_length() == len(PROMPT) - 4
-    own, cross = torch.zeros(1, 2, 9, 4), torch.zeros(1, 2, 7, 4)
+    own, cross = torch.arange(9.0).view(1, 1, 9, 1).expand(1, 2, 9, 4), torch.zeros(1, 2, 7, 4)
     pruned = prune_cache(((own, own, cross, cross), None), 3)
     assert [tensor.shape[2] for tensor in pruned[0]] == [6, 6, 7, 7]
+    assert (float(pruned[0][0][0, 0, -1, 0]), own.shape[2]) == (5.0, 9)
     assert pruned[1] is None
+    assert [prune_cache(((own, own),), count)[0][0].shape[2] for count in (0, 9)] == [9, 0]
+    assert prune_cache(None, 3) is None
     (layer,) = prune_cache(((own,) * 4,), 3)  # the layout that is described: (2 or 4) x (batch, heads, T, head_dim)
     assert [tensor.shape[2] for tensor in layer] == [6, 6, 6, 6]
 
@@ -168,8 +171,10 @@ def test_08_the_shortest_context_is_learned() -> None:
 @pytest.mark.parametrize("kind", [NGramStorage, OneLevelNGramStorage])
 def test_09_a_stored_n_gram_is_found(kind: Any) -> None:
     storage = kind(3, 16)
-    storage.initialize(ids(1, 2, 3))
+    storage.initialize(ids(1, 2, 3, 4))
     assert storage.has_gram(torch.tensor([1, 2, 3]))
+    assert storage.has_gram(torch.tensor([2, 3, 4]))
+    assert not storage.has_gram(torch.tensor([1, 2, 3, 4]))
     assert not storage.has_gram(torch.tensor([1, 2, 4]))
     assert not storage.has_gram(torch.tensor([2, 3, 1]))
     assert storage.has_gram(torch.tensor([1, 2])) is (kind is NGramStorage)

@@ -70,10 +70,10 @@ def distribution_difference(
 
 
 def cells() -> list[Any]:
-    """Every processor at every temperature; the fast part has each of both once, the rest is slow."""
+    """Every processor at every temperature; `make test` has each of both once."""
     fast = {("multinomial", 1.5), ("top-k", 1.0), ("nucleus", 0.5)}
     return [
-        pytest.param(name, temperature, marks=() if (name, temperature) in fast else pytest.mark.slow)
+        pytest.param(name, temperature, marks=() if (name, temperature) in fast else pytest.mark.full)
         for name in MAKERS
         for temperature in TEMPERATURES
     ]
@@ -161,7 +161,7 @@ def p_value(run: Callable[[], list[int]], processor: Any, num_samples: int = NUM
     return float(chisquare(observed, [w * scale for w in wanted]).pvalue)
 
 
-OFTEN = [(speculative, "top-k", 1.0), (ngram, "multinomial", 0.5), (plain, "both", 1.5)]
+OFTEN = [(speculative, "top-k", 1.0), (ngram, "multinomial", 0.5)]
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_a_module_of_ones_own_is_decoded_as_by_hand(form: str, use_cache: bool) 
 
 
 @pytest.mark.parametrize(
-    "which", ["both", *(pytest.param(which, marks=pytest.mark.slow) for which in ("drafter", "target"))]
+    "which", ["both", *(pytest.param(which, marks=pytest.mark.full) for which in ("drafter", "target"))]
 )
 def test_the_distribution_is_that_of_the_target_whoever_is_a_plain_module(which: str, monkeypatch: Any) -> None:
     """Every draw taken every way, to 1e-12."""

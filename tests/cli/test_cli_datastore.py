@@ -72,6 +72,6 @@ def test_the_manifest_names_the_tokenizer(tmp_path: Path) -> None:
 def test_refusals_have_exit_code_2(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     build = ("build", tmp_path / "empty.txt", "--tokenizer", "zoo:tiny", "--out", tmp_path / "out")
-    assert "CorpusError" in run(*build, code=2)
+    assert "DatastoreError" in run(*build, code=2)
     assert "DatastoreError" in run("info", tmp_path, code=2)
     assert "DatastoreError" in run("query", tmp_path, "text", code=2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -81,8 +79,8 @@ def test_every_verb_that_loads_a_target_can_be_told_in_what_weights() -> None:
 
     def note(command: Any, name: str) -> None:
         verbs[name] = {parameter.name for parameter in command.params}
-        for child, below in getattr(command, "commands", {}).items():
-            note(below, f"{name} {child}".strip())
+        for child in getattr(command, "commands", {}):
+            note(command.get_command(None, child), f"{name} {child}".strip())
 
     note(typer.main.get_command(foredraft_app), "")
     loading = {name for name, options in verbs.items() if "dtype" in options} - {"quantize"}
@@ -95,14 +93,7 @@ def test_every_verb_that_loads_a_target_can_be_told_in_what_weights() -> None:
 
 
 def test_the_list_of_verbs_has_the_beginnings_of_their_help() -> None:
-    for name, command in typer.main.get_command(foredraft_app).commands.items():
+    for name in VERBS:
+        command = typer.main.get_command(foredraft_app).get_command(None, name)
         about = command.callback.__doc__ if command.help is None else command.help
         assert " ".join(about.split("\n\n")[0].split()) == VERBS[name]
-
-
-def test_help_waits_for_no_verb() -> None:
-    program = (
-        "import sys; from foredraft.cli import app; app(['--help'], standalone_mode=False);"
-        "assert not {'torch', 'numpy', 'foredraft.cli.options', 'foredraft.methods'} & {*sys.modules}"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)

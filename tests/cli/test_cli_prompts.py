@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from transformers import PreTrainedTokenizerBase
 from typer.testing import CliRunner, Result
 
 from foredraft import zoo
 from foredraft.cli import app
-from foredraft.cli.prompts import ask, check_template, looks_like_instruct, read_prompts
+from foredraft.cli.prompts import ask, looks_like_instruct, read_prompts
 from foredraft.cli.running import put_json, tolerate_encodings
 from foredraft.cli.writers import ending
 from foredraft.engine.frontend import CompletionOutput, RequestMetrics, RequestOutput
 from foredraft.errors import ConfigError, PromptError
 from foredraft.loading.models import load_tokenizer
-from foredraft.prompts.prompts import chat_text
 from foredraft.zoo.manifest import Manifest
-from programs import ran
+from programs import called
 
 TINY = ["--model", "zoo:tiny", "--dtype", "float32", "--max-new-tokens", "4"]
 ODD = "one\u2028two\u0085three\u2029four\x0cfive\x1csix"
@@ -62,28 +59,22 @@ def test_jsonl_on_standard_input_is_utf_8_whatever_the_terminal_is() -> None:
     assert "standard input is not UTF-8: byte 14 is 0xfc" in result.stderr
 
 
-# -- the streams of a real process -----------------------------------------------------------------------------------
+# -- streams ---------------------------------------------------------------------------------------------------------
 
 
-def program(*arguments: str, encoding: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    return ran([*arguments], input=stdin, text=False, env={"PYTHONIOENCODING": encoding})
-
-
-@pytest.mark.slow
 def test_an_encoding_that_cannot_hold_the_text_escapes_it() -> None:
     prompt = "Ŝi diris: “saluton” 🦊"
-    done = program("generate", *TINY, prompt, "--json", "--stop", "🦊", "--chat", encoding="cp1252")
+    done = called(["generate", *TINY, prompt, "--json", "--stop", "🦊", "--chat"], encoding="cp1252")
     assert done.returncode == 0, done.stderr
-    assert prompt in json.loads(done.stdout.decode("cp1252"))["prompt"]
+    assert prompt in json.loads(done.stdout)["prompt"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("verb", [("generate", "-"), ("chat",)])
-def test_bytes_that_are_not_utf_8_are_refused_by_name(verb: tuple[str, ...]) -> None:
-    done = program(*verb, *TINY, encoding="utf-8:strict", stdin=b"a \xff\n")
+@pytest.mark.parametrize("verb", [["generate", "-"], ["chat"]])
+def test_bytes_that_are_not_utf_8_are_refused_by_name(verb: list[str]) -> None:
+    done = called([*verb, *TINY], encoding="utf-8:strict", stdin=b"a \xff\n")
     assert done.returncode == 2
-    assert b"Traceback" not in done.stderr
-    assert b"is not valid Unicode: character 2" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "is not valid Unicode: character 2" in done.stderr
 
 
 def test_json_lines_are_one_line_for_every_reader(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,29 +114,6 @@ def test_a_template_means_instruct_unless_the_manifest_knows_better(tokenizer: P
 def test_chat_and_raw_overrule(tokenizer: PreTrainedTokenizerBase) -> None:
     assert templated(tokenizer, "zoo:tiny", chat=True) == [True, False]
     assert templated(tokenizer, "owner/model", raw=True) == [False, False]
-    check_template(True, False)
-    with pytest.raises(typer.BadParameter, match="leave one out"):
-        check_template(True, True)
-    result = run("generate", "Hi", "--chat", "--raw", *TINY)
-    assert result.exit_code == 2
-    assert "leave one out" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("template", "error", "said"),
-    [
-        ("{{ raise_exception('No system message!') }}", PromptError, "take these messages: No system message!"),
-        ("{{ messages[0].content + 1 }}", PromptError, "take these messages: TypeError"),
-        ("{% if messages }}", ConfigError, r"cannot be read \(unexpected '}', line 1\).*chat_template.jinja"),
-    ],
-)
-def test_what_a_template_does_not_take_is_a_refusal(
-    tokenizer: PreTrainedTokenizerBase, template: str, error: type[Exception], said: str
-) -> None:
-    """It was a traceback of Jinja: Gemma's template takes no system message, and others only turns that alternate."""
-    tokenizer.chat_template = template
-    with pytest.raises(error, match=said):
-        chat_text(tokenizer, [{"role": "user", "content": "Hi"}])
 
 
 def test_what_is_given_and_what_the_model_gets(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -15,7 +15,7 @@ from test_cli import run
 import foredraft.llm
 from foredraft.folders import check_place
 from foredraft.loading import models
-from programs import ran
+from programs import called
 
 TINY = ["--model", "zoo:tiny"]
 SHORT = [*TINY, "--max-new-tokens", "4", "--dtype", "float32", "--method", "none"]
@@ -28,7 +28,7 @@ IDS = '{"prompt_token_ids": [1, %s]}'
 
 
 @pytest.fixture
-def _nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_loads(_models_are_loaded_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was loaded")
 
@@ -40,6 +40,8 @@ def _nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["nonsense"], "nonsense"),
+        (["generate"], "there is no prompt"),
         (["generate", "", *TINY], "prompt 0 is empty: '' says nothing to go on with; give some text"),
         (["generate", "a", " \n", *TINY], r"prompt 1 is empty: ' \n' says nothing"),
         (["generate", "a\udc80", *TINY], "prompt 0 is not valid Unicode"),
@@ -50,23 +52,43 @@ def _nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
         (["generate", "a", "--max-kv-bytes", "many", *TINY], "max_kv_bytes is 'many'"),
         (["generate", "a", "--profile-file", "/no/profile", *TINY], "profile /no/profile cannot be read"),
         (["generate", "a", "--draft-model", "/no/model", *TINY], "/no/model does not exist"),
-        (["generate", "a", "--method", "telepathy", *TINY], "method 'telepathy' is not known"),
+        (["generate", "a", "--method", "ngrm"], "did you mean 'ngram'"),
+        (["generate", "a", "--method", "ngram", "--speculative-config", "nasd"], "leave out --method"),
+        (["generate", "a", "--speculative-config", '{"method": "ngram", "num_speculativ_tokens": 3}'], "num_specul"),
+        (["generate", "a", "--speculative-config", "{"], "not valid JSON"),
+        (["generate", "a", "--speculative-config", "@/no/file"], "cannot be read"),
         (["generate", "a", "--speculative-config", METHOD % ("rest", "datastore"), *TINY], "datastore is '/no/file'"),
         (["generate", "a", "--speculative-config", METHOD % ("layer_skip", "layer_set"), *TINY], "layer_set is '/no/"),
         (
             ["generate", "a", "--speculative-config", METHOD % ("token_recycling", "state_file"), *TINY],
             "/no/file cannot",
         ),
+        (["generate", "a", "--temperature", "-1"], "temperature"),
+        (["generate", "a", "--num-speculative-tokens", "-1"], "-1"),
+        (["generate", "a", *TINY, "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens'"),
+        (["generate", "a", "--no-such-option"], "--no-such-option"),
         (["generate", "a", "--chat", "--raw", *TINY], "leave one out"),
+        (["generate", "a", "--out", "OUT", "--json", "--trace", "OUT", *TINY], "--json, --trace: not with --out"),
+        (["generate", "a", "--out", "OUT", "--replicas", "1", "--ray-address", "ray://head:10001", *TINY], "of Ray's"),
         (["quantize", "zoo:tiny", "FOLDER"], "FOLDER is there already and holds something; name a new folder"),
         (["quantize", "zoo:tiny", "FILE/new"], "FILE/new cannot be written: FILE is a file; choose another place"),
         (["trajectory", "", *TINY], "prompt 0 is empty"),
         (["trajectory", "a", "--html", "/no/file.html", *TINY], "/no/file.html cannot be written"),
         (["trajectory", "a", "--jsonl", "FOLDER", *TINY], "FOLDER cannot be written"),
-        (["generate", "a", "--out", "OUT", "--json", "--trace", "OUT", *TINY], "--json, --trace: not with --out"),
-        (["generate", "a", "--out", "OUT", "--replicas", "1", "--ray-address", "ray://head:10001", *TINY], "of Ray's"),
+        (["info", "zoo:tiny", *TINY], "is named twice"),
+        (["info", "--keys", "ngram"], "--keys loads no model"),
         (["demo", "", *TINY], "prompt 0 is empty"),
         (["demo", "--svg", "/no/file.svg", *TINY], "/no/file.svg cannot be written"),
+        (["demo", "--svg", "demo.png"], "name it "),
+        (["demo", "--max-new-tokens", "1"], "max-new-tokens"),
+        (["tune", "tre"], "No such command 'tre'"),
+        (["tune", "zoo:tiny", "--model", "zoo:tiny"], "named twice"),
+        (["tune", "-m", "zoo:tiny", "zoo:tiny"], "named twice"),
+        (["tune", *TINY, "--out", "/no/folder/a.json"], "cannot be written"),
+        (["tune", *TINY, "-o", "OUT", "--methods", "nothing"], "not known"),
+        (["tune", *TINY, "-o", "OUT", "--methods", "none"], "compared with anyway"),
+        (["tune", *TINY, "-o", "OUT", "--prompts-file", "/no/file.jsonl"], "cannot be read"),
+        (["tune", *TINY, "-o", "OUT", "--plot", "a.xyz"], "no known format"),
         (["tune", "layer-skip", "zoo:tiny", "--out", "/no/set.json"], "/no/set.json cannot be written"),
         (["tune", "layer-skip", "zoo:tiny", "-o", "OUT", "--prompts", "/no/file"], "'/no/file' cannot be read"),
         (["tune", "profile", "zoo:tiny", "-o", "OUT", "--prompts", "/no/file"], "'/no/file' cannot be read"),
@@ -90,8 +112,31 @@ def test_arguments_are_refused_before_a_model_is_loaded(arguments: list[str], me
     assert sorted(file.name for file in tmp_path.iterdir()) == ["ids.jsonl"]
 
 
-def test_prompts_and_options_are_refused_without_torch() -> None:
-    """Which takes seconds to import."""
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "a", "--model", "/no/such"], "/no/such does not exist"),
+        (["generate", "a", "--model", "zoo:tinny"], "tiny"),
+        (["generate", "a", *TINY, "--dtype", "int3"], "dtype is 'int3'"),
+        (["generate", "a", *TINY, "--kv-cache-dtype", "fp8"], "kv_cache_dtype is 'fp8'"),
+        (["tune", "--num-prompts", "4", "zoo:no-such", "--budget", "5"], "'no-such' is not a model of the zoo"),
+        (["tune", "./nowhere"], "nowhere does not exist"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_models_that_do_not_exist_are_refused(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_neither_help_nor_refusals_wait_for_torch() -> None:
+    """It takes seconds to import; the list of verbs needs none of their options either."""
+    verbs = ["generate", "chat", "demo", "info", "trajectory", "datastore build", "datastore query", "serve", "verify"]
+    verbs += ["bench", "train", "tune", "tune layer-skip", "tune tree", "tune profile"]
     refused = [["generate"], ["generate", ""], ["generate", "a\udc80"], ["generate", "a", "--prompts-file", "/no/file"],
                ["generate", "a", "--temperature", "-1"], ["generate", "a", "--method", "telepathy"],
                ["trajectory", " "], ["info", "--keys", "--method", "telepathy"]]  # fmt: skip
@@ -99,10 +144,15 @@ def test_prompts_and_options_are_refused_without_torch() -> None:
 import sys
 from typer.testing import CliRunner
 from foredraft.cli import app
-print([CliRunner().invoke(app, one).exit_code for one in {refused!r}], "torch" in sys.modules)
+assert CliRunner().invoke(app, ["--help"]).exit_code == 0
+assert not {{"torch", "numpy", "foredraft.cli.options", "foredraft.methods"}} & set(sys.modules)
+for verb in {verbs!r}:
+    assert CliRunner().invoke(app, [*verb.split(), "--help"]).exit_code == 0, verb
+for arguments in {refused!r}:
+    assert CliRunner().invoke(app, arguments).exit_code == 2, arguments
+assert not {{"torch", "transformers"}} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == f"{[2] * len(refused)} False\n"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("wrong", ["-1", "1.5", '"2"', "null", "[3]"])
@@ -131,36 +181,43 @@ def test_a_place_is_written_to_or_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
 # -- standard streams ------------------------------------------------------------------------------------------------
 
-
-def shell(line: str, unbuffered: str = "") -> subprocess.CompletedProcess[str]:
-    command = f"{sys.executable} -m foredraft {line}"
-    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-    return subprocess.run(
-        ["sh", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment
-    )
-
-
+LOST = (
+    "foredraft: ConfigError: standard output cannot be written (No space left on device), so what was to follow is "
+    "lost; make room, or send it elsewhere\n"
+)
+TEXT = ["generate", "Once upon a time", *SHORT]
 needs_full = pytest.mark.skipif(not FULL.is_char_device(), reason="there is no /dev/full")
 
 
 @needs_full
+def test_a_full_standard_output_is_a_refusal_at_the_end_of_a_process() -> None:
+    """It was a traceback of the interpreter at its very end, and the code 120."""
+    with FULL.open("w") as full:
+        command = [sys.executable, "-m", "foredraft", "info", "--keys", "--json"]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, LOST)
+
+
+@needs_full
 @pytest.mark.parametrize(
-    ("line", "unbuffered"), [("--help", ""), ("--version", "1"), ("info --keys", "1"), ("info --keys --json", "")]
-)
-def test_a_standard_output_that_is_full_is_a_refusal(line: str, unbuffered: str) -> None:
-    """It was a traceback, or one of the interpreter at its very end and the code 120."""
-    done = shell(f"{line} > {FULL}", unbuffered)
+    ("arguments", "is_unbuffered"),
+    [
+        (["--help"], False), (["--version"], True), (["info", "--keys"], True), (["info", "--keys", "--json"], False),
+        (TEXT, False), ([*TEXT, "--json"], False),
+    ],
+)  # fmt: skip
+def test_a_full_standard_output_is_a_refusal(arguments: list[str], is_unbuffered: bool) -> None:
+    with FULL.open("w") as full:
+        done = called(arguments, stdout=full.fileno(), is_unbuffered=is_unbuffered)
     assert done.returncode == 2
-    assert done.stderr == (
-        "foredraft: ConfigError: standard output cannot be written (No space left on device), so what was to follow is "
-        "lost; make room, or send it elsewhere\n"
-    )
+    assert done.stderr.endswith(LOST)
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("line", ["--help", "info --keys", "generate hello --model zoo:tiny", "bench --quick"])
-def test_a_standard_output_that_is_closed_is_a_refusal_at_once(line: str) -> None:
+def test_a_closed_standard_output_is_a_refusal_at_once(line: str) -> None:
     """The code was 0, and the text was lost."""
-    done = shell(f"{line} >&-") if line == "--help" else ran(line.split(), closed=1)
+    done = called(line.split(), closed=1)
     assert done.returncode == 2
     assert done.stderr == (
         "foredraft: ConfigError: standard output is closed; give it a place, /dev/null for instance\n"
@@ -168,45 +225,46 @@ def test_a_standard_output_that_is_closed_is_a_refusal_at_once(line: str) -> Non
 
 
 @needs_full
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["", "--json"])
-def test_a_generation_whose_text_is_lost_says_so(form: str) -> None:
-    with FULL.open("w") as full:
-        done = ran(["generate", "Once upon a time", *SHORT, *form.split()], stdout=full)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    *_, last = done.stderr.splitlines()
-    assert last.startswith("foredraft: ConfigError: standard output cannot be written (No space left on device)")
-
-
-@needs_full
-@pytest.mark.slow
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_messages_may_be_lost(is_closed: bool) -> None:
     with FULL.open("w") as full:
-        lost: dict[str, Any] = {"closed": 2} if is_closed else {"stderr": full}
-        done = ran(["generate", "Once upon a time", *SHORT], **lost)
-        refused = ran(["generate", "a", "--temperature", "-1"], **lost)
+        lost: dict[str, Any] = {"closed": 2} if is_closed else {"stderr": full.fileno()}
+        done = called(TEXT, **lost)
+        refused = called(["generate", "a", "--temperature", "-1"], **lost)
     assert done.returncode == 0
     assert done.stdout.strip()
     assert (refused.returncode, refused.stdout) == (2, "")
 
 
 def test_a_closed_standard_input_has_nothing_in_it() -> None:
-    done = ran(["generate", "-"], closed=0)
+    done = called(["generate", "-"], closed=0)
     assert done.returncode == 2
     assert "prompt 0 is empty" in done.stderr
 
 
-@pytest.mark.parametrize("line", ["info --keys", "--help"])
-def test_a_reader_who_has_seen_enough_is_no_error(line: str) -> None:
-    done = shell(f"{line} | head -c 1")
-    assert (done.returncode, len(done.stdout), done.stderr) == (0, 1, "")
+def test_a_terminal_that_does_not_tell_its_width_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With COLUMNS=0, as where `tput` has no terminal to ask, every verb and --help wrote nothing, with code 0."""
+    monkeypatch.setenv("COLUMNS", "0")
+    assert "prompt_lookup_min" in called(["info", "--keys", "--method", "ngram"]).stdout
 
 
-@pytest.mark.parametrize(("line", "unbuffered"), [("--help", ""), ("info --keys", "1"), ("info --keys --json", "")])
-def test_a_reader_who_never_began_is_no_error(line: str, unbuffered: str) -> None:
-    command = f"({sys.executable} -m foredraft {line}; echo $? >&2) | true"
-    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, env=environment)
-    assert done.stderr == "0\n"
+def test_a_reader_who_leaves_is_no_error_of_a_process() -> None:
+    command = f"({sys.executable} -m foredraft --help; echo $? >&2) | true"
+    assert subprocess.run(["sh", "-c", command], capture_output=True, text=True).stderr == "0\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_unbuffered"),
+    [
+        (["--help"], False), (["info", "--keys"], True), (["info", "--keys", "--json"], False), (TEXT, False),
+        ([*TEXT, "--json"], True),
+    ],
+)  # fmt: skip
+def test_a_reader_who_has_left_is_no_error(arguments: list[str], is_unbuffered: bool) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = called(arguments, stdout=writer, is_unbuffered=is_unbuffered)
+    os.close(writer)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert "Error" not in done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,17 +44,6 @@ def test_a_question_is_answered(plain: LLM) -> None:
     assert (answer["prompt"], answer["chat_template"], answer["finish_reason"]) == (QUESTION, True, "stop")
 
 
-def test_raw_text_and_token_ids_stay_as_they_are(plain: LLM, tmp_path: Path) -> None:
-    text = "Once upon a time, there was a"
-    (expected,) = plain.generate(text, SamplingParams(temperature=0, max_tokens=16))
-    raw = record("generate", text, "--raw", *SHORT)
-    assert (raw["token_ids"], raw["chat_template"]) == (list(expected.outputs[0].token_ids), False)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt_token_ids": list(expected.prompt_token_ids)}))
-    ids = record("generate", "--prompts-file", str(prompts), *SHORT)
-    assert (ids["token_ids"], ids["prompt"]) == (raw["token_ids"], list(expected.prompt_token_ids))
-
-
 def test_a_conversation_remembers() -> None:
     result = run("chat", *SHORT, "--json", stdin=f"{QUESTION}\nAnd of Spain?\n/plain\n")
     first, second, again = [json.loads(line) for line in result.stdout.splitlines()]
@@ -63,13 +51,6 @@ def test_a_conversation_remembers() -> None:
     assert "Madrid" in second["text"]
     assert again["identical"]
     assert second["num_cached_tokens"] >= first["num_prompt_tokens"]
-
-
-def test_a_trajectory_is_that_of_the_answer() -> None:
-    (line,) = run("trajectory", QUESTION, *SHORT, "--json").stdout.splitlines()
-    answer = record("generate", QUESTION, *SHORT)
-    assert json.loads(line)["fixed_point"] == answer["token_ids"]
-    assert json.loads(line)["start"] == answer["num_prompt_tokens"]
 
 
 def test_the_demo_ends_where_the_answer_ends() -> None:
@@ -81,16 +62,7 @@ def test_the_demo_ends_where_the_answer_ends() -> None:
     assert report["questions"][1]["tokens_per_step"] > 1.5
 
 
-def test_a_datastore_is_built_for_the_model_that_drafts_from_it(tmp_path: Path) -> None:
-    corpus, store = tmp_path / "corpus.txt", str(tmp_path / "store")
-    corpus.write_text("The capital of France is Paris. The capital of Spain is Madrid.")
-    run("datastore", "build", str(corpus), "--out", store)
-    assert json.loads(run("datastore", "info", store, "--json").stdout)["tokenizer"] == "zoo:smollm2"
-    config = json.dumps({"method": "rest", "datastore": store})
-    metrics = record("generate", QUESTION, *SHORT, "--speculative-config", config)["metrics"]["speculative_decoding"]
-    assert metrics["num_accepted_draft_tokens"] > 0
-
-
+@pytest.mark.full
 def test_info_says_what_flatters() -> None:
     options = ["--repeats", "1", "--context", "16"]
     report = record("info", *options)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from foredraft import zoo
 from foredraft.cli import app, comparison
 from foredraft.cli import bench as cli_bench
-from foredraft.ending import ENDING, finishing
+from foredraft.ending import ENDING, end_as_by_ctrl_c, finishing
 from foredraft.engine.engine import Engine
 from foredraft.folders import only_writer
 from foredraft.heads.checkpoint import write_checkpoint
@@ -64,25 +64,12 @@ def ended(arguments: list[str], is_time: Callable[[], bool], *numbers: signal.Si
     return process
 
 
-def test_ctrl_c_while_a_module_is_imported_is_130(tmp_path: Path) -> None:
-    """Four of seventy ended by the signal instead: dataclasses run text, and CPython remembers Ctrl-C in that."""
-    (tmp_path / "interrupted.py").write_text(
-        "import foredraft.cli\n"
-        "from foredraft.__main__ import main\n"
-        "foredraft.cli.main = lambda: exec('raise KeyboardInterrupt')\n"
-        "main()\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    assert subprocess.run([sys.executable, "-m", "interrupted"], env=environment).returncode == 130
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("numbers", [[signal.SIGINT] * 4, [signal.SIGTERM], [signal.SIGHUP, signal.SIGTERM]])
-def test_a_comparison_that_is_ended_keeps_its_rows(numbers: list[signal.Signals], tmp_path: Path) -> None:
+def test_a_comparison_that_is_ended_keeps_its_rows(tmp_path: Path) -> None:
     """A second Ctrl-C ended the process by the signal, while it wrote; SIGTERM lost what --json was to print."""
     file = tmp_path / "kept.json"
     options = ["--methods", "ngram", *TINY, "--quick", "--num-prompts", "400", "--output", str(file), "--json"]
-    process = ended(["bench", *options], file.exists, *numbers)
+    process = ended(["bench", *options], file.exists, signal.SIGHUP, *[signal.SIGINT] * 3, signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "Traceback" not in err
@@ -90,42 +77,54 @@ def test_a_comparison_that_is_ended_keeps_its_rows(numbers: list[signal.Signals]
     assert json.loads(out)["methods"]["rows"] == json.loads(file.read_text())["methods"]["rows"] != []
 
 
+@pytest.fixture
+def unraisable(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Signals as at the beginning of a process, and what was told that could not be raised."""
+    told: list[Any] = []
+    before = {number: signal.getsignal(number) for number in ENDING}
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    for number in ENDING:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    yield told
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("unraisable")
 def test_signals_that_a_process_was_started_to_ignore_stay_so() -> None:
     """``nohup`` and shells' jobs in the background."""
-    code = (
-        "import signal; from foredraft.ending import *; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "end_as_by_ctrl_c(); print([signal.getsignal(one).__class__.__name__ for one in ENDING])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "['function', 'function', 'Handlers']\n"
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    end_as_by_ctrl_c()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT) != signal.default_int_handler
 
 
+@pytest.mark.usefixtures("unraisable")
 def test_a_second_signal_at_once_is_the_same_one() -> None:
-    code = (
-        "import os, signal; from foredraft.ending import *\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\nend_as_by_ctrl_c()\n"
-        "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    print('first')\n"
-        "os.kill(os.getpid(), signal.SIGINT)\nos.kill(os.getpid(), signal.SIGTERM)\nprint('kept')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["first", "kept"]
+    end_as_by_ctrl_c()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGTERM)
 
 
-def test_a_signal_that_comes_where_nothing_can_be_raised_still_ends() -> None:
+def test_a_signal_that_comes_where_nothing_can_be_raised_still_ends(unraisable: list[Any]) -> None:
     """In destructors, and callbacks of the import system: Python told of it, and a benchmark ran to its end."""
-    code = (
-        "import os, signal, sys, time; from foredraft.ending import *\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\nend_as_by_ctrl_c()\n"
-        "class Dying:\n    def __del__(self):\n        os.kill(os.getpid(), signal.SIGINT)\n"
-        "class Failing:\n    def __del__(self):\n        raise ValueError('told as ever')\n"
-        "Failing()\ntry:\n    Dying()\n    time.sleep(20)\n    print('lost')\n"
-        "except KeyboardInterrupt:\n    print('ended')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["ended"]
-    assert "told as ever" in done.stderr
-    assert "KeyboardInterrupt" not in done.stderr
+
+    class Dying:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    class Failing:
+        def __del__(self) -> None:
+            raise ValueError
+
+    end_as_by_ctrl_c()
+    Failing()
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        Dying()
+        time.sleep(20)
+    assert [one.exc_type for one in unraisable] == [ValueError]
 
 
 def test_nothing_ends_what_is_finishing() -> None:
@@ -141,7 +140,8 @@ def test_nothing_ends_what_is_finishing() -> None:
 
 
 def test_ctrl_c_while_the_command_is_imported_is_no_traceback(tmp_path: Path) -> None:
-    (tmp_path / "typer.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    """Four of seventy ended by the signal instead: dataclasses run text, and CPython remembers Ctrl-C in that."""
+    (tmp_path / "typer.py").write_text("exec('import signal; signal.raise_signal(signal.SIGINT)')\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     done = subprocess.run(
         [sys.executable, "-m", "foredraft", "info"],
@@ -222,7 +222,7 @@ def test_a_benchmark_that_breaks_off_tells_what_it_has(monkeypatch: pytest.Monke
 TUNE = ["tune", *TINY, "--num-prompts", "6", "--max-new-tokens", "4", "--methods", "ngram,draft_model"]
 
 
-@pytest.mark.parametrize(("number", "kept"), [(2, True), (1, False)])
+@pytest.mark.parametrize(("number", "kept"), [(2, True), pytest.param(1, False, marks=pytest.mark.full)])
 def test_a_choice_is_made_of_what_was_counted(
     number: int, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,10 +250,9 @@ def ended_after(number: int) -> Callable[[Engine], Iterator[Any]]:
     return run
 
 
-@pytest.mark.parametrize("form", [[], ["--json"]])
-@pytest.mark.parametrize(("number", "kept"), [(12, True), (0, False)])
+@pytest.mark.parametrize(("number", "form"), [(12, []), (12, ["--json"]), (0, [])])
 def test_a_tree_is_grown_from_what_was_decoded(
-    number: int, kept: bool, form: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, form: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`tune tree` and `tune profile` lost everything but the costs of forwards."""
     monkeypatch.setattr(Engine, "run", ended_after(number))
@@ -261,26 +260,25 @@ def test_a_tree_is_grown_from_what_was_decoded(
     options = ["--num-prompts", "2", "--max-new-tokens", "24", "--max-nodes", "6", "--heads", str(tmp_path / "heads")]
     result = run("tune", "tree", "zoo:tiny", *options, "--out", str(tmp_path / "tree.json"), *form)
     assert result.exit_code == 130, result.output
-    assert (tmp_path / "tree.json").exists() == kept
-    if kept:
+    assert (tmp_path / "tree.json").exists() == (number > 0)
+    if number:
         found = json.loads((tmp_path / "tree.json").read_text())
         assert found["is_interrupted"]
         assert 0 < found["num_places"] < 2 * 24
         assert "interrupted" in result.stdout
 
 
-@pytest.mark.parametrize("form", [[], ["--json"]])
-@pytest.mark.parametrize(("number", "kept"), [(12, True), (0, False)])
+@pytest.mark.parametrize(("number", "form"), [(12, []), (12, ["--json"]), (0, [])])
 def test_a_profile_is_of_what_was_decoded(
-    number: int, kept: bool, form: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, form: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Engine, "run", ended_after(number))
     options = ["--num-prompts", "3", "--max-new-tokens", "24", "--batch-sizes", "1", "--contexts", "64"]
     options += ["--repeats", "1", "--check", "--method", "draft_model", "--out", str(tmp_path / "profile.json")]
     result = run("tune", "profile", "zoo:tiny", *options, *form)
     assert result.exit_code == 130, result.output
-    assert (tmp_path / "profile.json").exists() == kept
-    if kept:
+    assert (tmp_path / "profile.json").exists() == (number > 0)
+    if number:
         found = json.loads((tmp_path / "profile.json").read_text())
         assert found["is_interrupted"]
         assert found["settings"]

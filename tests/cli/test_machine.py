@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,15 +108,3 @@ def test_packed_copies_are_listed_with_their_size(monkeypatch: pytest.MonkeyPatc
     (found,) = json.loads(run("--json"))["cache"]["packed_copies"]
     assert (found["file"], found["num_bytes"]) == (str(tmp_path / "packed" / "m.packed"), 300_000)
     assert f"packed copy {tmp_path}/packed/m.packed (0.3 MB, settings unknown); delete it: it is damaged" in run()
-
-
-def test_a_terminal_that_does_not_tell_its_width_gets_everything() -> None:
-    """With COLUMNS=0, as where `tput` has no terminal to ask, every verb and --help wrote nothing, with code 0."""
-    done = subprocess.run(
-        [sys.executable, "-m", "foredraft", "info", "--keys", "--method", "ngram"],
-        env={**os.environ, "COLUMNS": "0"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "prompt_lookup_min" in done.stdout

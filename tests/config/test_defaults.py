@@ -50,6 +50,9 @@ OF_THEIR_OWN = {
     "start": "made of the options",
     "learned": "made of the options",
     "vocab_size": "of the target",
+    "UnionDrafter.ways": "of auto",
+    "UnionDrafter.arm": "of auto",
+    "UnionDrafter.enough": "of auto",
     "Growth.least_mass": "no key",
     "Growth.tree": "of heads, which always give one",
     "Growth.max_depth": "of heads, which always give one",
@@ -78,7 +81,8 @@ def made_by(method: Method) -> list[Any]:
         if getattr(value, "__module__", "") == module.__name__
         and (name.endswith("_drafter") or (inspect.isclass(value) and issubclass(value, Drafter)))
     }
-    return [value for name, value in found.items() if name == f"{builder.title()}Drafter"] or list(found.values())
+    own = f"{builder.title()}Drafter", f"{builder}_drafter"
+    return [value for name, value in found.items() if name in own] or list(found.values())
 
 
 def disagreements(made: Any, options: type[Any]) -> Iterator[str]:

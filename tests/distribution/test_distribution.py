@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import random
 import sys
+import tracemalloc
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -216,34 +218,12 @@ class TestAgainstTransformers:
         both = [choose(logits, [sampler], [p], [30]).item() for sampler, p in ((drafted, path), (committed, ()))]
         assert both[0] == both[1]
 
-    def test_greedy_decoding_of_a_long_text(self) -> None:
-        """150 tokens, each with the history of all the ones before it."""
-        generator = torch.Generator().manual_seed(3)
-        params = SamplingParams(
-            temperature=0.0,
-            repetition_penalty=1.2,
-            no_repeat_ngram_size=2,
-            presence_penalty=0.4,
-            frequency_penalty=0.3,
-            bad_words_ids=[[5, 6], [7]],
-            min_tokens=100,
-            max_tokens=200,
-        )
-        sampler, output = sampler_of(params, 60, [3, 4, 5]), []
-        for step in range(150):
-            logits = torch.randn(1, 60, generator=generator) * 2
-            token = int(choose(logits, [sampler], [()], [3 + step]))
-            assert token == int(reference(params, [3, 4, 5], output, logits[0]).argmax())
-            output.append(token)
-            sampler.extend([token])
-
-    def test_half_precision_logits_are_processed_in_float32(self) -> None:
-        logits = (torch.randn(4, 300) * 3).bfloat16()
-        params = SamplingParams(top_p=0.9, temperature=0.8, repetition_penalty=1.1)
-        sampler = sampler_of(params, 300, [5, 9])
-        wanted = log_probs(logits.float(), [sampler] * 4, [()] * 4)
-        assert torch.equal(log_probs(logits, [sampler] * 4, [()] * 4), wanted)
-        assert wanted.dtype == torch.float32
+    def test_a_history_of_many_different_tokens(self) -> None:
+        params = SamplingParams(temperature=0.0, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3)
+        prompt, output = range(100), [*range(50, 150), 60]
+        logits = torch.randn(200, generator=torch.Generator().manual_seed(3)) * 2
+        found = process(logits[None], [sampler_of(params, 200, prompt, output)], [(7, 180)])[0]
+        assert torch.equal(found, reference(params, prompt, [*output, 7, 180], logits))
 
     def test_tokens_beyond_the_logits_are_left_out(self) -> None:
         """Embeddings may be longer than the output layer, and a drafter's vocabulary may be padded otherwise."""
@@ -309,62 +289,44 @@ def check_rows(kind: str, vocab_size: int, num_rows: int, params: SamplingParams
 
 class TestTruncation:
     @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.95, 0.999, 0.99999])
-    def test_nucleus_keeps_the_very_same_tokens(self, kind: str, top_p: float) -> None:
-        """transformers sorts everything, in an unstable order and with a float32 sum; we do not, and agree."""
-        for vocab_size in (5, 17, 300, 3000):
-            check_rows(kind, vocab_size, 12, SamplingParams(top_p=top_p))
-
-    @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize(
         "values",
         [
+            {"top_p": 1e-6},
+            {"top_p": 0.5},
+            {"top_p": 0.99999},
             {"top_k": 1},
-            {"top_k": 40},
             {"top_k": 40, "top_p": 0.9},
             {"min_p": 0.05},
-            {"min_p": 1.0},
             {"top_p": 0.8, "min_p": 0.02},
             {"top_k": 20, "top_p": 0.95, "min_p": 0.1, "temperature": 0.7},
-            {"typical_p": 0.9},
             {"top_p": 0.9, "typical_p": 0.9, "temperature": 1.5},
             {},
         ],
         ids=str,
     )
     def test_every_truncation(self, kind: str, values: dict[str, Any]) -> None:
-        for vocab_size in (30, 5000):
+        """transformers sorts everything, in an unstable order and with a float32 sum; we do not, and agree."""
+        for vocab_size in (5, 30, 5000):
             check_rows(kind, vocab_size, 8, SamplingParams(**values))
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_large_vocabularies(self, kind: str) -> None:
-        for vocab_size, num_rows in ((32_000, 12), (151_936, 3)):
+        for vocab_size, num_rows in ((32_000, 4), (151_936, 2)):
             check_rows(kind, vocab_size, num_rows, SamplingParams(top_p=0.9))
             check_rows(kind, vocab_size, num_rows, SamplingParams(temperature=0.8))
 
-    @pytest.mark.parametrize(
-        "share", [pytest.param(5, marks=pytest.mark.slow, id="some"), pytest.param(1, marks=pytest.mark.full, id="all")]
-    )
+    @pytest.mark.full
     @pytest.mark.parametrize("kind", KINDS)
-    def test_ten_thousand_rows(self, kind: str, share: int) -> None:
-        """2,000 rows of each kind, vocabularies up to 150,000; or a fifth of them, fewer of the largest."""
+    def test_ten_thousand_rows(self, kind: str) -> None:
+        """2,000 rows of each kind, vocabularies up to 150,000."""
         sizes = ((64, 1000), (1000, 700), (8000, 200), (32_000, 80), (150_000, 20))
-        for vocab_size, num_rows in [(size, count // share) for size, count in sizes if count // share >= 10]:
+        for vocab_size, num_rows in sizes:
             generator = random.Random(vocab_size)
             for _ in range(10):
                 top_p = generator.choice([0.3, 0.8, 0.9, 0.95, 0.99, generator.uniform(0.01, 0.999)])
                 temperature = generator.choice([0.6, 1.0, 1.4])
                 check_rows(kind, vocab_size, num_rows // 10, SamplingParams(top_p=top_p, temperature=temperature))
-
-    def test_choice_seldom_needs_a_full_sort(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Ties at the boundary of top-p do not make every row fall back: only those whose winner is one of them."""
-        calls = []
-        original = LogitsFilter.kept
-        monkeypatch.setattr(LogitsFilter, "kept", lambda self, row: calls.append(1) or original(self, row))
-        logits = rows_of("language", 400, 4000, torch.Generator().manual_seed(1)).bfloat16().float()
-        sampler = sampler_of(SamplingParams(top_p=0.9), 4000)
-        choose(logits, [sampler] * 400, [()] * 400, list(range(400)))
-        assert len(calls) < 40
 
     def test_dense_path_of_accelerators_chooses_alike(self) -> None:
         logits = rows_of("language", 30, 700, torch.Generator().manual_seed(1))
@@ -386,7 +348,7 @@ class TestTruncation:
         assert largest.numbers == 7 * 700
         assert all(torch.equal(mine, its) for mine, its in zip(blocks, whole, strict=True))
 
-    @pytest.mark.parametrize("temperature", [1.0, 0.2, 0.05, 0.01])
+    @pytest.mark.parametrize("temperature", [0.2, 0.01])
     @pytest.mark.parametrize("scale", [1.0, 10.0])
     def test_low_temperatures_choose_alike_and_without_warnings(self, scale: float, temperature: float) -> None:
         """Weights far below the peak are zero in float32, or so small that dividing by them overflows.
@@ -434,13 +396,6 @@ class TestDistribution:
         assert (counts[expected == 0] == 0).all()
         kept = expected > 0
         assert stats.chisquare(counts[kept], expected[kept]).pvalue > FALSE_ALARM
-
-    def test_choose_itself_has_the_distribution(self) -> None:
-        """The public path, 6,000 choices with as many samplers: chi-square, false alarm 1e-7."""
-        logits = torch.tensor([0.0, 1.0, 2.0, -1.0]).expand(6000, -1)
-        samplers = [sampler_of(SamplingParams(temperature=1.2, seed=seed), 4, seed=seed) for seed in range(6000)]
-        counts = np.bincount(choose(logits, samplers, [()] * 6000, [9] * 6000).numpy(), minlength=4)
-        assert stats.chisquare(counts, 6000 * torch.softmax(logits[0].double() / 1.2, -1).numpy()).pvalue > FALSE_ALARM
 
     def test_siblings_are_draws_without_replacement(self) -> None:
         """Ordered pairs have the chance p(a) p(b) / (1 - p(a)): chi-square of 20,000, false alarm 1e-7."""
@@ -494,19 +449,6 @@ class TestKey:
         assert bool((scores[:, 0][siblings[:, 0] >= 0] == 0).all())
         assert bool((scores <= 0).all())
 
-    def test_seed_position_and_row_matter(self) -> None:
-        logits = torch.zeros(1, 1000)
-        sampler, other = sampler_of(SamplingParams(), 1000, seed=1), sampler_of(SamplingParams(), 1000, seed=2)
-        drawn = [
-            int(choose(logits, [choice], [()], [position])) for choice in (sampler, other) for position in range(20)
-        ]
-        assert len(set(drawn)) > 30
-
-    def test_seed_of_the_parameters_or_a_fresh_one(self) -> None:
-        assert Sampler(SamplingParams(seed=5), vocab_size=4).seed == 5
-        fresh = {Sampler(SamplingParams(), vocab_size=4).seed for _ in range(10)}
-        assert len(fresh) == 10
-
     def test_greedy_takes_the_lowest_of_equals(self) -> None:
         sampler = sampler_of(SamplingParams(temperature=0.0), 4)
         assert sampler.is_argmax
@@ -514,15 +456,6 @@ class TestKey:
         tokens, scores = choose_siblings(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), [sampler], [()], [0], 3)
         assert tokens.tolist() == [[1, 2, 0]]
         assert scores.tolist() == [[0.0, 0.0, -1.0]]
-
-    def test_more_siblings_than_tokens(self) -> None:
-        logits = torch.tensor([[0.0, 1.0, -math.inf]])
-        for temperature in (0.0, 1.0):
-            sampler = sampler_of(SamplingParams(temperature=temperature), 3)
-            tokens, scores = choose_siblings(logits, [sampler], [()], [0], 5)
-            assert sorted(tokens[0, :2].tolist()) == [0, 1]
-            assert tokens[0, 2:].tolist() == [-1, -1, -1]
-            assert scores[0, 2:].tolist() == [-math.inf] * 3
 
 
 class TestProcessors:
@@ -554,19 +487,25 @@ class TestProcessors:
         assert a.custom_processor_seconds > 0.0
 
     def test_history_costs_no_more_with_context(self) -> None:
-        """A node does not walk the context: the index is asked once, the counts are arrays of different tokens."""
-        params = SamplingParams(repetition_penalty=1.1, presence_penalty=0.1, no_repeat_ngram_size=3)
-        sampler = sampler_of(params, 50, [i % 50 for i in range(20_000)])
-        sampler._tokens = NoWalk(sampler._tokens)
-        sampler._ngrams._tokens = sampler._tokens
-        assert choose(torch.randn(1, 50), [sampler], [(1, 2)], [20_002]).item() >= 0
-        assert len(sampler.repetitions((1, 2))[0]) == 50
+        """A node neither walks nor copies the context: the index is asked once, the counts are of different tokens."""
 
-    def test_mixed_batch_touches_only_its_own_rows(self) -> None:
-        plain = sampler_of(SamplingParams(temperature=0.0), 6)
-        banned = sampler_of(SamplingParams(temperature=0.0, logit_bias={3: -math.inf}), 6)
-        logits = torch.tensor([[0.0, 1, 2, 3, 1, 0]]).repeat(3, 1)
-        assert choose(logits, [plain, banned, plain], [()] * 3, [0] * 3).tolist() == [3, 2, 3]
+        def cost(length: int) -> tuple[int, int]:
+            params = SamplingParams(
+                repetition_penalty=1.1, presence_penalty=0.1, no_repeat_ngram_size=3, bad_words_ids=[[4, 5, 6]]
+            )
+            sampler = sampler_of(params, 50, [i % 50 for i in range(length)])
+            logits = torch.randn(1, 50)
+            lines = num_events("line", lambda: choose(logits, [sampler], [(1, 2)], [length + 2]))
+            tracemalloc.start()
+            try:
+                choose(logits, [sampler], [(1, 2)], [length + 2])
+                return lines, tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+
+        (short_lines, short_bytes), (long_lines, long_bytes) = cost(100), cost(20_000)
+        assert long_lines == short_lines
+        assert long_bytes < short_bytes + 20_000
 
     def test_bad_words_are_not_ignored_for_want_of_a_tokenizer(self) -> None:
         with pytest.raises(ConfigError, match="bad_words_ids, or a tokenizer"):
@@ -592,13 +531,6 @@ def test_tensor_path_of_accelerators_processes_alike() -> None:
         apply_entries(by_array, nodes, as_arrays=True)
         apply_entries(by_tensor, nodes, as_arrays=False)
         assert torch.equal(by_array, by_tensor)
-
-
-class NoWalk(list[int]):
-    """A list that refuses to be iterated."""
-
-    def __iter__(self) -> Any:
-        raise AssertionError("the whole context was walked")
 
 
 def test_an_error_names_few_of_many_tokens() -> None:
@@ -668,52 +600,30 @@ class TestArgmax:
         assert torch.equal(choice.argmax(logits), expected)
         assert torch.equal(choice.argmax(logits[:, None]), expected[:, None])
 
-    def test_a_part_of_a_wider_table(self) -> None:
-        logits = torch.randn(4, 6, 50, generator=torch.Generator().manual_seed(1)).bfloat16()
-        assert torch.equal(choice.argmax(logits[:, :3]), logits[:, :3].float().argmax(-1))
-        assert torch.equal(choice.argmax(logits), logits.float().argmax(-1))
 
-    @pytest.mark.parametrize("shift", [-9.0, 0.0])
-    def test_rows_without_a_positive_logit(self, shift: float) -> None:
-        logits = (torch.randn(40, 300, generator=torch.Generator().manual_seed(1)).abs().neg() + shift).bfloat16()
-        logits[3] = -math.inf
-        logits[4, :7] = -0.0
-        logits[5, 9] = math.nan
-        logits[6, 9] = -math.nan
-        wanted = logits.float().argmax(-1)
-        wanted[[3, 5, 6]] = -1
-        assert torch.equal(choice.argmax(logits), wanted)
+def num_events(kind: str, run: Callable[[], object]) -> int:
+    """Calls of functions written in Python, or lines of theirs ("call" or "line"), that a call takes."""
+    found: Counter[str] = Counter()
 
-
-def num_calls(run: Callable[[], object]) -> int:
-    """How many functions written in Python a call enters."""
-    entered = 0
-
-    def count(_: object, event: str, __: object) -> None:
-        nonlocal entered
-        entered += event == "call"
+    def count(_: object, event: str, __: object) -> Any:
+        found[event] += 1
+        return count
 
     run()  # what is made once, at the first call
-    sys.setprofile(count)
+    before = sys.gettrace()
+    sys.settrace(count)
     try:
         run()
     finally:
-        sys.setprofile(None)
-    return entered
+        sys.settrace(before)
+    return found[kind]
 
 
 class TestCost:
     """What the host does between two forwards: Python that grows with the rows is what made steps of batches slow."""
 
-    def test_greedy_rows_are_chosen_in_one_operation(self) -> None:
-        sampler = sampler_of(SamplingParams(temperature=0.0), 3000)
-        logits = torch.randn(64, 3000).bfloat16()
-        few, many = (num_calls(lambda n=n: choice.argmax(logits[:n])) for n in (2, 64))
-        assert few == many < 10
-        assert num_calls(lambda: choose(logits, [sampler] * 64, [()] * 64, [0] * 64)) < 64 * 5
-
     @pytest.mark.parametrize("values", [{"top_p": 0.95}, {"top_k": 50}, {"min_p": 0.05}, {}], ids=str)
     def test_sampled_rows_without_a_hundred_calls_each(self, values: dict[str, Any]) -> None:
         sampler = sampler_of(SamplingParams(temperature=0.8, **values), 5000)
         logits = rows_of("language", 8, 5000, torch.Generator().manual_seed(1)).bfloat16()
-        assert num_calls(lambda: choose(logits, [sampler] * 8, [()] * 8, list(range(8)))) < 8 * 40
+        assert num_events("call", lambda: choose(logits, [sampler] * 8, [()] * 8, list(range(8)))) < 8 * 40

@@ -71,21 +71,12 @@ def test_three_implementations_agree() -> None:
         np.testing.assert_allclose(by_numpy, expected, rtol=1e-12, atol=1e-13)
 
 
-def test_unit_stays_inside_the_open_interval() -> None:
-    """u = 0 or 1 would give infinite noise, which wins or loses whatever the distribution says."""
-    assert noise.unit(0) == 2.0**-53
-    assert noise.unit(2**64 - 1) == 1.0 - 2.0**-53
-    extremes = noise.gumbel_of_bits(torch.tensor(noise.as_int64([0, 2**64 - 1, 1, 2**11])))
-    assert bool(extremes.isfinite().all())
-    assert extremes.min() > -3.62
-    assert extremes.max() < 36.75
-
-
-@pytest.mark.parametrize("least", [-math.inf, -3.7, -1.0, 0.0, 2.5, 6.0, 9.0, 30.0, 40.0, math.inf])
+@pytest.mark.parametrize("least", [-math.inf, -3.7, 0.0, 6.0, 30.0, math.inf])
 def test_the_noisiest_tokens_are_found_from_the_hash(least: float) -> None:
     """None with that much noise is missed, and hardly any other is taken: 2**-30 or a millionth of them."""
     key, num_tokens = noise.row_key(3, 9), 50_000
-    found = noise.noisiest(key, least, noise.Scratch.of(num_tokens))
+    scratch = np.empty((2, num_tokens), dtype=np.uint64)
+    found = noise.noisiest(key, least, noise.weyl_steps(num_tokens), scratch)
     drawn = noise.token_gumbel(np.array(key, dtype=np.uint64), np.arange(num_tokens))
     assert found[drawn >= least].all()
     assert (found & (drawn < least)).sum() <= 1
@@ -111,7 +102,7 @@ def test_uniform_along_every_coordinate(axis: str) -> None:
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["seeds", "positions", "tokens"])
-@pytest.mark.parametrize("lag", [1, 2, 64])
+@pytest.mark.parametrize("lag", [1, 64])
 def test_neighbours_are_uncorrelated(axis: int, lag: int) -> None:
     """Pairs at a distance along one coordinate fill the unit square evenly: 16 x 16 cells, and no linear correlation.
 
@@ -122,16 +113,6 @@ def test_neighbours_are_uncorrelated(axis: int, lag: int) -> None:
     assert abs(np.corrcoef(left, right)[0, 1]) < 5.5 / math.sqrt(len(left))
     cells = np.bincount((left * 16).astype(int) * 16 + (right * 16).astype(int), minlength=256)
     assert stats.chisquare(cells).pvalue > FALSE_ALARM
-
-
-def test_position_and_token_do_not_trade_places() -> None:
-    """Noise of (position, token) is not that of (position + 1, token - 1), as a sum of the two as key would have it."""
-    drawn = words([3], list(range(200)), list(range(200)))[0]
-    assert len(np.unique(drawn)) == drawn.size
-    assert (
-        abs(np.corrcoef(units([3], [8], list(range(10_000)))[0, 0], units([8], [3], list(range(10_000)))[0, 0])[0, 1])
-        < 0.055
-    )
 
 
 @pytest.mark.parametrize("coordinate", ["seed", "position", "token"])
@@ -160,22 +141,13 @@ def test_gumbel_has_the_gumbel_distribution() -> None:
     assert stats.kstest(drawn, "gumbel_r").pvalue > FALSE_ALARM
 
 
-class TestMix:
-    def test_sample_zero_is_the_seed_itself(self) -> None:
-        """A request with n = 1 says the same as sample 0 of n."""
-        assert mix(17, 0) == 17
-        assert mix(2**64 - 1, 0) == 2**64 - 1
-
-    def test_no_collisions_among_small_seeds_and_samples(self) -> None:
-        seeds = [mix(seed, index) for seed in range(500) for index in range(200)]
-        assert len(set(seeds)) == len(seeds)
-
-    def test_chains(self) -> None:
-        assert mix(3, 4, 5) == mix(mix(3, 4), 5)
-        assert mix(3, 4, 5) != mix(3, 5, 4)
-
-    def test_fits_in_64_bits(self) -> None:
-        assert all(0 <= mix(seed, 7) < 2**64 for seed in (0, 1, 2**63, 2**64 - 1))
+def test_seeds_of_samples_differ_and_the_first_is_the_seed_itself() -> None:
+    """A request with n = 1 says the same as sample 0 of n."""
+    assert [mix(17, 0), mix(2**64 - 1, 0)] == [17, 2**64 - 1]
+    assert mix(3, 4, 5) == mix(mix(3, 4), 5) != mix(3, 5, 4)
+    seeds = [mix(seed, index) for seed in (*range(300), 2**63, 2**64 - 1) for index in range(100)]
+    assert len(set(seeds)) == len(seeds)
+    assert 0 <= min(seeds) < max(seeds) < 2**64
 
 
 class TestRuleStreams:
@@ -197,13 +169,6 @@ class TestRuleStreams:
         drafts = [KeyedNoise(1, step, position).draft(depth, distribution)[0] for step, position, depth in DRAFT_KEYS]
         assert drafts[0] == drafts[1]
         assert len(set(drafts)) == 3
-
-    def test_draw_has_the_distribution(self) -> None:
-        """Chi-square of 5,000 draft draws, false alarm 1e-7."""
-        distribution = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05], dtype=torch.float64)
-        drawn = np.bincount([KeyedNoise(3, step, 7).draft(1, distribution)[0] for step in range(5_000)], minlength=5)
-        assert drawn[1] == 0
-        assert stats.chisquare(drawn[[0, 2, 3, 4]], 5_000 * distribution[[0, 2, 3, 4]].numpy()).pvalue > FALSE_ALARM
 
     def test_draft_draws_without_replacement(self) -> None:
         """Ordered pairs have the chance q(a) q(b) / (1 - q(a)). Chi-square over 6 pairs, false alarm 1e-7."""

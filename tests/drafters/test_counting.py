@@ -15,15 +15,14 @@ from test_drafters import DRAFTERS
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
+from drafting import layer_skip, quantized_self
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.compose import FirstDrafter, UnionDrafter
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
-from foredraft.drafters.parts.layer_set import LayerSet
-from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
-from foredraft.methods.lengths import Fixed
+from foredraft.methods.lengths import LengthPolicy
 from foredraft.model.lm import CausalLM
 from foredraft.testing import PROMPTS, perturbed, toy_model
 from toys import VOCAB_SIZE, target
@@ -57,13 +56,13 @@ def counted(key: Callable[[Any], int] = lambda model: model.config.num_hidden_la
 
 
 def drafter_of(kind: str, model: PreTrainedModel, depth: int) -> Drafter:
-    own: dict[str, Any] = {"target_vocab_size": VOCAB_SIZE, "policy": Fixed(depth)}
+    own: dict[str, Any] = {"target_vocab_size": VOCAB_SIZE, "policy": LengthPolicy(depth)}
     made: dict[str, Callable[[], Drafter]] = {
         "chain": lambda: DraftModelDrafter(CausalLM(model), **own),
         "tree": lambda: DraftModelDrafter(CausalLM(model), **own, num_branches=3),
-        "layer_skip": lambda: SelfDrafter("layer_skip", layer_set=LayerSet((1,), ()), **own),
-        "layer_skip_tree": lambda: SelfDrafter("layer_skip", layer_set=LayerSet((1,), ()), **own, num_branches=2),
-        "quantized_self": lambda: SelfDrafter("quantized_self", group_size=32, **own),
+        "layer_skip": lambda: layer_skip(depth),
+        "layer_skip_tree": lambda: layer_skip(depth, num_branches=2),
+        "quantized_self": lambda: quantized_self(depth),
     }
     for sign, composed in (("+", UnionDrafter), ("-then-", FirstDrafter)):
         if sign in kind:
@@ -71,13 +70,19 @@ def drafter_of(kind: str, model: PreTrainedModel, depth: int) -> Drafter:
     return made[kind]() if kind in made else DRAFTERS[kind](depth)
 
 
-@pytest.mark.parametrize(("batch_size", "temperature"), [(1, 0.9), (16, 0.0)])
+KINDS = (
+    *(("none", 1), ("ngram-tree", 4), ("nasd-tree", 4), ("jacobi", 6), ("lookahead", 3), ("suffix", 4)),
+    *(("token-recycling", 4), ("rest", 4), ("chain", 1), ("chain", 5), ("tree", 3)),
+    *(("ngram-then-token-recycling", 3), ("suffix+chain", 3), ("suffix-then-chain", 3)),
+)
+
+
 @pytest.mark.parametrize(
-    ("kind", "depth"),
+    ("kind", "depth", "batch_size", "temperature"),
     [
-        *(("none", 1), ("ngram-tree", 4), ("nasd-tree", 4), ("jacobi", 6), ("lookahead", 3), ("suffix", 4)),
-        *(("token-recycling", 4), ("rest", 4), ("chain", 1), ("chain", 5), ("tree", 3)),
-        *(("ngram-then-token-recycling", 3), ("suffix+chain", 3), ("suffix-then-chain", 3)),
+        pytest.param(*kind, *batch, marks=() if number % 2 == place else pytest.mark.full)
+        for number, kind in enumerate(KINDS)
+        for place, batch in enumerate(((1, 0.9), (16, 0.0)))
     ],
 )
 def test_a_step_makes_one_target_forward_and_few_draft_forwards(
@@ -101,7 +106,7 @@ def test_a_step_makes_one_target_forward_and_few_draft_forwards(
     assert (most > 0) == ("chain" in kind or kind == "tree")  # the hooks do see the drafter
 
 
-@pytest.mark.parametrize(("batch_size", "temperature"), [(1, 0.0), (5, 0.9)])
+@pytest.mark.parametrize(("batch_size", "temperature"), [(5, 0.9), pytest.param(1, 0.0, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["layer_skip", "layer_skip_tree", "quantized_self", "rest+layer_skip"])
 def test_a_step_runs_every_layer_of_the_target_once_when_it_drafts_for_itself(
     kind: str, batch_size: int, temperature: float

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drafting import begin, made
+from drafting import StubRow, begin, made
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters.lookup.ngram import NGramDrafter
 from foredraft.drafters.parts.planned import PlannedDrafter
-from foredraft.engine.budget import DraftSize
 from foredraft.errors import ConfigError
 from foredraft.methods.lengths import (
     CONFIDENCE,
@@ -30,41 +27,21 @@ from foredraft.methods.lengths import (
     AdaEDL,
     Confidence,
     Egag,
-    Fixed,
+    EntropyHistory,
     Heuristic,
     LengthPolicy,
-    RunningReference,
     Threshold,
     calibrated_share,
     entropy,
     normalised_entropy,
 )
-from foredraft.tree import DraftPlan, DraftTree
+from foredraft.tree import DraftPlan, DraftSize, DraftTree
 
 VOCAB_SIZE = 1000
 
 
-@dataclass
-class Row:
-    """As much of a sequence as a policy may use."""
-
-    id: int
-    is_greedy: bool = True
-    token_ids: list[int] = field(default_factory=lambda: [1, 2])
-    state: dict[Any, Any] = field(default_factory=dict)
-    slot: int = -1
-
-    @property
-    def pending(self) -> int:
-        return self.token_ids[-1]
-
-    @property
-    def sampler(self) -> Any:
-        return SimpleNamespace(is_greedy=self.is_greedy)
-
-
 def row(id: int = 1, is_greedy: bool = True) -> Any:
-    return Row(id, is_greedy)
+    return StubRow(id, is_greedy=is_greedy)
 
 
 def distribution_with_top(probability: float) -> torch.Tensor:
@@ -242,14 +219,14 @@ def test_calibration_rounds_to_the_nearest(nats: float) -> None:
 
 
 def test_the_reference_is_a_percentile_of_what_the_row_has_shown() -> None:
-    reference = RunningReference()
-    assert reference.value == FIRST_REFERENCE
+    history = EntropyHistory()
+    assert history.reference == FIRST_REFERENCE
     for nats in [1.0] * 17 + [3.0, 3.0, 4.0]:
-        reference.add(nats)
-    assert reference.value == 4.0  # index 19 of 20
+        history.add(nats)
+    assert history.reference == 4.0  # index 19 of 20
     for _ in range(128):
-        reference.add(0.5)
-    assert reference.value == 0.5
+        history.add(0.5)
+    assert history.reference == 0.5
 
 
 def test_the_shortest_draft_may_be_none() -> None:
@@ -333,21 +310,10 @@ def test_policies_are_offered_to_drafters_that_show_what_they_look_at(method: st
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("confidence", {"draft_threshold": 1.5}),
-        ("confidence", {"draft_threshold": -0.1}),
-        ("egag", {"length_policy_mode": "code"}),
         ("egag", {"egag_ema_beta": 1.0}),
-        ("egag", {"min_draft_tokens": -1}),
         ("egag", {"min_draft_tokens": 5}),
-        ("egag", {"reference_entropy": 0.0}),
-        ("adaedl", {"entropy_scale": -1.0}),
-        ("adaedl", {"target_acceptance_rate": 2.0}),
         ("adaedl", {"threshold_momentum": 1.0}),
-        ("acceptance", {"length_policy_mode": "calibrated"}),
-        ("acceptance", {"threshold_step": -0.01}),
-        ("acceptance", {"threshold_momentum": 1.0}),
         ("acceptance", {"acceptance_momentum": 1.0}),
-        ("acceptance", {"initial_acceptance_rate": 1.1}),
         ("acceptance", {"draft_threshold": float("nan")}),
     ],
 )
@@ -427,7 +393,7 @@ def test_nasd_ends_behind_a_token_with_a_small_share() -> None:
     proposals = {}
     for threshold in (0.3, 0.5):
         drafter = made("nasd", 4, ngram_size=2, filler_top_k=1, length_policy=Confidence(4, threshold))
-        watched: Any = Row(1, token_ids=list(text))
+        watched: Any = StubRow(1, token_ids=list(text))
         begin(drafter, [watched])
         proposals[threshold] = drafter.propose([watched], [9])[0].tokens[1:]
         assert drafter.length_policy.looks_at == CONFIDENCE
@@ -437,6 +403,17 @@ def test_nasd_ends_behind_a_token_with_a_small_share() -> None:
 # -- schedules ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("start", "drafted", "accepted", "length"),
+    [(3, 2, 2, 3), (3, 0, 0, 3), (3, 2, 1, 2), (0, 0, 0, 0)],
+    ids=["short and right", "none", "short and wrong", "never"],
+)
+def test_heuristic_after_one_draft(start: int, drafted: int, accepted: int, length: int) -> None:
+    policy, watched = Heuristic(start), row()
+    policy.update(watched, drafted, accepted)
+    assert policy.longest(watched) == length
+
+
 def test_heuristic_schedule() -> None:
     """3 -> all of 3 accepted -> 5 -> 2 of 5 -> 4 -> none of 4 -> 3 -> 2 -> 1 -> 1."""
     policy, watched, lengths = Heuristic(3), row(), []
@@ -444,25 +421,6 @@ def test_heuristic_schedule() -> None:
         lengths.append(policy.longest(watched))
         policy.update(watched, lengths[-1], accepted)
     assert [*lengths, policy.longest(watched)] == [3, 5, 4, 3, 2, 1, 1, 3]
-
-
-def test_heuristic_learns_nothing_from_a_draft_that_fell_short_and_was_right() -> None:
-    policy, watched = Heuristic(3), row()
-    policy.update(watched, 2, 2)
-    policy.update(watched, 0, 0)
-    assert policy.longest(watched) == 3
-
-
-def test_heuristic_shortens_after_a_short_draft_that_was_wrong() -> None:
-    policy, watched = Heuristic(3), row()
-    policy.update(watched, 2, 1)
-    assert policy.longest(watched) == 2
-
-
-def test_heuristic_from_zero_never_drafts() -> None:
-    policy, watched = Heuristic(0), row()
-    policy.update(watched, 0, 0)
-    assert policy.longest(watched) == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=30), st.integers(1, 8))
@@ -500,9 +458,9 @@ class Copies(PlannedDrafter[None]):
 @pytest.mark.parametrize(
     ("policy", "budget", "shares", "length", "asked"),
     [
-        (Fixed(4), 9, [], 4, []),
-        (Fixed(4), 2, [], 2, []),
-        (Fixed(0), 2, [], 0, []),
+        (LengthPolicy(4), 9, [], 4, []),
+        (LengthPolicy(4), 2, [], 2, []),
+        (LengthPolicy(0), 2, [], 0, []),
         (Confidence(4), 9, [0.9, 0.9, 0.9, 0.9, 0.9], 4, [0, 1, 2, 3]),
         (Confidence(4), 2, [0.9, 0.9, 0.9, 0.9], 2, [0, 1]),
         (Confidence(4), 9, [0.9, 0.1, 0.9, 0.9], 2, [0, 1]),

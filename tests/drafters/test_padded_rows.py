@@ -9,23 +9,20 @@ from typing import Any
 
 import pytest
 import test_medusa_hydra
-import test_sparse_kv
-import test_sparse_model
 
 import eagle_heads
 import toys
+from drafting import layer_skip, sparse_kv, sparse_model
 from foredraft import LLM
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.heads.eagle import EagleDrafter
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.drafters.parts.layer_set import LayerSet
 from foredraft.drafters.parts.rows import FedNodes
-from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
-from foredraft.methods.lengths import Fixed
+from foredraft.methods.lengths import LengthPolicy
 from foredraft.model.lm import CausalLM
 from foredraft.testing import GREEDY, PROMPTS, SAMPLED
 from harness import random_ids
@@ -33,12 +30,12 @@ from harness import random_ids
 DEPTH = 3
 TEXTS = sorted(PROMPTS, key=len)
 """The shortest first, as they come into the cache: row i has slot i."""
-UNDRAFTED = [((0, 2), GREEDY), ((0, 2), SAMPLED), ((0, 2, 3), GREEDY), ((0, 1, 2), SAMPLED)]
+UNDRAFTED = [((0, 2), SAMPLED), ((0, 2, 3), GREEDY), ((0, 1, 2), SAMPLED)]
 """Of five rows: a slot between the others, two of them, and none."""
 
 
 def draft_model(**options: Any) -> DraftModelDrafter:
-    return DraftModelDrafter(toys.small(), target_vocab_size=toys.VOCAB_SIZE, policy=Fixed(DEPTH), **options)
+    return DraftModelDrafter(toys.small(), target_vocab_size=toys.VOCAB_SIZE, policy=LengthPolicy(DEPTH), **options)
 
 
 def eagle(**options: Any) -> EagleDrafter:
@@ -46,30 +43,23 @@ def eagle(**options: Any) -> EagleDrafter:
     given = {"num_branches": 3, "reranks": True, "max_nodes": 9, "sharpness": 1.0, **options}
     target = eagle_heads.target()
     head = eagle_heads.trained(3)
-    return EagleDrafter(head, target, target_vocab_size=target.vocab_size, policy=Fixed(DEPTH), **given)
-
-
-def layer_skip(**options: Any) -> SelfDrafter:
-    given = {"layer_set": LayerSet((1,), ()), "target_vocab_size": toys.VOCAB_SIZE, "policy": Fixed(DEPTH), **options}
-    return SelfDrafter("layer_skip", **given)
+    return EagleDrafter(head, target, target_vocab_size=target.vocab_size, policy=LengthPolicy(DEPTH), **given)
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "draft_model": draft_model,
     "draft_model, trees": lambda: draft_model(num_branches=2, beam_width=2),
-    "draft_model over a view": lambda: test_sparse_model.small(toys.small(), "streaming", DEPTH),
-    "draft_model over a view that is voted for": lambda: test_sparse_model.small(
-        toys.small(), "snapkv", DEPTH, num_branches=2
-    ),
+    "draft_model over a view": lambda: sparse_model(toys.small(), "streaming", DEPTH),
+    "draft_model over a view that is voted for": lambda: sparse_model(toys.small(), "snapkv", DEPTH, num_branches=2),
     "eagle3": eagle,
     "eagle3, chains": lambda: eagle(num_branches=1, reranks=False, max_nodes=None),
     "medusa": lambda: test_medusa_hydra.make("medusa"),
     "hydra": lambda: test_medusa_hydra.make("hydra"),
     "hydra++": lambda: test_medusa_hydra.make("hydra++"),
-    "layer_skip": layer_skip,
-    "layer_skip, trees": lambda: layer_skip(num_branches=2, beam_width=2),
-    "sparse_kv": lambda: test_sparse_kv.sparse("streaming", DEPTH, toys.VOCAB_SIZE),
-    "sparse_kv, votes and trees": lambda: test_sparse_kv.sparse("snapkv", DEPTH, toys.VOCAB_SIZE, num_branches=2),
+    "layer_skip": lambda: layer_skip(DEPTH),
+    "layer_skip, trees": lambda: layer_skip(DEPTH, num_branches=2, beam_width=2),
+    "sparse_kv": lambda: sparse_kv("streaming", DEPTH),
+    "sparse_kv, votes and trees": lambda: sparse_kv("snapkv", DEPTH, num_branches=2),
 }
 
 
@@ -122,13 +112,21 @@ def check(method: str, undrafted: Sequence[int], params: SamplingParams) -> None
     assert [rows[place].stats.num_draft_tokens for place in undrafted] == [0] * len(undrafted)
 
 
-@pytest.mark.parametrize("method", DRAFTERS)
+ALIKE = frozenset(
+    ("draft_model, trees", "draft_model over a view", "eagle3, chains", "medusa", "hydra", "layer_skip", "sparse_kv")
+)
+"""Drafters whose rows are fed as those of others in the table."""
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=pytest.mark.full if name in ALIKE else ()) for name in DRAFTERS]
+)
 def test_rows_that_lie_apart_are_drafted_for_as_alone(method: str) -> None:
     for undrafted, params in UNDRAFTED:
         check(method, undrafted, params)
 
 
-@pytest.mark.parametrize("method", ["draft_model", "draft_model over a view", "eagle3", "layer_skip", "sparse_kv"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "layer_skip"])
 def test_rows_that_are_taken_for_neighbours_are_noticed(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were the slots between forgotten, texts would stay what they are, and drafts would be worse or none."""
     original = FedNodes.__init__
@@ -162,7 +160,9 @@ def tiny() -> LLM:
     return LLM("zoo:tiny", None, dtype="float32")
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("eagle3", "layer_skip") else pytest.mark.full) for name in CONFIGS]
+)
 def test_rows_that_lie_apart_are_drafted_for_over_kernels(name: str) -> None:
     """Five prompts of a model that was trained, two of which want no drafts."""
     llm = tiny()

@@ -6,7 +6,7 @@ Texts are those of the CPU, run by the same modules: the device refuses and lays
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,13 +14,11 @@ from typing import Any
 
 import gpu_check
 import pytest
-import test_train
 import torch
 from promise import METHODS, TEXTS
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-import eagle_heads
 import foredraft
 import simulated_device
 from architectures import ARCHITECTURES, target_model
@@ -30,13 +28,9 @@ from foredraft.classic.sampling import autoregressive_generate, speculative_gene
 from foredraft.classic.sampling.base_decoding import beam_search_generate
 from foredraft.classic.utils.logits_processor import GreedyProcessor, MultinomialProcessor
 from foredraft.cli import app
-from foredraft.engine import costs
 from foredraft.errors import ConfigError
-from foredraft.loading import models
 from foredraft.methods import methods
-from foredraft.model.cache import storage as cache_storage
 from foredraft.model.cache.ragged import KVCache
-from foredraft.model.lm import CausalLM
 from foredraft.sampling import precision
 from foredraft.testing import perturbed, toy_model
 from foredraft.zoo.manifest import root
@@ -76,12 +70,13 @@ PARAMS = {
     "chosen": replace(SAMPLED, structured_outputs=StructuredOutputs(choice=["yes", 'no "maybe"'])),
 }  # fmt: skip
 full = pytest.mark.full
-OFTEN = {
-    *("token_recycling", "lookahead", "jacobi", "layer_skip", "sparse_kv", "draft_model, tree"),
-    *("medusa", "hydra++", "eagle", "eagle3", "suffix+eagle3"),
-}
-"""What lays something of its own out on a device; other methods look up on the host, or are these in another order.
-Chains of a draft model are in `RULES`, those of a lookup in what is transferred."""
+OFTEN = ("token_recycling", "layer_skip", "draft_model, tree", "eagle3")
+"""One of each kind of step: tables on the host, the target's own layers and cache, another model, and a head."""
+
+
+def often(chosen: Iterable[str], names: Iterable[str]) -> list[Any]:
+    """Names, those that are not chosen in the whole matrix alone."""
+    return [name if name in chosen else pytest.param(name, marks=full) for name in names]
 
 
 @cache
@@ -176,7 +171,7 @@ def test_every_method_is_tried() -> None:
 @pytest.mark.parametrize(
     "modes", [("greedy", "sampled"), pytest.param(("sampled", "greedy"), marks=full)], ids=" beside ".join
 )
-@pytest.mark.parametrize("name", [name if name in OFTEN else pytest.param(name, marks=full) for name in DECODING])
+@pytest.mark.parametrize("name", often(OFTEN, DECODING))
 def test_every_method_says_what_plain_decoding_on_the_cpu_says(name: str, modes: tuple[str, ...]) -> None:
     """Ragged rows, more than run at a time, greedy ones beside sampled ones."""
     length = LENGTH if name in OFTEN else 12  # in which lookups find something
@@ -185,7 +180,7 @@ def test_every_method_says_what_plain_decoding_on_the_cpu_says(name: str, modes:
     assert num_accepted(texts) > 0
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", often(["rejection", "block"], RULES))
 def test_every_rule_says_what_it_says_on_the_cpu(name: str) -> None:
     """Rejection gives other texts than plain decoding; noise is keyed, so they are those of the CPU."""
     params = replace(SAMPLED, top_p=1.0, n=2)
@@ -214,8 +209,8 @@ def test_every_parameter_means_what_it_means_on_the_cpu(config: str) -> None:
             assert mine == pytest.approx(its, abs=1e-3)
 
 
-@pytest.mark.parametrize("config", ["eagle3", "token_recycling"])
-def test_prefixes_are_taken_over(config: str | None) -> None:
+@pytest.mark.parametrize("config", often(["eagle3"], ["eagle3", "token_recycling"]))
+def test_prefixes_are_taken_over(config: str) -> None:
     chosen = llm().with_speculative_config(config)
     for _ in range(2):
         texts = chosen.generate(TEXTS[3], GREEDY)
@@ -223,8 +218,15 @@ def test_prefixes_are_taken_over(config: str | None) -> None:
     assert texts[0].num_cached_tokens > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("method", "depth"), [("ngram", 0), ("eagle3", 3)])
+@pytest.mark.parametrize(
+    ("method", "depth", "mode"),
+    [
+        ("ngram", 0, "greedy"),
+        ("eagle3", 3, "sampled"),
+        pytest.param("ngram", 0, "sampled", marks=full),
+        pytest.param("eagle3", 3, "greedy", marks=full),
+    ],
+)
 def test_a_step_waits_for_the_device_once_for_its_tokens_and_once_per_level_of_a_head(
     method: str, depth: int, mode: str
 ) -> None:
@@ -285,22 +287,6 @@ def test_a_commit_moves_columns_of_all_layers_by_one_operation() -> None:
                 assert torch.equal(here[row, :, :end], there.cpu()[row, :, :end])
 
 
-def test_buffers_that_no_slab_holds_together_move_as_well() -> None:
-    """Layers of two shapes, and slabs of one buffer."""
-    cache = KVCache(3, num_rows=1, capacity=4, device=DEVICE)
-    for index, layer in enumerate(cache.layers):
-        numbers = torch.arange(4.0)[None, None, :, None].expand(1, 1 + index % 2, 4, 2) + 10 * index
-        layer.begin(numbers.to(DEVICE), numbers.to(DEVICE) + 100)
-        layer.keys[:], layer.values[:] = numbers.to(DEVICE), numbers.to(DEVICE) + 100
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(cache_storage, "SLAB_BYTES", 1)
-        cache.commit([(0, 2, 3)])
-    for index, layer in enumerate(cache.layers):
-        for shift, buffer in ((0, layer.keys), (100, layer.values)):
-            found = buffer[0, 0, :3, 0].tolist()
-            assert found == [shift + 10 * index + column for column in (0.0, 2.0, 3.0)]
-
-
 @pytest.fixture
 def _no_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A device without float64, as MPS is."""
@@ -311,28 +297,15 @@ def _no_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_no_float64")
-@pytest.mark.parametrize(
-    "name", [None, "eagle3", "draft_model, tree", *[pytest.param(n, marks=full) for n in DECODING]]
-)
+@pytest.mark.parametrize("name", often(["eagle3"], [None, *DECODING, "rejection", "block"]))
 def test_a_device_without_float64_draws_the_tokens_of_the_cpu(name: str | None) -> None:
     """Noise was float64 on the device, so that sampled decoding and heads raised on MPS."""
     fresh = LLM("zoo:tiny", device=DEVICE, dtype="float32", execution="eager", max_num_seqs=4)
-    config = None if name is None else DECODING[name]
-    texts = fresh.with_speculative_config(config).generate(TEXTS, in_turn(("greedy", "sampled")))
-    assert said(texts) == said(on_cpu("greedy", "sampled"))
+    config = {None: None, **DECODING, **RULES}[name]
+    params = in_turn(("greedy", "sampled"))
+    texts = fresh.with_speculative_config(config).generate(TEXTS, params)
+    assert said(texts) == said(llm("cpu").with_speculative_config(config).generate(TEXTS, params))
     assert name is None or num_accepted(texts) > 0
-
-
-@pytest.mark.usefixtures("_no_float64")
-@pytest.mark.parametrize("name", ["rejection", pytest.param("block", marks=full)])
-def test_a_device_without_float64_keeps_to_the_rules_of_rejection(name: str) -> None:
-    params = replace(SAMPLED, top_p=1.0)
-    here, there = (
-        LLM("zoo:tiny", RULES[name], device=device, dtype="float32", execution="eager").generate(TEXTS[:2], params)
-        for device in (DEVICE, "cpu")
-    )
-    assert said(here) == said(there)
-    assert num_accepted(here) > 0
 
 
 # -- the check of a GPU ----------------------------------------------------------------------------------------------
@@ -357,6 +330,7 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+@full
 @pytest.mark.usefixtures("_small")
 def test_the_gpu_check_runs_and_its_controls_fail(tmp_path: Path) -> None:
     arms = ["--arms", "plain", "ngram", "suffix+eagle3", "draft_model", "oracle", "transformers"]
@@ -381,27 +355,6 @@ def test_the_gpu_check_runs_and_its_controls_fail(tmp_path: Path) -> None:
     assert oracle["same_as_plain"] == oracle["rows"]
     assert {line["context"] for line in by["growth"] if "kv_bytes" in line} == {32}
     assert "| random:toy |" in (tmp_path / "table.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.usefixtures("_small")
-def test_the_gpu_check_tells_a_wrong_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An arm that changes texts, as one that is added for a new kernel might."""
-    wrong = gpu_check.CheckArm("wrong", {"method": "ngram", "prompt_lookup_min": 1}, gpu_check.believing)
-    monkeypatch.setattr(gpu_check, "CHECK_ARMS", [*gpu_check.CHECK_ARMS, wrong])
-    assert gpu_check.main([*SMALL, "--sections", "check", "--budget", "3000", "--out", str(tmp_path)]) == 3
-    failing = {line["arm"] for line in lines_of(tmp_path) if line["status"] == "fails"}
-    assert failing == {"wrong"}
-
-
-def test_a_gpu_check_that_is_stopped_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(run: gpu_check.Check, clock: gpu_check.Clock) -> None:
-        run.add("bits", "told", found=1)
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(gpu_check.SECTIONS, "bits", (stopped, 1.0))
-    monkeypatch.setenv("OUT", str(tmp_path))
-    assert gpu_check.main([*SMALL, "--sections", "bits", "speed"]) == 130
-    assert [line["section"] for line in lines_of(tmp_path)] == ["conditions", "bits"]
 
 
 def test_texts_are_drafted_for_in_half_precision() -> None:
@@ -430,7 +383,7 @@ def test_every_architecture_decodes(name: str) -> None:
 # -- other faces ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["eagle3", pytest.param("ngram", marks=full)])
+@pytest.mark.parametrize("method", often(["eagle3"], ["eagle3", "ngram"]))
 def test_the_hook_gives_tensors_of_the_device(method: str) -> None:
     """Sequences, scores and logits of ``model.generate``, greedy and sampled."""
     model = AutoModelForCausalLM.from_pretrained(zoo.path("tiny", "target"), dtype=torch.float32).to(DEVICE).eval()
@@ -454,10 +407,9 @@ def test_the_hook_gives_tensors_of_the_device(method: str) -> None:
 @pytest.mark.parametrize(
     ("processor", "uses_cache"),
     [
-        (GreedyProcessor(), True),
-        (MultinomialProcessor(1.0), False),
-        pytest.param(GreedyProcessor(), False, marks=full),
-        pytest.param(MultinomialProcessor(1.0), True, marks=full),
+        pytest.param(processor, uses_cache, marks=() if uses_cache and number else full)
+        for number, processor in enumerate((GreedyProcessor(), MultinomialProcessor(1.0)))
+        for uses_cache in (True, False)
     ],
 )
 def test_the_classic_functions_say_what_they_say_on_the_cpu(processor: Any, uses_cache: bool) -> None:
@@ -481,6 +433,7 @@ def test_the_classic_functions_say_what_they_say_on_the_cpu(processor: Any, uses
     assert everything(lambda model: model.to(DEVICE)) == everything(lambda model: model)
 
 
+@full
 def test_the_server_answers() -> None:
     from foredraft.serve.served import ServedModels
 
@@ -504,17 +457,6 @@ def foredraft_does(*arguments: str) -> str:
     return done.stdout
 
 
-def test_generate_and_info_name_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = costs.forward_times
-    monkeypatch.setattr(costs, "forward_times", lambda forwards, _: times(forwards, 1, warm_ups=0))
-    model = ("--model", "zoo:tiny", "--device", DEVICE, "--dtype", "float32", "--json")
-    found = json.loads(
-        foredraft_does("generate", TEXTS[0], *model, "--max-new-tokens", str(LENGTH), "--temperature", "0")
-    )
-    assert found["text"] == on_cpu("greedy")[0].outputs[0].text
-    assert "sim:0" in foredraft_does("info", *model)
-
-
 @full
 def test_verify_finds_no_fault() -> None:
     """Its settings and enumerated distributions, as many as there is time for."""
@@ -526,21 +468,7 @@ def test_verify_finds_no_fault() -> None:
     assert holding[:2] == [("greedy", "tokens"), ("greedy", "log-probabilities")]
 
 
-@full
-def test_bench_measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It takes the GPU where there is one."""
-    monkeypatch.setattr(models, "choose_device", lambda _: torch.device(DEVICE))
-    few = ("--num-prompts", "2", "--max-new-tokens", "8", "--repeats", "1")
-    foredraft_does("bench", "--model", "zoo:tiny", "--dtype", "float32", "--methods", "ngram,eagle3", *few)
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        "eagle3",
-        *[pytest.param(name, marks=full) for name in ("medusa", "hydra++", "draft_model")],
-    ],
-)
+@pytest.mark.parametrize("method", often(["medusa"], ["medusa", "eagle3", "hydra++", "draft_model"]))
 def test_a_head_is_trained_and_drafts(method: str, tmp_path: Path) -> None:
     """Answers, features, losses, checkpoints, the measurement, and what is read back."""
     prompts, head = tmp_path / "prompts.txt", tmp_path / "head"
@@ -553,20 +481,3 @@ def test_a_head_is_trained_and_drafts(method: str, tmp_path: Path) -> None:
     assert json.loads(told.splitlines()[-1])["tau"] >= 1.0
     trained = llm().with_speculative_config({"model": str(head)})
     assert said(trained.generate(TEXTS, in_turn(("greedy",)))) == said(on_cpu("greedy"))
-
-
-@pytest.mark.parametrize("method", ["hydra++", pytest.param("eagle3", marks=full)])
-def test_a_training_goes_on_with_the_weights_of_one_that_was_not_stopped(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = CausalLM(eagle_heads.target().shadow.to(DEVICE), execution="eager")
-    monkeypatch.setattr(eagle_heads, "target", lambda: target)
-    recipe = test_train.recipe
-
-    def moved(*args: Any, **keys: Any) -> Any:
-        made = recipe(*args, **keys)
-        made.module.to(DEVICE)
-        return made
-
-    monkeypatch.setattr(test_train, "recipe", moved)
-    test_train.test_an_interrupted_run_that_goes_on_has_the_weights_of_one_that_was_not(method, 100, tmp_path)

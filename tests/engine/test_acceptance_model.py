@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,29 +59,6 @@ def test_what_scores_are_worth_is_learned() -> None:
     assert model.rate("x", 1, 0.8) == pytest.approx(0.4, abs=0.1)
     assert model.rate("x", 1, 0.5) == pytest.approx(0.25, abs=0.06)
     assert model.rate("y", 1, 0.5) == 0.5
-
-
-@pytest.mark.parametrize("has_scores", [False, True])
-def test_the_best_nodes_are_those_of_products_along_their_paths(has_scores: bool) -> None:
-    """Against every node's own product of the chances that it has beside its parent, one by one."""
-    rng = random.Random(has_scores)
-    model = AcceptanceModel()
-    for _ in range(60):
-        parents = (-1, *[rng.randrange(node) for node in range(1, 16)])
-        scores = [1.0]
-        for parent in parents[1:]:
-            scores.append(scores[parent] * rng.uniform(0.3, 1.0))
-        tree = DraftTree(tuple(range(1, 17)), parents, scores=tuple(scores) if has_scores else None, source="x")
-        known = {node: chance for chance, node in model.best_nodes(ROWS[0], tree, 0.0)}
-        assert known.keys() == set(range(1, 16))
-        for node, parent in enumerate(parents[1:], 1):
-            assert known[node] < known.get(parent, 1.0)
-        found = model.best_nodes(ROWS[0], tree, 0.05)
-        assert found == sorted(found, key=lambda one: (-one[0], one[1]))
-        assert {node for _, node in found} == {node for node, chance in known.items() if chance > 0.05}
-        model.proposed(ROWS[0], tree, "x")
-        model.came(ROWS[0], tree.path_tokens(rng.randrange(16)))
-        model.came(ROWS[0], (99,))
 
 
 # -- heads beside their validation -------------------------------------------------------------------------------------

@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from contained import CONTAINED, TEXTS, VOCAB_SIZE, draft_model, layer_skip, params, plain, run, target
+from contained import CONTAINED, TEXTS, VOCAB_SIZE, params, plain, run, target
+from cuts import cut_at, spread
 from drafting import made
 from foredraft import LLM, SamplingParams
-from foredraft.drafters.compose import UnionDrafter
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import Drafter, Needs
-from foredraft.engine.drafts import Drafts
 from foredraft.engine.engine import Engine
 from foredraft.engine.memory import bytes_per_token
 from foredraft.engine.row import Row
 from foredraft.errors import MOST_CHARACTERS, PromptError, is_fatal, told
 from foredraft.model.lm import CausalLM
 from foredraft.serve.errors import ApiError
-from foredraft.testing import PerfectDrafter, check_cache_lengths, toy_model
+from foredraft.testing import PerfectDrafter, toy_model
 from foredraft.tree import DraftTree
-
-DRAFTERS: dict[str, Callable[[], Drafter]] = {
-    "ngram": lambda: made("ngram", 4, prompt_lookup_min=1),
-    "draft-model": draft_model,
-    "layer-skip": layer_skip,
-    "union": lambda: UnionDrafter([draft_model(), layer_skip()]),
-}
+from tiny import tiny
 
 
 def raising(drafter: Drafter, verb: str, which: Callable[[list[Row]], bool], fault: BaseException) -> Drafter:
@@ -50,24 +41,6 @@ def raising(drafter: Drafter, verb: str, which: Callable[[list[Row]], bool], fau
 
 
 # -- drafters ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", DRAFTERS)
-def test_who_comes_behind_a_row_without_drafts_is_drafted_for(method: str) -> None:
-    """The first row fails as it starts, alone in the engine; those that join it are beside it in every step."""
-    drafter = raising(DRAFTERS[method](), "start", lambda rows: rows[0].request_id == "first", KeyError(1))
-    engine = Engine(target(), drafter, CONTAINED)
-    rows = engine.add_request(TEXTS[0], params(0), "first")
-    for _ in range(2):
-        engine.step()
-    rows += [engine.add_request(text, params(number))[0] for number, text in enumerate(TEXTS[1:3], 1)]
-    while engine.has_unfinished:
-        engine.step()
-        check_cache_lengths(engine)
-    assert [row.output_ids for row in rows] == plain()[:3]
-    assert [row.stats.drafter_error for row in rows] == ["KeyError: 1", "", ""]
-    assert rows[0].stats.num_spec_steps == 0
-    assert rows[1].stats.num_spec_steps > 0
 
 
 def test_drafting_that_has_ended_stays_so_when_a_row_leaves_for_want_of_memory() -> None:
@@ -155,45 +128,6 @@ def test_what_a_drafter_leaves_in_the_cache_ends_no_row(num_drafted: int) -> Non
     assert [(row.output_ids, row.finish_reason) for row in rows] == [(text, "length") for text in plain()]
 
 
-@pytest.mark.parametrize("has_failed", [False, True])
-def test_a_target_that_turns_nan_as_its_own_drafter_leaves_nothing_of_it(
-    has_failed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without its second layer, say, it overflows at the second drafted token, and nothing of the draft is verified.
-
-    Neither shorter rows of a batch nor later ones in the same slots may meet what it wrote.
-    """
-    drafter = layer_skip()
-    engine = Engine(target(), drafter, CONTAINED)
-    propose = Drafts.propose
-
-    def proposed(self: Drafts, rows: Sequence[Row], *others: Any) -> list[DraftTree]:
-        propose(self, rows, *others)
-        return [DraftTree.root(row.pending) for row in rows]
-
-    monkeypatch.setattr(Drafts, "propose", proposed)
-    forward = drafter.model.forward
-
-    def overflowing(nodes: Any, cache: Any, **others: Any) -> torch.Tensor:
-        logits = forward(nodes, cache, **others)
-        if cache.lengths[0] < len(engine.decoding_rows[0].token_ids):
-            return logits
-        for row in range(len(nodes.tokens)):
-            for buffer in cache._buffers():
-                buffer[row, :, cache.lengths[row] : cache.lengths[row] + nodes.width] = torch.nan
-        if has_failed:
-            raise OverflowError
-        return torch.full_like(logits, torch.nan)
-
-    monkeypatch.setattr(drafter.model, "forward", overflowing)
-    rows = [engine.add_request(text, params(number))[0] for number, text in enumerate(TEXTS)]
-    while engine.has_unfinished:
-        engine.step()
-        assert all(bool(buffer.isfinite().all()) for buffer in engine.cache._buffers())
-    assert [(row.output_ids, row.finish_reason) for row in rows] == [(text, "length") for text in plain()]
-    assert any(row.stats.drafter_error for row in rows) == has_failed
-
-
 # -- texts ---------------------------------------------------------------------------------------------------------
 
 
@@ -226,12 +160,11 @@ def test_a_text_ends_before_the_token_that_cannot_be_read_whatever_was_drafted(n
 
 
 @pytest.mark.parametrize("others", [{}, {"stop": ["zz"]}, {"logprobs": 2}])
-@pytest.mark.parametrize("method", [pytest.param("none", marks=pytest.mark.slow), "ngram"])
 def test_a_text_that_cannot_be_read_ends_its_own_row_of_a_call(
-    method: str, others: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    others: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With stop strings the engine reads it, without them the session does: the other rows and calls do not notice."""
-    llm = LLM("zoo:tiny", None if method == "none" else method, dtype="float32", max_num_seqs=4)
+    llm = tiny().with_speculative_config("ngram")
     prompts = ["Once upon a time", "How many apples? Tom has", "Once upon a"]
     given = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, **others)
     sound = [output.outputs[0] for output in llm.generate(prompts, given)]
@@ -266,48 +199,20 @@ def test_a_text_that_cannot_be_read_ends_its_own_row_of_a_call(
 # -- Ctrl-C --------------------------------------------------------------------------------------------------------
 
 
-class Cut(KeyboardInterrupt):
-    """Ctrl-C at a chosen line."""
-
-
-def cut_at(place: tuple[str, str], number: int, call: Callable[[], Any]) -> None:
-    """Call with Ctrl-C before the n-th line that runs in a function of a file."""
-    file, name = place
-    count = [0]
-
-    def line(frame: Any, event: str, _: Any) -> Any:
-        if event == "line":
-            count[0] += 1
-            if count[0] == number:
-                raise Cut
-        return line
-
-    def enter(frame: Any, *_: Any) -> Any:
-        return line if frame.f_code.co_name == name and frame.f_code.co_filename.endswith(file) else None
-
-    before = sys.gettrace()
-    sys.settrace(enter)
-    try:
-        with contextlib.suppress(Cut):
-            call()
-    finally:
-        sys.settrace(before)
-
-
-PLACES = [("engine/engine.py", "_exclusive"), ("engine/frontend.py", "_step"), ("engine/frontend.py", "open")]
-
-
-@pytest.mark.parametrize("place", PLACES, ids="-".join)
-def test_an_llm_that_is_cut_off_at_any_line_goes_on(place: tuple[str, str]) -> None:
+@pytest.mark.usefixtures("_governed")
+def test_an_llm_that_is_cut_off_at_any_line_goes_on() -> None:
     """Also between taking the turn and the block that gives it back, and where a call has queued but half its rows."""
     llm = LLM(toy_model(VOCAB_SIZE), "ngram", max_num_seqs=3)
     prompts: list[Any] = [{"prompt_token_ids": text} for text in TEXTS]
     given = [params(number) for number in range(len(TEXTS))]
-    for number in range(1, 13):
-        cut_at(place, number, lambda: llm.generate(prompts[:3], given[:3]))
+
+    def call() -> None:
+        llm.generate(prompts[:3], given[:3])
+
+    num_lines = cut_at(None, call)
+    for number in [*range(2, 60, 10), *spread(num_lines, 6)]:
+        cut_at(number, call)
         found = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, given)]
         assert found == plain(), number
         assert llm.num_unfinished == 0, number
-        engine = llm._runner.engine
-        assert not engine.has_unfinished, number
-        assert engine.cache.num_rows == 0, number
+        assert llm.memory.planned_share in (None, 0.0), number

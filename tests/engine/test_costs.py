@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine import costs
 from foredraft.engine.cost_model import FEW, CostCurve
-from foredraft.engine.costs import Forward, StepCosts, filled_cache, forward_times, median_times, seconds_of
+from foredraft.engine.costs import Forward, StepCosts, filled_cache
 from foredraft.engine.governor import new_governor
 from foredraft.engine.memory import bytes_per_token
 from foredraft.model.lm import CausalLM
@@ -24,37 +23,10 @@ def lm() -> CausalLM:
     return CausalLM(toy_model(), execution="eager", probe=False)
 
 
-def test_forwards_run_in_turns_after_one_round_that_is_not_counted(
-    lm: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, _ = filled_cache(lm, 5, 4)
-    clock = iter(range(1000))
-    monkeypatch.setattr(costs, "perf_counter", lambda: next(clock) ** 2)
-    widths: list[int] = []
-    forward = lm.forward
-    monkeypatch.setattr(lm, "forward", lambda nodes, *a, **k: widths.append(nodes.width) or forward(nodes, *a, **k))
-    times = forward_times([Forward(lm, cache, 1), Forward(lm, cache, 4)], 3)
-    assert widths == [1, 4] * 4
-    assert times == [[2 * n + 1 for n in (4, 8, 12)], [2 * n + 1 for n in (6, 10, 14)]]
-
-
-def test_nothing_is_kept_of_what_was_timed(lm: CausalLM) -> None:
-    cache, length = filled_cache(lm, 5, 4)
-    assert len(median_times([Forward(lm, cache, 4)], 2)) == 1
-    assert (cache.lengths, length) == ([5], 5)
-
-
 def test_a_context_is_cut_to_what_the_model_has_room_for(lm: CausalLM) -> None:
     assert lm.context_length == 256
     cache, length = filled_cache(lm, 1000, 16)
     assert (cache.lengths, length) == ([240], 240)
-
-
-def test_a_call_is_timed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("synchronize"))
-    assert seconds_of(lambda what: done.append(what), torch.device("cuda"), "call") >= 0
-    assert done == ["synchronize", "call", "synchronize"]
 
 
 # -- curves --------------------------------------------------------------------------------------------------------
@@ -62,7 +34,7 @@ def test_a_call_is_timed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def target(seed: int = 0) -> CausalLM:
     """Another one, of the same shapes."""
-    return CausalLM(toy_model(64, seed=seed), execution="eager")
+    return CausalLM(toy_model(64, seed=seed), execution="eager", probe=False)
 
 
 @pytest.fixture
@@ -110,33 +82,6 @@ def test_on_a_busy_machine_some_processes_measure_and_the_next_takes_what_they_f
         assert curve.seconds[count] == pytest.approx(sum(one.seconds[count] for one, _ in found) / len(found))
 
 
-@pytest.mark.usefixtures("folder")
-def test_what_a_quiet_machine_shows_replaces_what_a_busy_one_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    curves = [(CostCurve({1: 1.0, 4: 3.0}), False), (CostCurve({1: 1.0, 4: 2.0}), True)]
-    monkeypatch.setattr(costs, "measure_curve", lambda target: curves.pop(0))
-    for wanted in (3.0, 2.0, 2.0):
-        curve = costs.cost_curve(target())
-        assert curve.seconds == {1: 1.0, 4: wanted}
-
-
-def test_pairs_are_compared_at_one_speed_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By made-up times: a machine that gets slower all the time, and steps of n nodes that take 1 + n / 4."""
-    now = [0.0]
-
-    def times(forwards: Sequence[Forward], repeats: int, *, warm_ups: int) -> list[list[float]]:
-        found: list[list[float]] = [[] for _ in forwards]
-        for _ in range(repeats):
-            for place, forward in enumerate(forwards):
-                now[0] += 0.01
-                found[place].append((1.0 + forward.width / 4) * (1.0 + now[0]))
-        return found
-
-    monkeypatch.setattr(costs, "forward_times", times)
-    curve, _ = costs.measure_curve(target())
-    assert curve.seconds[16] / curve.seconds[1] == pytest.approx(4.0, rel=0.02)
-    assert curve.seconds[4] / curve.seconds[1] == pytest.approx(1.6, rel=0.02)
-
-
 @pytest.mark.usefixtures("_steady")
 def test_a_curve_that_steps_disprove_is_dropped_from_the_disk(folder: Path) -> None:
     """By made-up times: eight nodes take ten times what one does, or what the file says."""
@@ -175,13 +120,6 @@ def test_a_digit_that_was_damaged_is_measured_again(folder: Path) -> None:
     assert known.curves == (again,)
 
 
-@pytest.mark.usefixtures("_steady")
-def test_another_dtype_is_another_curve(folder: Path) -> None:
-    for dtype in (torch.float64, torch.float32):
-        costs.cost_curve(CausalLM(toy_model(64, dtype=dtype), execution="eager"))
-    assert len(list(folder.iterdir())) == 2
-
-
 def kept(curve: str) -> str:
     """A file with this curve alone, as costs are kept."""
     return f'{{"curves": [{curve}], "host_seconds": 0.0, "drafting": {{}}, "measured": "", "is_steady": true}}'
@@ -208,18 +146,11 @@ def test_a_file_that_says_nothing_is_measured_again(folder: Path, monkeypatch: p
         [
             "",
             "{",
-            "[]",
             signed(kept('{"seconds": [1], "context": 256, "per_token": 0.0}')),
-            signed(kept('{"seconds": {}, "context": 256, "per_token": 0.0}')),
             signed(kept('{"seconds": {"1": -1}, "context": 256, "per_token": 0.0}')),
-            signed(kept('{"seconds": {"1": 1}, "context": 256, "per_token": -1}')),
             signed(kept('{"seconds": {"1": 1}}')),
             kept('{"seconds": {"1": 1}, "context": 256, "per_token": 0.0}'),
             signed(kept('{"seconds": {"1": Infinity}, "context": 256, "per_token": 0.0}')),
-            signed(kept('{"seconds": {"1": NaN}, "context": 256, "per_token": 0.0}')),
-            signed(kept('{"seconds": {"1": 1}, "context": 256, "per_token": Infinity}')),
-            signed(kept('{"seconds": {"1": 1}, "context": Infinity, "per_token": 0.0}')),
-            signed(kept('{"seconds": {"1": 1%s}, "context": 256, "per_token": 0.0}' % ("0" * 400))),
             "[" * 100_000,
         ],
         2,

@@ -15,10 +15,8 @@ from drafting import made
 from foredraft import LLM, SamplingParams
 from foredraft.config.engine import EngineConfig
 from foredraft.drafters.lookup.ngram import NGramDrafter
-from foredraft.engine.drafts import Drafts
 from foredraft.engine.engine import Engine
 from foredraft.errors import ContextLengthError, PromptError
-from foredraft.model.cache.ragged import KVCache
 from foredraft.testing import check_cache_lengths, toy_model
 
 PROMPTS = [[5, 6, 7, 5, 6, 7] * 4, [9, 3] * 9, [2, 4] * 11, [11]]
@@ -124,68 +122,6 @@ def test_a_stream_that_is_closed_within_a_step_ends_after_it(config: Any, tmp_pa
     outputs = llm.generate(given(PROMPTS), params())
     assert [tuple(output.outputs[0].token_ids) for output in outputs] == plain()
     assert llm.num_unfinished == 0
-
-
-PLACES: dict[str, tuple[type, str]] = {
-    "reading": (Engine, "_read"),
-    "drafting": (Drafts, "propose"),
-    "verifying": (Engine, "_verify"),
-    "committing": (KVCache, "commit"),
-    "observing": (Drafts, "observe"),
-}
-
-
-CLOSED = [
-    pytest.param(
-        *method.values,
-        place,
-        id=f"{method.id}-{place}",
-        marks=method.marks
-        if "slow" not in {mark.name for mark in method.marks} or (i + j) % 5 == 0
-        else pytest.mark.full,
-    )
-    for i, method in enumerate(METHODS)
-    for j, place in enumerate(PLACES)
-]
-"""Every place for a method without a model and for one with a cache of its own; one place for each other method."""
-
-
-@pytest.mark.parametrize(("config", "place"), CLOSED)
-def test_a_stream_that_is_closed_anywhere_in_a_step_harms_nobody(
-    config: Any, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before the work of a part of the step and after it; the row beside it gives the plain tokens."""
-    if place == "observing" and config["method"] == "none":
-        pytest.skip("a drafter that does not observe is not told")
-    llm = base().with_speculative_config(completed(config, tmp_path))
-    owner, name = PLACES[place]
-    sound = getattr(owner, name)
-    for is_after in (False, True):
-        first = llm.stream(given(PROMPTS[:1])[0], params(max_tokens=None))
-        if place != "reading":
-            next(first)
-        calls = [0]
-
-        def closing(*args: Any, **others: Any) -> Any:
-            calls[0] += 1  # noqa: B023
-            if calls[0] == 3 and not is_after:  # noqa: B023
-                first.close()  # noqa: B023
-            found = sound(*args, **others)
-            if calls[0] == 3 and is_after:  # noqa: B023
-                first.close()  # noqa: B023
-            return found
-
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, closing)
-            second = llm.generate(given(PROMPTS[1:2])[0], params())
-        assert calls[0] >= 3
-        assert tuple(second[0].outputs[0].token_ids) == plain()[1]
-        list(first)
-        ended = first.outputs()[0].outputs[0]
-        assert ended.finish_reason == "abort"
-        assert tuple(ended.token_ids) == plain(None)[0][: len(ended.token_ids)]
-        assert llm.num_unfinished == 0
-        llm._runner.engine.forget_prefixes()
 
 
 def test_an_engine_does_not_abort_inside_of_its_own_step() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,20 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_broken_steps import Interrupt, breaking
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
+from cuts import cut_at, spread
 from drafting import made
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.drafters.parts.rows import FedNodes
-from foredraft.engine import engine as engine_module
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
-from foredraft.engine.scheduler import Scheduler
 from foredraft.errors import ConfigError, NumericsError, TreeError
 from foredraft.model.lm import CausalLM
 from foredraft.testing import check_cache_lengths, perturbed, strengthen, toy_model
@@ -78,48 +74,24 @@ def plain_outputs() -> tuple[tuple[int, ...], ...]:
 # -- steps that break off --------------------------------------------------------------------------------------------
 
 
-def places(engine: Engine) -> list[tuple[Any, str]]:
-    """Objects and methods of a step that may be cut off."""
-    found: list[tuple[Any, str]] = [
-        *((engine_module, name) for name in ("accept", "logprobs_of")),
-        *((Engine, verb) for verb in ("_read", "_plan", "_select", "_verify", "_append", "_tell_drafter")),
-        *((Scheduler, verb) for verb in ("admit", "to_read", "next_chunk", "start", "retire")),
-        *((engine.cache, verb) for verb in ("commit", "open", "reserve", "swap", "fork", "remove", "add_rows")),
-        *((engine.caches, verb) for verb in ("add", "fork", "swap", "remove")),
-        *((engine.drafter, verb) for verb in ("start", "propose", "observe")),
-        *((engine._drafts, verb) for verb in ("start", "fork", "propose", "observe", "end")),
-    ]
-    inner = getattr(engine.drafter, "_cache", None)
-    if inner is not None:
-        found += [(inner, name) for name in ("commit", "open", "swap", "fork", "remove", "add_rows", "rollback")]
-        found += [(engine.drafter, name) for name in ("_feed", "open", "expand")]
-        found += [(FedNodes, name) for name in ("feed", "nodes", "commit", "close")]
-        found += [(engine.drafter.growth, name) for name in ("begin", "grow", "_extend", "finish")]
-    return found
+@pytest.mark.parametrize("kind", ["nasd", "tree"])
+def test_an_engine_whose_step_broke_off_goes_on_like_a_new_one(kind: str) -> None:
+    """Cut off at lines all over its steps: its rows end, nothing of them stays, and all later tokens are right."""
+    engine = Engine(target(), drafter_of(kind), EngineConfig(max_num_seqs=4, prefill_chunk_size=8))
 
+    def added() -> list[Row]:
+        return [row for prompt, params in REQUESTS for row in engine.add_request(prompt, params)]
 
-@pytest.mark.parametrize(("kind", "parity"), [("nasd", 0), ("tree", 1)])
-def test_an_engine_whose_step_broke_off_goes_on_like_a_new_one(
-    kind: str, parity: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cut off at every place of a step: its rows end, nothing of them stays, and all later tokens are right."""
-    config = EngineConfig(max_num_seqs=4, prefill_chunk_size=8)
-    engine = Engine(target(), drafter_of(kind), config)
-    for place in range(len(places(engine))):
-        owner, name = places(engine)[place]
-        is_after = place % 2 == parity
-        setting = f"{kind}, {owner}, {name}, {'after' if is_after else 'before'} its work"
-        rows = [row for prompt, params in REQUESTS for row in engine.add_request(prompt, params)]
-        with monkeypatch.context() as patch, contextlib.suppress(Interrupt):
-            patch.setattr(owner, name, breaking(getattr(owner, name), 2, after=is_after))
-            list(engine.run())
-        assert engine.num_running == engine.cache.num_rows == 0, setting
-        waiting = [row for row in rows if not row.is_finished]
-        assert bool(waiting) == engine.has_unfinished, setting
-        for row in waiting:
-            engine.abort(row.request_id)
-        assert not engine.has_unfinished, setting
-        assert tuple(finish(engine, REQUESTS)) == plain_outputs(), setting
+    added()
+    for number in spread(cut_at(None, lambda: list(engine.run())), 8):
+        rows = added()
+        cut_at(number, lambda: list(engine.run()))
+        for row in rows:
+            if not row.is_finished:  # which waited, or ends with the next call where a step was cut off at its very end
+                engine.abort(row.request_id)
+        assert not engine.has_unfinished, number
+        assert engine.num_running == engine.cache.num_rows == 0, number
+        assert tuple(finish(engine, REQUESTS)) == plain_outputs(), number
 
 
 # -- contexts and vocabularies ---------------------------------------------------------------------------------------
@@ -220,10 +192,3 @@ def test_ids_of_rows_stay_unique_when_threads_add_requests() -> None:
 def test_a_size_of_zero_is_refused(option: str) -> None:
     with pytest.raises(ConfigError, match=f"{option} is 0"):
         EngineConfig(**{option: 0})
-
-
-def test_the_mode_of_one_fixed_shape_is_gone_and_the_remedies_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"one fixed shape, is gone.*keep the bits.*promise.*dtype.*foredraft verify"):
-        EngineConfig(exactness="strict")
-    with pytest.raises(ConfigError, match="choose default or relaxed"):
-        EngineConfig(exactness="exact")

@@ -58,7 +58,6 @@ def check(model, **options):
     print(idle, busy, texts(llm) == want, flush=True)
 
 check("zoo:tiny")
-check("zoo:tiny", execution="eager", dtype="float32")
 check(toy_model(64, dtype=torch.float32), execution="compiled")
 """
 
@@ -79,12 +78,12 @@ def run() -> list[str]:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system forks no processes")
 def test_forked_processes_say_the_same() -> None:
-    assert run()[:2] == ["0 0 True"] * 2
+    assert run()[0] == "0 0 True"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system forks no processes")
 def test_layers_that_are_compiled_for_more_threads_are_refused_in_them() -> None:
-    said = run()[2:]
+    said = run()[1:]
     if said[-1] == "0 0 True":
         pytest.skip("nothing is compiled here")
     assert said[-1] == "4 4 True"

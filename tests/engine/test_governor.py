@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from test_broken_steps import Interrupt, breaking
 from test_engine import Repeater
 
 from foredraft import SamplingParams
@@ -23,19 +19,18 @@ from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters import make_drafter
 from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.engine import governor as governor_module
-from foredraft.engine.budget import DraftSize
 from foredraft.engine.cost_model import CostCurve, CostModel
 from foredraft.engine.drafter import Drafter, DrafterFacts, Needs
 from foredraft.engine.engine import Engine
-from foredraft.engine.governor import BEARABLE, INTERVAL, TO_LOSE, Governor, new_governor, weights_of
+from foredraft.engine.governor import BEARABLE, TO_LOSE, Governor
 from foredraft.engine.row import Row
 from foredraft.engine.stats import StepClock, StepSeconds
-from foredraft.model.capture import Wanted
 from foredraft.model.lm import CausalLM
-from foredraft.testing import GREEDY, SAMPLED, perturbed, toy_model
-from foredraft.tree import DraftTree
-from made_up_texts import FLAT, LENGTH, PROMPT, STEEP, Draft, World, accept, chains, new_text, sure
+from foredraft.model.nodes import Wanted
+from foredraft.testing import GREEDY, SAMPLED, toy_model
+from foredraft.tree import DraftSize, DraftTree
+from made_up_texts import FLAT, STEEP, Draft, World, chains, new_text, sure
+from toys import small, target
 
 
 def governor(curve: Mapping[int, float], facts: DrafterFacts | None = None) -> Governor:
@@ -49,17 +44,16 @@ def best_fixed(draft: Draft, curve: Mapping[int, float], level: float, num_rows:
 # -- one way of drafting -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_rows", [1, 8])
 @pytest.mark.parametrize(
-    ("rate", "curve", "level"),
+    ("rate", "curve", "level", "num_rows"),
     [
-        (0.8, FLAT, 2.2),
-        (0.8, STEEP, 2.2),
-        (0.5, FLAT, 6.6),
-        (0.2, FLAT, 2.2),
-        (0.0, FLAT, 2.2),
-        (0.0, STEEP, 26.0),
-        (0.8, FLAT, 26.0),
+        (0.8, FLAT, 2.2, 1),
+        (0.8, STEEP, 2.2, 8),
+        (0.5, FLAT, 6.6, 1),
+        (0.2, FLAT, 2.2, 8),
+        (0.0, FLAT, 2.2, 1),
+        (0.0, STEEP, 26.0, 8),
+        (0.8, FLAT, 26.0, 1),
     ],
 )
 def test_no_fixed_length_is_much_better_in_hindsight(
@@ -87,16 +81,6 @@ def test_a_drafter_that_turns_good_is_found_again() -> None:
     assert speed > 0.8 * World(chains(0.9), FLAT, 4.4).run(None, length=4)  # what it takes to notice included
 
 
-@pytest.mark.parametrize(("num_rows", "num_plain"), [(1, 1), (8, 3)])
-def test_what_a_plain_step_of_several_rows_takes_is_seen_soon_and_stays_known(num_rows: int, num_plain: int) -> None:
-    """The curve was measured with one row; where 8 nodes fill a tile, 9 of 8 rows take far more than it says."""
-    world = World(chains(0.9), FLAT, 2.2, num_rows)
-    world.run(governor(FLAT), num_texts=32 * num_rows)
-    assert world.sizes[:32].count(num_rows) == num_plain
-    full = [size for size in world.sizes if size >= num_rows]
-    assert all(num_rows in full[start : start + 140] for start in range(0, len(full) - 140, 20))
-
-
 @pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("level", [0.01, 2.2])
 def test_a_curve_that_makes_drafts_too_dear_is_not_believed_for_long(is_whole: bool, level: float) -> None:
@@ -105,16 +89,6 @@ def test_a_curve_that_makes_drafts_too_dear_is_not_believed_for_long(is_whole: b
     World(draft, FLAT, level).run(one, num_texts=16)
     assert World(draft, FLAT, level).run(one) > 0.85 * World(draft, FLAT, level).run(governor(FLAT))
     assert one.costs.verify(1, 8) / one.costs.verify(1, 1) < 1.6
-
-
-def test_drafts_that_cannot_be_cut_stay_whole_or_go() -> None:
-    world = World(chains(0.95, is_whole=True), FLAT, 0.5)
-    world.run(governor(FLAT))
-    later = world.sizes[30:]
-    assert sum(size == 9 for size in later) > 0.6 * len(later)
-    never = World(chains(0.05, is_whole=True), STEEP, 0.5)
-    assert never.run(governor(STEEP)) > 1.0 - BEARABLE
-    assert sum(size > 1 for size in never.sizes[60:]) < 0.1 * len(never.sizes)
 
 
 def test_drafts_that_mostly_bring_nothing_are_made_for_those_that_are_sure() -> None:
@@ -135,55 +109,6 @@ def taught(draft: Draft, curve: Mapping[int, float] = FLAT, level: float = 2.2, 
     one = governor(curve)
     World(draft, curve, level, num_rows, noise=0.0, pauses=0.0).run(one)
     return one
-
-
-def depths(one: Governor, row: Any, caps: Sequence[int]) -> list[int]:
-    """Depths that are planned for a row within these limits; its text goes on without a draft."""
-    found = []
-    for cap in caps:
-        (size,) = one.plan([row], [DraftSize(cap)])
-        found.append(int(size))
-        tree = DraftTree.root(row.token_ids[-1])
-        one.select([row], [tree])
-        one.observe([tree], [accept(row, tree, None)], StepSeconds(0.0022 * int(size), 0.0222))
-    return found
-
-
-def test_depth_is_decided_in_every_fourth_step_and_where_limits_rise_or_rows_change() -> None:
-    one = taught(chains(0.9))
-
-    def learn(*came: int) -> None:
-        row = new_text(99)
-        for _ in range(200):
-            one.acceptance.proposed(row, DraftTree.chain(1, [*range(2, 10)], source="drafter"), "drafter")
-            one.acceptance.came(row, came)
-
-    first = depths(one, row := new_text(100), [8])[0]
-    assert first > 2
-    learn(0)
-    assert depths(one, row, [8] * (INTERVAL - 1)) == [first] * (INTERVAL - 1)
-    assert depths(one, row, [8])[0] <= 2 < first
-    learn(*range(2, 11))
-    assert depths(one, row := new_text(101), [8])[0] > 2
-    learn(0)
-    assert depths(one, row, [9])[0] <= 2
-
-
-def test_what_is_verified_is_decided_in_every_step() -> None:
-    """The second of these drafts is as long as the first, and of another source, which is never right."""
-    one, row = taught(chains(0.9), STEEP), new_text(100)
-    tokens = (row.token_ids[-1], 20, 21, 22)
-    for _ in range(60):
-        one.acceptance.proposed(row, DraftTree.chain(tokens[0], tokens[1:], source="other"), "other")
-        one.acceptance.came(row, [999])
-    row = new_text(101)
-    lengths = {}
-    for source in ("drafter", "other"):
-        one.plan([row], [DraftSize(8)])
-        (kept,) = one.select([row], [DraftTree.chain(tokens[0], tokens[1:], source=source)])
-        lengths[source] = len(kept)
-    assert lengths["drafter"] > 2
-    assert lengths["other"] == 1
 
 
 # -- prices ------------------------------------------------------------------------------------------------------------
@@ -217,23 +142,6 @@ def test_what_is_kept_of_a_tree_is_what_a_brute_force_over_its_parts_keeps() -> 
     assert len(sizes) > 2
 
 
-def test_a_batch_ends_with_its_last_row() -> None:
-    """Rows that are ahead count by what they cost beside others: here a tenth of a step that four rows take.
-
-    The rest goes to rows by their chance to be the last one, and of k that may be it counts by a kth.
-    """
-    ahead = weights_of([40, 30, 20, 4], 0.9)
-    assert ahead == sorted(ahead, reverse=True)
-    assert ahead[3] == pytest.approx(0.4, abs=0.001)
-    chances = [math.exp(-late) / sum(math.exp(-late) for late in (0, 2.5, 5, 9)) for late in (0, 2.5, 5, 9)]
-    assert sum(ahead) == pytest.approx(4 * (0.4 + 0.6 * sum(chance**2 for chance in chances)))
-    last, first = 1 / (1 + math.exp(-2)), 1 / (1 + math.exp(2))
-    alike = last**2 + first**2
-    assert weights_of([40, 32], 1.1) == pytest.approx([2 * alike * last, 2 * alike * first])
-    assert weights_of([5, 5, 5], 1.0) == pytest.approx([1 / 3] * 3)
-    assert weights_of([5, 5], 0.0) == [1.0, 1.0]
-
-
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_in_a_closed_batch_the_row_that_ends_last_is_drafted_for(is_closed: bool) -> None:
     """Where others wait for the places of rows that end, all count alike."""
@@ -263,40 +171,6 @@ def test_what_a_drafter_may_lose_is_limited_however_often_it_is_tried_again(obse
     num_steps = len(world.sizes)
     assert lost(world) <= TO_LOSE + BEARABLE * num_steps
     assert lost(world) > TO_LOSE, "it was tried again"
-
-
-def test_the_governors_own_time_counts_as_loss() -> None:
-    one, world = governor(FLAT), World(chains(0.0), FLAT, 0.2, governing=3.0, noise=0.0, pauses=0.0)
-    world.run(one)
-    assert not one.attends(1)
-    assert one.totals.seconds == pytest.approx(world.spent / 1e3)
-
-
-def test_a_drafter_that_brings_more_than_it_takes_is_kept() -> None:
-    one = governor(FLAT)
-    World(chains(0.8), FLAT, 2.2, observing=5.0, governing=0.1).run(one, num_texts=20)
-    assert one.attends(1)
-    assert World(chains(0.8), FLAT, 2.2, observing=5.0).run(one) > 1.5
-
-
-def test_batches_rest_by_their_size() -> None:
-    """For eight rows it takes twice as long as their steps; for one it is worth its time."""
-    one = governor(FLAT)
-    World(chains(0.8), FLAT, 2.2).run(one, num_texts=4)
-    eight = World(chains(0.8), FLAT, 2.2, num_rows=8, observing=160.0)
-    eight.run(one, num_texts=64)
-    assert eight.num_resting > 0.9 * len(eight.sizes)
-    assert one.attends(1)
-    assert World(chains(0.8), FLAT, 2.2).run(one) > 1.5
-
-
-def test_a_drafter_that_turns_good_while_rows_rest_is_found_again() -> None:
-    one = governor(FLAT)
-    World(chains(0.0), FLAT, 2.2, observing=11.0).run(one)
-    assert not one.attends(1)
-    World(chains(0.9), FLAT, 2.2, observing=5.0).run(one, num_texts=16)
-    assert one.attends(1)
-    assert World(chains(0.9), FLAT, 2.2, observing=5.0).run(one) > 1.5
 
 
 # -- several ways of drafting ------------------------------------------------------------------------------------------
@@ -361,17 +235,6 @@ def test_it_says_what_it_does_and_why() -> None:
     assert str(silent.describe()).endswith("nothing was drafted so far")
 
 
-def test_totals_count_every_step_and_estimate_the_speed() -> None:
-    one, world = governor(FLAT), World(chains(0.8), FLAT, 2.2, noise=0.0, pauses=0.0)
-    assert one.totals.speedup is None
-    speed = world.run(one)
-    totals = one.totals
-    assert totals.num_tokens == 8 * (LENGTH - PROMPT)
-    assert totals.num_steps == len(world.sizes)
-    assert totals.num_drafted == sum(size > 1 for size in world.sizes)
-    assert totals.speedup == pytest.approx(speed, rel=0.02)
-
-
 # -- in engines --------------------------------------------------------------------------------------------------------
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [5], [9, 8, 7, 6, 5, 9, 8], [4, 4, 4, 4], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
@@ -384,16 +247,6 @@ PARAMS = {"greedy": replace(GREEDY, max_tokens=24), "sampled": replace(SAMPLED, 
 def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step takes a millisecond, and a tenth of that is the drafter's."""
     monkeypatch.setattr(StepClock, "enter", lambda *_: StepSeconds(0.0001, 0.0009))
-
-
-@cache
-def target() -> CausalLM:
-    return CausalLM(toy_model(64, dtype=torch.float64), execution="eager")
-
-
-@cache
-def small() -> CausalLM:
-    return CausalLM(perturbed(toy_model(64, dtype=torch.float64), 0.1, seed=2), execution="eager")
 
 
 def drafter_of(method: str) -> Drafter:
@@ -428,15 +281,10 @@ def plain(kind: str) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("method", "num_rows", "curve", "kind"),
     [
-        ("ngram", 5, FREE, "greedy"),
         ("ngram", 1, DEAR, "sampled"),
         ("draft_model", 5, FREE, "sampled"),
-        ("draft_model", 1, DEAR, "greedy"),
-        ("token_recycling", 5, FREE, "greedy"),
-        ("lookahead", 3, FREE, "greedy"),
         ("layer_skip", 5, FREE, "sampled"),
         ("ngram+draft_model", 5, FREE, "greedy"),
-        ("auto", 5, FREE, "sampled"),
         ("auto", 1, DEAR, "greedy"),
     ],
 )
@@ -468,7 +316,7 @@ class Moody(Governor):
         return drafts
 
 
-@pytest.mark.parametrize("method", ["ngram", "token_recycling", "draft_model", "layer_skip"])
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "layer_skip"])
 def test_resting_at_any_time_changes_no_token(method: str) -> None:
     rows: list[Row] = []
     for seed in range(2):
@@ -574,36 +422,7 @@ def test_a_row_in_doubt_has_a_step_without_a_draft() -> None:
     assert sum(row.stats.num_undrafted_steps["doubt"] for row in rows) > 0
 
 
-@pytest.mark.usefixtures("_clock")
-@pytest.mark.parametrize("verb", ["plan", "select", "observe", "attends"])
-def test_a_governor_that_was_cut_off_goes_on(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = governed(drafter_of("ngram"), max_num_seqs=3)
-    for number in range(1, 6):
-        with monkeypatch.context() as patch, suppress(Interrupt):
-            patch.setattr(Governor, verb, breaking(getattr(Governor, verb), number, after=number % 2 == 0))
-            texts(one, "sampled")
-        for row in one.waiting_rows:
-            one.abort(row.request_id)
-        assert texts(one, "sampled") == plain("sampled")
-
-
 # -- what it begins with -----------------------------------------------------------------------------------------------
-
-
-def test_a_governor_begins_with_what_is_usual_for_a_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight outcomes are what that is worth: it takes more than a few misses to doubt it, and not many."""
-    monkeypatch.setattr(governor_module, "cost_curve", lambda target: CostCurve({1: 0.02, 16: 0.03}))
-    drafter = drafter_of("sparse_kv")
-    acceptance, usual = new_governor(target(), drafter).acceptance, drafter.facts.usual_acceptance
-    assert usual is not None
-    rows: Any = [SimpleNamespace(state={}) for _ in range(13)]
-    assert acceptance.by_depth(rows[12], 3, drafter.name) == pytest.approx([usual, usual**2, usual**3])
-    for number, row in enumerate(rows[:12], 1):
-        acceptance.proposed(row, DraftTree.chain(1, [2, 3, 4], source=drafter.name), drafter.name)
-        acceptance.came(row, [9])
-        expected = acceptance.by_depth(rows[12], 1, drafter.name)[0]
-        assert (expected > 0.65) == (number <= 2) or 2 < number < 12
-    assert expected < 0.4
 
 
 @pytest.mark.parametrize("seconds", [0.0, 100.0])

@@ -23,17 +23,14 @@ from foredraft.drafters import make_drafter
 from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.heads.eagle import EagleDrafter
 from foredraft.drafters.heads.medusa_hydra import MultiHeadDrafter
-from foredraft.drafters.parts.eagle_rows import EagleRows
-from foredraft.drafters.parts.head_states import PrefixStates
 from foredraft.engine.cost_model import CostModel
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.frontend import Completion
 from foredraft.engine.governor import Governor
-from foredraft.methods.lengths import Fixed
+from foredraft.methods.lengths import LengthPolicy
 from foredraft.methods.rank_tree import RankTree
 from foredraft.model.lm import CausalLM
-from foredraft.sampling.history import TokenArray
 from foredraft.testing import GREEDY, SAMPLED, perturbed, toy_model
 
 VOCAB_SIZE = 64
@@ -85,11 +82,11 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "medusa": lambda: heads(MultiHeadDrafter),
     "hydra++": lambda: heads(MultiHeadDrafter),
     "eagle2": lambda: EagleDrafter(
-        eagle_heads.trained(1), target(), policy=Fixed(3), num_branches=2, reranks=True, max_nodes=6,
+        eagle_heads.trained(1), target(), policy=LengthPolicy(3), num_branches=2, reranks=True, max_nodes=6,
         target_vocab_size=VOCAB_SIZE,
     ),
 }  # fmt: skip
-FAST = ("ngram", "suffix", "sparse_kv-model")
+FAST = ("ngram", "suffix", "sparse_kv-model", "token_recycling")
 ALL_ON = replace(
     SAMPLED,
     n=1,
@@ -115,7 +112,7 @@ class Work:
     """Of a step, the forwards of models not counted.
 
     Args:
-      tokens: of the text that were looked at, read or copied, in the row's own list and in that of its sampler.
+      tokens: of the text that were looked at, read or copied, in the row's own list.
       calls: of functions, built-in ones included.
       numbers: in tensors that were computed, and in those that they were computed from.
     """
@@ -245,10 +242,9 @@ def work_per_step(
     while not engine.decoding_rows:
         engine.step()
     monkeypatch.setattr(CausalLM, "forward", counter.paused(CausalLM.forward))
-    monkeypatch.setattr(EagleRows, "_run", counter.paused(EagleRows._run))
-    monkeypatch.setattr(PrefixStates, "_run", counter.paused(PrefixStates._run))
+    monkeypatch.setattr(EagleDrafter, "_run", counter.paused(EagleDrafter._run))
+    monkeypatch.setattr(MultiHeadDrafter, "_prefixed", counter.paused(MultiHeadDrafter._prefixed))
     row.token_ids = Text(row.token_ids, counter)
-    row.sampler._tokens = Text(row.sampler._tokens, counter)
     found = []
     try:
         for number in range(3 + 5):
@@ -271,7 +267,7 @@ def check_flat(short: Work, long: Work) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in DRAFTERS]
+    "method", [pytest.param(name, marks=[] if name in FAST else pytest.mark.full) for name in DRAFTERS]
 )
 def test_a_step_takes_as_much_work_behind_3072_tokens_as_behind_128(
     method: str, monkeypatch: pytest.MonkeyPatch
@@ -326,12 +322,3 @@ def test_work_that_grows_with_the_text_is_seen(waste: Callable[[Any], Any], monk
     short, long = (work_per_step(Wasteful(), length, GREEDY, monkeypatch) for length in (SHORT, LONG))
     with pytest.raises(AssertionError):
         check_flat(short, long)
-
-
-def test_tokens_for_custom_processors_are_kept_as_an_array() -> None:
-    tokens = TokenArray([3, 1, 2])
-    assert tokens.with_paths([(), ()]).tolist() == [[3, 1, 2], [3, 1, 2]]
-    for token in range(50):
-        tokens.extend([token, token + 1])
-    expected = [3, 1, 2, *(token for first in range(50) for token in (first, first + 1))]
-    assert tokens.with_paths([(7, 8), (9, 9)]).tolist() == [[*expected, 7, 8], [*expected, 9, 9]]

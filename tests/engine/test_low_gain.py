@@ -10,9 +10,8 @@ import pytest
 
 from foredraft import LLM, SamplingParams
 from foredraft.config.engine import Promise
-from foredraft.engine.budget import NOTHING_FOUND
 from foredraft.engine.frontend import MIN_ROW_TOKENS, MIN_STEPS, log_low_gain
-from foredraft.engine.stats import RowStats
+from foredraft.engine.stats import NOTHING_FOUND, RowStats
 from foredraft.testing import toy_model
 
 
@@ -55,20 +54,6 @@ def test_a_method_that_is_kept_from_drafting_is_told_by_what(caplog: pytest.LogC
         "nothing was found to draft in 8 steps, the promise of bits cut 160 drafted tokens and left 32 steps without a "
         "draft)."
     )
-
-
-def test_a_governor_that_waits_is_told_and_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "foredraft")
-    counts = RowStats(
-        num_steps=MIN_STEPS,
-        num_emitted_tokens=MIN_STEPS,
-        num_cut_tokens=Counter(governor=40),
-        num_undrafted_steps=Counter(governor=MIN_STEPS),
-    )
-    assert log_low_gain(counts, "ngram", "zoo:tiny")
-    assert not warnings(caplog)
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "the governor cut 40 drafted tokens and left 64 steps without a draft" in line
 
 
 @pytest.mark.parametrize(("num_steps", "num_tokens"), [(100, 115), (100, 170)])
@@ -132,14 +117,6 @@ def test_rows_too_short_to_draft_in_and_those_of_a_warm_up_are_left_out(caplog: 
     llm.generate([[1]], in_vain(40))
     (line,) = warnings(caplog)
     assert "over 80 steps" in line
-
-
-def test_an_llm_whose_drafts_are_accepted_says_nothing_about_them(caplog: pytest.LogCaptureFixture) -> None:
-    llm = LLM("zoo:tiny", "ngram", dtype="float32")
-    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
-    metrics = llm.generate("Once upon a time there was a", params)[0].metrics.speculative_decoding
-    assert metrics["tokens_per_step"] > 1.5
-    assert not [line for line in warnings(caplog) if "hardly pays" in line]
 
 
 def test_a_draft_model_whose_context_is_too_short_is_named(caplog: pytest.LogCaptureFixture) -> None:

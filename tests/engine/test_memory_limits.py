@@ -6,7 +6,6 @@ import gc
 import resource
 import subprocess
 import sys
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -25,9 +24,7 @@ from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.memory import available_on, bytes_per_token
 from foredraft.engine.row import Row
-from foredraft.model.cache import pages
 from foredraft.model.cache.ragged import KVCache
-from foredraft.model.cache.storage import RaggedLayer
 from foredraft.model.lm import CausalLM
 from foredraft.testing import toy_model
 from foredraft.testing.divergence import token_gap
@@ -61,43 +58,6 @@ def run(target: CausalLM, drafter: Drafter, requests: list[Any], **config: Any) 
 
 
 # -- how a cache grows ---------------------------------------------------------------------------------------------
-
-
-def grow(
-    num_layers: int, capacities: list[int], num_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[int, int]]:
-    """What a cache holds before it grows, and what all buffers took together at most while it did; in bytes."""
-    allocate, alive, peak = RaggedLayer._allocate, list[Any](), [0]
-
-    def counted(*args: Any) -> torch.Tensor:
-        buffer = allocate(*args)
-        alive.append(weakref.ref(buffer))
-        buffers = [one() for one in alive]
-        peak[0] = max(peak[0], sum(one.numel() * one.element_size() for one in buffers if one is not None))
-        return buffer
-
-    monkeypatch.setattr(RaggedLayer, "_allocate", staticmethod(counted))
-    monkeypatch.setattr(pages, "IS_LAZY", False)  # as on accelerators
-    kv = KVCache(num_layers, num_rows=num_rows, capacity=256)
-    states = torch.zeros(num_rows, 2, 1, 8)
-    kv.open(0, num_rows, 1)
-    for layer in kv.layers:
-        layer.update(states, states)
-    found = []
-    for capacity in capacities:
-        before, peak[0] = kv.num_bytes, 0
-        kv.reserve(capacity)
-        found.append((before, peak[0]))
-    return found
-
-
-def test_a_long_cache_is_never_doubled_and_grows_buffer_by_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond 8,000 columns a quarter is added, and of what there was one buffer is held twice, not all."""
-    num_layers = 10
-    (_, (before, peak)) = grow(num_layers, [8000, 10_000], 4, monkeypatch)
-    one_buffer = before / (2 * num_layers)
-    assert before >= 4 * 8000 * num_layers * 2 * 2 * 8 * 4
-    assert before < peak <= 1.25 * before + one_buffer
 
 
 def test_a_cache_that_grows_token_by_token_copies_little() -> None:

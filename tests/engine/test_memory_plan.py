@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 import eagle_heads
 import toy_heads
 from drafting import made
-from foredraft import LLM, SamplingParams
+from foredraft import SamplingParams
 from foredraft.config.engine import EngineConfig, available_bytes, memory_size, share_of
 from foredraft.drafters.compose import UnionDrafter
 from foredraft.drafters.heads.eagle import EagleDrafter
@@ -25,18 +24,17 @@ from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.drafters.parts.sparse_view import SparseView
 from foredraft.drafters.selfdraft.sparse_kv import USUAL_ACCEPTANCE
 from foredraft.engine import memory
-from foredraft.engine.drafter import DraftCache, Drafter
+from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
-from foredraft.engine.memory import MemoryUse, available_on, bytes_per_token
+from foredraft.engine.memory import available_on, bytes_per_token
 from foredraft.engine.row import Row
 from foredraft.errors import ConfigError, ContextLengthError
-from foredraft.methods.lengths import Fixed
+from foredraft.methods.lengths import LengthPolicy
 from foredraft.methods.rank_tree import RankTree
-from foredraft.model.cache import pages
+from foredraft.model.cache import storage
 from foredraft.model.cache.prefixes import PrefixStore
-from foredraft.model.cache.ragged import KVCache
-from foredraft.model.lm import CausalLM, Nodes
-from foredraft.testing import check_cache_lengths, toy_model
+from foredraft.model.lm import CausalLM
+from foredraft.testing import check_cache_lengths
 from toys import VOCAB_SIZE, small, target
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
@@ -49,10 +47,14 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
         usual_acceptance=USUAL_ACCEPTANCE,
         view=SparseView(budget=16, selector="streaming", sinks=1, window=15, refresh=8),
         target_vocab_size=VOCAB_SIZE,
-        policy=Fixed(3),
+        policy=LengthPolicy(3),
     ),
 }
-MARKS = {"none": pytest.mark.full, "suffix": pytest.mark.full, "draft-model": pytest.mark.slow}
+MARKS = dict.fromkeys(("none", "suffix", "draft-model", "sparse-kv"), pytest.mark.full)
+
+
+OWN_CACHES = ("draft-model", "eagle2", "hydra++")
+"""Drafters with caches that grow; so has a union of one of them."""
 
 
 def text(number: int, length: int) -> list[int]:
@@ -84,12 +86,6 @@ def plan(cells: int, **others: Any) -> EngineConfig:
     return EngineConfig(max_num_seqs=64, max_kv_bytes=cells * bytes_per_token(target()), **others)
 
 
-def test_bytes_per_token_are_what_a_cache_holds() -> None:
-    config = target().config
-    head_dim = config.hidden_size // config.num_attention_heads
-    assert bytes_per_token(target()) == config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 8
-
-
 RAGGED = [(text(i, 60 - i % 7), params(i, 12)) for i in range(64)]
 
 
@@ -112,74 +108,61 @@ def test_64_requests_under_a_plan_for_8_finish_as_without_one(method: str) -> No
     assert engine.profile.num_preemptions == sum(row.stats.num_preemptions for row in rows)
 
 
-def test_rows_that_grow_too_long_leave_for_a_while_and_are_counted() -> None:
-    """Short prompts that say much: three rows of 20 tokens come in where two of 145 have room."""
-    requests = [(text(i, 20), params(i, 125)) for i in range(3)]
+SAMPLES = [(text(1, 90), params(1, 20, n=5)), (text(2, 30), params(2, 20))]
+
+
+@pytest.mark.parametrize(
+    ("requests", "cells", "is_lazy", "num_rows"),
+    [
+        pytest.param([(text(i, 20), params(i, 125)) for i in range(3)], 576, True, 3, id="rows that grow"),
+        pytest.param(
+            [(text(i, n), params(i, 12)) for i, n in enumerate([200, 5, 6, 7, 150, 8, 9])], 500, True, 2, id="one long"
+        ),
+        pytest.param(SAMPLES, 512, True, 3, id="samples of 192, 192 and 128 tokens"),
+        pytest.param(SAMPLES, 512, False, 2, id="where all take as much as the longest, as on accelerators"),
+    ],
+)
+def test_rows_share_a_plan(
+    requests: Any, cells: int, is_lazy: bool, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns are given back for rows and rows for columns; who came first stays, and who leaves is counted."""
+    monkeypatch.setattr(storage, "IS_LAZY", is_lazy)
     free, *_ = run(EmptyDrafter(), EngineConfig(), requests)
-    for name, share in (("ngram", 1), ("draft-model", 2)):  # which keeps as much of every token as the target does
-        rows, engine, most_rows, most_cells = run(DRAFTERS[name](), plan(share * 576), requests)
-        assert [row.output_ids for row in rows] == [row.output_ids for row in free]
-        assert engine.profile.num_preemptions > 0
-        assert sum(row.stats.num_preemptions for row in rows) == engine.profile.num_preemptions
-        assert rows[0].stats.num_preemptions == 0  # who came first stays
-        assert most_rows == 3
-        assert most_cells <= 576
+    rows, engine, most_rows, most_cells = run(DRAFTERS["ngram"](), plan(cells), requests)
+    assert [row.output_ids for row in rows] == [row.output_ids for row in free]
+    assert most_rows == num_rows
+    assert most_cells <= cells
+    assert sum(row.stats.num_preemptions for row in rows) == engine.profile.num_preemptions
+    assert rows[0].stats.num_preemptions == 0
+    assert (engine.profile.num_preemptions > 0) == (cells == 576)
 
 
 def test_what_rows_take_of_the_plan_is_told_while_they_run() -> None:
     engine = Engine(target(), EmptyDrafter(), plan(512))
-
-    def use() -> MemoryUse:
-        return MemoryUse.of(engine.plan, engine.cache.lengths, engine.caches.num_bytes)
-
-    assert (use().planned_share, use().planned_bytes) == (0.0, 512 * bytes_per_token(target()))
+    assert (engine.memory().planned_share, engine.memory().planned_bytes) == (0.0, 512 * bytes_per_token(target()))
     engine.add_request(text(0, 30), params(0, 60, n=2))
-    found = [(use().planned_share, use().allocated_bytes) for _ in engine.run()]
+    found = [(engine.memory().planned_share, engine.memory().allocated_bytes) for _ in engine.run()]
     assert {share for share, _ in found} == {2 * 128 / 512, 2 * 192 / 512, 0.0}  # two rows, beyond 64 tokens, none
     assert max(allocated for _, allocated in found) == 2 * 88 * bytes_per_token(target())
-    free = MemoryUse.of(None, engine.cache.lengths, engine.cache.num_bytes)
-    assert (free.planned_share, free.planned_bytes) == (None, None)
+    assert Engine(target(), EmptyDrafter()).memory().planned_share is None
 
 
-def test_one_long_row_and_many_short_ones_share_a_plan() -> None:
-    """Columns are given back for rows and rows for columns."""
-    lengths = [200, 5, 6, 7, 150, 8, 9]
-    requests = [(text(i, length), params(i, 12)) for i, length in enumerate(lengths)]
-    free, *_ = run(EmptyDrafter(), EngineConfig(), requests)
-    rows, _, most_rows, most_cells = run(DRAFTERS["ngram"](), plan(500), requests)
-    assert [row.output_ids for row in rows] == [row.output_ids for row in free]
-    assert most_rows > 1
-    assert most_cells <= 500
-
-
-@pytest.mark.parametrize("method", ["draft-model", "eagle2", "hydra++", "union"])
-def test_caches_of_drafters_that_grow_are_counted(method: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("method", ["union", *(pytest.param(name, marks=pytest.mark.full) for name in OWN_CACHES)])
+def test_caches_of_drafters_that_grow_are_counted(method: str) -> None:
     """What target and drafter have allocated together stays within the plan, and the texts are those without one."""
     lm, drafter = make_counted(method)
     requests = [(text(i, 50 + 9 * (i % 3)), params(i, 30)) for i in range(8)]
     num_bytes = 6 * 192 * bytes_per_token(lm)
-    with caplog.at_level(logging.INFO, logger="foredraft"):
-        engine = Engine(lm, drafter, EngineConfig(max_num_seqs=8, max_kv_bytes=num_bytes))
-    own_caches = own_caches_of(engine)
-    own = own_caches[0]
-    assert f"and {sum(each.column_bytes() for each in own_caches)} of its drafter" in caplog.text
+    engine = Engine(lm, drafter, EngineConfig(max_num_seqs=8, max_kv_bytes=num_bytes))
     rows = [row for prompt, given in requests for row in engine.add_request(prompt, given)]
     most = most_of_drafter = 0
     while engine.has_unfinished:
         engine.step()
-        most_of_drafter = max(most_of_drafter, own.cache.num_bytes)
-        most = max(most, engine.cache.num_bytes + sum(each.cache.num_bytes for each in own_caches))
+        most = max(most, engine.memory().allocated_bytes)
+        most_of_drafter = max(most_of_drafter, engine.memory().allocated_bytes - engine.cache.num_bytes)
     assert 0 < most_of_drafter < most <= num_bytes
-    assert own.cache.column_bytes == own.column_bytes()  # what is counted is what is allocated
     free, *_ = run(EmptyDrafter(), EngineConfig(), requests)
     assert [row.output_ids for row in rows] == [row.output_ids for row in free]
-
-
-def own_caches_of(engine: Engine) -> tuple[DraftCache, ...]:
-    """Caches of the drafter of an engine, which are those beside the target's."""
-    own = engine._drafts.needs.caches
-    assert [each.cache for each in own] == list(engine.caches)[1:]
-    return own
 
 
 def make_counted(method: str) -> tuple[CausalLM, Drafter]:
@@ -187,7 +170,7 @@ def make_counted(method: str) -> tuple[CausalLM, Drafter]:
         growth: dict[str, Any] = {"num_branches": 2, "reranks": True, "max_nodes": 6}
         lm = eagle_heads.target()
         drafter: Drafter = EagleDrafter(
-            eagle_heads.trained(1), lm, policy=Fixed(3), target_vocab_size=VOCAB_SIZE, **growth
+            eagle_heads.trained(1), lm, policy=LengthPolicy(3), target_vocab_size=VOCAB_SIZE, **growth
         )
         return lm, drafter
     if method == "hydra++":
@@ -199,38 +182,6 @@ def make_counted(method: str) -> tuple[CausalLM, Drafter]:
     if method == "union":
         return target(), UnionDrafter([DRAFTERS["ngram"](), DRAFTERS["draft-model"]()])
     return target(), DRAFTERS[method]()
-
-
-def test_views_of_constant_size_are_told_and_come_besides(caplog: pytest.LogCaptureFixture) -> None:
-    """Of 16 + 8 columns and room for a draft, per row."""
-    with caplog.at_level(logging.INFO, logger="foredraft"):
-        engine = Engine(target(), DRAFTERS["sparse-kv"](), plan(1000))
-    megabytes = (16 + 8 + 32) * bytes_per_token(target()) / 1e6
-    assert f"{megabytes:.1f} MB a row for views of constant size come on top" in caplog.text
-    assert "1000 tokens in all rows" in caplog.text
-    assert "and 0 of its drafter" in caplog.text
-    (own,) = own_caches_of(engine)
-    assert own.most_columns == 56
-
-
-def test_samples_of_one_prompt_wait_for_room() -> None:
-    requests = [(text(1, 90), params(1, 20, n=5)), (text(2, 30), params(2, 20))]
-    free, *_ = run(EmptyDrafter(), EngineConfig(), requests)
-    rows, *_, most_rows, most_cells = run(DRAFTERS["ngram"](), plan(2 * 256), requests)
-    assert [row.output_ids for row in rows] == [row.output_ids for row in free]
-    assert most_rows == 3  # of 192, 192 and 128
-    assert most_cells <= 2 * 256
-
-
-def test_where_rows_take_as_much_as_the_longest_fewer_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on accelerators."""
-    monkeypatch.setattr(pages, "IS_LAZY", False)
-    requests = [(text(1, 90), params(1, 20, n=5)), (text(2, 30), params(2, 20))]
-    free, *_ = run(EmptyDrafter(), EngineConfig(), requests)
-    rows, *_, most_rows, most_cells = run(DRAFTERS["ngram"](), plan(2 * 256), requests)
-    assert [row.output_ids for row in rows] == [row.output_ids for row in free]
-    assert most_rows == 2
-    assert most_cells <= 2 * 256
 
 
 def test_an_aborted_row_that_waits_to_be_read_again_is_gone() -> None:
@@ -359,42 +310,3 @@ def test_kept_prefixes_take_a_quarter_of_a_plan_on_top() -> None:
         kept.append((len(store), store.num_tokens))
         assert store.num_bytes <= store.max_bytes
     assert kept == [(1, 61), (2, 122), (2, 122), (1, 141), (1, 141)]
-
-
-def test_an_llm_tells_its_plan(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="foredraft"):
-        llm = LLM(toy_model(VOCAB_SIZE, dtype=torch.float32), "ngram", max_kv_bytes="1MB")
-    assert any("keys and values: 1.0 MB at most" in line for line in caplog.messages)
-    prompts: list[Any] = [{"prompt_token_ids": text(i, 40)} for i in range(9)]
-    plain = LLM(toy_model(VOCAB_SIZE, dtype=torch.float32), "none").generate(prompts, params(1, 30))
-    found = llm.generate(prompts, params(1, 30))
-    assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in plain]
-
-
-# -- the cache -----------------------------------------------------------------------------------------------------
-
-
-def test_a_cache_without_memory_counts_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Running out of it while buffers are moved leaves a cache that can be written to."""
-    monkeypatch.setattr(pages, "IS_LAZY", False)
-    cache = target().new_cache(1, capacity=16)
-    nodes = Nodes.from_chains([text(1, 10)])
-    expected = target().forward(nodes, cache)
-    cache.max_cells = 80
-    layer = type(cache.layers[0])
-    allocate, calls = layer._allocate, [0]
-
-    def scarce(*args: Any) -> torch.Tensor:
-        calls[0] += 1
-        if calls[0] == 3:
-            raise MemoryError
-        return allocate(*args)
-
-    monkeypatch.setattr(layer, "_allocate", staticmethod(scarce))
-    with pytest.raises(MemoryError):
-        cache.reserve(40, 1)
-    assert (cache.num_slots, cache.capacity) == (1, 16)
-    torch.testing.assert_close(target().forward(nodes, cache), expected, atol=0, rtol=0)
-    cache.reserve(40, 2)
-    assert cache.num_slots * cache.capacity <= 80
-    assert isinstance(cache, KVCache)

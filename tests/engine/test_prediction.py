@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from foredraft import LLM, SamplingParams
-from foredraft.config import sampling
-from foredraft.engine.acceptance_model import AcceptanceModel
-from foredraft.engine.drafts import _predicted
 from foredraft.engine.frontend import RequestOutput
-from foredraft.engine.row import LONGEST, Prediction
+from foredraft.engine.row import Prediction
 from foredraft.errors import ConfigError
 from foredraft.testing import toy_model
 from foredraft.tree import DraftTree
@@ -78,7 +72,7 @@ def counts(output: RequestOutput) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("method", "kind"),
     [
-        pytest.param(method, kind, marks=pytest.mark.full if (row + column) % 2 and method != "plain" else ())
+        pytest.param(method, kind, marks=pytest.mark.full if (row + column) % 4 and method != "plain" else ())
         for row, method in enumerate(METHODS)
         for column, kind in enumerate(PARAMS)
     ],
@@ -99,6 +93,7 @@ def test_outputs_are_those_without(method: str, kind: str) -> None:
         steps = [output.metrics.speculative_decoding["num_steps"] for output in outputs]
         assert steps[0] <= 5
         assert steps[1] <= 20  # of 40 tokens
+        assert counts(outputs[2])[1] <= 40, "a wrong prediction is left after a few drafts"
     assert sum(len(text.token_ids) for text in outputs[0].outputs) == 40 * PARAMS[kind].n
 
 
@@ -117,7 +112,7 @@ def test_rules_that_keep_the_distribution_alone_take_predictions_too(rule: str) 
     assert all(sum(counts(output)) > 0 for output in sampled)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 9, 10])
+@pytest.mark.parametrize("max_tokens", [1, 2, 9])
 def test_predictions_end_with_the_budget(max_tokens: int) -> None:
     right = list(plain("greedy")[0].outputs[0].token_ids)
     params = replace(GREEDY, max_tokens=max_tokens, prediction=right)
@@ -133,16 +128,6 @@ def test_a_governor_decides_over_predictions_as_over_other_drafts() -> None:
     given = [list(output.outputs[0].token_ids) for output in plain("greedy")]
     outputs = llm("ngram").generate(PROMPTS, [replace(GREEDY, prediction=prediction) for prediction in given])
     check_equal(outputs, plain("greedy"))
-
-
-def test_streams_say_who_proposed_what() -> None:
-    made = LLM("zoo:tiny")
-    params = SamplingParams(temperature=0, max_tokens=24)
-    (known,) = made.generate("Once upon a time", params)
-    with made.stream("Once upon a time", replace(params, prediction=known.outputs[0].text)) as stream:
-        segments = [segment for delta in stream for segment in delta.segments]
-    assert "".join(text for text, _ in segments) == known.outputs[0].text
-    assert {source for _, source in segments} == {"prediction", "target"}
 
 
 def test_what_cannot_be_predicted_is_refused() -> None:
@@ -191,72 +176,10 @@ def test_from_afar_more_than_one_token_must_agree() -> None:
     assert drafts(prediction, "xmn")[-1] == "op"
 
 
-def drafted(row: Any, prediction: Prediction, *came: int) -> int:
-    """Tokens that are drafted of a prediction after these have come."""
-    row.token_ids += came
-    row.acceptance.came(row, came)
-    row.pending = row.token_ids[-1]
-    chain = _predicted(row, prediction, 100)
-    if chain is not None:
-        row.acceptance.proposed(row, chain, "none")
-    return 0 if chain is None else len(chain) - 1
-
-
-def test_drafts_grow_as_the_prediction_is_right_and_no_further() -> None:
-    """At first twice as many as have agreed, which is what half of them right would make worth it."""
-    row: Any = SimpleNamespace(token_ids=[0], state={}, acceptance=AcceptanceModel())
-    prediction = Prediction(range(1, 200), 1)
-    lengths = [drafted(row, prediction, *[token] * (token > 0)) for token in range(60)]
-    assert 6 <= lengths[0] <= 12
-    assert max(lengths) == lengths[-1] == LONGEST
-
-
-def test_a_prediction_that_is_wrong_is_left_and_comes_back_where_it_agrees() -> None:
-    model = AcceptanceModel()
-    for number in range(40):  # other requests, whose predictions are wrong
-        row: Any = SimpleNamespace(token_ids=[0], state={}, acceptance=model)
-        prediction = Prediction([*range(1, 200)], 1)
-        lengths = [drafted(row, prediction), drafted(row, prediction, 500 + number)]
-    assert lengths == [0, 0]
-    row = SimpleNamespace(token_ids=[0], state={}, acceptance=model)
-    prediction = Prediction(range(1, 200), 1)
-    lengths = [drafted(row, prediction, *[token] * (token > 0)) for token in range(40)]
-    assert lengths[0] == 0
-    assert lengths[-1] == LONGEST
-
-
 def test_many_places_cost_no_more() -> None:
     prediction = Prediction([5] * 20_000, 0)
     prediction.draft([5] * 300 + [6], 4)
     assert prediction.draft([5] * 300 + [6, 5], 4) == (5, 5, 5, 5)
-
-
-@pytest.mark.parametrize("kind", ["text", "ids"])
-def test_a_prediction_is_checked_and_indexed_once(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Every set of parameters that was made of others checked all of it anew, and every sample indexed it."""
-    checked, indexed = 0, 0
-    check, index = sampling.integer, Prediction.__init__
-
-    def checking(owner: str, name: str, *args: Any, **options: Any) -> int:
-        nonlocal checked
-        checked += name == "prediction"
-        return check(owner, name, *args, **options)
-
-    def indexing(self: Prediction, tokens: Sequence[int], start: int) -> None:
-        nonlocal indexed
-        indexed += len(tokens)
-        index(self, tokens, start)
-
-    monkeypatch.setattr(sampling, "integer", checking)
-    monkeypatch.setattr(Prediction, "__init__", indexing)
-    text = "the one two three " * 100
-    made = LLM("zoo:tiny")
-    assert made.tokenizer is not None
-    ids = made.tokenizer(text)["input_ids"]
-    params = replace(GREEDY, prediction=text if kind == "text" else ids, n=4, temperature=1.0, max_tokens=3)
-    (output,) = made.generate(["Once upon a time"], replace(params, seed=3))
-    assert len(output.outputs) == 4
-    assert (checked, indexed) == (len(ids), len(ids))
 
 
 # -- joined drafts ---------------------------------------------------------------------------------------------------

@@ -76,7 +76,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+QUICK = ("none", "nasd", "token_recycling, vocabulary", "jacobi", "ngram+suffix")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in CONFIGS]
+)
 def test_every_method_drafts_after_tokens_without_a_logit(
     model: PreTrainedModel, plain: list[list[int]], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

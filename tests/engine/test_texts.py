@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from foredraft import LLM, SamplingParams
 from foredraft.engine.frontend import Completion
-from foredraft.engine.outputs import RowOutput
-from foredraft.engine.row import Row
+from foredraft.engine.row import Row, RowOutput
 from foredraft.engine.stopping import Detokenizer, StopChecker
 from foredraft.testing import toy_model
 
@@ -97,7 +96,7 @@ def test_random_outputs_are_cut_and_released_as_by_decoding_them_anew(keep_stop:
     """Stop strings across tokens and steps, within each other, unfinished characters, special tokens, `min_tokens`."""
     rng = random.Random(17)
     num_stopped = 0
-    for _ in range(600):
+    for _ in range(300):
         ids = rng.choices(ALPHABET, weights=[4, 4, 4, *[1] * 6, 2], k=rng.randint(1, 24))
         ids = [*ids, *rng.choice(["", "é", "😀b"]).encode()]
         stops = ["".join(rng.choices(["a", "b", "c", "é", "<", "s>"], k=rng.randint(1, 3))) for _ in range(2)]
@@ -112,7 +111,7 @@ def test_random_outputs_are_cut_and_released_as_by_decoding_them_anew(keep_stop:
         num_tokens, stop, pieces = decoded(ids, params, rng, Bytes())
         assert (num_tokens, stop, "".join(pieces)) == want, (ids, params)
         num_stopped += stop is not None
-    assert 100 < num_stopped < 500
+    assert 50 < num_stopped < 250
 
 
 def num_decodings(stops: Sequence[str], *, reads: bool = True) -> int:
@@ -133,26 +132,6 @@ def test_a_text_is_detokenised_once() -> None:
     """For stop strings and for whoever reads it together; not at all where neither is there."""
     assert num_decodings([]) == num_decodings(["never"]) == num_decodings(["never"], reads=False) > 0
     assert num_decodings([], reads=False) == 0
-
-
-@pytest.mark.parametrize("config", ["none", "draft_model"])
-def test_stop_strings_cost_a_call_no_more_detokenisation(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM("zoo:tiny", config, dtype="float32")
-    assert llm.tokenizer is not None
-    calls = [0]
-    right = type(llm.tokenizer).decode
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        return right(*args, **kwargs)
-
-    monkeypatch.setattr(type(llm.tokenizer), "decode", counting)
-    counts = []
-    for stop in ((), ("never said",)):
-        calls[0] = 0
-        llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=stop))
-        counts.append(calls[0])
-    assert counts[0] == counts[1] > 12
 
 
 # -- bytes for characters that have no token of their own ------------------------------------------------------------
@@ -202,7 +181,7 @@ def test_complete_characters_stay_where_bytes_after_them_form_none(script: list[
 
 
 @pytest.mark.parametrize("end", ["budget", "eos", "stop token", "stop string", "stop string that is not said"])
-@pytest.mark.parametrize("method", [None, "ngram"])
+@pytest.mark.parametrize("method", ["ngram", pytest.param(None, marks=pytest.mark.full)])
 def test_streamed_and_final_text_are_one_wherever_an_answer_ends(method: str | None, end: str) -> None:
     """Inside of a character, too; with a stop string after it."""
     tokenizer = byte_fallback()

@@ -25,7 +25,7 @@ from foredraft.cli import app
 from foredraft.errors import CheckpointError, ConfigError, ForedraftError, UnsupportedModelError
 from foredraft.gguf import NEEDED
 from foredraft.gguf.header import read_header
-from foredraft.gguf.model import check_readable, end_token_ids, llama3_factors, stored_dtype
+from foredraft.gguf.model import check_readable, end_token_ids, llama3_factors
 from foredraft.gguf.tokenizer import merges_by_score, read_tokenizer
 from foredraft.loading.models import load_model, load_tokenizer
 from gguf_files import write_llama
@@ -55,7 +55,12 @@ def file(silent: Path, tmp_path: Path) -> Path:
 # -- weights ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q6_K])
+STORED = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.Q8_0: torch.bfloat16, Kind.Q4_K: torch.bfloat16}
+"""Dtypes that files of a kind count as, in the fast part; blocks count as bfloat16."""
+MORE = (Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q6_K)
+
+
+@pytest.mark.parametrize("kind", [*STORED, *(pytest.param(kind, marks=pytest.mark.full) for kind in MORE)])
 def test_logits_are_those_of_the_same_weights_from_safetensors(kind: Kind, tmp_path: Path) -> None:
     """Bit for bit, in float32 and bfloat16; with a separate output layer, which the tied files below lack."""
     written = write_llama(tmp_path / "model.gguf", kind, tie_word_embeddings=kind is Kind.Q8_0)
@@ -67,6 +72,7 @@ def test_logits_are_those_of_the_same_weights_from_safetensors(kind: Kind, tmp_p
         assert loaded.dtype == dtype
         with torch.no_grad():
             assert torch.equal(loaded(input_ids=ids).logits, expected(input_ids=ids).logits)
+    assert load_model(written.path).stored_dtype == STORED.get(kind, torch.bfloat16)
 
 
 def test_a_gguf_model_speaks_and_drafts_like_any_other(plain: Path) -> None:
@@ -79,22 +85,6 @@ def test_a_gguf_model_speaks_and_drafts_like_any_other(plain: Path) -> None:
         )
     (answer,) = llm.chat([{"role": "user", "content": "Hi"}], GREEDY)
     assert answer.prompt == "<|user|>Hi\n<|assistant|>"
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        (Kind.F32, torch.float32),
-        (Kind.F16, torch.float16),
-        (Kind.BF16, torch.bfloat16),
-        (Kind.Q8_0, torch.bfloat16),
-        (Kind.Q4_1, torch.bfloat16),
-    ],
-)
-def test_quantised_weights_count_as_bfloat16(kind: Kind, dtype: torch.dtype, tmp_path: Path) -> None:
-    written = write_llama(tmp_path / "model.gguf", kind)
-    assert stored_dtype(read_header(written.path)) == dtype
-    assert load_model(written.path).stored_dtype == dtype
 
 
 def test_every_end_of_a_turn_ends_the_text(tmp_path: Path) -> None:

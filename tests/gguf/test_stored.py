@@ -60,7 +60,15 @@ def test_codes_stand_for_the_very_values_that_gguf_dequantises(number: int) -> N
         assert torch.equal(CodesMatrix(codes, None, kernels).dense(), want)
 
 
-@pytest.mark.parametrize("kind", [Kind(number) for number in TYPES], ids=lambda kind: kind.name)
+QUICK = (Kind.Q4_0, Kind.Q5_1, Kind.Q4_K, Kind.Q6_K)
+"""Types with and without zeros, in small and large blocks; the codes of every type are tested above."""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(Kind(number), marks=() if number in QUICK else pytest.mark.full) for number in TYPES],
+    ids=lambda kind: kind.name,
+)
 def test_logits_are_those_of_the_dequantised_weights(kind: Kind, tmp_path: Path) -> None:
     """With heads whose rows llama.cpp interleaves, tied embeddings or not, and no weight left in its full size."""
     is_tied = kind in (Kind.Q8_0, Kind.Q4_K)
@@ -85,7 +93,11 @@ def test_a_model_of_the_zoo_in_another_dtype_than_it_was_converted_into_comes_fr
 
 
 @needs_kernels
-@pytest.mark.parametrize(("kind", "params"), [(Kind.Q4_1, GREEDY), (Kind.Q6_K, COOL)], ids=["Q4_1", "Q6_K"])
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [pytest.param(Kind.Q4_1, GREEDY, marks=pytest.mark.full), (Kind.Q6_K, COOL)],
+    ids=["Q4_1", "Q6_K"],
+)
 def test_bits_are_those_of_plain_decoding_whatever_stock_kernels_do(
     kind: Kind, params: SamplingParams, tmp_path: Path
 ) -> None:

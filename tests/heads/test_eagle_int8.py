@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from covering import pairwise
+from foredraft.drafters.heads import eagle
 from foredraft.drafters.heads.eagle import EagleDrafter
 from foredraft.drafters.heads.loading import pack
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.drafters.parts import eagle_rows
 from foredraft.engine.engine import Engine
 from foredraft.heads import int8
 from foredraft.heads.eagle import EagleHead, EagleShape
 from foredraft.heads.layers import AttentionContext, LayerShape
 from foredraft.heads.vocabulary import DraftVocabulary
-from foredraft.methods.lengths import Fixed
+from foredraft.methods.lengths import LengthPolicy
 from foredraft.model.execution.packing import unpacked_weight
 from foredraft.model.lm import CausalLM
 from foredraft.model.nodes import Nodes
@@ -81,7 +82,7 @@ def runs(instruction: str) -> bool:
 
 def drafter(made: EagleHead, depth: int = 3, **growth: Any) -> EagleDrafter:
     given = {"num_branches": 3, "reranks": True, "max_nodes": 9, **growth}
-    return EagleDrafter(made, target(made.dtype), target_vocab_size=320, policy=Fixed(depth), **given)
+    return EagleDrafter(made, target(made.dtype), target_vocab_size=320, policy=LengthPolicy(depth), **given)
 
 
 def decoded(
@@ -116,7 +117,7 @@ def test_a_product_of_bytes_is_the_product_within_the_rounding_of_bytes(rows: in
 def test_a_level_is_near_what_the_module_computes(name: str, dtype: torch.dtype) -> None:
     """Seven entries of a text, then four nodes of a tree behind it: outputs within 3 % of the module's in float32."""
     made, reference = head(name, dtype=dtype), head(name, is_packed=False).float()
-    rows = drafter(made).states
+    rows = drafter(made)
     assert rows.native is not None
     own = rows.native
     table = target(dtype).shadow.get_input_embeddings().weight
@@ -164,22 +165,23 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("name", ["eagle3", "eagle"])
-@pytest.mark.parametrize("growth", [{}, {"num_branches": 5, "beam_width": 2, "max_nodes": 30}], ids=str)
+GROWTHS: dict[str, dict[str, Any]] = {"beam": {}, "wide": {"num_branches": 5, "beam_width": 2, "max_nodes": 30}}
+
+
+@pytest.mark.parametrize(*pairwise(name=["eagle3", "eagle"], growth=GROWTHS, sampling=SAMPLINGS))
 def test_a_draft_in_one_call_is_the_draft_level_by_level(
-    name: str, growth: dict[str, Any], sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    name: str, growth: str, sampling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params = replace(GREEDY, max_tokens=24, **sampling)
+    params = replace(GREEDY, max_tokens=24, **SAMPLINGS[sampling])
     made = head(name)
-    engine = Engine(target(), watched := drafter(made, 4, **growth))
-    grown, grow = [], watched.states.grow
-    monkeypatch.setattr(watched.states, "grow", lambda draft, *given: grown.append(draft) or grow(draft, *given))
+    engine = Engine(target(), watched := drafter(made, 4, **GROWTHS[growth]))
+    grown, grow = [], watched.grow_at_once
+    monkeypatch.setattr(watched, "grow_at_once", lambda draft, *given: grown.append(draft) or grow(draft, *given))
     row = engine.add_request(PROMPTS[0], params)[0]
     list(engine.run())
     assert len(grown) >= 10
     drafts = iter(list(grown))
-    engine = Engine(target(), other := drafter(made, 4, **growth))
+    engine = Engine(target(), other := drafter(made, 4, **GROWTHS[growth]))
     monkeypatch.setattr(other, "_grows_at_once", lambda draft: False)
     propose, seen = other.propose, []
     monkeypatch.setattr(other, "propose", lambda *given: seen.extend(propose(*given)) or seen[-1:])
@@ -192,10 +194,9 @@ def test_a_draft_in_one_call_is_the_draft_level_by_level(
         assert found.scores == pytest.approx([math.exp(score) for score in wanted.scores], abs=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=str)
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["eagle3", "eagle"])
-@pytest.mark.parametrize("is_small", [True, False], ids=["row by row", "level by level"])
+@pytest.mark.parametrize(
+    *pairwise(is_small=[True, False], name=["eagle3", "eagle"], params=[GREEDY, SAMPLED], dtype=[HALF, torch.float32])
+)
 def test_texts_stay_what_they_are(
     is_small: bool, name: str, params: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +204,7 @@ def test_texts_stay_what_they_are(
     monkeypatch.setattr("foredraft.drafters.heads.eagle.SMALL_BYTES", math.inf if is_small else 0)
     plain = decoded(EmptyDrafter(), params, dtype=dtype)
     made = drafter(head(name, dtype=dtype))
-    assert made.states.native is not None
+    assert made.native is not None
     together, grow = [], made.growth.grow
     monkeypatch.setattr(made.growth, "grow", lambda drafts, *given: together.append(drafts) or grow(drafts, *given))
     assert decoded(made, params, dtype=dtype) == plain
@@ -219,12 +220,12 @@ def test_a_prompt_of_more_nodes_than_a_call_takes_is_read_in_several() -> None:
 
     def keys(is_packed: bool) -> torch.Tensor:
         made = drafter(head(dtype=torch.float32, is_packed=is_packed))
-        assert (made.states.native is not None) == is_packed
+        assert (made.native is not None) == is_packed
         engine = Engine(target(torch.float32), made)
         engine.add_request(prompt, replace(GREEDY, max_tokens=4))
         for _ in range(2):
             engine.step()
-        return made.states.cache.layers[0].keys[0, :, : len(prompt) - 1].float()
+        return made.cache.layers[0].keys[0, :, : len(prompt) - 1].float()
 
     exact = keys(False)
     assert float((keys(True) - exact).norm() / exact.norm()) < 0.03
@@ -247,17 +248,16 @@ def test_entries_that_are_made_late_have_the_bits_of_those_made_at_once(monkeypa
     """Steps without a draft owe their entries; the next draft makes all of them in one call."""
 
     def keys(most_owed: int) -> torch.Tensor:
-        monkeypatch.setattr(eagle_rows, "MOST_OWED", most_owed)
+        monkeypatch.setattr(eagle, "MOST_OWED", most_owed)
         made = drafter(head(), 0)
-        states = made.states
         engine = Engine(target(), made)
         row = engine.add_request(TEXTS[0], replace(GREEDY, max_tokens=40))[0]
         while row.num_output_tokens < 12:
             engine.step()
-        assert bool(row.state[states].owed) == (most_owed > 1)
-        states.settle([row])
-        assert states.cache.lengths[row.slot] == len(row.token_ids) - 1
-        return states.cache.layers[0].keys[0, :, : len(row.token_ids) - 1].clone()
+        assert bool(row.state[made].owed) == (most_owed > 1)
+        made.settle([row])
+        assert made.cache.lengths[row.slot] == len(row.token_ids) - 1
+        return made.cache.layers[0].keys[0, :, : len(row.token_ids) - 1].clone()
 
     assert torch.equal(keys(32), keys(1))
 
@@ -268,7 +268,7 @@ def test_long_waits_are_settled() -> None:
     row = engine.add_request(PROMPTS[0], replace(GREEDY, max_tokens=60))[0]
     while row.num_output_tokens < 50:
         engine.step()
-    state = row.state[made.states]
+    state = row.state[made]
     assert 0 < sum(map(len, state.owed)) < 32 <= state.first
 
 
@@ -281,14 +281,14 @@ def test_long_waits_are_settled() -> None:
 )
 def test_other_heads_run_as_modules(change: dict[str, Any], reason: str) -> None:
     made = head(**change)
-    assert drafter(made).states.native is None
+    assert drafter(made).native is None
     said = int8.why_not(made, target().shadow.get_input_embeddings().weight, kernels_of.library())
     assert said is not None
     assert reason in said
 
 
 def test_heads_whose_weights_may_change_run_as_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert drafter(head(is_packed=False)).states.native is None
-    assert drafter(copy.deepcopy(head(is_packed=False))).states.native is None
-    monkeypatch.setattr(eagle_rows.kernels_of, "library", lambda: None)
-    assert drafter(head()).states.native is None
+    assert drafter(head(is_packed=False)).native is None
+    assert drafter(copy.deepcopy(head(is_packed=False))).native is None
+    monkeypatch.setattr(eagle.kernels_of, "library", lambda: None)
+    assert drafter(head()).native is None

@@ -120,23 +120,23 @@ def test_a_streamer_is_ended_when_the_call_breaks_off() -> None:
 
 
 def test_one_callable_for_several_models_and_threads() -> None:
-    models = [toy_model(seed=seed) for seed in range(3)]
+    models = [toy_model(seed=seed) for seed in range(2)]
     expected = [generate(model) for model in models]
     hook = speculate("ngram")
     results: dict[int, torch.Tensor] = {}
 
     def work(number: int) -> None:
-        results[number] = generate(models[number % 3], custom_generate=hook)
+        results[number] = generate(models[number % 2], custom_generate=hook)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(9)]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(results) == list(range(9))
+    assert sorted(results) == list(range(6))
     for number, result in results.items():
-        assert torch.equal(result, expected[number % 3])
-    assert hook.stats.num_emitted_tokens == 9 * 2 * 12
+        assert torch.equal(result, expected[number % 2])
+    assert hook.stats.num_emitted_tokens == 6 * 2 * 12
 
 
 def test_the_adapter_is_made_once_and_dies_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,13 +271,13 @@ def test_results_are_ordinary_tensors() -> None:
     assert not torch.is_inference_mode_enabled()
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_any_gradient_mode_will_do(mode: Any) -> None:
+def test_any_gradient_mode_will_do() -> None:
     expected = generate()
-    with mode():
-        state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        assert torch.equal(generate(custom_generate=speculate("ngram")), expected)
-        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == state
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+            assert torch.equal(generate(custom_generate=speculate("ngram")), expected)
+            assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == state
 
 
 def test_output_without_a_cache_is_the_plain_one() -> None:
@@ -314,25 +314,6 @@ def test_text_generation_pipelines() -> None:
     samples = ours(texts[0], max_new_tokens=8, do_sample=True, num_return_sequences=3)
     assert len({sample["generated_text"] for sample in samples}) == 3
     assert hook.stats.num_accepted_draft_tokens > 0
-
-
-@pytest.mark.full
-def test_the_evaluation_harness_itself() -> None:
-    """Where lm_eval is installed (it brings 700 MB, so nothing here asks for it)."""
-    harness = pytest.importorskip("lm_eval.models.huggingface")
-    instance = pytest.importorskip("lm_eval.api.instance").Instance
-    model, drafter, tokenizer = pair()
-    lm = harness.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=3, max_length=256)
-    texts = ["The farmer had", "Once upon a time there was", "She opened the door and", "The king said to his"]
-
-    def run(**more: Any) -> list[str]:
-        options = {"until": ["\n\n", "."], "max_gen_toks": 24, **more}
-        requests = [instance("generate_until", {}, (text, options), i) for i, text in enumerate(texts)]
-        answers: list[str] = lm.generate_until(requests, disable_tqdm=True)
-        return answers
-
-    hook = speculate("draft_model", model=drafter, tokenizer=tokenizer)
-    assert run(custom_generate=hook) == run()
 
 
 def test_a_callable_is_shown_by_what_it_was_made_of_and_copied_as_itself() -> None:

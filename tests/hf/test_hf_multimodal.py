@@ -85,7 +85,10 @@ MASK[0, :5] = 0
 ASKED = {"input_ids": IDS, "attention_mask": MASK, "max_new_tokens": 12, "do_sample": False}
 
 
-@pytest.mark.parametrize("make", [llava, gemma3, mistral3, smolvlm, qwen2_vl, qwen3_vl])
+@pytest.mark.parametrize(
+    "make",
+    [llava, gemma3, qwen2_vl, *(pytest.param(one, marks=pytest.mark.full) for one in (mistral3, smolvlm, qwen3_vl))],
+)
 def test_prompts_of_text_are_decoded(make: Callable[[], PreTrainedModel]) -> None:
     """Inside `generate` as by `LLM`: transformers adds an empty `mm_encoder_outputs`, and positions in planes."""
     model = made(make)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     NoBadWordsLogitsProcessor,
+    PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
@@ -36,12 +38,16 @@ def place(row: InputRow | None = None, index: int = 0, num_rows: int = 1) -> Row
     return RowPlace(index, num_rows, row, frozenset({EOS}), CPU)
 
 
+@cache
+def model() -> PreTrainedModel:
+    return toy_model()
+
+
 def built(inputs: torch.Tensor, mask: torch.Tensor, options: dict[str, Any], user: list[Any]) -> LogitsProcessorList:
     """The list that `generate` would build."""
-    model = toy_model()
     config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD, max_length=40, **options)
     config._eos_token_tensor = torch.tensor([EOS])
-    return model._get_logits_processor(
+    return model()._get_logits_processor(
         generation_config=config,
         input_ids_seq_length=inputs.shape[1],
         encoder_input_ids=inputs,
@@ -76,7 +82,9 @@ MENU: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed < 12 else pytest.mark.full) for seed in range(60)]
+)
 def test_random_lists_give_the_same_scores(seed: int) -> None:
     """A random generation config over a left-padded batch, after some output, at the end of a drafted path."""
     draw = random.Random(seed)
@@ -201,16 +209,16 @@ def test_processors_may_write_in_place_and_keep_ordinary_tensors() -> None:
     assert not kept[0].is_inference()
 
 
-@pytest.mark.parametrize("words", [[[5], []], [[]], [[], [5], [], [9, 3]]], ids=str)
+@pytest.mark.parametrize("words", [[[]], [[], [5], [], [9, 3]]], ids=str)
 def test_empty_bad_words_ban_nothing(words: list[list[int]]) -> None:
     """As in transformers; they were refused as "()", which nobody had written."""
-    model, ids = toy_model(VOCAB), torch.tensor([[5, 6, 7, 8]])
+    ids = torch.tensor([[5, 6, 7, 8]])
     asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
     try:
-        plain = model.generate(**asked, bad_words_ids=words)
+        plain = model().generate(**asked, bad_words_ids=words)
     except IndexError:
         pytest.skip("this transformers has no empty entries")
-    assert torch.equal(model.generate(**asked, bad_words_ids=words, custom_generate=speculate("ngram")), plain)
+    assert torch.equal(model().generate(**asked, bad_words_ids=words, custom_generate=speculate("ngram")), plain)
 
 
 def narrow(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -236,9 +244,9 @@ class NarrowTopK(TopKLogitsWarper):
 )
 def test_a_processor_that_returns_something_else_is_named(processor: Any, message: str) -> None:
     """The message named a class of this library."""
-    model, ids = toy_model(VOCAB), torch.tensor([[5, 6, 7, 8]])
+    ids = torch.tensor([[5, 6, 7, 8]])
     with pytest.raises(ShapeError, match=message):
-        model.generate(
+        model().generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=4,

@@ -24,7 +24,6 @@ from foredraft.errors import (
     ContextLengthError,
     NumericsError,
     PromptError,
-    ShapeError,
     UnsupportedModelError,
     UnsupportedStateError,
 )
@@ -192,8 +191,7 @@ def test_a_row_that_fills_its_context_ends_with_a_warning(caplog: pytest.LogCapt
         run(input_ids=long_prompt(256), attention_mask=torch.ones(1, 256))
 
 
-@pytest.mark.parametrize("has_scores", [False, True])
-@pytest.mark.parametrize("eos_token_id", [None, 63])
+@pytest.mark.parametrize(("has_scores", "eos_token_id"), [(False, None), (True, 63)])
 def test_rows_with_room_go_on_beside_one_that_is_full(
     has_scores: bool, eos_token_id: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -228,11 +226,6 @@ def test_without_padding_all_rows_end_with_the_full_one() -> None:
 def test_a_processor_that_returns_nan_is_named() -> None:
     with pytest.raises(NumericsError, match="logits processor"):
         run(logits_processor=[lambda ids, scores: scores * torch.nan])
-
-
-def test_a_processor_of_another_shape_is_an_error() -> None:
-    with pytest.raises(ShapeError, match="not scores"):
-        run(logits_processor=[lambda ids, scores: scores[:, :-1]])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ Sizes, architectures and roundings are drawn by a seed, so that a failure names 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,24 +27,13 @@ from foredraft.native.library import library
 from foredraft.testing import strengthen, toy_model
 from quantised_files import write_quantised
 
-MODELS = (0, 4, 3, 7, 10, 8, 2, 5, 6, 11, 14)
-CHECKPOINTS = {
-    METHOD: (3, 22, 6, 5, 2, 0, 13, 12, 9),
-    "gptq": (12, 15, 6, 2, 7, 0, 4, 20, 8),
-    "awq": (22, 12, 14, 0, 2, 9, 18, 6, 3),
-}
-"""Seeds that together draw, of models and of each kind of checkpoint, all that 24 of them draw: each kind of model,
-rounding, size, group, width and zero."""
-QUICK = 4
-"""So many of each are in the fast part."""
+QUICK = {"models": (0, 4, 3, 7), METHOD: (3, 22, 6, 5), "gptq": (12, 15, 6, 2), "awq": (22, 12, 14, 0)}
+"""Seeds that together draw most of what 24 of them draw: kinds of models, roundings, groups, widths and zeros."""
 
 
-def seeds(covering: Sequence[int], *others: str) -> list[Any]:
-    def marks(seed: int) -> tuple[Any, ...]:
-        place = covering.index(seed) if seed in covering else None
-        return (pytest.mark.full,) if place is None else (pytest.mark.slow,) if place >= QUICK else ()
-
-    return [pytest.param(*others, seed, marks=marks(seed)) for seed in range(24)]
+def seeds(kind: str) -> list[Any]:
+    given = () if kind == "models" else (kind,)
+    return [pytest.param(*given, seed, marks=() if seed in QUICK[kind] else pytest.mark.full) for seed in range(24)]
 
 
 METHODS = ["suffix", "ngram", "token_recycling"]
@@ -114,7 +102,7 @@ def check_logits(model: PreTrainedModel, wanted: PreTrainedModel, random: Random
 
 
 @needs_kernels
-@pytest.mark.parametrize("seed", seeds(MODELS))
+@pytest.mark.parametrize("seed", seeds("models"))
 def test_models_of_odd_sizes_are_rounded_on_loading(seed: int, tmp_path: Path) -> None:
     """And saved, where their layers have a place in the layout: loaded again they are the same.
 
@@ -187,9 +175,7 @@ def draw_layer(
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    ("method", "seed"), [case for method, covering in CHECKPOINTS.items() for case in seeds(covering, method)]
-)
+@pytest.mark.parametrize(("method", "seed"), [*seeds(METHOD), *seeds("gptq"), *seeds("awq")])
 def test_checkpoints_of_odd_sizes_are_read_or_refused(method: str, seed: int, tmp_path: Path) -> None:
     """Groups that are cut off were taken for smaller ones of one size, and all inputs with one zero were refused."""
     random = Random(1000 * seed + len(method))

@@ -65,7 +65,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return saved(folder / "large", width=1024, layers=5), saved(folder / "small", width=64, layers=1)
 
 
-@pytest.mark.parametrize("rounded", ["int8", "int4"])
+@pytest.mark.parametrize("rounded", [pytest.param("int8", marks=pytest.mark.full), "int4"])
 def test_rounding_takes_little_beside_the_weights_that_it_leaves(folders: tuple[Path, Path], rounded: str) -> None:
     """Of 190 MB in bfloat16, weights are read, rounded, packed and let go piece by piece."""
     ((weights, resident, peak),) = forked(partial(measured, *folders, rounded))

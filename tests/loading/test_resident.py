@@ -42,8 +42,10 @@ def is_mapped(file: Path) -> bool:
     return str(file) in Path("/proc/self/maps").read_text()
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("execution", ["packed", "compiled"])
+@pytest.mark.parametrize(
+    ("execution", "is_tied"),
+    [("packed", True), ("packed", False), pytest.param("compiled", True, marks=pytest.mark.full)],
+)
 def test_the_file_is_unmapped_once_weights_are_packed(tmp_path: Path, execution: str, is_tied: bool) -> None:
     folder = saved(tmp_path, is_tied=is_tied)
     llm = LLM(folder, "ngram", execution=execution, tokenizer=None)

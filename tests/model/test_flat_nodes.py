@@ -15,9 +15,8 @@ from foredraft.accept import accept, choose_all
 from foredraft.config.sampling import SamplingParams
 from foredraft.engine.row import Row
 from foredraft.engine.stopping import StopChecker
-from foredraft.model.capture import Wanted
 from foredraft.model.lm import CausalLM
-from foredraft.model.nodes import FlatNodes, NodeLogits, Nodes
+from foredraft.model.nodes import FlatNodes, NodeLogits, Nodes, Wanted
 from foredraft.sampling.distribution import Sampler
 from foredraft.testing import toy_model
 from foredraft.tree import DraftTree

@@ -11,9 +11,8 @@ from transformers import PreTrainedModel, cache_utils
 
 from foredraft import LLM, SamplingParams, speculate
 from foredraft.errors import UnsupportedModelError
-from foredraft.model.capture import Wanted
 from foredraft.model.lm import CausalLM
-from foredraft.model.nodes import Nodes
+from foredraft.model.nodes import Nodes, Wanted
 from foredraft.testing import strengthen
 
 pytestmark = pytest.mark.skipif(

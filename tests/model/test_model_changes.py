@@ -21,7 +21,7 @@ from foredraft import LLM, speculate
 from foredraft.classic.adapters import adapter_of
 from foredraft.classic.sampling import autoregressive_generate
 from foredraft.errors import UnsupportedModelError
-from foredraft.loading.adapters import ADAPTERS
+from foredraft.loading.adapters import shared_adapter
 from foredraft.model.execution.execution import choose_execution
 from foredraft.model.lm import CausalLM
 from foredraft.model.prober import Prober
@@ -280,7 +280,7 @@ def test_classic_and_hook_keep_one_adapter_through_changes() -> None:
     lora.set_adapter(model, "two")
     assert adapter_of(model) is first
     assert first.target.num_changes == 1
-    assert ADAPTERS.of(model) is first  # the hook's
+    assert shared_adapter(model) is first  # the hook's
     assert hook(model)() == classic(model)() == plain(model)
 
 

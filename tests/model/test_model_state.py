@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from architectures import ARCHITECTURES
+from architectures import ARCHITECTURES, OF_EACH_CACHE, kinds_of
 from foredraft.model.state import ModelState
 from foredraft.testing import toy_model
 
@@ -126,7 +126,7 @@ def test_a_state_keeps_nothing_alive() -> None:
 
 
 # longrope's generate leaves the frequencies of its last length behind, in transformers 5.9
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "phi3-longrope"])
+@pytest.mark.parametrize("name", [each for each in kinds_of(OF_EACH_CACHE) if each.values[0] != "phi3-longrope"])
 def test_generating_leaves_a_model_as_it_was(name: str) -> None:
     """Otherwise every call of the hook after a plain one would make a new shadow."""
     model = ARCHITECTURES[name].build(ARCHITECTURES[name].attention[0])

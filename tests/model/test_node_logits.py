@@ -34,13 +34,17 @@ def packed(name: str, attention: str) -> CausalLM:
     return CausalLM(target_model(name, attention, torch.float32), execution="packed")
 
 
-@pytest.mark.parametrize(("name", "attention", "is_tree"), CASES)
+@pytest.mark.parametrize(
+    ("name", "attention", "is_tree"),
+    [pytest.param(*case.values, marks=() if case.values[0] in ALWAYS else pytest.mark.full) for case in CASES],
+)
 def test_packed_execution_gives_the_same_node_logits(
     name: str, attention: str, is_tree: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every linear layer packed, however small, grouped attention included: the rounding of float32 remains.
 
-    By modules; test_native_program.py compares what runs in their place with them.
+    By modules; test_native_program.py compares what runs in their place with them, and test_probe.py loads every
+    architecture packed.
     """
     monkeypatch.setattr(Execution, "record", lambda *_: None)
     lm = packed(name, attention)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from foredraft.model.masks import Masks
 from foredraft.model.nodes import Nodes
 from foredraft.model.prober import Check, Prober
 from foredraft.model.reduced import representative, representatives
+from foredraft.model.reference import relative_error
 from foredraft.model.support import cache_argument
 from foredraft.native.packed_matmul import NativeMatrix
 from foredraft.testing import strengthen
@@ -196,7 +198,10 @@ NOT_SEEN_AT_LOAD = {
 """Faults of other lists, which no comparison of logits at load time can show, and why; their own tests find them."""
 
 
-@pytest.mark.parametrize(("name", "dtype"), EVERYWHERE)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [pytest.param(*cell.values, marks=() if cell.values[0] in ALWAYS else pytest.mark.full) for cell in EVERYWHERE],
+)
 def test_every_fault_is_found_in_every_dtype(name: str, dtype: str, caplog: pytest.LogCaptureFixture) -> None:
     """Faults that chains do not have cost the trees, the others are refused. A window of 128 is no shelter.
 
@@ -322,7 +327,7 @@ def test_a_graph_that_ignores_its_positions_loses_trees(
     assert f'comes from running it in {dtype} and packed execution: try execution="eager"' in caplog.text
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_layer_with_the_weights_of_another_is_found(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By name, however many layers surround it."""
     pack = Execution._pack
@@ -386,7 +391,7 @@ def quantized(dtype: torch.dtype, dim: tuple[int, ...]) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_arithmetic_that_depends_on_the_batch_is_refused_for_that(dtype: str) -> None:
     with pytest.raises(
         ProbeError, match=r"gives a text different logits alone than in a batch .* Quantise weights only"
@@ -394,7 +399,7 @@ def test_arithmetic_that_depends_on_the_batch_is_refused_for_that(dtype: str) ->
         load(quantized(DTYPES[dtype], (0, 1, 2)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_activations_that_are_quantized_row_by_row_pass(dtype: str) -> None:
     """They round coarsely, but alike in every batch; the verdict may say that a fault could hide in it."""
     lm = load(quantized(DTYPES[dtype], (-1,)))
@@ -446,8 +451,9 @@ def test_a_model_without_positions_needs_none() -> None:
 # -- what it costs ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("llama", "packed"), ("gemma3", "eager"), ("gpt2", "packed"), ("mixtral", "eager")]
+)
 def test_the_probe_costs_a_dozen_short_forwards(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted at the model itself. Packed layers take two more rows, each layer once."""
     model = build(name, torch.bfloat16)
@@ -556,6 +562,16 @@ def test_a_check_is_held_between_rounding_and_a_fault() -> None:
     assert Check.of("x", 0.3, 0.1, 0.39).verdict == "unclear"
     assert Check.of("x", float("nan"), 0.1, 1.0).verdict == "wrong"
     assert "relative error 0.001; rounding alone gives 1e-06" in Check.of("x", 1e-3, 1e-6, 1e-2).describe()
+
+
+def test_errors_are_relative_to_the_spread() -> None:
+    """Some models rule tokens out; a NaN is an error of any size."""
+    want = torch.tensor([1.0, 3.0], dtype=torch.float64)
+    assert relative_error(want + 0.5, want) == 0.5
+    ruled_out = torch.tensor([1.0, 3.0, -math.inf], dtype=torch.float64)
+    assert relative_error(ruled_out, ruled_out) == 0.0
+    assert relative_error(torch.tensor([1.0, 3.0, 0.0]).double(), ruled_out) == math.inf
+    assert relative_error(torch.full((2,), math.nan).double(), want) == math.inf
 
 
 def test_the_verdict_is_data() -> None:

@@ -16,7 +16,6 @@ from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
-from foredraft.engine.memory import bytes_per_token
 from foredraft.model.lm import CausalLM
 from foredraft.native import library as native
 from foredraft.native.abi import MOST_NODES
@@ -113,29 +112,6 @@ def test_logits_of_short_texts_are_those_of_plain_decoding(name: str, dtype: tor
 
 
 @needs_kernels
-def test_what_was_said_is_replayed_with_its_bits() -> None:
-    """Rows that leave for want of memory come back with the very keys and values that they had."""
-    lm = long_lm("llama", torch.float32)
-    params = replace(GREEDY, max_tokens=200, ignore_eos=True)
-    prompts = [random_ids(length, length) for length in (100, 130, 70)]
-    plain = [run(lm, EmptyDrafter(), [prompt], params, DEFAULT)[0] for prompt in prompts]
-    texts = [[*prompt, *tokens] for prompt, (tokens, _) in zip(prompts, plain, strict=True)]
-    for drafter in (EmptyDrafter(), PerfectDrafter(texts, 4, vocab_size=lm.vocab_size)):
-        engine = Engine(lm, drafter, replace(DEFAULT, max_kv_bytes=640 * bytes_per_token(lm)))
-        rows = [engine.add_request(prompt, params)[0] for prompt in prompts]
-        logits: dict[int, list[torch.Tensor]] = {row.id: [] for row in rows}
-        for outputs in engine.run():
-            for output in outputs:
-                logits[output.row.id].append(torch.as_tensor(output.logits))
-        if type(drafter) is PerfectDrafter:
-            assert sum(row.stats.num_accepted_draft_tokens for row in rows) > 0
-        assert sum(row.stats.num_preemptions for row in rows) > 0
-        for row, (tokens, want) in zip(rows, plain, strict=True):
-            assert row.output_ids == tokens
-            assert torch.equal(torch.cat(logits[row.id]), want)
-
-
-@needs_kernels
 def test_a_draft_of_more_nodes_is_cut_where_bits_are_promised() -> None:
     """100 tokens drafted: 64 nodes are verified by default, all of them when nothing is promised."""
     lm = long_lm("llama", torch.float32)
@@ -153,15 +129,6 @@ def test_a_draft_of_more_nodes_is_cut_where_bits_are_promised() -> None:
 
 ALIKE = [random_ids(length, 7 + i) for i, length in enumerate((34, 40, 90, 37, 40, 3, 2, 39, 150, 35))]
 """Prompts of which some are padded to one width."""
-
-
-@needs_kernels
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("llama", torch.bfloat16), ("gpt2", torch.float32), ("gemma3", torch.bfloat16)], ids=str
-)
-def test_prompts_that_are_read_together_leave_what_they_leave_alone(name: str, dtype: torch.dtype) -> None:
-    check_bits(long_lm(name, dtype), ALIKE, replace(GREEDY, max_tokens=6), replace(DEFAULT, prefill_chunk_size=64))
-    check_bits(long_lm(name, dtype), ALIKE, replace(GREEDY, max_tokens=6), DEFAULT)
 
 
 @pytest.mark.parametrize("execution", ["packed", "eager"])

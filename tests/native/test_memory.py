@@ -113,7 +113,7 @@ def test_pages_of_a_file_are_left_and_those_of_arrays_are_kept(tmp_path: Path) -
     given = [of_file, torch.frombuffer(anonymous, dtype=torch.uint8), torch.from_numpy(array)]
     assert all((tensor == 7).all() for tensor in given)
     before = resident(of_file)
-    pages.Leaving(given).whole(given)
+    pages.PageReleaser(given).whole(given)
     assert resident(of_file) <= before - size // 1024 + 2 * mmap.PAGESIZE // 1024
     assert (array == 7).all()
     assert anonymous[:] == b"\x07" * size

@@ -110,22 +110,15 @@ PROMPTS: list[Form] = [
 
 
 class TestPrefillAttention:
+    @pytest.mark.usefixtures("threads_of_torch")
     @pytest.mark.parametrize("window", [None, 50, 300])
     @pytest.mark.parametrize("form", PROMPTS, ids=lambda form: str(form[0]))
-    def test_is_attention(self, kernels: native.Library, dtype: torch.dtype, form: Form, window: int | None) -> None:
-        prompt = Prompt(dtype, *form)
-        exact = prompt.exact(window)
-        error = (prompt.run(kernels, window).double() - exact).abs()
-        assert (error <= ROUNDING[dtype] * (exact.abs() + 1)).all()
-
-    @pytest.mark.usefixtures("threads_of_torch")
-    @pytest.mark.parametrize("window", [None, 50])
-    @pytest.mark.parametrize("form", PROMPTS, ids=lambda form: str(form[0]))
-    def test_a_node_has_the_same_bits_in_other_chunks_and_on_more_threads(
+    def test_is_attention_with_the_same_bits_in_other_chunks_and_on_more_threads(
         self, kernels: native.Library, dtype: torch.dtype, form: Form, window: int | None
     ) -> None:
         prompt = Prompt(dtype, *form)
-        whole, place = prompt.run(kernels, window), 0
+        exact, whole, place = prompt.exact(window), prompt.run(kernels, window), 0
+        assert ((whole.double() - exact).abs() <= ROUNDING[dtype] * (exact.abs() + 1)).all()
         for threads, (row, count) in enumerate(enumerate(prompt.counts), start=1):
             torch.set_num_threads(threads)
             cuts = sorted({0, count // 3, count // 2 + 1, count})

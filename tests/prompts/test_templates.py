@@ -130,12 +130,9 @@ def test_whatever_a_template_raises_is_a_refusal(own: PreTrainedTokenizerBase, t
 
 
 LARGE = (
-    "{{ 'x' * n }}",
     "{{ 'x' * 10 ** 10 }}",
     "{{ [0] * n }}",
-    "{{ 'x'.ljust(n) }}",
     "{{ 'x' | center(n) }}",
-    "{{ '%10000000000d' % 1 }}",
     "{{ '{:>10000000000}'.format(1) }}",
     "{{ messages | tojson(indent='x' * n) }}",
     "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
@@ -144,13 +141,11 @@ LARGE = (
 LONG = (
     "{{ n ** n }}",
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    *(
-        pytest.param(template, marks=pytest.mark.slow)
-        for template in (
-            "{% macro f(k) %}{% if k %}{{ f(k - 1) }}{{ f(k - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
-            "{{ lipsum(n=n) }}",
-        )
+    pytest.param(
+        "{% macro f(k) %}{% if k %}{{ f(k - 1) }}{{ f(k - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+        marks=pytest.mark.full,
     ),
+    pytest.param("{{ lipsum(n=n) }}", marks=pytest.mark.full),
 )
 
 

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foredraft import zoo
-from foredraft.errors import ConfigError, CorpusError, DatastoreError, TokenizerMismatchError
+from foredraft.errors import ConfigError, DatastoreError, TokenizerMismatchError
 from foredraft.loading.models import load_tokenizer
 from foredraft.methods.lookup import RestOptions
 from foredraft.retrieval import datastore as datastore_of
-from foredraft.retrieval.build import ShardLimits, append, build, from_tokens
+from foredraft.retrieval.build import append, build, from_tokens
 from foredraft.retrieval.corpus import PIECE_CHARACTERS, CorpusFile, cut, find_files
 from foredraft.retrieval.datastore import SHORTER_WEIGHT, Datastore, Lookup, known_end
 from foredraft.retrieval.growth import ESCAPE, TreeLimits
@@ -193,7 +193,7 @@ def test_text_jsonl_and_parquet_hold_the_same_documents(tmp_path: Path) -> None:
 
 
 def test_shards_hold_all_documents_in_order(corpus: Path, tmp_path: Path) -> None:
-    manifest = build([corpus], tokenizer(), tmp_path / "out", limits=ShardLimits(max_shard_tokens=300))
+    manifest = build([corpus], tokenizer(), tmp_path / "out", max_shard_tokens=300)
     assert len(manifest.shards) > 5
     assert max(shard.num_tokens for shard in manifest.shards) <= 300 + 1
     ids: list[int] = []
@@ -234,14 +234,14 @@ def test_append_adds_recent_shards_and_keeps_the_old(corpus: Path, tmp_path: Pat
 )
 def test_a_corpus_that_is_none_is_refused_by_name(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(CorpusError, match=message):
+    with pytest.raises(DatastoreError, match=message):
         build([tmp_path / name], tokenizer(), tmp_path / "out")
 
 
 def test_a_corpus_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CorpusError, match="does not exist"):
+    with pytest.raises(DatastoreError, match="does not exist"):
         find_files([tmp_path / "nothing"])
-    with pytest.raises(CorpusError, match="empty"):
+    with pytest.raises(DatastoreError, match="empty"):
         find_files([tmp_path])
 
 
@@ -318,7 +318,7 @@ def test_a_directory_that_cannot_be_written_is_reported(corpus: Path, tmp_path: 
 
 def test_too_little_memory_is_refused(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leaves no room"):
-        build([corpus], tokenizer(), tmp_path / "out", limits=ShardLimits(memory_bytes=10**8))
+        build([corpus], tokenizer(), tmp_path / "out", memory_bytes=10**8)
 
 
 @pytest.mark.parametrize(

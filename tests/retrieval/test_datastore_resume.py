@@ -17,15 +17,15 @@ import pytest
 from test_datastore import sentences, tokenizer
 from test_full_disk import room_for
 
-from foredraft.errors import DatastoreError
+from foredraft.errors import ConfigError, DatastoreError
 from foredraft.retrieval import build as building
 from foredraft.retrieval import corpus as corpora
 from foredraft.retrieval import manifest as manifests
-from foredraft.retrieval.build import ShardLimits, build
+from foredraft.retrieval.build import build
 from foredraft.retrieval.datastore import Datastore
 from programs import ran, started
 
-LIMITS = ShardLimits(max_shard_tokens=700)
+SHARD_TOKENS = 700
 
 
 def write_corpus(path: Path, num_texts: int, num_times: int = 1) -> Path:
@@ -70,7 +70,7 @@ def interrupted(corpus: Path, out: Path, patch: pytest.MonkeyPatch, moment: int)
     with patch.context() as inner:
         inner.setattr(building._Builder, "_write", killing)
         try:
-            build([corpus], tokenizer(), out, limits=LIMITS)
+            build([corpus], tokenizer(), out, max_shard_tokens=SHARD_TOKENS)
         except Killed:
             return True
     return False
@@ -78,18 +78,13 @@ def interrupted(corpus: Path, out: Path, patch: pytest.MonkeyPatch, moment: int)
 
 @pytest.mark.parametrize(
     "moment",
-    [
-        pytest.param(
-            moment, marks=() if moment in (2, 5) else pytest.mark.slow if moment in (1, 8, 11) else pytest.mark.full
-        )
-        for moment in range(1, 12)
-    ],
+    [pytest.param(moment, marks=() if moment in (2, 5, 8) else pytest.mark.full) for moment in range(1, 12)],
 )
 def test_an_interrupted_build_goes_on_where_it_was(
     moment: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Broken off at the n-th state or shard that is written, before or after: the result is the same, byte by byte."""
-    build([corpus], tokenizer(), tmp_path / "whole", limits=LIMITS)
+    build([corpus], tokenizer(), tmp_path / "whole", max_shard_tokens=SHARD_TOKENS)
     calls = 0
 
     def breaking(original: Any) -> Any:
@@ -109,10 +104,10 @@ def test_an_interrupted_build_goes_on_where_it_was(
         patch.setattr(building, "write_json", breaking(building.write_json))
         patch.setattr(building, "write_suffix_array", breaking(building.write_suffix_array))
         with pytest.raises(Killed):
-            build([corpus], tokenizer(), tmp_path / "out", limits=LIMITS)
+            build([corpus], tokenizer(), tmp_path / "out", max_shard_tokens=SHARD_TOKENS)
     with pytest.raises(DatastoreError, match="unfinished build"):
         Datastore.open(tmp_path / "out")
-    build([corpus], tokenizer(), tmp_path / "out", limits=LIMITS)
+    build([corpus], tokenizer(), tmp_path / "out", max_shard_tokens=SHARD_TOKENS)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert not (tmp_path / "out" / "build.json").exists()
 
@@ -120,11 +115,10 @@ def test_an_interrupted_build_goes_on_where_it_was(
 def test_an_unfinished_build_is_not_mixed_with_another(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = ShardLimits(max_shard_tokens=300)
     with monkeypatch.context() as patch:
         patch.setattr(building.DatastoreManifest, "write", lambda *_: (_ for _ in ()).throw(Killed()))
         with pytest.raises(Killed):
-            build([corpus], tokenizer(), tmp_path / "out", limits=limits)
+            build([corpus], tokenizer(), tmp_path / "out", max_shard_tokens=300)
     with pytest.raises(DatastoreError, match=r"max_shard_tokens.*--restart"):
         build([corpus], tokenizer(), tmp_path / "out")
     manifest = build([corpus], tokenizer(), tmp_path / "out", restart=True)
@@ -133,13 +127,13 @@ def test_an_unfinished_build_is_not_mixed_with_another(
         build([corpus], tokenizer(), tmp_path / "out")
 
 
-@pytest.mark.parametrize("moment", [3, 22, 41, pytest.param(97, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moment", [3, 22, 41, pytest.param(97, marks=pytest.mark.full)])
 def test_tokens_behind_the_last_checkpoint_are_cut_off(
     moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A token file that is longer than the state says: what is behind is written again, and once."""
     corpus = small_corpus(tmp_path, monkeypatch)
-    build([corpus], tokenizer(), tmp_path / "whole", limits=LIMITS)
+    build([corpus], tokenizer(), tmp_path / "whole", max_shard_tokens=SHARD_TOKENS)
     out = tmp_path / "out"
     assert interrupted(corpus, out, monkeypatch, moment)
     state = json.loads((out / "build.json").read_text()) if (out / "build.json").exists() else {"open_bytes": 0}
@@ -147,7 +141,7 @@ def test_tokens_behind_the_last_checkpoint_are_cut_off(
     assert newest.stat().st_size > state["open_bytes"]
     with newest.open("ab") as file:
         file.write(b"\x01\x02" * 5000)  # more than the rest of the build writes over
-    build([corpus], tokenizer(), out, limits=LIMITS)
+    build([corpus], tokenizer(), out, max_shard_tokens=SHARD_TOKENS)
     assert contents(out) == contents(tmp_path / "whole")
 
 
@@ -155,7 +149,7 @@ def test_tokens_behind_the_last_checkpoint_are_cut_off(
 def test_a_build_that_is_broken_off_again_and_again_comes_to_the_same_end(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build([corpus], tokenizer(), tmp_path / "whole", limits=LIMITS)
+    build([corpus], tokenizer(), tmp_path / "whole", max_shard_tokens=SHARD_TOKENS)
     moments = random.Random(3)
     num_interruptions = 0
     while interrupted(corpus, tmp_path / "out", monkeypatch, moments.randrange(20, 90)):
@@ -167,7 +161,7 @@ def test_a_build_that_is_broken_off_again_and_again_comes_to_the_same_end(
 def outcome(corpus: Path, out: Path) -> str:
     """What a build is refused with, if it is."""
     try:
-        build([corpus], tokenizer(), out, limits=LIMITS)
+        build([corpus], tokenizer(), out, max_shard_tokens=SHARD_TOKENS)
     except DatastoreError as error:
         return str(error)
     return ""
@@ -193,7 +187,7 @@ def test_a_disk_that_fills_up_anywhere_is_reported_and_the_build_goes_on(
     where: tuple[Any, str], moment: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the first or third write of every kind: a typed error with the remedy, and the remedy works."""
-    build([corpus], tokenizer(), tmp_path / "whole", limits=LIMITS)
+    build([corpus], tokenizer(), tmp_path / "whole", max_shard_tokens=SHARD_TOKENS)
     original: Callable[..., Any] = getattr(*where)
     count = 0
 
@@ -208,7 +202,7 @@ def test_a_disk_that_fills_up_anywhere_is_reported_and_the_build_goes_on(
     if count > moment:  # otherwise it is not written that often
         assert "No space left on device; make room and run the same command again" in message
     if not (tmp_path / "out" / "manifest.json").exists():
-        build([corpus], tokenizer(), tmp_path / "out", limits=LIMITS)
+        build([corpus], tokenizer(), tmp_path / "out", max_shard_tokens=SHARD_TOKENS)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
@@ -222,7 +216,7 @@ def test_a_disk_that_is_full_is_reported_and_the_build_goes_on(corpus: Path, tmp
 
 def test_two_builds_do_not_write_to_one_directory(corpus: Path, tmp_path: Path) -> None:
     def second(*_: Any) -> None:
-        with pytest.raises(DatastoreError, match="another build"):
+        with pytest.raises(ConfigError, match="another process"):
             build([corpus], tokenizer(), tmp_path / "out")
         raise Killed
 
@@ -230,19 +224,14 @@ def test_two_builds_do_not_write_to_one_directory(corpus: Path, tmp_path: Path) 
         build([corpus], tokenizer(), tmp_path / "out", progress=second)
 
 
-@pytest.mark.parametrize(
-    ("most", "least", "num_texts"),
-    [pytest.param(1, 1, 3_000, marks=pytest.mark.slow), pytest.param(6, 3, 12_000, marks=pytest.mark.full)],
-)
-def test_builds_killed_at_random_moments_come_to_the_same_end(
-    most: int, least: int, num_texts: int, tmp_path: Path
-) -> None:
+@pytest.mark.full
+def test_builds_killed_at_random_moments_come_to_the_same_end(tmp_path: Path) -> None:
     """kill -9 on the real command line, any time from its start to its end, again and again until it is through."""
-    source = write_corpus(tmp_path / "corpus.jsonl", num_texts, 10)
+    source = write_corpus(tmp_path / "corpus.jsonl", 12_000, 10)
     command = ["datastore", "build", str(source), "--memory", "0.607", "--out"]
     ran([*command, str(tmp_path / "whole")]).check_returncode()
     moments, num_killed, out = random.Random(1), 0, tmp_path / "out"
-    for _ in range(most):
+    for _ in range(6):
         state = out / "build.json"
         before = state.stat().st_mtime_ns if state.exists() else 0
         process = started([*command, str(out)], start_new_session=True, stderr=subprocess.DEVNULL)
@@ -257,7 +246,7 @@ def test_builds_killed_at_random_moments_come_to_the_same_end(
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         num_killed += 1
-    assert num_killed >= least
+    assert num_killed >= 3
     with pytest.raises(DatastoreError):
         Datastore.open(out)
     ran([*command, str(out)]).check_returncode()

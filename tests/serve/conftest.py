@@ -24,8 +24,9 @@ def served(llm: LLM) -> Served:
     return ServedModels.of(["tiny", "alias"], SETTINGS).over(llm)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def running_server(served: Served) -> Iterator[Running]:
+    """One server for all tests that need no other; `Running.under` gives it other settings."""
     with running(served) as found:
         yield found
 

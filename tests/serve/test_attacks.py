@@ -59,27 +59,26 @@ def check_nothing_is_left(server: Running) -> None:
     assert server.server.bridge._open == {}
 
 
-@pytest.mark.parametrize(
-    ("target", "without_key", "with_key"),
-    [
-        ("http://a/health", b"200", b"200"),
-        ("HTTP://u:p@a:8000/v1/models?x=http://b/", b"401", b"200"),
-        ("https://a/v1/models/tin%79", b"401", b"200"),
-        ("http://a", b"200", b"200"),
-        ("http://a?x", b"200", b"200"),
-        ("http://a/http://a/health", b"401", b"404"),
-        ("/http://a/health", b"401", b"404"),
-    ],
-)
-def test_targets_may_be_whole_addresses(
-    start: Callable[..., Running], target: str, without_key: bytes, with_key: bytes
-) -> None:
+TARGETS = {
+    "http://a/health": (b"200", b"200"),
+    "HTTP://u:p@a:8000/v1/models?x=http://b/": (b"401", b"200"),
+    "https://a/v1/models/tin%79": (b"401", b"200"),
+    "http://a": (b"200", b"200"),
+    "http://a?x": (b"200", b"200"),
+    "http://a/http://a/health": (b"401", b"404"),
+    "/http://a/health": (b"401", b"404"),
+}
+"""Statuses without and with a key."""
+
+
+def test_targets_may_be_whole_addresses(start: Callable[..., Running]) -> None:
     """As clients of proxies write them (they were not found); keys are asked for by the path alone."""
     server = start(key="secret", api_keys=("secret",))
-    for key, status in (("", without_key), ("Authorization: Bearer secret\r\n", with_key)):
-        with connected(server) as client:
-            client.sendall(f"GET {target} HTTP/1.1\r\nHost: localhost\r\n{key}Connection: close\r\n\r\n".encode())
-            assert answers(client).split(b" ")[1] == status
+    for target, statuses in TARGETS.items():
+        for key, status in zip(("", "Authorization: Bearer secret\r\n"), statuses, strict=True):
+            with connected(server) as client:
+                client.sendall(f"GET {target} HTTP/1.1\r\nHost: localhost\r\n{key}Connection: close\r\n\r\n".encode())
+                assert answers(client).split(b" ")[1] == status, target
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -179,31 +178,28 @@ def test_a_body_that_says_it_is_too_large_is_not_waited_for(
     check_nothing_is_left(running_server)
 
 
-@pytest.mark.parametrize(
-    ("before", "sent"),
-    [(b"", b""), (b"", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-"), (posted(SHORT), b"GET /health HT")],
-)
-def test_heads_that_do_not_come_end_their_connections(
-    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch, before: bytes, sent: bytes
-) -> None:
+def test_heads_that_do_not_come_end_their_connections(running_server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """They were kept for ever, until the process had no files left."""
     monkeypatch.setattr("foredraft.serve.server.HEAD_SECONDS", 0.3)
-    server = start()
-    with connected(server) as first, connected(server) as second:
-        for client in (first, second):
-            client.sendall(before)
-            if before:
-                assert b"200 OK" in client.recv(4096)
-            client.sendall(sent)
-        assert server.post("/v1/completions", **SHORT).status_code == 200
-        assert not any(answers(client).startswith(b"HTTP") for client in (first, second))
-    check_nothing_is_left(server)
+    begun = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-"
+    for before, sent in ((b"", b""), (b"", begun), (posted(SHORT), b"GET /health HT")):
+        with connected(running_server) as first, connected(running_server) as second:
+            for client in (first, second):
+                client.sendall(before)
+                if before:
+                    assert b"200 OK" in client.recv(4096)
+                client.sendall(sent)
+            assert running_server.post("/v1/completions", **SHORT).status_code == 200
+            assert not any(answers(client).startswith(b"HTTP") for client in (first, second))
+    check_nothing_is_left(running_server)
 
 
 def test_a_long_answer_is_not_cut_by_the_limit_of_heads(
-    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+    running_server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foredraft.serve.server.HEAD_SECONDS", 0.5)  # on a busy machine 0.01 ended it before its head
-    with connected(start()) as client:
-        client.sendall(posted({**LONG, "stream": True}).replace(b"Host", b"Connection: close\r\nHost"))
+    monkeypatch.setattr("foredraft.serve.server.HEAD_SECONDS", 0.2)  # on a busy machine 0.01 ended it before its head
+    with connected(running_server) as client:
+        client.sendall(
+            posted({**LONG, "max_tokens": 900, "stream": True}).replace(b"Host", b"Connection: close\r\nHost")
+        )
         assert answers(client).rstrip(b"\r\n0").endswith(b"data: [DONE]")

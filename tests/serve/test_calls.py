@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -81,21 +81,10 @@ def read(text: str, cuts: list[int], **options: bool) -> tuple[str, list[tuple[s
 
 
 @pytest.mark.parametrize("name", TEXTS)
-@pytest.mark.parametrize("size", [1, 2, 7, 100_000])
-def test_calls_are_read_in_any_pieces(name: str, size: int) -> None:
+def test_calls_are_read_in_any_pieces(name: str) -> None:
     text, said, calls = TEXTS[name]
-    assert read(text, list(range(size, len(text), size))) == (said, calls)
-
-
-def refused(number: str) -> NoReturn:
-    raise ValueError(number)
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_arguments_are_strict_json(name: str) -> None:
-    for _, arguments in TEXTS[name][2]:
-        json.loads(arguments, parse_constant=refused, parse_int=str)
-        arguments.encode()
+    for size in (1, 2, 7, 100_000):
+        assert read(text, list(range(size, len(text), size))) == (said, calls)
 
 
 def test_a_whole_answer_is_what_the_stream_adds_up_to() -> None:
@@ -109,7 +98,7 @@ def test_a_whole_answer_is_what_the_stream_adds_up_to() -> None:
         '{"name": "f", "arguments": {"a": "',
         CALL,
     ]
-    for _ in range(3000):
+    for _ in range(1000):
         text = "".join(draw.choices(words, k=draw.randrange(12)))
         cuts = sorted(draw.sample(range(len(text) + 1), k=min(len(text), draw.randrange(6))))
         for is_single in (False, True):

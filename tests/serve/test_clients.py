@@ -13,10 +13,11 @@ import pytest
 from foredraft.config.sampling import SamplingParams
 from foredraft.llm import LLM
 from foredraft.serve.chat import read_chat
+from foredraft.serve.errors import ApiError
 from foredraft.serve.served import Served
 from foredraft.serve.server import HEAD_SECONDS
 from foredraft.serve.settings import ServerSettings
-from serving import Running, running, with_template
+from serving import Running, with_template
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Say it"}]
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -72,29 +73,35 @@ def test_an_effort_reaches_a_template_that_has_one(llm: LLM) -> None:
     assert not asking.unknown
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (None, ""),
-        ([], ""),
-        (["a", "b"], "a\nb"),
-        ([{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}], "a\nb"),
-        ([{"type": "output_text", "text": "a", "annotations": []}, {"type": "refusal", "refusal": "b"}], "a\nb"),
-        ([{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}], "a"),
-    ],
-)
+CONTENTS: list[tuple[Any, str | None]] = [
+    (None, ""),
+    ([], ""),
+    (["a", "b"], "a\nb"),
+    ([{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}], "a\nb"),
+    ([{"type": "output_text", "text": "a", "annotations": []}, {"type": "refusal", "refusal": "b"}], "a\nb"),
+    ([{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}], "a"),
+    ([{"type": "image_url", "image_url": {"url": "a"}}], None),
+    ([None], None),
+    ({"type": "text"}, None),
+    (3, None),
+]
+"""Contents of messages and their text; None for those that are refused."""
+
+
 @pytest.mark.parametrize("role", ["user", "assistant", "tool", "developer"])
-def test_contents_in_any_form_are_their_text(running_server: Running, role: str, content: Any, text: str) -> None:
+def test_contents_in_any_form_are_their_text(served: Served, role: str) -> None:
     """Parts stand apart by a line end, as in vLLM and llama.cpp; they were run together."""
-    said = [ask(running_server, messages=[*MESSAGES, {"role": role, "content": each}]) for each in (content, text)]
-    assert [each.status_code for each in said] == [200, 200], said[0].text
-    assert len({each.json()["usage"]["prompt_tokens"] for each in said}) == 1
-    assert len({each.json()["choices"][0]["message"]["content"] for each in said}) == 1
 
+    def prompt(content: Any) -> Any:
+        body = {"messages": [*MESSAGES, {"role": role, "content": content}]}
+        return read_chat(body, served, ServerSettings())[0].prompts[0]["prompt_token_ids"]
 
-@pytest.mark.parametrize("content", [[{"type": "image_url", "image_url": {"url": "a"}}], [None], {"type": "text"}, 3])
-def test_contents_that_are_no_text_are_refused(running_server: Running, content: Any) -> None:
-    assert ask(running_server, messages=[{"role": "user", "content": content}]).status_code == 400
+    for content, text in CONTENTS:
+        if text is None:
+            with pytest.raises(ApiError, match="content must be text"):
+                prompt(content)
+        else:
+            assert prompt(content) == prompt(text)
 
 
 def test_a_call_that_was_cut_off_goes_back(llm: LLM) -> None:
@@ -122,10 +129,11 @@ def test_functions_as_they_were_before_tools_go_back(llm: LLM) -> None:
     assert asking.prompts[0]["prompt"] == "assistant  weather Paris;tool weather sunny;"
 
 
-@pytest.mark.parametrize("call", [3, "f", ["f"]])
-def test_a_function_call_that_is_none_is_refused(running_server: Running, call: Any) -> None:
-    found = ask(running_server, messages=[*MESSAGES, {"role": "assistant", "content": "", "function_call": call}])
-    assert found.status_code == 400
+def test_a_function_call_that_is_none_is_refused(served: Served) -> None:
+    for call in (3, "f", ["f"]):
+        body = {"messages": [*MESSAGES, {"role": "assistant", "content": "", "function_call": call}]}
+        with pytest.raises(ApiError, match="tool_calls"):
+            read_chat(body, served, ServerSettings())
 
 
 def test_a_schema_beside_json_object_counts(running_server: Running) -> None:
@@ -168,10 +176,10 @@ def test_slashes_at_the_end_mean_nothing(running_server: Running, method: str, p
         assert b"served are /v1/chat/completions, /v1/completions, /v1/responses" in found
 
 
-def test_a_slash_opens_no_guarded_path(llm: LLM) -> None:
-    with running(Served({"tiny": llm}), ServerSettings(api_keys=("a",)), key="b") as server:
-        assert server.http.get("/v1/models/").status_code == 401
-        assert server.http.get("/health/").status_code == 200
+def test_a_slash_opens_no_guarded_path(running_server: Running) -> None:
+    client = running_server.under("b", api_keys=("a",))
+    assert client.get("/v1/models/").status_code == 401
+    assert client.get("/health/").status_code == 200
 
 
 def test_idle_connections_outlive_those_of_clients(running_server: Running) -> None:

@@ -16,9 +16,9 @@ import pytest
 
 from foredraft.llm import LLM
 from foredraft.serve.answering import answer
-from foredraft.serve.backend import QueuedRequest
 from foredraft.serve.bridge import Bridge
 from foredraft.serve.completions import read_completion
+from foredraft.serve.queued_request import QueuedRequest
 from foredraft.serve.served import ServedModels
 from foredraft.serve.settings import ServerSettings
 from serving import MODEL, SETTINGS, Running, running
@@ -69,13 +69,13 @@ def test_a_request_is_open_until_it_is_counted(running_server: Running, monkeypa
     """Who waited for the last one to end found figures without it now and then."""
     bridge, were_open = running_server.server.bridge, []
     assert isinstance(bridge, Bridge)
-    ended = bridge._metrics.ended
+    ended = bridge.metrics.ended
 
     def counting(ticket: QueuedRequest, has_failed: bool) -> None:
         were_open.append(ticket in bridge._open)
         ended(ticket, has_failed)
 
-    monkeypatch.setattr(bridge._metrics, "ended", counting)
+    monkeypatch.setattr(bridge.metrics, "ended", counting)
     assert running_server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
     with running_server.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
         next(response.iter_lines())
@@ -125,9 +125,9 @@ def test_the_head_of_a_request_has_a_limit(running_server: Running) -> None:
         assert client.recv(4096).startswith(b"HTTP/1.1 400")
 
 
-def test_silence_is_broken_by_comments(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
-    server = start(keep_alive=0.02)
-    response = server.post("/v1/completions", prompt="a b c " * 250, max_tokens=2, stream=True, verify=True)
+def test_silence_is_broken_by_comments(running_server: Running) -> None:
+    body = {"prompt": "a b c " * 250, "max_tokens": 2, "stream": True, "verify": True}
+    response = running_server.under(keep_alive=0.02).post("/v1/completions", json=body)
     assert response.text.rstrip().endswith("[DONE]")
     assert ": keep-alive\n\n" in response.text
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -10,16 +9,23 @@ import pytest
 
 from foredraft.config.sampling import SamplingParams
 from foredraft.llm import LLM
+from foredraft.serve.chat import read_chat
+from foredraft.serve.errors import ApiError
 from foredraft.serve.served import Served
-from serving import Running, with_template
+from foredraft.serve.settings import ServerSettings
+from serving import Running, running, with_template
 
 PROMPT = "The quick brown fox jumps over the lazy dog and runs away"
 MESSAGES = [{"role": "user", "content": "one two three"}]
 GREEDY = {"max_tokens": 6, "temperature": 0.0, "return_token_ids": True}
 
 
-def templated(start: Callable[..., Running], llm: LLM, template: str) -> Running:
-    return start(served=Served({"tiny": with_template(llm, template)}))
+def prompt_of(llm: LLM, template: str, body: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """The prompt of a chat under another template: its text and token ids."""
+    served = Served({"tiny": with_template(llm, template)})
+    asking, _ = read_chat({"messages": MESSAGES, "max_tokens": 1, **body, **fields}, served, ServerSettings())
+    (prompt,) = asking.prompts
+    return prompt
 
 
 def ids_of(server: Running, text: str) -> list[int]:
@@ -79,32 +85,27 @@ def test_chat_tells_its_prompt_beside_the_choices(running_server: Running) -> No
     assert not {"prompt_token_ids", "prompt_text", "prompt_logprobs"} & plain.keys()
 
 
-def test_special_tokens_are_added_to_a_conversation_that_asks_for_them(start: Callable[..., Running], llm: LLM) -> None:
+def test_special_tokens_are_added_to_a_conversation_that_asks_for_them(llm: LLM) -> None:
     """The field was read by nobody."""
-    with_eos = templated(start, llm, "{{ messages[0].content }}")
-    tokenizer = with_eos.llm.tokenizer
     for adds in (False, True):
-        body = {**GREEDY, "messages": MESSAGES, "add_special_tokens": adds}
-        found = with_eos.post("/v1/chat/completions", **body).json()["prompt_token_ids"]
-        assert found == tokenizer("one two three", add_special_tokens=adds)["input_ids"]
+        found = prompt_of(llm, "{{ messages[0].content }}", {}, add_special_tokens=adds)["prompt_token_ids"]
+        assert found == llm.tokenizer("one two three", add_special_tokens=adds)["input_ids"]
 
 
-def test_documents_go_to_a_template_that_has_them(
-    running_server: Running, start: Callable[..., Running], llm: LLM
-) -> None:
-    body = {**GREEDY, "messages": MESSAGES, "documents": [{"title": "a", "text": "b"}], "return_prompt_text": True}
-    refused = running_server.post("/v1/chat/completions", **body)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "documents")
-    server = templated(
-        start, llm, "{% for one in documents %}{{ one.title }}={{ one.text }}{% endfor %};{{ messages[0].content }}"
-    )
-    assert server.post("/v1/chat/completions", **body).json()["prompt_text"] == "a=b;one two three"
-    counted = {name: body[name] for name in ("messages", "documents")}
-    assert running_server.post("/tokenize", **counted).json()["error"]["param"] == "documents"
-    ids = server.post("/tokenize", **counted).json()["tokens"]
-    assert server.post("/detokenize", tokens=ids).json()["prompt"] == "a=b;one two three"
-    wrong = server.post("/v1/chat/completions", **{**body, "documents": ["a"]})
-    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "documents")
+def test_documents_go_to_a_template_that_has_them(running_server: Running, llm: LLM) -> None:
+    """Beside ``chat_template_kwargs`` or in it; refused where the template has none, in ``/tokenize``, too."""
+    documents = {"documents": [{"title": "a", "text": "b"}]}
+    for fields in (documents, {"chat_template_kwargs": documents}):
+        for path in ("/v1/chat/completions", "/tokenize"):
+            refused = running_server.post(path, messages=MESSAGES, **fields)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_field")
+            assert "documents" in refused.json()["error"]["message"]
+        template = "{% for one in documents %}{{ one.title }}={{ one.text }}{% endfor %};{{ messages[0].content }}"
+        assert prompt_of(llm, template, fields)["prompt"] == "a=b;one two three"
+    for name, wrong in (("documents", ["a"]), ("chat_template_kwargs", {"documents": ["a"]})):
+        with pytest.raises(ApiError, match="documents is") as raised:
+            prompt_of(llm, template, {name: wrong})
+        assert raised.value.status == 400
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
@@ -249,13 +250,11 @@ def test_named_tokens_in_chat(running_server: Running) -> None:
 REST = "{% if add_generation_prompt %}:{% endif %}{{ messages[-1].content }}{{ thinks }}"
 
 
-def test_flags_may_stand_among_the_variables_of_the_template(start: Callable[..., Running], llm: LLM) -> None:
+def test_flags_may_stand_among_the_variables_of_the_template(llm: LLM) -> None:
     """``add_generation_prompt`` was ignored there, in silence."""
-    server = templated(start, llm, REST)
 
-    def prompt(**body: Any) -> Any:
-        found = server.post("/v1/chat/completions", messages=MESSAGES, max_tokens=1, return_prompt_text=True, **body)
-        return found.json()["prompt_text"] if found.status_code == 200 else found.json()["error"]["message"]
+    def prompt(**body: Any) -> str:
+        return str(prompt_of(llm, REST, body)["prompt"])
 
     whole = ":one two three"
     assert prompt() == prompt(chat_template_kwargs={"add_generation_prompt": True}) == whole
@@ -265,61 +264,41 @@ def test_flags_may_stand_among_the_variables_of_the_template(start: Callable[...
     assert prompt(add_generation_prompt=False, chat_template_kwargs={"add_generation_prompt": False}) == whole[1:]
     assert prompt(chat_template_kwargs={"continue_final_message": True}) == whole[1:]
     assert prompt(chat_template_kwargs={"thinks": 2}) == whole + "2"
-    assert "give one" in prompt(add_generation_prompt=False, chat_template_kwargs={"add_generation_prompt": True})
-    assert "true or false" in prompt(chat_template_kwargs={"add_generation_prompt": "no"})
-    both = {"add_generation_prompt": True, "continue_final_message": True}
-    assert "excludes" in prompt(chat_template_kwargs=both)
+    for wrong, said in (
+        ({"add_generation_prompt": False, "chat_template_kwargs": {"add_generation_prompt": True}}, "give one"),
+        ({"chat_template_kwargs": {"add_generation_prompt": "no"}}, "true or false"),
+        ({"chat_template_kwargs": {"add_generation_prompt": True, "continue_final_message": True}}, "excludes"),
+    ):
+        with pytest.raises(ApiError, match=said):
+            prompt(**wrong)
 
 
-def test_variables_that_the_template_does_not_have_are_named(
-    running_server: Running, start: Callable[..., Running], llm: LLM
-) -> None:
-    """As fields without effect are; documents are refused there as beside it, and read where a template has them."""
-    body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 1}
-    kwargs = {"enable_thinking": False}
+def test_variables_that_the_template_does_not_have_are_named(running_server: Running) -> None:
+    """As fields without effect are."""
+    kwargs = {"messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False}}
     for path in ("/v1/chat/completions", "/tokenize"):
-        found = running_server.post(path, messages=MESSAGES, chat_template_kwargs=kwargs)
+        found = running_server.post(path, **kwargs)
         assert found.headers["x-foredraft-warning"] == "fields were ignored: chat_template_kwargs.enable_thinking"
-    refused = start(strict_fields=True).post("/v1/chat/completions", **body, chat_template_kwargs=kwargs)
+    refused = running_server.under(strict_fields=True).post("/v1/chat/completions", json=kwargs)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "chat_template_kwargs.enable_thinking")
-    documents = {"documents": [{"text": "b"}]}
-    refused = running_server.post("/v1/chat/completions", **body, chat_template_kwargs=documents)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_field")
-    assert "chat_template_kwargs.documents" in refused.json()["error"]["message"]
-    server = templated(start, llm, "{{ documents[0].text }};{{ messages[0].content }}")
-    body["return_prompt_text"] = True
-    found = server.post("/v1/chat/completions", **body, chat_template_kwargs=documents)
-    assert found.json()["prompt_text"] == "b;one two three"
-    wrong = server.post("/v1/chat/completions", **body, chat_template_kwargs={"documents": ["a"]})
-    assert wrong.json()["error"]["message"].startswith("chat_template_kwargs.documents is")
 
 
-WILD = (
-    "{{ messages[0].content }}{{ 1 / div if div is defined }}{{ 'x' * rep if rep is defined }}{{ messages[key or 0] }}"
-)
+def test_whatever_a_template_does_is_a_refusal(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """It was 500 with a traceback in the log; see also tests/prompts/test_templates.py."""
+    served = Served({"tiny": with_template(llm, "{{ messages[0].content }}{{ 1 / div if div is defined }}")})
+    with running(served) as server:
+        for path in ("/v1/chat/completions", "/tokenize"):
+            found = server.post(path, messages=MESSAGES, chat_template_kwargs={"div": 0})
+            assert found.status_code == 400
+            assert "chat template" in found.json()["error"]["message"]
+            assert "ZeroDivisionError" in found.json()["error"]["message"]
+        assert not caplog.records
+        assert server.post("/v1/chat/completions", messages=MESSAGES, max_tokens=1).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "said"), [({"div": 0}, "ZeroDivisionError"), ({"rep": 10**10}, "64 MB"), ({"key": 9}, "no element 9")]
-)
-def test_whatever_a_template_does_is_a_refusal(
-    start: Callable[..., Running], llm: LLM, kwargs: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Some errors were 500 with a traceback in the log, and a large text took the memory of the server."""
-    server = templated(start, llm, WILD.replace("messages[key or 0]", "messages[key or 0].content"))
-    for path in ("/v1/chat/completions", "/tokenize"):
-        found = server.post(path, messages=MESSAGES, chat_template_kwargs=kwargs)
-        assert found.status_code == 400
-        assert "chat template" in found.json()["error"]["message"]
-        assert said in found.json()["error"]["message"]
-    assert not caplog.records
-    assert server.post("/v1/chat/completions", messages=MESSAGES, max_tokens=1).status_code == 200
-
-
-def test_reasoning_of_earlier_answers_reaches_the_template(start: Callable[..., Running], llm: LLM) -> None:
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_reasoning_of_earlier_answers_reaches_the_template(llm: LLM, name: str) -> None:
     """It was left out, as fields of messages are that nobody knows."""
-    server = templated(start, llm, "{{ messages[1].content }}={{ messages[1].reasoning_content }}")
-    for name in ("reasoning_content", "reasoning"):
-        messages = [*MESSAGES, {"role": "assistant", "content": "a", name: "b"}]
-        found = server.post("/v1/chat/completions", messages=messages, max_tokens=1, return_prompt_text=True)
-        assert found.json()["prompt_text"] == "a=b"
+    messages = [*MESSAGES, {"role": "assistant", "content": "a", name: "b"}]
+    template = "{{ messages[1].content }}={{ messages[1].reasoning_content }}"
+    assert prompt_of(llm, template, {"messages": messages})["prompt"] == "a=b"

@@ -6,7 +6,7 @@ Real engines behind a fleet that breaks where it is told to; Ray is in test_ray.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -23,13 +23,13 @@ from foredraft.config.sampling import SamplingParams
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.serve.app import Application
-from foredraft.serve.backend import QueuedRequest
 from foredraft.serve.errors import ApiError, stopping
 from foredraft.serve.metrics import ClusterMetrics
+from foredraft.serve.queued_request import QueuedRequest
 from foredraft.serve.ray.affinity import Affinity
 from foredraft.serve.ray.config import ClusterConfig
-from foredraft.serve.ray.failover import CALLER, Called, Caller, ClusterBridge
-from foredraft.serve.ray.messages import Accepted, Delta, Distant, Facts, Failed, Message, ReplicaRequest, Started
+from foredraft.serve.ray.failover import CALLER, Caller, ClusterBridge, with_callers
+from foredraft.serve.ray.messages import Delta, DistantServed, Failed, Message, ReplicaRequest, Routed, Started
 from foredraft.serve.ray.replica import Replica
 from foredraft.serve.served import Served
 from foredraft.serve.settings import FailoverSettings, ServerSettings
@@ -54,14 +54,15 @@ class Breaking:
     """
 
     def __init__(self, replicas: Sequence[Replica], lives: Sequence[int | None]) -> None:
-        self.facts: Facts | None = replicas[0].facts
+        self.served = replicas[0].description
+        self.application: Application | None = None
         self.works: list[ReplicaRequest] = []
-        self.when_changed: Callable[[Facts], None] = lambda facts: None
         self._replicas, self._lives = replicas, lives
 
-    def adopt(self, facts: Facts) -> None:
-        self.facts = facts
-        self.when_changed(facts)
+    def adopt(self, served: DistantServed) -> None:
+        self.served = served
+        if self.application is not None:
+            self.application.served = served
 
     async def generate(self, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
         life = self._lives[min(len(self.works), len(self._lives) - 1)]
@@ -72,7 +73,7 @@ class Breaking:
                 if life == 0:
                     raise Failed("the replica was lost")
                 yield message
-                if life is not None and not isinstance(message, (Accepted, Started)) and message != Delta():
+                if life is not None and not isinstance(message, (Routed, Started)) and message != Delta():
                     life -= 1
 
 
@@ -114,7 +115,7 @@ def ask(fleet: Any, params: SamplingParams, settings: FailoverSettings | None = 
 
 async def _ask(fleet: Any, params: SamplingParams, metrics: ClusterMetrics, settings: Any) -> Answered:
     bridge = ClusterBridge(fleet, metrics, settings or FailoverSettings(retry_seconds=0.0))
-    llm: Any = fleet.facts.llms["tiny"]
+    llm: Any = fleet.served.names["tiny"]
     ids = llm.tokenizer(PROMPT)["input_ids"]
     ticket = QueuedRequest(llm, [{"prompt": PROMPT, "prompt_token_ids": ids}], [params])
     bridge.submit(ticket)
@@ -132,8 +133,19 @@ async def _ask(fleet: Any, params: SamplingParams, metrics: ClusterMetrics, sett
     return answered
 
 
-@pytest.mark.parametrize("lives", [[0, None], [1, None], [7, None], [2, 1, 3, None]], ids=str)
-@pytest.mark.parametrize("name", SETTINGS)
+LIVES: list[list[int | None]] = [[0, None], [1, None], [7, None], [2, 1, 3, None]]
+
+
+@pytest.mark.parametrize(
+    ("name", "lives"),
+    [
+        pytest.param(
+            name, lives, marks=() if name == "sampled" or (i + j) % 4 == 0 else pytest.mark.full, id=f"{name}-{lives}"
+        )
+        for i, name in enumerate(SETTINGS)
+        for j, lives in enumerate(LIVES)
+    ],
+)
 def test_texts_outlive_their_replicas(replicas: list[Replica], plain: LLM, name: str, lives: list[int | None]) -> None:
     """No token twice, none lost, the same ends and the same log-probabilities, wherever the replicas are lost."""
     given = {"max_tokens": 48, "seed": 11, "ignore_eos": True, **SETTINGS[name]}
@@ -209,15 +221,14 @@ def test_a_request_is_read_anew_when_another_model_is_served(replicas: list[Repl
     """An ingress that has outlived all replicas of its weights answers for those that there are now."""
     replica = replicas[0]
     fleet = Breaking([replica], [None])
-    fleet.facts = replace(replica.facts, weights="old", llms={"tiny": replace(replica.facts.llms["tiny"])})
-    metrics = ClusterMetrics("tiny")
-    application = Application(ClusterBridge(fleet, metrics), ServerSettings(), metrics)
-    Distant.serve(application, fleet.facts)
-    fleet.when_changed = partial(Distant.serve, application)
+    old = DistantServed(replica.description)
+    old.weights = "old"
+    application = fleet.application = Application(ClusterBridge(fleet, ClusterMetrics("tiny")), ServerSettings())
+    fleet.adopt(old)
     body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
     async def run() -> list[Any]:
-        transport = httpx.ASGITransport(Called(application.build(), has_keys=False))
+        transport = httpx.ASGITransport(with_callers(application.build(), has_keys=False))
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
             return await asyncio.gather(*[client.post("/v1/completions", json=body, timeout=60) for _ in range(3)])
 
@@ -252,7 +263,7 @@ def test_a_full_queue_sends_away_the_newest_of_who_fills_it(replicas: list[Repli
     async def run() -> None:
         fleet = Busy(replicas, [None])
         bridge = ClusterBridge(fleet, ClusterMetrics("tiny"))
-        llm: Any = replicas[0].facts.llms["tiny"]
+        llm: Any = replicas[0].description.names["tiny"]
 
         def arrive(client: str) -> QueuedRequest:
             CALLER.set(Caller(client=client))
@@ -370,7 +381,7 @@ def test_options_that_are_not_known_are_named(given: dict[str, Any], named: str)
         ClusterConfig.of(given)
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [pytest.param(None, marks=pytest.mark.full), "int8"])
 def test_models_that_differ_in_one_packed_layer_have_other_digests(tmp_path: Path, quantization: str | None) -> None:
     """Where packing has released the weights, too: a rolling update must not continue another model's text."""
     model, _, tokenizer = zoo.load("tiny")

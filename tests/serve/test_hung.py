@@ -23,21 +23,11 @@ from foredraft.engine.frontend import CompletionOutput, FrozenList, RequestMetri
 from foredraft.engine.stats import RowStats
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
-from foredraft.serve.backend import QueuedRequest
 from foredraft.serve.errors import ApiError
 from foredraft.serve.metrics import ClusterMetrics
+from foredraft.serve.queued_request import QueuedRequest
 from foredraft.serve.ray.failover import CALLER, SILENT_SECONDS, Caller, ClusterBridge
-from foredraft.serve.ray.messages import (
-    Accepted,
-    Delta,
-    Finished,
-    Message,
-    Rejected,
-    ReplicaRequest,
-    Route,
-    Routed,
-    Started,
-)
+from foredraft.serve.ray.messages import Delta, Finished, Message, ReplicaRequest, Routed, Started
 from foredraft.serve.ray.replica import Replica
 from foredraft.serve.served import Served
 from foredraft.serve.settings import FailoverSettings
@@ -115,7 +105,7 @@ def _said(name: str, work: ReplicaRequest) -> list[Message]:
     ]
     news = [Delta((delta,), RowStats(), 0) for delta in deltas]
     ended = Finished((_result(),), RowStats(), 0)
-    return [Accepted(name), Started(name, work.fingerprint), *news, ended]
+    return [Routed(name, has_accepted=True), Started(work.fingerprint), *news, ended]
 
 
 def _result() -> RequestOutput:
@@ -127,8 +117,8 @@ def _result() -> RequestOutput:
 class Scripted:
     """Sends requests as the router of Ray Serve does: to the first replica that is not avoided and has room."""
 
-    def __init__(self, facts: Any, scripts: Sequence[Script]) -> None:
-        self.facts, self.scripts = facts, scripts
+    def __init__(self, served: Any, scripts: Sequence[Script]) -> None:
+        self.served, self.scripts = served, scripts
 
     async def generate(self, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
         while True:
@@ -157,7 +147,7 @@ class House:
     """An ingress before scripts."""
 
     def __init__(self, llm: Any, scripts: Sequence[Script], settings: FailoverSettings = SETTINGS) -> None:
-        self.fleet = Scripted(_Facts(llm), scripts)
+        self.fleet = Scripted(SimpleNamespace(names={"tiny": llm}, weights="w", fingerprint="f", num_rows=2), scripts)
         self.bridge = ClusterBridge(self.fleet, ClusterMetrics("tiny"), settings)  # type: ignore[arg-type]
         self.llm = llm
 
@@ -178,18 +168,6 @@ class House:
 
     async def ask(self) -> Got:
         return await self.hear(self.submit())
-
-
-@dataclass
-class _Facts:
-    llm: Any
-    weights: str = "w"
-    fingerprint: str = "f"
-    num_rows: int = 2
-
-    @property
-    def llms(self) -> dict[str, Any]:
-        return {"tiny": self.llm}
 
 
 @pytest.mark.parametrize("said", range(LENGTH + 3))
@@ -376,9 +354,9 @@ def llm() -> LLM:
 
 def _work(replica: Replica, **changes: Any) -> ReplicaRequest:
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, seed=1)
-    facts = replica.facts
+    served = replica.description
     given = {"prompts": ({"prompt_token_ids": [1, 2, 3]},), "params": (params,), **changes}
-    return ReplicaRequest("", "tiny", weights=facts.weights, fingerprint=facts.fingerprint, **given)
+    return ReplicaRequest("", "tiny", weights=served.weights, fingerprint=served.fingerprint, **given)
 
 
 async def _all(replica: Replica, work: ReplicaRequest) -> list[Message]:
@@ -388,7 +366,7 @@ async def _all(replica: Replica, work: ReplicaRequest) -> list[Message]:
 def test_a_replica_says_at_once_that_it_has_a_request(llm: LLM) -> None:
     replica = Replica(lambda: Served({"tiny": llm}), "tiny", "name")
     said = asyncio.run(_all(replica, _work(replica)))
-    assert said[0] == Accepted("name")
+    assert said[0] == Routed("name", has_accepted=True)
     assert isinstance(said[1], Started)
     assert isinstance(said[-1], Finished)
 
@@ -425,20 +403,15 @@ def test_a_step_that_does_not_end_is_told(llm: LLM) -> None:
     finally:
         go.set()
         del llm.step
-    assert said[0] == Accepted("name")
-    assert isinstance(said[-1], Rejected)
-    assert said[-1].may_work_elsewhere
+    assert said[0] == Routed("name", has_accepted=True)
+    assert isinstance(said[-1], ApiError)
+    assert said[-1].status == 503
 
 
 def test_the_route_of_a_request_stays_in_its_process(llm: LLM) -> None:
     async def main() -> None:
         replica = Replica(lambda: Served({"tiny": llm}), "tiny", "name")
-        work = _work(replica, route=Route())
-        assert work.route is not None
-        thread = threading.Thread(target=work.route.tell, args=["there"])
-        thread.start()
-        assert await work.route.sent() == Routed("there")
-        thread.join()
+        work = _work(replica, route=[].append)
         assert pickle.loads(pickle.dumps(work)) == _work(replica)
 
     asyncio.run(main())
@@ -461,15 +434,11 @@ def test_a_full_replica_is_not_waited_for_as_if_it_had_the_request(monkeypatch: 
 
         result = SimpleNamespace(get_rejection_response=respond)
         monkeypatch.setattr(router.RunningReplica, "try_send_request", lambda *args: result)
-        route = Route()
-        work = ReplicaRequest("", "tiny", ({"prompt_token_ids": [1]},), (), "w", "f", route=route)
+        names: list[str] = []
+        work = ReplicaRequest("", "tiny", ({"prompt_token_ids": [1]},), (), "w", "f", route=names.append)
         request: Any = SimpleNamespace(args=[work])
         told = Replica().try_send_request(request, True)
         assert (await told.get_rejection_response()).accepted is accepted
-        route.tell("end")
-        names = []
-        while (sent := await route.sent()) != Routed("end"):
-            names.append(sent.replica)
         return names
 
     assert asyncio.run(main(True)) == ["full"]

@@ -1,4 +1,4 @@
-"""lm-eval's ``local-completions``: the requests that it sends, by hand, and by lm-eval itself beside its ``hf``."""
+"""lm-eval's ``local-completions``: the requests that it sends, by hand."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def test_log_likelihoods_are_those_of_the_model(running_server: Running, max_tok
         assert max_tokens or choice["text"] == text
 
 
-@pytest.mark.parametrize("fields", [{}, {"echo": False, "prompt_logprobs": 2}])
-@pytest.mark.parametrize("max_tokens", [0, 6])
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(
+    ("fields", "max_tokens", "n"), [({}, 0, 2), ({}, 6, 1), ({"echo": False, "prompt_logprobs": 2}, 6, 2)]
+)
 def test_a_stream_tells_of_the_prompt_first(
     running_server: Running, fields: dict[str, Any], max_tokens: int, n: int
 ) -> None:
@@ -89,38 +89,3 @@ def test_a_prompt_that_fills_the_context_is_read(running_server: Running) -> Non
         refused = running_server.post("/v1/completions", prompt=[7] * length, max_tokens=max_tokens, **ASKED)
         assert refused.json()["error"]["code"] == "context_length_exceeded"
     assert running_server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> Iterator[Running]:
-    with running(Served({"smollm2": LLM("zoo:smollm2", "ngram", dtype="float32")})) as found:
-        yield found
-
-
-@pytest.mark.full
-@pytest.mark.smollm2
-def test_lm_eval_says_what_it_says_of_its_own_model(smollm2: Running) -> None:
-    """lm-eval asks the server, and runs the same weights itself."""
-    reason = "lm-eval is no dependency: uv pip install 'lm-eval[api]'"
-    pytest.importorskip("lm_eval", reason=reason)
-    completions = pytest.importorskip("lm_eval.models.openai_completions", reason=reason)
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-
-    llm = smollm2.llm
-    api = completions.LocalCompletionsAPI(
-        base_url=f"{smollm2.server.address}/v1/completions", model="smollm2", batch_size=2, max_retries=1
-    )
-    own = HFLM(pretrained=llm.target.shadow, tokenizer=llm.tokenizer, batch_size=1)
-    continued = [(text, after) for text in TEXTS for after in (" Paris", " four and more", " Ünïcode 世界", " the")]
-    scored = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(continued)]
-    for (ours, our_flag), (theirs, their_flag) in zip(
-        api.loglikelihood(scored), own.loglikelihood(scored), strict=True
-    ):
-        assert ours == pytest.approx(theirs, abs=1e-4)
-        assert our_flag == their_flag
-    asked = {"until": ["\n\n", "."], "max_gen_toks": 24, "do_sample": False, "temperature": 0}
-    wanted = [Instance("generate_until", {}, (text, dict(asked)), number) for number, text in enumerate(TEXTS)]
-    texts = api.generate_until(wanted)
-    assert texts == own.generate_until(wanted)
-    assert any(len(text) > 20 for text in texts)

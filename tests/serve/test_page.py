@@ -14,7 +14,7 @@ from serving import Running
 SHOTS = Path(__file__).parents[2] / ".cache" / "page"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("theme", "width"), [("light", 1100), ("dark", 1100), ("light", 390)])
 def test_a_question_is_answered(browser: Any, running_server: Running, theme: str, width: int) -> None:
     page = browser.new_page(color_scheme=theme, viewport={"width": width, "height": 800})
@@ -55,7 +55,7 @@ def test_a_question_is_answered(browser: Any, running_server: Running, theme: st
     page.close()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_reload_ends_the_stream_and_escape_stops_it(browser: Any, running_server: Running) -> None:
     page = browser.new_page()
     page.goto(running_server.server.address)
@@ -99,7 +99,7 @@ def ask(page: Any, text: str, tokens: int = 8) -> None:
     page.keyboard.press("Enter")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_new_conversation_begins_with_nothing_of_the_one_before(browser: Any, running_server: Running) -> None:
     """The answer that "New" had stopped was its first message."""
     page = browser.new_page()
@@ -117,7 +117,7 @@ def test_a_new_conversation_begins_with_nothing_of_the_one_before(browser: Any, 
     page.close()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_question_that_was_refused_can_be_changed(browser: Any, running_server: Running) -> None:
     """It stayed in the conversation, beside an empty answer, so that a question that was too long ended it for good."""
     page = browser.new_page()
@@ -141,7 +141,7 @@ def test_a_question_that_was_refused_can_be_changed(browser: Any, running_server
     page.close()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_a_proxy_says_is_told_and_names_come_once_there_are_some(browser: Any, running_server: Running) -> None:
     """A page that was opened while the model was loaded had no names until it was loaded again."""
     page = browser.new_page()
@@ -174,7 +174,7 @@ BURST = """() => {
 """An answer of two thousand tokens at once, which are markup; and how often the page is asked for its height."""
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_long_answer_is_not_laid_out_for_every_token(browser: Any, running_server: Running) -> None:
     """Six thousand tokens held the page for more than half a minute."""
     page = browser.new_page()

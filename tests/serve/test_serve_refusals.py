@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -12,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -26,7 +26,7 @@ from foredraft.serve.app import SMALL_BYTES
 from foredraft.serve.completions import read_completion
 from foredraft.serve.errors import ApiError
 from foredraft.serve.fields import MOST_ENTRIES
-from foredraft.serve.guards import Hosts
+from foredraft.serve.guards import with_local_hosts
 from foredraft.serve.served import Served
 from foredraft.serve.server import Server
 from foredraft.serve.settings import ServerSettings
@@ -136,9 +136,9 @@ def test_bodies_that_are_no_object(running_server: Running, body: bytes) -> None
     assert response.json()["error"]["code"] == "invalid_json"
 
 
-def test_keys(start: Callable[..., Running]) -> None:
-    server = start(key="second", api_keys=("first", "second"))
-    assert server.client.models.list().data
+def test_keys(running_server: Running) -> None:
+    client = running_server.under("second", api_keys=("first", "second"))
+    assert client.get("/v1/models").status_code == 200
     for header in (
         {},
         {"Authorization": "Bearer wrong"},
@@ -146,15 +146,13 @@ def test_keys(start: Callable[..., Running]) -> None:
         {"Authorization": "second"},
     ):
         for path in ("/v1/models", "/metrics", "/tokenizer_info", "/nothing"):
-            response = server.http.get(path, headers={"Authorization": "", **header})
+            response = client.get(path, headers={"Authorization": "", **header})
             assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
     for path in ("/health", "/"):
-        assert server.http.get(path, headers={"Authorization": ""}).status_code == 200
-    with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=f"{server.server.address}/v1", api_key="third", max_retries=0).models.list()
+        assert client.get(path, headers={"Authorization": ""}).status_code == 200
 
 
-def test_unknown_fields_are_named_or_refused(start: Callable[..., Running], running_server: Running) -> None:
+def test_unknown_fields_are_named_or_refused(running_server: Running) -> None:
     body = {"prompt": "a", "max_tokens": 1, "temprature": 0, "x\r\nset-cookie: a": 1, "user": "me"}
     response = running_server.post("/v1/completions", **body)
     assert response.status_code == 200
@@ -162,9 +160,13 @@ def test_unknown_fields_are_named_or_refused(start: Callable[..., Running], runn
     assert "set-cookie" not in response.headers
     blank = running_server.post("/v1/completions", **{"prompt": "a", "max_tokens": 1, "": 1, " b ": 1})
     assert blank.headers["x-foredraft-warning"].endswith('"", b')  # no space at an end, which is no header
-    refused = start(strict_fields=True).post("/v1/completions", **body)
+    strict = running_server.under(strict_fields=True)
+    refused = strict.post("/v1/completions", json=body)
     assert refused.status_code == 400
     assert "unknown fields: temprature" in refused.json()["error"]["message"]
+    for name, said in (("temprature", "did you mean temperature?"), ("xyzzy", "unknown fields: xyzzy")):
+        message = strict.post("/v1/completions", json={"prompt": "a", name: 1}).json()["error"]["message"]
+        assert message.endswith(said)
 
 
 @pytest.mark.parametrize(
@@ -180,29 +182,30 @@ def test_another_method_is_told_which_there_are(
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_bodies_have_a_limit(start: Callable[..., Running]) -> None:
-    server = start(max_body_bytes=1000)
-    assert server.post("/v1/completions", prompt="a" * 2000).status_code == 413
+def test_a_body_that_is_not_wanted_is_read_before_the_answer(start: Callable[..., Running]) -> None:
+    """A client that writes all of it first got a reset connection instead of 413, or of 401.
+
+    One that asks first, by "Expect", has its answer before it has sent anything.
+    """
+    server = start(key="key", max_body_bytes=1000, api_keys=("key",))
     assert server.post("/v1/completions", prompt="a" * 100, max_tokens=1).status_code == 200
-
-
-@pytest.mark.parametrize("is_chunked", [False, True])
-def test_a_body_that_is_not_wanted_is_read_before_the_answer(start: Callable[..., Running], is_chunked: bool) -> None:
-    """A client that writes all of it first got a reset connection instead of 413, or of 401."""
-    server = start(max_body_bytes=1000, api_keys=("key",))
     host, port = server.server.address.removeprefix("http://").split(":")
     body = b"x" * 5_000_000
-    if is_chunked:
-        head, body = "Transfer-Encoding: chunked", b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
-    else:
-        head = f"Content-Length: {len(body)}"
-    for key, status, kind in (("key", 413, "request_too_large"), ("none", 401, "authentication_error")):
-        told = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n{head}"
-        with socket.create_connection((host, int(port)), timeout=60) as client:
-            client.sendall(f"{told}\r\n\r\n".encode() + body)
-            answer = b"".join(iter(lambda: client.recv(65536), b""))
-        assert answer.startswith(f"HTTP/1.1 {status} ".encode())
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == kind
+    sent = {
+        f"Content-Length: {len(body)}": body,
+        "Transfer-Encoding: chunked": b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body),
+        "Content-Length: 9\r\nExpect: 100-continue": b"",
+    }
+    for head, data in sent.items():
+        for key, status, kind in (("key", 413, "request_too_large"), ("none", 401, "authentication_error")):
+            if not data and status == 413:
+                continue
+            told = f"Host: a\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n{head}"
+            with socket.create_connection((host, int(port)), timeout=60) as client:
+                client.sendall(f"POST /v1/completions HTTP/1.1\r\n{told}\r\n\r\n".encode() + data)
+                answer = b"".join(iter(lambda: client.recv(65536), b""))
+            assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == kind
 
 
 @pytest.mark.parametrize("coding", ["gzip", "identity, GZIP", "nonsense"])
@@ -225,16 +228,6 @@ def test_lists_that_slow_every_token_have_a_limit(running_server: Running, name:
     assert found.status_code == 400
     assert found.json()["error"]["param"] == name
     assert f"may have {most}" in found.json()["error"]["message"]
-
-
-def test_a_client_that_asks_first_is_told_before_it_sends(start: Callable[..., Running]) -> None:
-    server = start(api_keys=("key",))
-    host, port = server.server.address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as client:
-        client.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n"
-        )
-        assert client.recv(65536).startswith(b"HTTP/1.1 401 ")
 
 
 @pytest.mark.parametrize("name", ["prompt", "prediction"])
@@ -299,23 +292,20 @@ def test_texts_are_tokens_before_the_engine_has_them(llm: LLM, served: Served) -
     assert params.bad_words_ids
 
 
-def test_web_pages_may_call_where_they_are_let(start: Callable[..., Running]) -> None:
-    server = start(cors_origins=("https://a.example",), api_keys=("key",), key="key")
+def test_web_pages_may_call_where_they_are_let(running_server: Running) -> None:
+    client = running_server.under("key", cors_origins=("https://a.example",), api_keys=("key",))
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     for origin, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
-        response = server.http.options("/v1/completions", headers={"Origin": origin, **asked})
+        response = client.options("/v1/completions", headers={"Origin": origin, **asked})
         assert response.headers.get("access-control-allow-origin") == allowed
 
 
-def test_a_full_queue_is_told_with_a_time_to_come_again(start: Callable[..., Running]) -> None:
-    server = start(max_queued_requests=0)
-    server.server.bridge._num_running = 8  # as many as there are rows
-    response = server.post("/v1/completions", prompt="a")
+def test_a_full_queue_is_told_with_a_time_to_come_again(running_server: Running) -> None:
+    running_server.server.bridge._num_running = 8  # as many as there are rows
+    response = running_server.under(max_queued_requests=0).post("/v1/completions", json={"prompt": "a"})
     assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
     assert int(response.headers["retry-after"]) > 0
-    with pytest.raises(openai.RateLimitError):
-        server.client.completions.create(model="tiny", prompt="a")
-    assert 'foredraft:admission_rejections_total{model_name="tiny"} 2.0' in server.http.get("/metrics").text
+    assert re.search(r'admission_rejections_total\{model_name="tiny"\} [1-9]', running_server.http.get("/metrics").text)
 
 
 def test_while_it_loads_and_when_loading_fails() -> None:
@@ -337,8 +327,6 @@ def test_while_it_loads_and_when_loading_fails() -> None:
 
     thread = threading.Thread(target=run)
     thread.start()
-    import httpx
-
     with httpx.Client(base_url=server.address, timeout=30) as http:
         for path in ("/health", "/v1/models"):
             response = http.get(path)
@@ -373,8 +361,14 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("path", ASKED)
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        pytest.param(path, name, marks=() if (i + j) % 3 == 0 else pytest.mark.full)
+        for i, path in enumerate(ASKED)
+        for j, name in enumerate(ELSEWHERE)
+    ],
+)
 def test_fields_of_other_servers_that_change_the_answer_are_refused(
     running_server: Running, path: str, name: str
 ) -> None:
@@ -424,18 +418,11 @@ def test_text_with_a_schema_is_refused(running_server: Running) -> None:
     assert (found.status_code, found.json()["error"]["param"]) == (400, "response_format")
 
 
-def test_an_unknown_field_names_the_nearest(start: Callable[..., Running]) -> None:
-    server = start(strict_fields=True)
-    for name, said in (("temprature", "did you mean temperature?"), ("xyzzy", "unknown fields: xyzzy")):
-        message = server.post("/v1/completions", prompt="a", **{name: 1}).json()["error"]["message"]
-        assert message.endswith(said)
-
-
 LOCAL = ["127.0.0.1", "localhost", "LOCALHOST:80", "127.1.2.3:8000", "[::1]:8000", ""]
 FOREIGN = ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1", "[::2]"]
 
 
-def test_a_foreign_host_is_refused_on_loopback(running_server: Running, start: Callable[..., Running]) -> None:
+def test_a_foreign_host_is_refused_on_loopback(running_server: Running) -> None:
     """A page whose name was resolved to this machine (DNS rebinding) could read every answer."""
     for path in ("/v1/models", "/", "/metrics"):
         for host in LOCAL:
@@ -448,8 +435,8 @@ def test_a_foreign_host_is_refused_on_loopback(running_server: Running, start: C
         "/v1/completions", json=ASKED["/v1/completions"], headers={"Host": "evil.example"}
     )
     assert posted.status_code == 403
-    keyed = start("secret", api_keys=("secret",))
-    assert keyed.http.get("/v1/models", headers={"Host": "my.example"}).status_code == 200
+    keyed = running_server.under("secret", api_keys=("secret",))
+    assert keyed.get("/v1/models", headers={"Host": "my.example"}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -481,7 +468,7 @@ def test_a_name_of_this_machine_is_its_host() -> None:
         sent.append(message)
 
     for headers in ([(b"host", b"My.Name:80")], [(b"host", b"my.name.")], []):
-        asyncio.run(Hosts(app, "my.name")({"type": "http", "headers": headers}, None, send))  # type: ignore[arg-type]
+        asyncio.run(with_local_hosts(app, "my.name")({"type": "http", "headers": headers}, None, send))  # type: ignore[arg-type]
     assert [one["type"] for one in sent] == ["http"] * 3
 
 

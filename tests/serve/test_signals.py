@@ -43,7 +43,7 @@ def command(*options: str, **variables: str) -> Iterator[tuple[subprocess.Popen[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_a_signal_drains_and_a_second_one_does_not_wait(number: signal.Signals) -> None:
     with command() as (process, address):
         with httpx.stream("POST", f"{address}/v1/completions", json={**LONG, "max_tokens": 300}) as response:

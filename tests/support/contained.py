@@ -14,7 +14,7 @@ from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
-from foredraft.methods.lengths import Fixed
+from foredraft.methods.lengths import LengthPolicy
 from foredraft.testing import check_cache_lengths
 from toys import VOCAB_SIZE, small, target
 
@@ -23,7 +23,7 @@ CONTAINED = EngineConfig(max_num_seqs=3, contains_faults=True)
 
 
 def layer_skip() -> SelfDrafter:
-    return SelfDrafter("layer_skip", layer_set=LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(3))
+    return SelfDrafter("layer_skip", layer_set=LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=LengthPolicy(3))
 
 
 def draft_model() -> DraftModelDrafter:

@@ -80,12 +80,16 @@ def streams_of(ids: Tensor, head: EagleHead, dtype: torch.dtype) -> Tensor:
     return torch.cat(parts, dim=-1).to(dtype)
 
 
-def unrolled_outputs(head: EagleHead, ids: Tensor, num_steps: int) -> list[Tensor]:
-    """Outputs (B, S, H) of steps 0, 1, ..: row t of step j is fed token t + 1 + j, at position t + j."""
+def unrolled_outputs(head: EagleHead, ids: Tensor, num_steps: int, streams: Tensor | None = None) -> list[Tensor]:
+    """Outputs (B, S, H) of steps 0, 1, ..: row t of step j is fed token t + 1 + j, at position t + j.
+
+    Args:
+      streams: see `streams_of`, where they are known.
+    """
     rows, size = ids.shape
     dtype = head.dtype
     embedding = model().get_input_embeddings().weight.to(dtype)
-    features = head.features(streams_of(ids, head, dtype))
+    features = head.features(streams_of(ids, head, dtype) if streams is None else streams)
     cache = Unrolled()
     outputs = []
     for step in range(num_steps):
@@ -113,9 +117,10 @@ def overfit(head: EagleHead, num_updates: int) -> None:
     labels = torch.where(is_real, rows_of[ids], -1)
     optimizer = torch.optim.Adam(head.parameters(), lr=4e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, num_updates)
+    streams = streams_of(ids, head, head.dtype)
     for _ in range(num_updates):
         loss = torch.zeros(())
-        for step, outputs in enumerate(unrolled_outputs(head, ids, NUM_UNROLLED)):
+        for step, outputs in enumerate(unrolled_outputs(head, ids, NUM_UNROLLED, streams)):
             wanted = torch.nn.functional.pad(labels[:, 2 + step :], (0, 2 + step), value=-1)
             found = logits_of(head, outputs)
             loss = loss + torch.nn.functional.cross_entropy(found.flatten(0, 1), wanted.flatten(), ignore_index=-1)

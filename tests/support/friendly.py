@@ -23,20 +23,16 @@ def friendly_kernels() -> Iterator[None]:
     perturbation.
     """
     with ExitStack() as stack:
-        for holder, name, kernel in seams(_Doubling()):
+        for holder, name, kernel in seams(_doubled, _product):
             stack.enter_context(patch.object(holder, name, kernel))
         stack.enter_context(patch.object(F, "silu", _doubled(F.silu)))
         yield
 
 
-class _Doubling:
-    def attention(self, run: Kernel) -> Kernel:
-        return _doubled(run)
-
-    def product(self, run: Kernel, first: int = 0) -> Kernel:
-        if run is torch.ops.mkldnn._linear_pointwise.default:
-            return _doubled(lambda x, weight, bias, *_: F.linear(x, weight.to_dense(), bias))
-        return _doubled(run)
+def _product(run: Kernel, first: int) -> Kernel:
+    if run is torch.ops.mkldnn._linear_pointwise.default:
+        return _doubled(lambda x, weight, bias, *_: F.linear(x, weight.to_dense(), bias))
+    return _doubled(run)
 
 
 def _doubled(run: Kernel) -> Kernel:

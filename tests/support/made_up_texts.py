@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from foredraft.engine.budget import DraftSize
 from foredraft.engine.cost_model import CostCurve
 from foredraft.engine.governor import Governor
 from foredraft.engine.stats import RowStats, StepSeconds
-from foredraft.tree import DraftTree
+from foredraft.tree import DraftSize, DraftTree
 
 FLAT = {1: 22.2, 5: 24.2, 16: 27.8, 32: 32.5, 64: 45.0}
 STEEP = {1: 20.0, 2: 28.0, 4: 38.0, 8: 60.0, 16: 110.0, 32: 210.0, 64: 400.0}
@@ -173,7 +172,7 @@ def accept(row: Text, tree: DraftTree, governor: Governor | None) -> Any:
         emitted.append(len(row.token_ids))
         row.token_ids.append(emitted[-1])
         node = tree.child(node, emitted[-1])
-    row.stats.record(len(tree) - 1, len(emitted) - 1, len(emitted))
+    row.stats.record(tree, range(1, len(emitted)), len(emitted))
     if governor is not None:
         governor.acceptance.came(row, emitted)
     return SimpleNamespace(row=row, token_ids=tuple(emitted))

@@ -12,7 +12,7 @@ import torch
 
 from foredraft import accept
 from foredraft.accept import Verdict
-from foredraft.drafters.parts.draft import GrowingDraft
+from foredraft.drafters.parts.growth import GrowingDraft
 from foredraft.engine.row import Row
 from foredraft.engine.stopping import StopChecker
 from foredraft.model.cache.ragged import KVCache

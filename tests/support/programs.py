@@ -1,7 +1,4 @@
-"""The command line, or functions, in processes of their own: forks of this one, which need not load torch again.
-
-Real streams, signals, exit codes and terminals; what an interpreter does before its first line has tests elsewhere.
-"""
+"""The command line, in this process over streams of its own, or in a fork of it, which need not load torch again."""
 
 from __future__ import annotations
 
@@ -14,18 +11,23 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing import get_context
+from tempfile import TemporaryFile
 from typing import Any, NoReturn
 
 from foredraft.__main__ import main
+from foredraft.ending import ENDING
+
+STREAMS = ("stdin", "stdout", "stderr")
 
 
-def _stream(number: int, encoding: str) -> Any:
+def _stream(number: int, encoding: str, descriptor: int | None = None) -> Any:
     """As the interpreter makes it: None where it is closed."""
     with suppress(OSError):
-        os.fstat(number)
+        os.fstat(number if descriptor is None else descriptor)
         name, _, errors = encoding.partition(":")
         errors = "backslashreplace" if number == 2 else errors or "strict"
-        return open(number, "r" if number == 0 else "w", 1 if number == 2 else -1, name, errors, closefd=False)
+        file, mode = (number if descriptor is None else descriptor), "r" if number == 0 else "w"
+        return open(file, mode, 1 if number == 2 else -1, name, errors, closefd=False)
     return None
 
 
@@ -57,19 +59,11 @@ def become(arguments: list[str], env: Mapping[str, str] | None = None) -> NoRetu
     os._exit(code)
 
 
-def started(
-    arguments: list[str], *, closed: int | None = None, env: Mapping[str, str] | None = None, **options: Any
-) -> subprocess.Popen[Any]:
-    """The command with options of `subprocess.Popen`.
-
-    Args:
-      closed: the standard stream that it does not have.
-    """
+def started(arguments: list[str], *, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[Any]:
+    """The command in a fork, with options of `subprocess.Popen`."""
 
     def child() -> NoReturn:
         try:
-            if closed is not None:
-                os.close(closed)
             become(arguments, env)
         finally:
             os._exit(1)
@@ -85,6 +79,61 @@ def ran(arguments: list[str], *, input: Any = None, **options: Any) -> subproces
     with started(arguments, **given) as process:
         output, errors = process.communicate(input, timeout=300)
     return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
+
+
+def called(
+    arguments: list[str],
+    *,
+    stdin: bytes = b"",
+    stdout: int | None = None,
+    stderr: int | None = None,
+    closed: int | None = None,
+    encoding: str = "utf-8",
+    is_unbuffered: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """The command in this process, with standard streams as the interpreter makes them.
+
+    Args:
+      stdout, stderr: descriptors to write to; by default what is written is captured.
+      closed: the standard stream that it does not have.
+      encoding: of standard input and output, as in PYTHONIOENCODING.
+    """
+    names = [*STREAMS, *map("__{}__".format, STREAMS)]
+    before = {name: getattr(sys, name) for name in ("argv", "unraisablehook", *names)}
+    handlers = {number: signal.getsignal(number) for number in ENDING}
+    with TemporaryFile() as read, TemporaryFile() as out, TemporaryFile() as errors:
+        read.write(stdin)
+        read.seek(0)
+        places = [
+            read.fileno(),
+            out.fileno() if stdout is None else stdout,
+            errors.fileno() if stderr is None else stderr,
+        ]
+        try:
+            for number, place in enumerate(places):
+                stream = None if number == closed else _stream(number, encoding if number < 2 else "utf-8", place)
+                if is_unbuffered and number == 1:
+                    stream.reconfigure(write_through=True)
+                setattr(sys, STREAMS[number], stream)
+                setattr(sys, f"__{STREAMS[number]}__", stream)
+            sys.argv = ["foredraft", *arguments]
+            try:
+                main()
+                code: Any = 0
+            except SystemExit as end:
+                code = end.code or 0
+        finally:
+            for stream in filter(None, [getattr(sys, name) for name in names]):
+                with suppress(OSError, ValueError):
+                    stream.close()
+            for name, value in before.items():
+                setattr(sys, name, value)
+            for each, handler in handlers.items():
+                signal.signal(each, handler)
+        out.seek(0)
+        errors.seek(0)
+        written = out.read().decode(encoding.partition(":")[0]), errors.read().decode()
+    return subprocess.CompletedProcess(arguments, code, *written)
 
 
 def forked(*functions: Callable[[], Any]) -> list[Any]:

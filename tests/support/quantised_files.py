@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 Stored = Callable[[torch.Tensor], dict[str, torch.Tensor]]
@@ -29,6 +29,27 @@ def write_quantised(folder: Path, model: PreTrainedModel, settings: dict[str, An
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = {**model.config.to_dict(), "architectures": [type(model).__name__], "quantization_config": settings}
     (folder / "config.json").write_text(json.dumps(config))
+
+
+UP = "model.layers.0.mlp.up_proj"
+"""One of the layers."""
+
+
+def parts_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of `UP`, by the names of its parts."""
+    tensors = load_file(folder / "model.safetensors")
+    return {name.removeprefix(f"{UP}."): tensor for name, tensor in tensors.items() if name.startswith(f"{UP}.")}
+
+
+def change_parts(folder: Path, **parts: torch.Tensor | None) -> None:
+    """Let the file hold other tensors of `UP`, or none."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for part, tensor in parts.items():
+        tensors.pop(f"{UP}.{part}", None)
+        if tensor is not None:
+            tensors[f"{UP}.{part}"] = tensor.contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def change_settings(folder: Path, **changes: Any) -> None:

@@ -8,13 +8,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+from starlette.testclient import TestClient
 
 from foredraft.llm import LLM
+from foredraft.serve.app import Application
 from foredraft.serve.served import Served
 from foredraft.serve.server import Server
 from foredraft.serve.settings import ServerSettings
@@ -25,15 +28,29 @@ HERMES = (Path(__file__).parents[2] / "examples" / "serve" / "hermes.jinja").rea
 """The template of the examples, which knows tools."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Running:
-    """A server that runs, and clients of it."""
+    """A server that runs, and clients of it.
+
+    Args:
+      llm: another `LLM` over the same model, for references: it takes turns with the server.
+    """
 
     server: Server
     http: httpx.Client
-    client: openai.OpenAI
     llm: LLM
-    """Another face of the same model, for references: it takes turns with the server."""
+
+    @cached_property
+    def client(self) -> openai.OpenAI:
+        """Client of the OpenAI API, for tests of that client alone: they are `full`."""
+        return openai.OpenAI(base_url=f"{self.server.address}/v1", api_key="none", max_retries=0, timeout=600)
+
+    def under(self, key: str = "none", **settings: Any) -> TestClient:
+        """Client of the same engine under other settings, without sockets."""
+        application = Application(self.server.bridge, ServerSettings(**settings))
+        application.served = self.server.application.served
+        headers = {"Authorization": f"Bearer {key}"}
+        return TestClient(application.build("localhost"), "http://localhost", headers=headers)
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
@@ -43,9 +60,10 @@ class Running:
         with self.http.stream("POST", path, json={**body, "stream": True}) as response:
             assert response.status_code == 200, response.read()
             assert response.headers["content-type"].startswith("text/event-stream")
-            lines = [line for line in response.iter_lines() if line and not line.startswith(":")]
-        assert lines[-1] == "data: [DONE]"
-        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+            lines = [line for line in response.iter_lines() if line.startswith("data: ")]
+        if path != "/v1/responses":
+            assert lines.pop() == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
 def with_template(llm: LLM, template: str = HERMES) -> LLM:
@@ -65,11 +83,12 @@ def running(served: Served, settings: ServerSettings | None = None, key: str = "
     assert said.wait(120)
     headers = {"Authorization": f"Bearer {key}"}
     http = httpx.Client(base_url=server.address, headers=headers, timeout=600)
-    client = openai.OpenAI(base_url=f"{server.address}/v1", api_key=key, max_retries=0, timeout=600)
+    found = Running(server, http, served.llm.with_speculative_config(None))
     try:
-        yield Running(server, http, client, served.llm.with_speculative_config(None))
+        yield found
     finally:
-        client.close()
+        if "client" in vars(found):
+            found.client.close()
         http.close()
         server.handle_exit(2, None)
         thread.join(30)

@@ -13,8 +13,8 @@ from transformers import OPTConfig, OPTForCausalLM
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.heads.layers import LayerShape
 from foredraft.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
-from foredraft.model.capture import Wanted
 from foredraft.model.lm import CausalLM, Nodes
+from foredraft.model.nodes import Wanted
 from foredraft.testing import GREEDY, PROMPTS, SAMPLED, decode
 from toys import VOCAB_SIZE, target
 

@@ -17,14 +17,13 @@ import mutations
 from foredraft import LLM, SamplingParams
 from foredraft.drafters.lookup.ngram import NGramDrafter
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.engine.budget import DraftSize
 from foredraft.engine.drafter import Needs, PromptChunk
 from foredraft.engine.row import Row, RowState
 from foredraft.errors import ForedraftError
 from foredraft.methods.lookup import NGramOptions
 from foredraft.model.lm import Nodes
 from foredraft.testing import check_drafter, toy_model
-from foredraft.tree import DraftTree
+from foredraft.tree import DraftSize, DraftTree
 
 FAULTS = [
     ("perfect-tree", mutations.commits_everything),

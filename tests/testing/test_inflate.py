@@ -201,7 +201,7 @@ def test_the_shipped_drafter_inflated_gives_the_same_logits() -> None:
     assert (logits(bigger, ids) - logits(drafter, ids)).abs().max() < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_shipped_target_at_a_hundred_million_parameters() -> None:
     """The benchmark's shape: 98.6 M parameters, logits within 1e-4 in float32, batched, with and without a cache."""
     target, _, tokenizer = zoo.load("tiny")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from foredraft.drafters.parts import suffix_index
-from foredraft.drafters.parts.suffix_index import continuation
+from foredraft.drafters.lookup import ngram
+from foredraft.drafters.lookup.ngram import continuation
 from mutants import Apply, only_once, replaced, skipped, together, with_arguments, with_result, wrapped
 
 
@@ -47,7 +47,7 @@ def outcome() -> list[object]:
         Thing.of(7).size,
         Thing.half(8),
         continuation([1, 2, 3], 1, 3),
-        suffix_index.continuation([1, 2, 3], 1, 3),
+        ngram.continuation([1, 2, 3], 1, 3),
     ]
 
 
@@ -71,7 +71,7 @@ FAULTS: dict[str, tuple[Apply, dict[int, object]]] = {
     "inherited, of one class": (replaced(Thing, "inherited", lambda thing: "own"), {0: "own"}),
     "wrapped": (wrapped(Thing, "half", lambda half: lambda size: half(half(size))), {6: 2}),
     "function, wherever it was imported": (
-        with_arguments(suffix_index, "continuation", lambda call: {"start": call.start - 1}),
+        with_arguments(ngram, "continuation", lambda call: {"start": call.start - 1}),
         {7: (1, 2, 3), 8: (1, 2, 3)},
     ),
     "together": (

@@ -21,7 +21,7 @@ from foredraft.heads.vocabulary import DraftVocabulary
 from foredraft.model.lm import CausalLM
 from foredraft.testing import toy_model
 from foredraft.train.draft_model import DraftModelRecipe, SmallPlan, new_small_model
-from foredraft.train.features import TargetFeatures
+from foredraft.train.features import target_features
 from foredraft.train.losses import distilled
 from foredraft.train.plan import Plan
 from foredraft.train.recipe import TargetParts
@@ -89,7 +89,7 @@ def test_gradients_of_total_variation_are_those_of_autograd() -> None:
 def test_losses_are_those_of_the_models_own_logits_after_every_answer_token() -> None:
     """The model, as transformers computes it, against the target's distributions: shifted places change them."""
     made, (example, *_) = recipe("own", vocab=64), examples()
-    features = TargetFeatures(eagle_heads.target(), made.layers).of([example])
+    features = target_features(eagle_heads.target(), made.layers, [example])
     (part,) = made.parts([example], features)
     ids = torch.tensor([example.token_ids])
     wanted = eagle_heads.model().double()(input_ids=ids).logits[0].softmax(-1)
@@ -113,7 +113,7 @@ def test_all_layers_of_the_target_are_the_target() -> None:
     model = new_small_model(target(), SmallPlan(from_layers=tuple(range(lm.num_layers)))).double()
     ids = torch.tensor(examples()[0].token_ids)
     states = model.states(target().embedded(ids[None], torch.float64))[0]
-    (features,) = TargetFeatures(lm, (lm.num_layers,)).of(examples()[:1])
+    (features,) = target_features(lm, (lm.num_layers,), examples()[:1])
     torch.testing.assert_close(states, features[lm.num_layers], atol=1e-6, rtol=1e-6)
 
 
@@ -158,7 +158,9 @@ def trainer(kind: str, folder: Path, seed: int = 3, num_tokens: int = 160) -> Tr
     return run_of(recipe(kind, seed), folder, num_tokens)
 
 
-@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize(
+    "kind", ["shared", *(pytest.param(one, marks=pytest.mark.full) for one in ("own", "from layers"))]
+)
 def test_every_kind_learns(kind: str, tmp_path: Path) -> None:
     steps = list(trainer(kind, tmp_path, num_tokens=1200).steps())
     assert sum(step.loss for step in steps[-4:]) < 0.95 * sum(step.loss for step in steps[:4])
@@ -221,7 +223,7 @@ def test_prompts_become_a_drafter_that_changes_nothing(tmp_path: Path) -> None:
     (text,) = llm.generate("A king and a cow", GREEDY)
     (plain,) = llm.with_speculative_config("none").generate("A king and a cow", GREEDY)
     assert text.outputs[0].token_ids == plain.outputs[0].token_ids
-    assert LLM(str(tmp_path / "draft")).generate("A king", GREEDY)  # a model of its own, with its tokenizer
+    assert LLM(str(tmp_path / "draft"), execution="packed").generate("A king", GREEDY)  # with its tokenizer
 
 
 def test_a_drafter_whose_vocabulary_has_no_eos_is_refused(tmp_path: Path) -> None:

@@ -16,21 +16,27 @@ from typer.testing import CliRunner
 
 from foredraft import LLM, SamplingParams, zoo
 from foredraft.cli import app
-from foredraft.config.engine import EngineConfig
-from foredraft.errors import CheckpointError, PromptError
+from foredraft.errors import CheckpointError, PromptError, UnsupportedModelError
 from foredraft.heads.vocabulary import DraftVocabulary
 from foredraft.testing import toy_model
 from foredraft.train.examples import evaluation_digests, is_evaluation
-from foredraft.train.plan import Answering, Plan
+from foredraft.train.plan import Plan
 from foredraft.train.run import Training
 from foredraft.train.start import frequent_tokens
 from foredraft.zoo.manifest import HEADS, root
 from programs import started
+from toy_heads import narrow_opt
 
 PROMPTS = [f"Once there was a {one} who {other}" for one in ("dog", "girl", "king", "cow") for other in ("ran", "sang")]
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
-TRIED = 2 * EngineConfig.max_num_seqs
-"""Prompts that a trial makes, and has answered."""
+TRIED = 2 * 2
+"""Prompts that a trial makes, and has answered, where two rows run at once."""
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    """The toy, which drafts nothing."""
+    return LLM("zoo:tiny", "none", dtype="float32", execution="packed", max_num_seqs=2)
 
 
 def options(folder: Path, *more: str) -> list[str]:
@@ -79,16 +85,13 @@ def test_a_dry_run_says_what_training_takes(tmp_path: Path) -> None:
 
 def test_a_dry_run_has_the_first_prompts_answered_alone_and_a_training_makes_the_rest(tmp_path: Path) -> None:
     """It once answered all of them: for 5,000 prompts a quarter of an hour, of which it said nothing."""
-    names = ("cat", "hen", "fox", "owl", "pig")
-    many = [f"{one}, and {other}" for one in PROMPTS for other in names]
-    command = options(tmp_path, "medusa", "--json")
-    (tmp_path / "prompts.txt").write_text("\n".join(many))
+    command = options(tmp_path, "medusa", "--json", "--max-num-seqs", "2")
     done = CliRunner().invoke(app, [*command, "--dry-run"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     file = tmp_path / "head" / "answers.jsonl"
     tried = file.read_text().splitlines()
-    assert len(tried) == TRIED < found["num_examples"] < len(many)
+    assert len(tried) == TRIED < found["num_examples"] < len(PROMPTS)
     assert found["num_tokens"] > 2 * found["num_examples"]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
@@ -105,11 +108,10 @@ def test_a_dry_run_after_the_answers_counts_them_all(tmp_path: Path) -> None:
     assert first["num_tokens"] == again["num_tokens"]
 
 
-def test_a_dry_run_lets_the_target_ask_few_prompts_and_keeps_none(tmp_path: Path) -> None:
-    few = Answering(max_new_tokens=8)
-    plan = Plan(method="medusa", out=tmp_path, own_prompts=2 * TRIED, draft_vocabulary=64, answering=few)
+def test_a_dry_run_lets_the_target_ask_few_prompts_and_keeps_none(llm: LLM, tmp_path: Path) -> None:
+    plan = Plan(method="medusa", out=tmp_path, own_prompts=2 * TRIED, draft_vocabulary=64, max_answer_tokens=8)
     said: list[str] = []
-    run = Training(LLM("zoo:tiny", "none", dtype="float32", execution="packed"), plan, said.append, is_trial=True)
+    run = Training(llm, plan, said.append, is_trial=True)
     assert f"the target asks itself {TRIED} prompts" in said
     assert not (tmp_path / "own_prompts.jsonl").exists()
     estimate = run.estimate()
@@ -160,35 +162,28 @@ def test_what_cannot_be_trained_is_refused(more: list[str], message: str, tmp_pa
 
 
 def test_a_target_without_usable_features_is_refused(tmp_path: Path) -> None:
-    from foredraft.errors import UnsupportedModelError
-
     model = toy_model(64)
     model.lm_head = torch.nn.Linear(32, 64, bias=True, dtype=model.dtype)
     (tmp_path / "p.txt").write_text("a\nb\nc")
     with pytest.raises(UnsupportedModelError, match="output layer"):
-        Training(LLM(model, tokenizer=LLM("zoo:tiny").tokenizer), Plan(method="medusa", out=tmp_path, prompts=tmp_path))
+        Training(LLM(model, tokenizer="zoo:tiny"), Plan(method="medusa", out=tmp_path, prompts=tmp_path))
 
 
-@pytest.mark.parametrize("method", ["medusa", "hydra++", "eagle", "eagle3"])
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
 def test_a_target_whose_output_layer_is_narrower_than_its_layers_is_refused(method: str, tmp_path: Path) -> None:
-    from foredraft.errors import UnsupportedModelError
-    from toy_heads import narrow_opt
-
     (tmp_path / "p.txt").write_text("a\nb\nc")
-    llm = LLM(narrow_opt(), tokenizer=LLM("zoo:tiny").tokenizer)
+    llm = LLM(narrow_opt(), tokenizer="zoo:tiny")
     with pytest.raises(UnsupportedModelError, match="pass on 32 numbers, and its output layer reads 16"):
         Training(llm, Plan(method=method, out=tmp_path, prompts=tmp_path))
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle3", "draft_model"])
+@pytest.mark.parametrize("method", ["medusa", "draft_model"])
 def test_a_target_that_changes_its_logits_is_refused(method: str, tmp_path: Path) -> None:
-    from foredraft.errors import UnsupportedModelError
-
     model = toy_model(64)
     model.config.final_logit_softcapping = 30.0
     (tmp_path / "p.txt").write_text("a\nb\nc")
     with pytest.raises(UnsupportedModelError, match="final_logit_softcapping"):
-        Training(LLM(model, tokenizer=LLM("zoo:tiny").tokenizer), Plan(method=method, out=tmp_path, prompts=tmp_path))
+        Training(LLM(model, tokenizer="zoo:tiny"), Plan(method=method, out=tmp_path, prompts=tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -199,26 +194,31 @@ def test_a_target_that_changes_its_logits_is_refused(method: str, tmp_path: Path
         ('{"prompt": "a\\ud800"}\n{"prompt": "b"}\n{"prompt": "c"}', "line 1"),
     ],
 )
-def test_prompts_that_nothing_can_be_learned_from_are_refused(content: str, message: str, tmp_path: Path) -> None:
+def test_prompts_that_nothing_can_be_learned_from_are_refused(
+    llm: LLM, content: str, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "p.jsonl").write_text(content)
     with pytest.raises(PromptError, match=message):
-        Training(LLM("zoo:tiny", "none"), Plan(method="medusa", out=tmp_path / "out", prompts=tmp_path, raw=True))
+        Training(llm, Plan(method="medusa", out=tmp_path / "out", prompts=tmp_path, raw=True))
 
 
-def test_prompts_of_evaluation_sets_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_evaluation_sets_alone_are_refused(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "p.txt").write_text("a\nb\nc")
     monkeypatch.setattr("foredraft.train.run.is_evaluation", lambda _: True)
     with pytest.raises(PromptError, match="every prompt is one of an evaluation set"):
-        Training(LLM("zoo:tiny", "none"), Plan(method="medusa", out=tmp_path / "out", prompts=tmp_path, raw=True))
+        Training(llm, Plan(method="medusa", out=tmp_path / "out", prompts=tmp_path, raw=True))
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle3", "draft_model"])
-def test_the_end_of_a_text_can_always_be_drafted(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["medusa", "draft_model"])
+def test_the_end_of_a_text_can_always_be_drafted(
+    llm: LLM, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No answer here has ended, so no count names EOS; a map that leaves it out all the same is refused."""
     lines = [json.dumps({"prompt": f"A {i}", "answer": " big dog ran to the park", "ended": False}) for i in range(9)]
     (tmp_path / "p.jsonl").write_text("\n".join(lines))
     plan = Plan(method=method, out=tmp_path / "out", prompts=tmp_path, raw=True, draft_vocabulary=64)
-    llm = LLM("zoo:tiny", "none")
     run = Training(llm, plan)
     vocabulary = frequent_tokens(run.examples, 64, run._target)
     assert {0, 3} <= set(vocabulary.target_ids.tolist())
@@ -247,19 +247,18 @@ def test_evaluation_sets_are_never_trained_on(tmp_path: Path) -> None:
             assert not {digest[:8] for digest in evaluation_digests()} & digests
 
 
-@pytest.mark.parametrize("method", ["medusa", "hydra", "hydra++", "eagle", "eagle2", "eagle3"])
-def test_heads_on_board_of_the_toy_draft_and_change_nothing(method: str) -> None:
+def test_heads_on_board_of_the_toy_draft_and_change_nothing(llm: LLM) -> None:
     """No more than the name of the method is said; a head of another target would have nearly nothing accepted."""
-    llm = LLM("zoo:tiny", method, dtype="float32", execution="packed")
-    (name,) = llm.drafting.heads
-    assert name == f"zoo:tiny, {'eagle' if method == 'eagle2' else method} (on board)"
-    found = llm.generate(PROMPTS[:4], GREEDY)
-    plain = llm.with_speculative_config("none").generate(PROMPTS[:4], GREEDY)
-    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in plain]
-    counted = [one.metrics.speculative_decoding for one in found]
-    drafted = sum(one["num_draft_tokens"] for one in counted)
-    assert drafted > 0
-    assert sum(one["num_accepted_draft_tokens"] for one in counted) >= 0.04 * drafted
+    plain = llm.generate(PROMPTS[:4], GREEDY)
+    for method in ("medusa", "hydra", "hydra++", "eagle", "eagle2", "eagle3"):
+        drafting = llm.with_speculative_config(method)
+        assert drafting.drafting.heads == (f"zoo:tiny, {'eagle' if method == 'eagle2' else method} (on board)",)
+        found = drafting.generate(PROMPTS[:4], GREEDY)
+        assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in plain], method
+        counted = [one.metrics.speculative_decoding for one in found]
+        drafted = sum(one["num_draft_tokens"] for one in counted)
+        assert drafted > 0
+        assert sum(one["num_accepted_draft_tokens"] for one in counted) >= 0.04 * drafted, method
 
 
 def test_weights_are_shipped_in_bfloat16_and_matrices_of_hydra_in_half_of_that() -> None:
@@ -270,9 +269,9 @@ def test_weights_are_shipped_in_bfloat16_and_matrices_of_hydra_in_half_of_that()
         assert {tensor.dtype for tensor in tensors if tensor.is_floating_point()} - eights == {torch.bfloat16}
 
 
-def test_the_head_of_hydra_plus_plus_on_board_is_as_the_survey_describes_it() -> None:
+def test_the_head_of_hydra_plus_plus_on_board_is_as_the_survey_describes_it(llm: LLM) -> None:
     """MLPs of four layers, no two the same, over a layer of attention."""
-    heads = LLM("zoo:tiny", "hydra++", dtype="float32").drafting.new_drafter().heads
+    heads = llm.with_speculative_config("hydra++").drafting.new_drafter().heads
     assert heads.prefix is not None
     assert heads.shape.num_layers == 4
     for later in heads.later:

@@ -28,6 +28,8 @@ from foredraft.testing import toy_model
 from foredraft.tune.profile import best_length, expected_speed, measure
 from foredraft.tune.walk import CountedStep, Counts, rates
 
+pytestmark = pytest.mark.usefixtures("_loaded_once")
+
 CURVE = CostCurve({1: 0.020, 2: 0.021, 5: 0.024, 9: 0.030}, 256)
 PROMPTS = [BenchPrompt(str(i), "x", tuple([1 + i, 2, 3] * 6)) for i in range(3)]
 

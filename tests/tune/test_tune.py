@@ -18,46 +18,52 @@ from foredraft.cli import app
 from foredraft.cli.layer_search import SearchOptions
 from foredraft.drafters.parts.layer_set import LayerSet
 from foredraft.drafters.parts.self_draft import SelfDrafter
-from foredraft.engine.budget import DraftSize
 from foredraft.errors import ConfigError, NothingAcceptedError
 from foredraft.llm import LLM
 from foredraft.loading.models import load_tokenizer
-from foredraft.methods.lengths import Fixed
+from foredraft.methods.lengths import LengthPolicy
 from foredraft.model.lm import CausalLM
 from foredraft.testing import toy_model
+from foredraft.tree import DraftSize
 from foredraft.tune.layer_sets import Space
-from foredraft.tune.objective import Costs, ExpectedTime, MeasuredTime, Objective, Score, Task
+from foredraft.tune.objective import Costs, Score, Task
 
 pytest.importorskip("optuna")
 
-from foredraft.tune.layer_sets import LayerSearch, SearchResult, TriedSet
+from foredraft.tune.layer_sets import LayerSearch
 
 COSTS = Costs(attention=0.1, mlp=0.2, verify=(1.0, 1.1, 1.2, 1.3))
 
 
-class Distance(Objective):
-    """How far a set is from a hidden one: quick, and its best is known."""
+class Distance:
+    """Scores sets by their distance from a hidden one: quick, and its best is known."""
 
     def __init__(self, hidden: LayerSet, interrupt_at: int | None = None) -> None:
         self.hidden = hidden
         self.scored: list[LayerSet] = []
         self._interrupt_at = interrupt_at
 
-    def score(self, layer_set: LayerSet) -> Score:
+    def __call__(self, layer_set: LayerSet) -> Score:
         if len(self.scored) == self._interrupt_at:
             raise KeyboardInterrupt
         self.scored.append(layer_set)
         wrong = len(set(layer_set.attention) ^ set(self.hidden.attention))
         wrong += len(set(layer_set.mlp) ^ set(self.hidden.mlp))
-        return Score(float(wrong), 0.5, 2.0, len(layer_set), float(wrong), float(wrong))
+        return Score(layer_set, float(wrong), 0.5, 2.0, len(layer_set), float(wrong), float(wrong))
 
 
 HIDDEN = LayerSet((1, 2, 4), (3,), 6)
 
 
+def searched(space: Space, score: Distance, num_trials: int, **options: Any) -> LayerSearch:
+    search = LayerSearch(space, **options)
+    search.run(score, num_trials)
+    return search
+
+
 def test_the_search_finds_the_best_set_in_far_fewer_trials_than_there_are_sets() -> None:
     """4,096 sets. Random choice finds the hidden one within 120 with probability 0.03."""
-    result = LayerSearch(Space.of(6), Distance(HIDDEN), seed=1).run(120)
+    result = searched(Space.of(6), Distance(HIDDEN), 120, seed=1)
     assert result.best.layer_set == HIDDEN
     assert len({(t.layer_set.attention, t.layer_set.mlp) for t in result.trials}) == 120
 
@@ -66,41 +72,41 @@ def test_on_a_deep_model_the_best_single_sublayers_are_tried_together() -> None:
     """2^60 sets, of which few sublayers make the best; 4 patterns, every sublayer alone, then the best of them."""
     hidden = LayerSet((3, 7, 20), (5,), 30)
     objective = Distance(hidden)
-    result = LayerSearch(Space.of(30), objective).run(170)
+    result = searched(Space.of(30), objective, 170)
     assert hidden in objective.scored[:70]
     assert [len(one) for one in objective.scored[64:70]] == [2, 3, 4, 6, 8, 12]
     assert result.best.layer_set == hidden
 
 
 def test_leaving_out_nothing_is_no_result() -> None:
-    result = LayerSearch(Space.of(2), Distance(LayerSet((), (), 2))).run(16)
+    result = searched(Space.of(2), Distance(LayerSet((), (), 2)), 16)
     assert len(result.trials) == 16
     assert len(result.best.layer_set) == 1
 
 
 def test_pinned_layers_are_never_left_out() -> None:
     objective = Distance(HIDDEN)
-    LayerSearch(Space.of(6, [0, -1, 2]), objective).run(30)
+    searched(Space.of(6, [0, -1, 2]), objective, 30)
     touched = {layer for one in objective.scored for layer in (*one.attention, *one.mlp)}
     assert touched == {1, 3, 4}
 
 
 def test_a_small_space_is_tried_out_and_then_the_search_ends() -> None:
     objective = Distance(LayerSet((1,), (), 3))
-    result = LayerSearch(Space.of(3, [0, 2]), objective).run(50)
+    result = searched(Space.of(3, [0, 2]), objective, 50)
     assert len(objective.scored) == 4
     assert result.best.layer_set == LayerSet((1,), (), 3)
 
 
 def test_an_interrupted_search_keeps_its_best_and_goes_on(tmp_path: Path) -> None:
     journal = tmp_path / "set.trials"
-    first = LayerSearch(Space.of(6), Distance(HIDDEN, interrupt_at=9), journal=journal).run(30)
+    first = searched(Space.of(6), Distance(HIDDEN, interrupt_at=9), 30, journal=journal)
     assert first.is_interrupted
     assert len(first.trials) == 9
     with pytest.raises(ConfigError, match="--resume"):
-        LayerSearch(Space.of(6), Distance(HIDDEN), journal=journal)
+        LayerSearch(Space.of(6), journal=journal)
     objective = Distance(HIDDEN)
-    second = LayerSearch(Space.of(6), objective, journal=journal, resume=True).run(30)
+    second = searched(Space.of(6), objective, 30, journal=journal, resume=True)
     assert not second.is_interrupted
     assert [trial.layer_set for trial in second.trials[:9]] == [trial.layer_set for trial in first.trials]
     assert len(objective.scored) == 21
@@ -109,31 +115,30 @@ def test_an_interrupted_search_keeps_its_best_and_goes_on(tmp_path: Path) -> Non
 
 def test_a_search_that_goes_on_computes_with_the_costs_it_began_with(tmp_path: Path) -> None:
     journal = tmp_path / "search.trials"
-    objectives = [ExpectedTime(None, costs) for costs in (COSTS, Costs(0.3, 0.3, (1.0, 2.0)))]
-    for objective in objectives:
-        LayerSearch(Space.of(6), objective, journal=journal, resume=True)
-    assert replace(objectives[1].costs, seconds=0.0) == replace(COSTS, seconds=0.0)
+    LayerSearch(Space.of(6), journal=journal).costs(COSTS)
+    again = LayerSearch(Space.of(6), journal=journal, resume=True).costs(Costs(0.3, 0.3, (1.0, 2.0)))
+    assert replace(again, seconds=0.0) == replace(COSTS, seconds=0.0)
 
 
 def test_a_journal_of_another_search_is_refused(tmp_path: Path) -> None:
     journal = tmp_path / "set.trials"
-    LayerSearch(Space.of(6), Distance(HIDDEN), journal=journal, identity={"prompts": "a"}).run(2)
+    searched(Space.of(6), Distance(HIDDEN), 2, journal=journal, identity={"prompts": "a"})
     with pytest.raises(ConfigError, match="prompts is 'a', now 'b'"):
-        LayerSearch(Space.of(6), Distance(HIDDEN), journal=journal, resume=True, identity={"prompts": "b"})
+        LayerSearch(Space.of(6), journal=journal, resume=True, identity={"prompts": "b"})
     with pytest.raises(ConfigError, match="num_layers is 6"):
-        LayerSearch(Space.of(4), Distance(HIDDEN), journal=journal, resume=True, identity={"prompts": "a"})
+        LayerSearch(Space.of(4), journal=journal, resume=True, identity={"prompts": "a"})
 
 
 def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
     journal = tmp_path / "set.trials"
     journal.write_text("what is this\nand this\n")
     with pytest.raises(ConfigError, match="not a journal of a search"):
-        LayerSearch(Space.of(6), Distance(HIDDEN), journal=journal, resume=True)
+        LayerSearch(Space.of(6), journal=journal, resume=True)
 
 
 def test_a_journal_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be kept in"):
-        LayerSearch(Space.of(6), Distance(HIDDEN), journal=tmp_path / "no" / "folder" / "set.trials")
+        LayerSearch(Space.of(6), journal=tmp_path / "no" / "folder" / "set.trials")
 
 
 @pytest.mark.parametrize(("kept", "message"), [([6], r"names \[6\]"), ([-7], "0..5"), (range(6), "nothing to search")])
@@ -157,7 +162,7 @@ def test_probes_leave_out_attention_first() -> None:
 
 def drafter_of(lm: CausalLM, length: int) -> Callable[[LayerSet], SelfDrafter]:
     return lambda layer_set: SelfDrafter(
-        "layer_skip", layer_set=layer_set, target_vocab_size=lm.vocab_size, policy=Fixed(length)
+        "layer_skip", layer_set=layer_set, target_vocab_size=lm.vocab_size, policy=LengthPolicy(length)
     )
 
 
@@ -169,7 +174,7 @@ def task(length: int = 3, max_new_tokens: int = 13, num_prompts: int = 2) -> Tas
 
 def test_expected_time_of_a_perfect_draft_is_what_arithmetic_says() -> None:
     """Nothing left out: 13 tokens are 3 steps of 3 drafts and a bonus, and one plain step for the last token."""
-    score = ExpectedTime(task(), COSTS).score(LayerSet((), (), 2))
+    score = task().expected(LayerSet((), (), 2), COSTS)
     assert score.value == pytest.approx((3 * (3 * 1.0 + 1.3) + 1.0) / 13)
     assert (score.acceptance_rate, score.acceptance_length, score.num_sublayers) == (1.0, 4.0, 0)
 
@@ -177,10 +182,10 @@ def test_expected_time_of_a_perfect_draft_is_what_arithmetic_says() -> None:
 def test_expected_time_counts_drafts_by_what_they_cost() -> None:
     layer_set = LayerSet((0, 1), (0, 1), 2)
     assert COSTS.draft(layer_set) == pytest.approx(0.4)
-    first, second = (ExpectedTime(task(), COSTS).score(layer_set) for _ in range(2))
+    first, second = (task().expected(layer_set, COSTS) for _ in range(2))
     assert first == second
     assert first.acceptance_rate < 1.0
-    dearer = ExpectedTime(task(), Costs(0.0, 0.0, COSTS.verify)).score(layer_set)
+    dearer = task().expected(layer_set, Costs(0.0, 0.0, COSTS.verify))
     assert dearer.value > first.value
     assert dearer.acceptance_rate == first.acceptance_rate
 
@@ -194,7 +199,7 @@ def test_measured_costs_are_shares_of_a_forward() -> None:
 
 
 def test_time_is_measured_against_plain_decoding_in_turns() -> None:
-    score = MeasuredTime(task(length=2, max_new_tokens=8, num_prompts=1)).score(LayerSet((1,), (), 2))
+    score = task(length=2, max_new_tokens=8, num_prompts=1).measured([LayerSet((1,), (), 2)])[0]
     assert score.low <= score.value <= score.high
     assert score.value > 0.0
     assert 0.0 <= score.acceptance_rate <= 1.0
@@ -274,15 +279,17 @@ def test_a_set_under_which_nothing_is_accepted_is_never_written(
 
 
 def test_useless_sets_come_last() -> None:
-    def trial(value: float, rate: float, *attention: int) -> TriedSet:
-        return TriedSet(LayerSet(attention, (), 4), Score(value, rate, 1.0 + rate, len(attention), value, value))
+    def trial(value: float, rate: float, *attention: int) -> Score:
+        return Score(LayerSet(attention, (), 4), value, rate, 1.0 + rate, len(attention), value, value)
 
     trials = [trial(0.5, 0.0, 1, 2), trial(1.2, 0.4, 2), trial(1.0, 1.0), trial(1.1, 0.3, 1)]
-    result = SearchResult(trials)
-    assert result.ranking(4) == [trials[3], trials[1], trials[2], trials[0]]
-    result.check()
+    search = LayerSearch(Space.of(4))
+    search.trials = trials[:1]
     with pytest.raises(NothingAcceptedError):
-        SearchResult(trials[:1]).check()
+        search.check()
+    search.trials = trials
+    assert search.ranking(4) == [trials[3], trials[1], trials[2], trials[0]]
+    search.check()
 
 
 def test_the_search_is_drawn(model: str, prompts: str, tmp_path: Path) -> None:
@@ -297,14 +304,14 @@ def test_the_search_is_drawn(model: str, prompts: str, tmp_path: Path) -> None:
 def test_ctrl_c_keeps_the_best_set_and_says_so(
     model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    score, count = ExpectedTime.score, iter(range(9))
+    score, count = Task.expected, iter(range(9))
 
-    def interrupted(self: ExpectedTime, layer_set: LayerSet) -> Score:
+    def interrupted(self: Task, layer_set: LayerSet, costs: Costs) -> Score:
         if next(count) == 2:
             raise KeyboardInterrupt
-        return score(self, layer_set)
+        return score(self, layer_set, costs)
 
-    monkeypatch.setattr(ExpectedTime, "score", interrupted)
+    monkeypatch.setattr(Task, "expected", interrupted)
     out = tmp_path / "set.json"
     result = run(*options(model, prompts, out, "--trials", "8", "--objective", "acceptance"))
     assert result.exit_code == 130
@@ -325,8 +332,6 @@ def test_ctrl_c_keeps_the_best_set_and_says_so(
         (["--speculative-config", "[1"], "not valid JSON"),
         (["--speculative-config", "@/nowhere.json"], "cannot be read"),
         (["--speculative-config", '{"num_draft_branches": 2}'], "decodes chains"),
-        (["--out", "/nowhere/set.json"], "a folder that exists"),
-        (["--prompts", "/nowhere.jsonl"], "cannot be read"),
         (["--prompts", "built-in"], "no tokenizer"),
     ],
 )

@@ -23,6 +23,8 @@ from foredraft.testing import PROMPTS, decode
 from foredraft.tune.trees import MISS, Hits, measured_costs, measured_hits, search, sizes_to_measure, watched_hits
 from toy_heads import VOCAB_SIZE, hydra_heads, medusa_heads, target
 
+pytestmark = pytest.mark.usefixtures("_loaded_once")
+
 HITS = Hits(((0, 0), (0, 1), (1, 0), (0, MISS), (MISS, 0), (0,)), 2)
 
 
@@ -48,8 +50,8 @@ def test_tokens_per_step_are_counted_path_by_path() -> None:
 
 def test_costs_between_measured_sizes_are_in_proportion() -> None:
     costs = CostCurve({1: 2.0, 4: 2.6, 8: 4.0}), CostCurve({1: 0.2, 8: 0.9})
-    found = search(HITS, 8, lambda tree: costs, 8)
-    cost_of = {one.num_nodes: one.cost for one in found.sizes}
+    _, sizes = search(HITS, 8, lambda tree: costs, 8)
+    cost_of = {one.num_nodes: one.cost for one in sizes}
     assert cost_of[4] == pytest.approx((2.6 + 0.5) / 2)
     assert cost_of[6] == pytest.approx((3.3 + 0.7) / 2)
     assert cost_of[8] == pytest.approx(4.9 / 2)
@@ -63,19 +65,17 @@ def test_the_size_is_that_with_the_most_tokens_per_second() -> None:
     def costs(tree: RankTree) -> tuple[CostCurve, CostCurve]:
         return CostCurve({1: 1.0, 10: 1.001, 11: 2.0, 64: 3.0}), CostCurve({1: 0.0})
 
-    found = search(hits, 64, costs, None)
-    assert found.best.num_nodes == 10
-    assert len(found.chosen) == 10
-    assert found.best.speedup == max(one.speedup for one in found.sizes)
-    assert len(search(hits, 64, costs, 7).chosen) == 7
-    free = search(hits, 64, lambda tree: (CostCurve({1: 1.0}), CostCurve({1: 0.0})), None)
-    assert free.best.tokens_per_step == max(one.tokens_per_step for one in free.sizes)
-    dear = search(hits, 64, lambda tree: (CostCurve({1: 1.0, 64: 64.0}), CostCurve({1: 0.0})), None)
-    assert dear.best.num_nodes == 2
+    best, sizes = search(hits, 64, costs, None)
+    assert best.num_nodes == len(best.tree) == 10
+    assert best.speedup == max(one.speedup for one in sizes)
+    assert len(search(hits, 64, costs, 7)[0].tree) == 7
+    free, sizes = search(hits, 64, lambda tree: (CostCurve({1: 1.0}), CostCurve({1: 0.0})), None)
+    assert free.tokens_per_step == max(one.tokens_per_step for one in sizes)
+    dear, _ = search(hits, 64, lambda tree: (CostCurve({1: 1.0, 64: 64.0}), CostCurve({1: 0.0})), None)
+    assert dear.num_nodes == 2
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize(("kind", "temperature"), [("medusa", 0.9), ("hydra", 0.0)])
 def test_what_is_counted_is_what_steps_accept(kind: str, temperature: float) -> None:
     """A run of the engine accepts at every place it comes to as far as the ranks of that place lie in the tree."""
     params = SamplingParams(temperature=temperature, max_tokens=24, ignore_eos=True, seed=11)
@@ -172,9 +172,3 @@ def test_what_cannot_be_searched_is_refused(arguments: list[str], message: str, 
     assert message in found.output + found.stderr
     nowhere = CliRunner().invoke(app, ["tune", "tree", "zoo:tiny", "--out", str(tmp_path / "a" / "b.json"), *arguments])
     assert "folder that exists" in nowhere.output + nowhere.stderr
-
-
-def test_all_searches_have_help() -> None:
-    found = CliRunner().invoke(app, ["tune", "--help"])
-    assert "tree" in found.output
-    assert "layer-skip" in found.output

@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 LAYERS = (
     ("errors",),
-    ("beginnings", "ending", "extras", "folders", "forking", "machine", "progress", "upload"),
+    ("beginnings", "devices", "ending", "extras", "folders", "forking", "machine", "progress"),
     ("pictures",),
     ("native",),
     ("config",),

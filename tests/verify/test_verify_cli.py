@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,10 +20,12 @@ from foredraft.cli import app
 from foredraft.errors import ConfigError
 from foredraft.serve.served import ServedModels
 from foredraft.verify import LLMSubject, ServerSubject, TransformersSubject, verify, verifying
-from foredraft.verify.distributions import ReferenceDistribution
+from foredraft.verify.distributions import reference_distribution
 from foredraft.verify.draws import FEWEST, draw
 from foredraft.verify.generation import generation_config, without_advice
 from serving import running
+
+pytestmark = pytest.mark.usefixtures("_loaded_once")
 
 QUESTIONS = ["Once upon a time there was a boy. Once upon a time", "A lion"]
 TINY = ["verify", "zoo:tiny", "--dtype", "float32", "--max-new-tokens", "8"]
@@ -120,14 +123,23 @@ class Server(BaseHTTPRequestHandler):
         """Nothing."""
 
 
+@contextmanager
+def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The address of a server."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 @pytest.fixture
 def address() -> Iterator[str]:
     Server.llm, Server.wrong = LLM("zoo:tiny", dtype="float32"), False
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with served(Server) as address:
+        yield address
 
 
 def test_a_server_is_judged_by_its_text(address: str) -> None:
@@ -163,10 +175,8 @@ class Busy(Server):
 
 def test_a_busy_server_is_asked_again_and_one_without_an_answer_is_not_blamed() -> None:
     """A 429 left the setting out, and a choice of neither ids nor text was "not lossless"."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Busy)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        subject = ServerSubject(f"http://127.0.0.1:{server.server_port}")
+    with served(Busy) as address:
+        subject = ServerSubject(address)
         params = SamplingParams(temperature=0.0, max_tokens=2)
         Busy.choice = {"index": 0, "token_ids": [7, 8]}
         (answer,) = subject.generate([[5, 6]], [params])
@@ -174,9 +184,6 @@ def test_a_busy_server_is_asked_again_and_one_without_an_answer_is_not_blamed() 
         Busy.choice = {"index": 0, "message": {"content": "x"}}
         with pytest.raises(ConfigError, match="neither token_ids nor text"):
             subject.generate([[5, 6]], [params])
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 class Odd(Server):
@@ -195,11 +202,8 @@ class Odd(Server):
 
 @pytest.fixture
 def odd() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Odd)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with served(Odd) as address:
+        yield address
 
 
 @pytest.mark.parametrize(
@@ -277,16 +281,11 @@ class LlamaCpp(Server):
 
 def test_llama_cpp_is_asked_in_its_own_words() -> None:
     LlamaCpp.asked = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), LlamaCpp)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        subject = ServerSubject(f"http://127.0.0.1:{server.server_port}")
+    with served(LlamaCpp) as address:
+        subject = ServerSubject(address)
         params = SamplingParams(temperature=1.0, repetition_penalty=1.5, n=3, seed=4, max_tokens=2)
         (answer,) = subject.generate([[5, 6]], [params])
         subject.generate([[5, 6]], [params])
-    finally:
-        server.shutdown()
-        server.server_close()
     assert [sample.token_ids[1] for sample in answer.samples if sample.token_ids] == [5, 5, 5]
     assert [body["n"] for body in LlamaCpp.asked] == [3, *[1] * 6]  # it is asked for several once
     assert len({body["seed"] for body in LlamaCpp.asked[1:4]}) == 3
@@ -320,13 +319,12 @@ def test_plain_decoding_and_its_distribution_read_prompts_as_the_subject_does(
 ) -> None:
     """Distributions were enumerated over chunks of 512, not those of the model: other bits, where a nucleus may end."""
     read: list[int] = []
-    before = ReferenceDistribution.__init__
 
-    def noting(self: ReferenceDistribution, *given: Any) -> None:
+    def noting(*given: Any) -> Any:
         read.append(given[3])
-        before(self, *given)
+        return reference_distribution(*given)
 
-    monkeypatch.setattr(ReferenceDistribution, "__init__", noting)
+    monkeypatch.setattr(verifying, "reference_distribution", noting)
     llm = LLM("zoo:tiny", dtype="float32", prefill_chunk_size=own)
     subject = LLMSubject(llm.with_chunks_of(size or own), "it")
     subject.prefill_chunk_size = size

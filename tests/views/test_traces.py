@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from foredraft import LLM, SamplingParams
 from foredraft.cli import app
+
+pytestmark = pytest.mark.usefixtures("_loaded_once")
 
 SHORT = [
     "generate",

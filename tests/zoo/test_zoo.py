@@ -12,7 +12,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,31 +115,6 @@ def test_provenance_is_described() -> None:
     readme = (Path(zoo.path("tiny")).parent / "README.md").read_text(encoding="utf8")
     for needed in ("CC-BY-4.0", "gsm8k", "held-out", "inflate"):
         assert needed.lower() in readme.lower()
-
-
-@pytest.mark.full  # test_wheel.py builds it, too, and speaks from it
-def test_the_wheel_carries_the_models(tmp_path: Path) -> None:
-    """Built, unpacked and loaded from an empty directory, with nothing of the checkout on the path."""
-    pytest.importorskip("hatchling")
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "."]
-    subprocess.run(build, cwd=root, env=environment, check=True)
-    unpacked, empty = tmp_path / "unpacked", tmp_path / "empty"
-    empty.mkdir()
-    zipfile.ZipFile(next(tmp_path.glob("foredraft-*.whl"))).extractall(unpacked)
-    program = f"""
-import sys
-sys.path[:] = [{str(unpacked)!r}] + [p for p in sys.path if p and not p.startswith({str(root / "src")!r})]
-from foredraft import zoo
-target, drafter, tokenizer = zoo.load("tiny")
-print(zoo.path("tiny"), target.num_parameters(), drafter.num_parameters(), len(tokenizer), *zoo.names())
-"""
-    found = subprocess.run(
-        [sys.executable, "-c", program], cwd=empty, env=environment, check=True, capture_output=True, text=True
-    )
-    folder = str(unpacked / "foredraft/zoo/tiny/target")
-    assert found.stdout.split() == [folder, "5475584", "708992", "4096", "smollm2", "tiny"]
 
 
 # -- manifests -------------------------------------------------------------------------------------------------------

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -13,31 +12,12 @@ from foredraft.config.speculative import SpeculativeConfig
 from foredraft.engine import governor as governing
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine, EngineConfig
-from foredraft.engine.outputs import RowOutput
-from foredraft.engine.row import Row
+from foredraft.engine.row import Row, RowOutput
 from foredraft.engine.stats import RowStats
 from foredraft.loading.info import Loaded, eos_token_ids
 from foredraft.loading.models import adapter_of, is_zoo
 from foredraft.loading.pairing import Pairing
 from foredraft.model.lm import CausalLM
-
-
-@dataclass
-class Emissions:
-    """The times at which tokens came, and how many."""
-
-    started: float = field(default_factory=perf_counter)
-    times: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-
-    def add(self, count: int) -> None:
-        self.times.append(perf_counter())
-        self.counts.append(count)
-
-    def as_run(self, token_ids: Sequence[int], stats: RowStats | None = None) -> Run:
-        first, last = self.times[0], self.times[-1]
-        steps = tuple(later - earlier for earlier, later in pairwise(self.times))
-        return Run(tuple(token_ids), self.counts[0], first - self.started, last - first, stats, steps)
 
 
 class EngineArm(Arm):
@@ -68,19 +48,19 @@ class EngineArm(Arm):
         )
 
     def run(self, prompt_ids: Sequence[Any], max_new_tokens: int, sampling: Sampling) -> Run:
-        """Of a group, rows of batches of ``max_num_seqs``.
+        """Decode a prompt, or a group of prompts in batches of ``max_num_seqs`` rows.
 
         Raises: what a row ended with, if that is an error.
         """
         prompts = rows_of(prompt_ids)
         if prompts[0] is not prompt_ids:
             return self._run_group(prompts, max_new_tokens, sampling)
-        emissions = Emissions()
+        started, emissions = perf_counter(), list[tuple[float, int]]()
         (row,) = self.engine.add_request(prompt_ids, sampling.params(max_new_tokens))
         while not row.is_finished:
             for output in self._step():
-                emissions.add(len(output.token_ids))
-        return replace(emissions.as_run(row.output_ids, row.stats), trace=tuple(row.trace))
+                emissions.append((perf_counter(), len(output.token_ids)))
+        return Run.of(row.output_ids, started, emissions, stats=row.stats, trace=tuple(row.trace))
 
     def _run_group(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling) -> Run:
         """One batch after another; the time of each starts when all of its rows have entered."""

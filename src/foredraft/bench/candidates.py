@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from foredraft.config.speculative import SpeculativeConfig
@@ -20,36 +18,17 @@ COMPOSITIONS = ("suffix+draft_model", "ngram>token_recycling")
 """The combinations that "all" tries besides the single methods."""
 
 
-@dataclass(frozen=True)
-class MethodCandidate:
-    """One way of drafting.
-
-    Args:
-      name: in tables.
-      given: what a user writes as the speculative config.
-    """
-
-    name: str
-    given: Mapping[str, Any]
-
-    @property
-    def config(self) -> SpeculativeConfig:
-        return SpeculativeConfig.parse(self.given)
-
-
-PLAIN_CANDIDATE = MethodCandidate(PLAIN, {"method": "none"})
-
-
-def read_candidates(text: str, draft_model: str | None, num_draft_tokens: int | None) -> list[MethodCandidate]:
+def read_candidates(text: str, draft_model: str | None, num_draft_tokens: int | None) -> dict[str, dict[str, Any]]:
     """The methods that a user names: by comma, ``a+b``, ``a>b``, JSON and ``@FILE`` as everywhere, or "all".
 
     Args:
       draft_model: for those that draft with a model; a head for those that draft with heads.
       num_draft_tokens: for all; None leaves every method its default.
 
+    Returns: speculative configs by their names in tables.
     Raises: ConfigError for anything that is not a method.
     """
-    found: list[MethodCandidate] = []
+    found: dict[str, dict[str, Any]] = {}
     for part in split_outside_brackets(text):
         single = (name for name, method in methods().items() if name != "none" and not method.combines)
         names = [*single, *COMPOSITIONS]
@@ -57,9 +36,8 @@ def read_candidates(text: str, draft_model: str | None, num_draft_tokens: int | 
             if part.startswith("@") and SpeculativeConfig.parse(given).method == "none":  # as tune may have chosen
                 logger.warning("%s names plain decoding, which every method is compared with anyway", part)
                 continue
-            candidate = _completed(given, draft_model, num_draft_tokens)
-            if candidate.name not in [other.name for other in found]:
-                found.append(candidate)
+            name, full = _completed(given, draft_model, num_draft_tokens)
+            found.setdefault(name, full)
     if not found:
         raise ConfigError(f"--methods is {text!r}; name methods with commas between them, or {ALL}")
     return found
@@ -89,8 +67,10 @@ def _read(part: str) -> dict[str, Any]:
     return found
 
 
-def _completed(given: dict[str, Any], draft_model: str | None, num_draft_tokens: int | None) -> MethodCandidate:
-    """The candidate with the drafter and the length that were named beside it, under the method's own name."""
+def _completed(
+    given: dict[str, Any], draft_model: str | None, num_draft_tokens: int | None
+) -> tuple[str, dict[str, Any]]:
+    """A name, and the config with the drafter and the length that were named beside it."""
     config = SpeculativeConfig.parse(given)
     if config.method == "none":
         raise ConfigError("--methods holds plain decoding, which every method is compared with anyway; leave it out")
@@ -101,7 +81,7 @@ def _completed(given: dict[str, Any], draft_model: str | None, num_draft_tokens:
         full.setdefault("num_speculative_tokens", num_draft_tokens)
     spelled = str(given["method"]) if "method" in given else str(config.method)
     others = {key: value for key, value in given.items() if key != "method"}
-    return MethodCandidate(" ".join([spelled, *(f"{key}={value}" for key, value in others.items())]), full)
+    return " ".join([spelled, *(f"{key}={value}" for key, value in others.items())]), full
 
 
 def _takes(config: SpeculativeConfig, drafter: str) -> bool:

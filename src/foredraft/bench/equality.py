@@ -11,7 +11,7 @@ from foredraft.model.lm import CausalLM
 from foredraft.testing.divergence import token_gap
 
 Gap = Callable[[Sequence[int], Sequence[int], int, int], float]
-"""Of a prompt, the text so far and two tokens: by how much the model prefers one to the other, in logits."""
+"""A function of a prompt, the text so far and two tokens: the difference of their logits."""
 
 
 @dataclass(frozen=True)

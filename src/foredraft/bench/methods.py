@@ -1,10 +1,10 @@
-"""Which method for a model: plain decoding and all candidates, interleaved on the same prompts, equality first."""
+"""Comparison of methods for a model: plain decoding and all candidates, interleaved on the same prompts."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.bench.arms import EngineArm, OwnArms
-from foredraft.bench.candidates import PLAIN, PLAIN_CANDIDATE, MethodCandidate
+from foredraft.bench.candidates import PLAIN
 from foredraft.bench.equality import Equality, check, gap_of
-from foredraft.bench.outcome import MethodRow, MethodsOutcome, RefusedMethod
+from foredraft.bench.outcome import NO_DRAFTING, MethodRow, MethodsOutcome, RefusedMethod
 from foredraft.bench.trial import Sampling, Trial, compare, interleave, prompt_ratios
 from foredraft.bench.workload import BenchPrompt, prompts_of_kinds, read_questions, repeated_share
 from foredraft.config.engine import EngineConfig, Promise
+from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.stats import StepProfile
@@ -28,6 +29,7 @@ from foredraft.testing.divergence import NEAR_TIES
 from foredraft.testing.inflation import inflated_from
 
 _WARM_UP_TOKENS = 8
+_NO_DRAFTING = SpeculativeConfig.parse(NO_DRAFTING)
 
 
 @dataclass(frozen=True)
@@ -54,23 +56,29 @@ class MethodsSettings:
 
 @dataclass
 class Contender:
-    """A candidate whose arm has run.
+    """A method whose arm has run.
 
     Args:
+      given: the speculative config, as a user writes it.
       memory_bytes: by which the process grew, as far as the system says.
     """
 
-    candidate: MethodCandidate
+    given: Mapping[str, Any]
+    config: SpeculativeConfig
     arm: EngineArm
     memory_bytes: int | None
 
+    @property
+    def name(self) -> str:
+        return self.arm.name
+
     def row(self, trial: Trial, equality: Equality | None) -> MethodRow:
         """Its results in a trial, with the comparison of its tokens with those of plain decoding."""
-        name, profile = self.candidate.name, self.arm.engine.profile
+        name, profile = self.name, self.arm.engine.profile
         stats, speed = trial.stats(name), trial.tokens_per_second(name)
         return MethodRow(
             method=name,
-            given=self.candidate.given,
+            given=self.given,
             tokens_per_second=None if math.isnan(speed) else speed,
             comparison=None if name == PLAIN else compare(trial, name, PLAIN),
             prompt_ratios=tuple(prompt_ratios(trial, name, PLAIN)),
@@ -80,7 +88,7 @@ class Contender:
             draft_seconds=(profile.propose_seconds + profile.observe_seconds) / max(1, profile.num_steps),
             memory_bytes=self.memory_bytes,
             equality=equality,
-            lossless=self.candidate.config.rule.is_lossless,
+            lossless=self.config.rule.is_lossless,
         )
 
 
@@ -121,7 +129,10 @@ class Methods:
         settings, context = self.settings, self.target.context_length
         room = None if context is None else context - settings.max_new_tokens
         questions = read_questions(settings.prompts_file)
-        ending, answering = replace(settings.sampling, temperature=0.0, ignore_eos=False), self._arm(PLAIN_CANDIDATE)
+        ending, answering = (
+            replace(settings.sampling, temperature=0.0, ignore_eos=False),
+            self._arms.arm(PLAIN, _NO_DRAFTING),
+        )
 
         def answer(ids: tuple[int, ...]) -> tuple[int, ...]:
             return answering.run(ids, settings.max_new_tokens, ending).token_ids
@@ -132,15 +143,18 @@ class Methods:
             raise ConfigError(f"no prompt leaves room for {settings.max_new_tokens} tokens in {room} of context")
         return prompts
 
-    def run(self, candidates: Sequence[MethodCandidate], on_prompt: Callable[[MethodsOutcome], None]) -> MethodsOutcome:
+    def run(
+        self, candidates: Mapping[str, Mapping[str, Any]], on_prompt: Callable[[MethodsOutcome], None]
+    ) -> MethodsOutcome:
         """Compare all that apply.
 
         Args:
+          candidates: speculative configs by name; see `read_candidates`.
           on_prompt: told of what is known so far, after every prompt.
 
         Raises: ConfigError when no method applies.
         """
-        plain = self._started(PLAIN_CANDIDATE, EmptyDrafter)
+        plain = self._started(PLAIN, NO_DRAFTING, EmptyDrafter)
         contenders, refused = self._contenders(candidates)
         if not contenders:
             reasons = "; ".join(f"{one.method}: {one.reason}" for one in refused)
@@ -159,19 +173,19 @@ class Methods:
         trial = interleave(arms, self.prompts, settings.sampling, settings.max_new_tokens, settings.repeats, note)
         return outcome(trial)
 
-    def _contenders(self, candidates: Sequence[MethodCandidate]) -> tuple[list[Contender], list[RefusedMethod]]:
+    def _contenders(self, candidates: Mapping[str, Mapping[str, Any]]) -> tuple[list[Contender], list[RefusedMethod]]:
         """The candidates whose drafter can be made, each started once; and the others with their reason."""
         contenders: list[Contender] = []
         refused = []
-        for place, candidate in enumerate(candidates):
+        for place, (name, given) in enumerate(candidates.items()):
             self._say("loading", place, len(candidates))
             before = resident_bytes()
             try:
-                make = self._arms.drafters_of(candidate.config)
+                make = self._arms.drafters_of(SpeculativeConfig.parse(given))
             except ForedraftError as error:
-                refused.append(RefusedMethod(candidate.name, str(error)))
+                refused.append(RefusedMethod(name, str(error)))
                 continue
-            contenders.append(self._started(candidate, make, before))
+            contenders.append(self._started(name, given, make, before))
         return contenders, refused
 
     @property
@@ -186,36 +200,36 @@ class Methods:
 
     def _is_judged(self, contender: Contender) -> bool:
         """Rules that draw by themselves follow the distribution of plain decoding, and not its tokens."""
-        return contender.candidate.config.rule.keeps_tokens or self.settings.sampling.is_greedy
+        return contender.config.rule.keeps_tokens or self.settings.sampling.is_greedy
 
-    def _arm(self, candidate: MethodCandidate, new_drafter: Callable[[], Drafter] | None = None) -> EngineArm:
-        return self._arms.arm(candidate.name, candidate.config, new_drafter)
-
-    def _started(self, candidate: MethodCandidate, make: Callable[[], Drafter], before: int | None = None) -> Contender:
-        """A candidate whose arm has run once.
+    def _started(
+        self, name: str, given: Mapping[str, Any], make: Callable[[], Drafter], before: int | None = None
+    ) -> Contender:
+        """A method whose arm has run once.
 
         Args:
-          before: what the process held before anything of it was loaded; what it holds now if left out.
+          before: memory of the process before anything of the method was loaded; its memory now if left out.
         """
         before = resident_bytes() if before is None else before
-        arm = self._arm(candidate, make)
+        config = SpeculativeConfig.parse(given)
+        arm = self._arms.arm(name, config, make)
         arm.run(self.prompts[0].token_ids, _WARM_UP_TOKENS, self.settings.sampling)
         arm.engine.profile = StepProfile()
         after = resident_bytes()
         grown = None if before is None or after is None else max(0, after - before)
-        return Contender(candidate, arm, grown)
+        return Contender(given, config, arm, grown)
 
     # -- figures -----------------------------------------------------------------------------------------------
 
     def _outcome(
         self, trial: Trial, plain: Contender, contenders: Sequence[Contender], refused: Sequence[RefusedMethod]
     ) -> MethodsOutcome:
-        judged = [one.candidate.name for one in contenders if self._is_judged(one)]
+        judged = [one.name for one in contenders if self._is_judged(one)]
         gap = gap_of(self.target, trial.sampling)
         found = {one.arm: one for one in check(trial, gap, PLAIN, judged)}
         different = [one for one in found.values() if not one.passes(self._near_tie)]
         names = {one.arm for one in different}
-        rows = [one.row(trial, found.get(one.candidate.name)) for one in contenders if one.candidate.name not in names]
+        rows = [one.row(trial, found.get(one.name)) for one in contenders if one.name not in names]
         return MethodsOutcome(
             sampling=self.settings.sampling.label,
             kinds=tuple(prompt.category for prompt in trial.prompts),

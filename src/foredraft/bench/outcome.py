@@ -1,4 +1,4 @@
-"""What a comparison of methods finds: equality and figures of each, and the one to use, why, and how sure that is."""
+"""The outcome of a comparison of methods: equality and figures of each, and the one to use, with its reason."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Group
+from rich.text import Text
+
 from foredraft.bench.equality import Equality
-from foredraft.bench.report import NOTHING, WHY_NOTHING, Column, Line, Table, figure, load_lines, percent
+from foredraft.bench.report import NOTHING, WHY_NOTHING, Column, figure, load_lines, percent, table
 from foredraft.bench.trial import Comparison, bootstrap
-from foredraft.engine.budget import counted
+from foredraft.engine.stats import counted
 
 MIN_PROMPTS = 6
 """With fewer, not even the smallest and largest ratio enclose the median with a chance of 95 % (1 - 2 / 2^n)."""
@@ -96,7 +99,7 @@ class MethodsOutcome:
     def num_prompts(self) -> int:
         return len(self.kinds)
 
-    def shown(self, model: str, notes: tuple[str, ...] = ()) -> Iterator[Table | Line]:
+    def shown(self, model: str, notes: tuple[str, ...] = ()) -> Iterator[Group | Text]:
         """Everything, the recommendation last.
 
         Args:
@@ -106,20 +109,20 @@ class MethodsOutcome:
         found = by_kind(self)
         title = f"methods: {self.sampling}, {counted(self.num_prompts, 'prompt')}"
         rows = (self.plain, *ranked(self), *(row for row in self.rows if not row.is_timed))
-        yield Table(title + (f" of {len(found)} kinds" if len(found) > 1 else ""), _COLUMNS, rows)
-        yield Line(self._legend(), "dim")
+        yield table(title + (f" of {len(found)} kinds" if len(found) > 1 else ""), _COLUMNS, rows)
+        yield Text(self._legend(), "dim")
         yield from load_lines(self.other_cpu_share)
         yield from self._equality()
         if len(found) > 1:
-            yield Table("by kind of prompt: x plain, the fastest first", _KIND_COLUMNS, found, is_wide=True)
+            yield table("by kind of prompt: x plain, the fastest first", _KIND_COLUMNS, found, is_wide=True)
         if self.refused:
-            yield Table("methods that do not apply", _REFUSED_COLUMNS, self.refused, is_wide=True)
+            yield table("methods that do not apply", _REFUSED_COLUMNS, self.refused, is_wide=True)
         advice = advise(self)
-        yield Line(f"\nrecommended: {advice.reason}")
+        yield Text(f"\nrecommended: {advice.reason}")
         for line in usage(advice.config, model):
-            yield Line(f"  {line}", is_whole=True)
+            yield Text(f"  {line}", no_wrap=True)
         for note in (*advice.notes, *notes):
-            yield Line(f"note: {note}")
+            yield Text(f"note: {note}")
 
     def _legend(self) -> str:
         interval = " (95 % interval)" if self.num_prompts > 1 else ""
@@ -137,17 +140,17 @@ class MethodsOutcome:
             parts.append(WHY_NOTHING)
         return "; ".join(parts)
 
-    def _equality(self) -> Iterator[Line]:
+    def _equality(self) -> Iterator[Text]:
         """The guarantee, and how many texts part from plain decoding's, by which gap."""
         judged = [row.equality for row in self.rows if row.equality is not None]
         if judged:
             total, parted = sum(one.num_prompts for one in judged), sum(len(one.divergences) for one in judged)
             gap = max(one.largest_gap for one in judged)
             others = f"; {parted} part from them, at gaps of at most {gap:.2g} in logits" if parted else ""
-            yield Line(f"{self.promise}. Texts with plain decoding's tokens: {total - parted} of {total}{others}")
+            yield Text(f"{self.promise}. Texts with plain decoding's tokens: {total - parted} of {total}{others}")
         for one in self.different:
             first = one.divergences[0]
-            yield Line(
+            yield Text(
                 f"{one.arm} differs from plain decoding on {one.num_prompts - one.num_identical} of "
                 f"{one.num_prompts} prompts, first on {first.prompt} at token {first.position} (gap {first.gap:.3g}), "
                 "where equality is promised: no speed is shown for it",
@@ -286,7 +289,7 @@ def _tie(best: MethodRow, other: MethodRow) -> str | None:
 
 
 def usage(config: Mapping[str, Any], model: str) -> list[str]:
-    """How to use a config, on the command line and in Python."""
+    """Lines that use a config, on the command line and in Python."""
     text = json.dumps(dict(config))
     return [
         f"foredraft generate -m {shlex.quote(model)} --speculative-config {shlex.quote(text)} ...",

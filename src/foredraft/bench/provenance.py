@@ -40,7 +40,7 @@ def provenance() -> dict[str, Any]:
 
 
 def conditions() -> dict[str, Any]:
-    """What a search says of them."""
+    """The conditions that a search reports."""
     found = provenance()
     return {key: found[key] for key in ("time", "commit", "versions", "cpu", "num_threads")}
 

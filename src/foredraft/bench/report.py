@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
-from rich.table import Table as RichTable
+from rich.console import Console, Group
+from rich.table import Table
 from rich.text import Text
 
 from foredraft.bench.provenance import provenance
@@ -41,8 +41,7 @@ class Column:
     is_text: bool = False
 
 
-@dataclass(frozen=True)
-class Table:
+def table(title: str, columns: Sequence[Column], rows: Iterable[Any], *, is_wide: bool = False) -> Group:
     """Rows with their figures, under a title that may be wider than they are.
 
     No rules stand between narrow columns, text folds and nothing is cut off, so that 80 columns do.
@@ -50,45 +49,24 @@ class Table:
     Args:
       is_wide: leave space beside every column.
     """
-
-    title: str
-    columns: Sequence[Column]
-    rows: Iterable[Any]
-    is_wide: bool = False
-
-    def drawn(self) -> RichTable:
-        """The table as rich draws it."""
-        made = RichTable(
-            box=box.SIMPLE_HEAD,
-            padding=(0, 1) if self.is_wide else 0,
-            show_edge=False,
-            show_header=any(column.head for column in self.columns),
-        )
-        for column in self.columns:
-            justify: Any = "left" if column.is_text else "right"
-            made.add_column(Text(column.head), justify=justify, no_wrap=not column.is_text, overflow="fold")
-        for row in self.rows:
-            made.add_row(*(Text(column.cell(row)) for column in self.columns))
-        return made
+    made = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1) if is_wide else 0,
+        show_edge=False,
+        show_header=any(column.head for column in columns),
+    )
+    for column in columns:
+        justify: Any = "left" if column.is_text else "right"
+        made.add_column(Text(column.head), justify=justify, no_wrap=not column.is_text, overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(column.cell(row)) for column in columns))
+    return Group(Text(f"\n{title}"), made)
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of text. It is kept whole where it is to be copied."""
-
-    text: str
-    style: str = ""
-    is_whole: bool = False
-
-
-def show(console: Console, parts: Iterable[Table | Line]) -> None:
-    """On a console, or whatever else it writes to."""
+def show(console: Console, parts: Iterable[Group | Text]) -> None:
+    """Print tables and lines on a console, or whatever else it writes to. Lines with ``no_wrap`` are not broken."""
     for part in parts:
-        if isinstance(part, Table):
-            console.print(f"\n{part.title}", markup=False)
-            console.print(part.drawn())
-        else:
-            console.print(part.text, style=part.style, markup=False, highlight=False, soft_wrap=part.is_whole)
+        console.print(part, soft_wrap=isinstance(part, Text) and bool(part.no_wrap))
 
 
 @dataclass
@@ -178,10 +156,10 @@ def plain_data(value: Any) -> Any:
 # -- words and figures -------------------------------------------------------------------------------------------
 
 
-def load_lines(other_cpu_share: float) -> Iterator[Line]:
+def load_lines(other_cpu_share: float) -> Iterator[Text]:
     """A warning where others computed meanwhile."""
     if other_cpu_share > QUIET_SHARE:
-        yield Line(
+        yield Text(
             f"other processes used {other_cpu_share:.0%} of the processors meanwhile: repeat this on a quiet machine",
             "yellow",
         )

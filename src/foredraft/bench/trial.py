@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ _WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen, for every arm alike."""
+    """Parameters of sampling, the same for every arm."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -82,6 +83,14 @@ class Run:
     step_seconds: tuple[float, ...] = ()
     trace: tuple[StepTrace, ...] = ()
     rows: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], started: float, emissions: Sequence[tuple[float, int]], **more: Any) -> Run:
+        """A run whose emissions came at these times, each with its number of tokens."""
+        times = [moment for moment, _ in emissions]
+        steps = tuple(later - earlier for earlier, later in pairwise(times))
+        first, last = times[0], times[-1]
+        return cls(tuple(token_ids), emissions[0][1], first - started, last - first, step_seconds=steps, **more)
 
     @property
     def texts(self) -> tuple[tuple[int, ...], ...]:
@@ -163,7 +172,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How many times faster one arm decodes than another: the median of the prompts' ratios, and their spread.
+    """Speed of one arm relative to another: the median of the prompts' ratios, and their spread.
 
     Args:
       low, high: 95 % interval of that median, by bootstrap over prompts.
@@ -180,7 +189,7 @@ class Comparison:
     num_prompts: int
 
     def __str__(self) -> str:
-        """As tables show it: the ratio and its interval; of one prompt the ratio alone, of none a dash."""
+        """The ratio and its interval for tables; of one prompt the ratio alone, of none a dash."""
         if self.num_prompts == 0:
             return "-"
         return f"{self.ratio:.2f}" + (f" ({self.low:.2f}-{self.high:.2f})" if self.num_prompts > 1 else "")
@@ -206,12 +215,12 @@ def interleave(
     trial = Trial(list(prompts), sampling, max_new_tokens, {arm.name: [[] for _ in prompts] for arm in arms})
     for arm in arms:
         arm.run(prompts[0].token_ids, min(max_new_tokens, _WARM_UP_TOKENS), sampling)
-    others = _OtherLoad(own_cpu_seconds)
+    other_share = _other_load(own_cpu_seconds)
     for place, prompt in enumerate(prompts):
         for arm in [*arms, *reversed(arms)] * repeats:
             with no_garbage_collection():
                 trial.runs[arm.name][place].append(arm.run(prompt.token_ids, max_new_tokens, sampling))
-        trial.other_cpu_share = others.share
+        trial.other_cpu_share = other_share()
         on_prompt(trial.first(place + 1))
     return trial
 
@@ -227,7 +236,7 @@ def compare(trial: Trial, arm: str, base: str) -> Comparison:
 
 
 def prompt_ratios(trial: Trial, arm: str, base: str) -> list[float | None]:
-    """Of every prompt, how many times faster one arm decodes than another; None where either had nothing to decode."""
+    """Speed of one arm relative to another, per prompt; None where either had nothing to decode."""
     pairs = zip(trial.seconds_per_token(base), trial.seconds_per_token(arm), strict=True)
     return [None if math.isnan(slow / fast) else slow / fast for slow, fast in pairs]
 
@@ -253,21 +262,19 @@ def no_garbage_collection() -> Iterator[None]:
         yield
 
 
-class _OtherLoad:
-    """The share of the machine's processors that other processes used since this was made."""
+def _other_load(own_cpu_seconds: Callable[[], float]) -> Callable[[], float]:
+    """Measure the share of the machine's processors that other processes use from now on; 0 without /proc/stat."""
+    started, before = time.perf_counter(), _cpu_seconds()
+    own = own_cpu_seconds()
 
-    def __init__(self, own_cpu_seconds: Callable[[], float]) -> None:
-        self._own_cpu_seconds = own_cpu_seconds
-        self._started, self._total, self._own = time.perf_counter(), _cpu_seconds(), own_cpu_seconds()
-
-    @property
-    def share(self) -> float:
-        """0 where /proc/stat is not there."""
+    def share() -> float:
         total = _cpu_seconds()
-        if total is None or self._total is None:
+        if total is None or before is None:
             return 0.0
-        others = total - self._total - (self._own_cpu_seconds() - self._own)
-        return max(0.0, others) / ((time.perf_counter() - self._started) * (os.cpu_count() or 1))
+        others = total - before - (own_cpu_seconds() - own)
+        return max(0.0, others) / ((time.perf_counter() - started) * (os.cpu_count() or 1))
+
+    return share
 
 
 def _cpu_seconds() -> float | None:

@@ -17,24 +17,8 @@ from foredraft.prompts.prompts import chat_text
 COPY = "copy"
 AGAIN = "again"
 """The kind of prompts that are made by letting the model answer: see `asked_again`."""
-UNNAMED = "prompt"
-"""The kind of a prompt whose file does not name one."""
 _COPIED_WORDS = 16  # of the passage's beginning that follow the passage in a copying prompt
 _REPEATED = 8
-
-
-@dataclass(frozen=True)
-class Question:
-    """One line of a prompts file: the first turn of a conversation, of some kind.
-
-    Args:
-      token_ids: of a prompt that is given as token ids; it has no text.
-    """
-
-    id: int
-    category: str
-    text: str
-    token_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +30,7 @@ class BenchPrompt:
     token_ids: tuple[Any, ...]
 
 
-def read_questions(path: Path | None = None) -> list[Question]:
+def read_questions(path: Path | None = None) -> list[PromptLine]:
     """Read prompts: those that ship with the package, or a file.
 
     A file is Spec-Bench's ``question.jsonl`` (arXiv:2401.07851), or any that `read_prompts_file` takes. The keys
@@ -58,17 +42,18 @@ def read_questions(path: Path | None = None) -> list[Question]:
     lines = read_prompts_file(file)
     if not lines:
         raise PromptError(f"the prompts file {file} is empty; give one prompt per line")
-    return [_question(one) for one in lines]
+    return lines
 
 
-def _question(line: PromptLine) -> Question:
-    named, category = line.keys.get("question_id"), str(line.keys.get("category", UNNAMED))
-    return Question(named if isinstance(named, int) else line.number, category, line.text, line.token_ids)
+def _name(line: PromptLine) -> str:
+    """Kind and number of a prompt, the number being that of its file where it has one."""
+    named = line.keys.get("question_id")
+    return f"{line.category}-{named if isinstance(named, int) else line.number}"
 
 
-def select(questions: Iterable[Question], num_prompts: int, *, copying: bool = False) -> list[Question]:
+def select(questions: Iterable[PromptLine], num_prompts: int, *, copying: bool = False) -> list[PromptLine]:
     """The first prompts of every kind in turn, so that few prompts still cover the kinds."""
-    by_kind: dict[str, list[Question]] = {}
+    by_kind: dict[str, list[PromptLine]] = {}
     for question in questions:
         if (question.category == COPY) == copying:
             by_kind.setdefault(question.category, []).append(question)
@@ -78,7 +63,7 @@ def select(questions: Iterable[Question], num_prompts: int, *, copying: bool = F
 
 def prompts_of_kinds(
     tokenizer: Any,
-    questions: Sequence[Question],
+    questions: Sequence[PromptLine],
     kinds: Sequence[str] | None,
     room: int | None,
     answer: Callable[[tuple[int, ...]], Sequence[int]],
@@ -110,7 +95,7 @@ def prompts_of_kinds(
     return (prompt for turn in zip_longest(*map(of, wanted)) for prompt in turn if prompt is not None)
 
 
-def load_prompts(tokenizer: Any, questions: Sequence[Question], max_length: int | None = None) -> list[BenchPrompt]:
+def load_prompts(tokenizer: Any, questions: Sequence[PromptLine], max_length: int | None = None) -> list[BenchPrompt]:
     """Turn questions into prompts in the tokenizer's chat format; those of the kind "copy" become passage + beginning.
 
     Token ids stay as they are given.
@@ -124,13 +109,13 @@ def load_prompts(tokenizer: Any, questions: Sequence[Question], max_length: int 
     for question in questions:
         ids = _token_ids(tokenizer, question)
         if max_length is None or len(ids) <= max_length:
-            prompts.append(BenchPrompt(f"{question.category}-{question.id}", question.category, ids))
+            prompts.append(BenchPrompt(_name(question), question.category, ids))
     return prompts
 
 
 def asked_again(
     tokenizer: Any,
-    questions: Sequence[Question],
+    questions: Sequence[PromptLine],
     answer: Callable[[tuple[int, ...]], Sequence[int]],
     max_length: int | None = None,
 ) -> list[BenchPrompt]:
@@ -147,7 +132,7 @@ def asked_again(
         ids = _token_ids(tokenizer, question)
         ids = (*ids, *answer(ids), *gap, *ids)
         if max_length is None or len(ids) <= max_length:
-            prompts.append(BenchPrompt(f"{question.category}-{question.id}-again", question.category, ids))
+            prompts.append(BenchPrompt(f"{_name(question)}-again", question.category, ids))
     return prompts
 
 
@@ -158,7 +143,7 @@ def copying_text(passage: str) -> str:
     return f"{passage.rstrip()}\n\n{passage[:end]}"
 
 
-def _token_ids(tokenizer: Any, question: Question) -> tuple[int, ...]:
+def _token_ids(tokenizer: Any, question: PromptLine) -> tuple[int, ...]:
     if question.token_ids is not None:
         return question.token_ids
     if tokenizer is None:

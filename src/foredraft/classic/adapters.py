@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from foredraft import forking
 from foredraft.errors import ShapeError, UnsupportedModelError, UnsupportedStateError, described
-from foredraft.loading.adapters import ADAPTERS, Adapter
+from foredraft.loading.adapters import Adapter, shared_adapter
 from foredraft.model.support import check_unwrapped, unwrapped
 
 _IN_LAYERS = ("LoraModel", "AdaLoraModel", "IA3Model", "LoHaModel", "LoKrModel", "OFTModel")
@@ -29,7 +29,7 @@ def adapter_of(model: nn.Module) -> Adapter:
 
     Raises: UnsupportedModelError, UnsupportedStateError, ProbeError as `CausalLM` does.
     """
-    return ADAPTERS.of(check_unwrapped(opened(model)))
+    return shared_adapter(check_unwrapped(opened(model)))
 
 
 def ready(model: Model) -> Adapter | PlainModule:
@@ -50,7 +50,7 @@ def ready(model: Model) -> Adapter | PlainModule:
     if not isinstance(inner, PreTrainedModel):
         return plain_module(model)
     try:
-        return ADAPTERS.of(inner)
+        return shared_adapter(inner)
     except (UnsupportedModelError, UnsupportedStateError) as error:
         try:
             return plain_module(model)
@@ -126,13 +126,26 @@ class PlainModule:
         self.vocab_size = self._checked()
         self.num_embeddings = _num_embeddings(module, self.vocab_size)
 
-    def read(self, texts: Sequence[Sequence[int]], num_last: int = 1) -> Tensor:
-        """Logits (B, num_last, V) after the last tokens of texts of one length.
+    @property
+    def model(self) -> PlainModule:
+        """The model that is read, as of a `Reader`: the module itself, which reads every text from its beginning."""
+        return self
+
+    def read(self, text: Sequence[int], num_last: int = 1) -> Tensor:
+        """Logits (num_last, V) after the last ``num_last`` tokens of the text, in the dtype of the module.
 
         Tokens that the module does not know are read as its last one.
 
         Raises: ShapeError for logits of another shape than the first.
         """
+        return self._read([text], num_last)[0]
+
+    def read_beams(self, texts: Sequence[Sequence[int]], parents: Sequence[int]) -> Tensor:
+        """Logits (B, V) after texts of one length."""
+        return self._read(texts, 1)[:, 0]
+
+    def _read(self, texts: Sequence[Sequence[int]], num_last: int) -> Tensor:
+        """Logits (B, num_last, V) after the last tokens of texts of one length."""
         ids = torch.tensor(
             [[min(token, self.num_embeddings - 1) for token in text] for text in texts], device=self.device
         )

@@ -26,23 +26,8 @@ def reader_of(model: Model, *, keeps_cache: bool) -> TextReader:
     if isinstance(found, PlainModule):
         if keeps_cache:
             found.say_once()
-        return ModuleReader(found)
+        return found
     return Reader(found, keeps_cache=keeps_cache)
-
-
-class ModuleReader:
-    """Reads every text from its beginning, through the module as it is."""
-
-    def __init__(self, module: PlainModule) -> None:
-        self.model = module
-
-    def read(self, text: Sequence[int], num_last: int = 1) -> Tensor:
-        """Logits (num_last, V) after the last ``num_last`` tokens of the text, in the dtype of the module."""
-        return self.model.read([text], num_last)[0]
-
-    def read_beams(self, texts: Sequence[Sequence[int]], parents: Sequence[int]) -> Tensor:
-        """Logits (B, V) after texts of one length."""
-        return self.model.read(texts)[:, 0]
 
 
 class Reader:
@@ -90,7 +75,7 @@ class Reader:
         return logits
 
 
-TextReader = Reader | ModuleReader
+TextReader = Reader | PlainModule
 
 
 def feed(adapter: Adapter, cache: KVCache, tokens: Sequence[int], num_last: int = 1) -> Tensor:

@@ -145,7 +145,7 @@ class Draft:
 
 
 class Proposer(Protocol):
-    """Where drafts come from."""
+    """A source of drafts."""
 
     def propose(self, text: Sequence[int], budget: int) -> Draft:
         """At most ``budget`` tokens after the text."""

@@ -14,11 +14,10 @@ from transformers.generation import CandidateGenerator
 
 from foredraft.classic.adapters import adapter_of
 from foredraft.classic.request import check_least
-from foredraft.drafters.parts.suffix_index import SuffixIndex
+from foredraft.drafters.lookup.ngram import SuffixIndex
 from foredraft.errors import ConfigError, ShapeError, TreeError
 from foredraft.model.cache.ragged import KVCache
-from foredraft.model.capture import Wanted
-from foredraft.model.nodes import Nodes
+from foredraft.model.nodes import Nodes, Wanted
 from foredraft.retrieval import datastore
 from foredraft.retrieval.growth import TreeLimits
 from foredraft.tree import DraftTree
@@ -70,7 +69,7 @@ Heads = Callable[[Tensor], Tensor]
 def generate_medusa_buffers(
     medusa_choices: Sequence[Sequence[int]], device: str | torch.device = "cpu"
 ) -> dict[str, Tensor]:
-    """What does not change from step to step of a sparse tree.
+    """Tensors of a sparse tree that are the same in every step.
 
     Source: Medusa (Cai et al. 2024, arXiv:2401.10774); names and shapes are those of its program.
 
@@ -179,7 +178,7 @@ def _read(tree: DraftTree, cache: KVCache, model: Module, *, wants_hidden: bool)
 
 
 class PromptLookupCandidateGenerator(CandidateGenerator):  # type: ignore[misc]
-    """What followed the last tokens of a text where they stood before: the longest n-gram, at its earliest place.
+    """Continuations of the last tokens of a text: of the longest n-gram, at its earliest place.
 
     Source: prompt lookup decoding (Saxena 2023), with the arguments of the class of transformers.
 
@@ -263,7 +262,7 @@ Retrieved = tuple[list[list[int]], Tensor, Tensor, Tensor, Tensor]
 
 
 class Datastore:
-    """What followed the end of a text elsewhere.
+    """Continuations of the end of a text in a datastore.
 
     Source: REST (He et al. 2023, arXiv:2311.08252).
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -37,46 +36,19 @@ VERBS = {
 """Beginnings of their help, for the list of them. Each stands in the file of its name, as ``app`` or by that name."""
 
 
-class Verbs(Mapping[str, Any]):
-    """Loads a verb when it is looked up, so that one verb does not wait for the options of all others."""
-
-    def __init__(self) -> None:
-        self._loaded: dict[str, Any] = {}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(VERBS)
-
-    def __len__(self) -> int:
-        return len(VERBS)
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in VERBS:
-            raise KeyError(name)
-        if name not in self._loaded:
-            module = import_module(f"{__name__}.{name}")
-            verb = getattr(module, "app", None)
-            if verb is None:
-                verb = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-                verb.command(name)(getattr(module, name))
-            _unwrap(verb)
-            self._loaded[name] = typer.main.get_command(verb)
-        return self._loaded[name]
-
-
 class VerbGroup(TyperGroup):
-    """A group of `Verbs`, whose own help needs none of them."""
+    """All verbs. Each is imported when it is looked up, and the help of the group needs none of them."""
 
     def __init__(self, **attributes: Any) -> None:
-        super().__init__(**{**attributes, "commands": None})
-        self.commands = Verbs()  # type: ignore[assignment]
+        super().__init__(**attributes)
+        self.commands = dict.fromkeys(VERBS)  # type: ignore[assignment]
         self._lists = False
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(VERBS)
-
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if self._lists:
+        if cmd_name in VERBS and self._lists:
             return TyperCommand(cmd_name, help=VERBS[cmd_name])
+        if cmd_name in VERBS and self.commands[cmd_name] is None:
+            self.commands[cmd_name] = _load(cmd_name)
         return super().get_command(ctx, cmd_name)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -85,6 +57,17 @@ class VerbGroup(TyperGroup):
             super().format_help(ctx, formatter)
         finally:
             self._lists = False
+
+
+def _load(name: str) -> Any:
+    """A verb as a command."""
+    module = import_module(f"{__name__}.{name}")
+    verb = getattr(module, "app", None)
+    if verb is None:
+        verb = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        verb.command(name)(getattr(module, name))
+    _unwrap(verb)
+    return typer.main.get_command(verb)
 
 
 app = typer.Typer(

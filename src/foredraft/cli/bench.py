@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from foredraft.bench.candidates import MethodCandidate
 from foredraft.cli.options import Target, TargetOptions, takes_groups
 from foredraft.cli.running import (
     EXIT_DIFFERS,
@@ -21,6 +21,7 @@ from foredraft.cli.running import (
     say,
     writing,
 )
+from foredraft.config.speculative import SpeculativeConfig
 from foredraft.config.written import by_comma
 from foredraft.ending import finishing
 from foredraft.folders import check_place, keep_json
@@ -163,7 +164,7 @@ def _compare_methods(options: BenchOptions, model: str, report: Report) -> int:
 
     candidates = read_candidates(options.methods, options.draft_model, options.num_speculative_tokens)
     settings = options.settings(is_toy=_is_toy(model))
-    notes = model_notes(model, candidates)
+    notes = model_notes(model, candidates.values())
     latest: list[MethodsOutcome] = []
 
     def note(outcome: MethodsOutcome) -> None:
@@ -200,14 +201,18 @@ def _compare_methods(options: BenchOptions, model: str, report: Report) -> int:
     return code or (EXIT_DIFFERS if latest[0].different else 0)
 
 
-def model_notes(model: str, candidates: list[MethodCandidate]) -> tuple[str, ...]:
-    """The zoo's notes on the figures that these methods reach with a model."""
+def model_notes(model: str, methods: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The zoo's notes on the figures that methods reach with a model.
+
+    Args:
+      methods: speculative configs.
+    """
     from foredraft import zoo
     from foredraft.loading.models import is_zoo
 
     if not is_zoo(model):
         return ()
-    named = {part.method for one in candidates for part in one.config.parts}
+    named = {part.method for given in methods for part in SpeculativeConfig.parse(given).parts}
     return zoo.manifest(model).notes_about(map(str, named))
 
 

@@ -163,12 +163,14 @@ class Chat:
             self.screen.say(f"different from token {same} on; {_why_different(self.conversation)}")
 
     def _stats(self, _: str) -> None:
+        from foredraft.cli.conversation import totals
+
         conversation = self.conversation
         self.screen.table(
             {
                 "method": conversation.method,
                 "seed": "random" if conversation.params.seed is None else conversation.params.seed,
-                **conversation.totals.as_dict(),
+                **totals(conversation.answered),
                 "context_tokens": conversation.num_tokens,
                 "max_context_tokens": conversation.max_length,
             }

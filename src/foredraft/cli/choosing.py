@@ -19,8 +19,9 @@ from foredraft.config.written import by_comma
 from foredraft.progress import Watch
 
 if TYPE_CHECKING:
-    from foredraft.bench.workload import BenchPrompt, Question
+    from foredraft.bench.workload import BenchPrompt
     from foredraft.llm import LLM
+    from foredraft.prompts.prompt_files import PromptLine
     from foredraft.tune.choosing import Choice
     from foredraft.tune.tuning import Tuning
 
@@ -92,7 +93,7 @@ def find_method(options: ChoosingOptions, say: Watch) -> tuple[Choice, Tuning, d
     candidates = read_candidates(options.methods or ",".join(USUAL), options.draft_model, None)
     questions = read_questions(options.prompts_file)  # refused before a model is loaded
     llm = load_llm(model, None, **options.loading())
-    tuning = Tuning(llm, {one.name: one.given for one in candidates}, options.budget, say)
+    tuning = Tuning(llm, candidates, options.budget, say)
     tuning.measure(is_fresh=options.fresh)
     number = tuning.num_prompts(options.num_prompts, options.max_new_tokens)
     prompts = _prompts(llm, options, questions, number)
@@ -119,7 +120,7 @@ def find_method(options: ChoosingOptions, say: Watch) -> tuple[Choice, Tuning, d
     return choice, tuning, details
 
 
-def _prompts(llm: LLM, options: ChoosingOptions, questions: Sequence[Question], number: int) -> list[BenchPrompt]:
+def _prompts(llm: LLM, options: ChoosingOptions, questions: Sequence[PromptLine], number: int) -> list[BenchPrompt]:
     from foredraft.bench.workload import AGAIN, prompts_of_kinds
     from foredraft.errors import ConfigError
 

@@ -188,7 +188,7 @@ class DemoReport:
 
     @property
     def method(self) -> str:
-        """How the speculative way drafts."""
+        """The method of the speculative way."""
         return self.llm.speculative_config.title
 
     @property
@@ -216,7 +216,7 @@ class DemoReport:
 
     @property
     def speedup(self) -> float:
-        """Of all tokens by all seconds; NaN when a text differs."""
+        """Speed over all tokens and seconds, relative to plain decoding; NaN when a text differs."""
         if not self.is_identical:
             return float("nan")
         return ratio(self.tokens_per_second(self.drafting), self.tokens_per_second(self.plain))
@@ -227,7 +227,7 @@ class DemoReport:
 
     @property
     def counts(self) -> RowStats:
-        """What became of all drafts."""
+        """Counters of all drafts."""
         return pooled([lane.output for lane in self.drafting if lane.output is not None])
 
     def tokens_per_second(self, lanes: Sequence[Lane]) -> float:

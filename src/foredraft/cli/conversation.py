@@ -11,7 +11,6 @@ from foredraft.config.keywords import check_unicode
 from foredraft.config.sampling import SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.engine.frontend import RequestOutput, StreamOutput
-from foredraft.engine.stats import RowStats
 from foredraft.errors import ConfigError, ContextLengthError
 from foredraft.llm import LLM, SpeculativeLike
 
@@ -54,50 +53,36 @@ class ChatTurn:
         return len(self.output.prompt_token_ids) - self.output.num_cached_tokens
 
 
-@dataclass
-class ChatTotals:
-    """Counters over the answers of a conversation."""
-
-    num_turns: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_tokens: int = 0
-    counts: RowStats = field(default_factory=RowStats)
-    decode_seconds: float = 0.0
-    is_lossless: bool = True
-    plain_seconds: float = 0.0
-
-    def add(self, turn: ChatTurn) -> None:
-        metrics = turn.output.metrics
-        self.num_turns += 1
-        self.is_lossless &= turn.output.lossless
-        self.num_prompt_tokens += len(turn.output.prompt_token_ids)
-        self.num_cached_tokens += turn.output.num_cached_tokens
-        self.num_tokens += len(turn.token_ids)
-        self.counts.add(pooled([turn.output]))
-        self.decode_seconds += metrics.decode_seconds
-        self.plain_seconds += metrics.decode_seconds * ((metrics.governor or {}).get("estimated_speedup") or 1.0)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Counters, and the rates that follow from them; 0.0 where nothing was counted."""
-        return {
-            "num_turns": self.num_turns,
-            "num_generated_tokens": self.num_tokens,
-            "num_steps": self.counts.num_steps,
-            "tokens_per_step": ratio(self.num_tokens, self.counts.num_steps),
-            **fates(self.counts),
-            "lossless": self.is_lossless,
-            "tokens_per_second": ratio(self.num_tokens, self.decode_seconds),
-            "estimated_speedup": ratio(self.plain_seconds, self.decode_seconds),
-            "num_prompt_tokens": self.num_prompt_tokens,
-            "num_cached_tokens": self.num_cached_tokens,
-            "num_fed_tokens": self.num_prompt_tokens - self.num_cached_tokens,
-        }
+def totals(turns: Sequence[ChatTurn]) -> dict[str, Any]:
+    """Counters over some answers, and the rates that follow from them; 0.0 where nothing was counted."""
+    outputs = [turn.output for turn in turns]
+    counts = pooled(outputs)
+    num_tokens = sum(len(turn.token_ids) for turn in turns)
+    num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    num_cached_tokens = sum(output.num_cached_tokens for output in outputs)
+    decode_seconds = sum(output.metrics.decode_seconds for output in outputs)
+    plain_seconds = sum(
+        output.metrics.decode_seconds * ((output.metrics.governor or {}).get("estimated_speedup") or 1.0)
+        for output in outputs
+    )
+    return {
+        "num_turns": len(turns),
+        "num_generated_tokens": num_tokens,
+        "num_steps": counts.num_steps,
+        "tokens_per_step": ratio(num_tokens, counts.num_steps),
+        **fates(counts),
+        "lossless": all(output.lossless for output in outputs),
+        "tokens_per_second": ratio(num_tokens, decode_seconds),
+        "estimated_speedup": ratio(plain_seconds, decode_seconds),
+        "num_prompt_tokens": num_prompt_tokens,
+        "num_cached_tokens": num_cached_tokens,
+        "num_fed_tokens": num_prompt_tokens - num_cached_tokens,
+    }
 
 
 @dataclass
 class Conversation:
-    """Messages that go back and forth between a user and a model, through the tokenizer's chat template.
+    """Messages between a user and a model, through the tokenizer's chat template.
 
     Every turn's prompt is the whole conversation, as a new one with the same messages would have it; with
     ``LLM(num_cached_prefixes=...)`` only the tokens that differ from what a cache still holds are fed.
@@ -106,6 +91,10 @@ class Conversation:
       llm: answers; its tokenizer needs a chat template.
       params: of every answer; one sample.
       system: first message, if any.
+
+    Attributes:
+      turns: answers in the conversation.
+      answered: all answers so far, those before a reset and empty ones included.
 
     Raises: ConfigError when there is no chat template, or more than one sample per answer; PromptError when the
       template does not take the first messages, as many take no system message.
@@ -118,7 +107,7 @@ class Conversation:
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list, init=False)
     turns: list[ChatTurn] = field(default_factory=list, init=False)
-    totals: ChatTotals = field(default_factory=ChatTotals, init=False)
+    answered: list[ChatTurn] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         if self.params.n != 1:
@@ -128,7 +117,7 @@ class Conversation:
         self.llm.chat_prompt([*self.messages, {"role": "user", "content": "Hello."}])
 
     def reset(self) -> None:
-        """Forget the messages; settings, totals and what the caches hold stay."""
+        """Forget the messages; settings, counted answers and caches stay."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.turns = []
 
@@ -136,7 +125,7 @@ class Conversation:
 
     @property
     def method(self) -> str:
-        """How answers are drafted."""
+        """The method of drafting answers."""
         return self.llm.speculative_config.title
 
     def use(self, config: SpeculativeLike) -> None:
@@ -195,7 +184,7 @@ class Conversation:
         prompt = self.llm.chat_prompt([*self.messages, question])
         self._check_room(len(prompt["prompt_token_ids"]))
         turn = self._answer(self.llm, text, prompt, self.params, put, stop)
-        self.totals.add(turn)
+        self.answered.append(turn)
         if turn.text:
             self.messages += [question, {"role": "assistant", "content": turn.text}]
             self.turns.append(turn)

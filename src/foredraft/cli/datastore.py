@@ -12,7 +12,7 @@ from rich.console import Console
 
 from foredraft.cli.options import AsJson
 from foredraft.cli.running import choose_model, exit_codes, put_json
-from foredraft.engine.budget import counted
+from foredraft.engine.stats import counted
 from foredraft.progress import stages
 from foredraft.retrieval.datastore import Lookup, Match
 from foredraft.retrieval.manifest import DatastoreManifest
@@ -69,7 +69,7 @@ def build_(
         name = choose_model(tokenizer)
         loaded = load_tokenizer(name)
     with exit_codes(), stages() as report:
-        from foredraft.retrieval.build import ShardLimits, build
+        from foredraft.retrieval.build import build
 
         manifest = build(
             corpora,
@@ -77,7 +77,7 @@ def build_(
             out,
             tokenizer_name=name,
             field=field,
-            limits=ShardLimits(int(memory * 1e9)),
+            memory_bytes=int(memory * 1e9),
             restart=restart,
             progress=report,
         )
@@ -95,11 +95,11 @@ def append_(
 ) -> None:
     """Add corpora to a datastore; what is added counts as more recent."""
     with exit_codes():
-        from foredraft.retrieval.build import ShardLimits, append
+        from foredraft.retrieval.build import append
 
         loaded = _tokenizer_of(folder, tokenizer)
     with exit_codes(), stages() as report:
-        manifest = append(folder, corpora, loaded, field=field, limits=ShardLimits(int(memory * 1e9)), progress=report)
+        manifest = append(folder, corpora, loaded, field=field, memory_bytes=int(memory * 1e9), progress=report)
     _show(_facts(folder, manifest), as_json)
 
 
@@ -145,7 +145,7 @@ def query(
 
 
 def _lookup(depth: int) -> Lookup:
-    """How ``rest`` asks unless it is told otherwise."""
+    """The lookup of ``rest`` by default."""
     from foredraft.methods.lookup import RestOptions
     from foredraft.retrieval.datastore import Lookup
 

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from foredraft.cli.comparison import BothAnswers, DemoReport, Lane
 from foredraft.cli.writers import DRAFTED_STYLE, drafted, ratio
-from foredraft.engine.budget import counted
+from foredraft.engine.stats import counted
 from foredraft.errors import ConfigError
 from foredraft.folders import check_place
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +24,6 @@ from foredraft.cli.options import (
     LoadingOptions,
     ModelChoice,
     SamplingOptions,
-    StructureOptions,
     takes_groups,
 )
 from foredraft.cli.prompts import Chat, Raw, ask, check_template, read_prompts
@@ -38,6 +38,7 @@ from foredraft.serve.ray import check_ray
 if TYPE_CHECKING:
     from foredraft.cli.tracing import TraceFile
     from foredraft.engine.frontend import Stream
+    from foredraft.llm import LLM
 
 
 @takes_groups
@@ -55,7 +56,6 @@ def generate(
         typer.Option(min=1, help=f"Budget of every sample; by default the model's, else {DEFAULTS.max_tokens}."),
     ] = None,
     sampling: SamplingOptions,
-    structure: StructureOptions,
     chat: Chat = False,
     raw: Raw = False,
     loading: LoadingOptions,
@@ -83,7 +83,7 @@ def generate(
     prompt's samples are written in order. Statistics go to standard error. Ctrl-C keeps what has been generated.
     """
     with exit_codes():
-        params = sampling.params(max_tokens=max_new_tokens, structured_outputs=structure.wanted())
+        params = sampling.params(max_tokens=max_new_tokens)
         check_template(chat, raw)
         read = read_prompts(prompts or (), prompts_file, raw=raw)
         trace_place = None if trace is None else check_place(trace)
@@ -148,15 +148,15 @@ RETRIES = 3
 ROUNDING = ("dtype", "quantization", "weights", "gguf_file", "kv_cache_dtype", "generation_config")
 """Options of `LLM` that change what a model says; drafting does not."""
 WITHOUT = ("metrics", "timings")
-"""Of a result: what differs from run to run."""
+"""Fields of a result that differ from run to run."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be generated, and by what.
+    """Many prompts and the model that continues them, which is loaded for the first batch.
 
     Args:
-      options: of `LLM`.
+      options: arguments of `LLM`.
       chat, raw: see `foredraft.cli.prompts.ask`.
     """
 
@@ -175,29 +175,25 @@ class Job:
         facts = [self.model, rounding, repr(self.params), list(self.prompts), self.chat, self.raw]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
-    def batches(self, start: int) -> list[list[Any]]:
-        """Those that are left from this prompt on. They begin where they do in every run."""
-        first = start // BATCH * BATCH
-        places = range(first, len(self.prompts), BATCH)
-        return [list(self.prompts[max(place, start) : place + BATCH]) for place in places]
-
-
-class JobWorker:
-    """A model in memory that does batches of a job."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._llm = load_llm(job.model, job.config, **job.options)
+    @cached_property
+    def _llm(self) -> LLM:
+        return load_llm(self.model, self.config, **self.options)
 
     def generate(self, prompts: list[Any]) -> list[dict[str, Any]]:
-        job = self._job
-        asked = ask(self._llm.tokenizer, job.model, prompts, chat=job.chat, raw=job.raw)
-        outputs = self._llm.generate([one.prompt for one in asked], job.params, use_tqdm=False)
+        """Records of some of the prompts."""
+        asked = ask(self._llm.tokenizer, self.model, prompts, chat=self.chat, raw=self.raw)
+        outputs = self._llm.generate([one.prompt for one in asked], self.params, use_tqdm=False)
         records = []
         for one, output in zip(asked, outputs, strict=True):
             record = as_record(output, one.given if one.is_templated else None)
             records.append({name: value for name, value in record.items() if name not in WITHOUT})
         return records
+
+    def batches(self, start: int) -> list[list[Any]]:
+        """Batches from this prompt on. They begin at the same prompts in every run."""
+        first = start // BATCH * BATCH
+        places = range(first, len(self.prompts), BATCH)
+        return [list(self.prompts[max(place, start) : place + BATCH]) for place in places]
 
 
 def run_job(job: Job, out: str, *, replicas: int | None, address: str | None) -> None:
@@ -215,7 +211,7 @@ def run_job(job: Job, out: str, *, replicas: int | None, address: str | None) ->
         if start:
             say(f"{out} holds {start} of {len(job.prompts)} results; going on from there")
         batches = job.batches(start)
-        done = _by_ray(job, batches, replicas or 1, address) if replicas or address else _here(job, batches)
+        done = _by_ray(job, batches, replicas or 1, address) if replicas or address else map(job.generate, batches)
         with open(path, "ab", buffering=0) as file:
             for records in done:
                 lines = [
@@ -254,7 +250,7 @@ def _append(file: FileIO, data: bytes) -> None:
 
 
 def _resume(path: Path, job: Job) -> int:
-    """How many results there are; a line that was broken off is cut away."""
+    """The number of results in the file; a line that was broken off is cut away."""
     try:
         data = path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
@@ -279,13 +275,6 @@ def _is_result(line: bytes, job: Job, number: int) -> bool:
     return isinstance(record, dict) and (record.get("job"), record.get("number")) == (job.digest, number)
 
 
-def _here(job: Job, batches: list[list[Any]]) -> Iterator[list[dict[str, Any]]]:
-    worker = JobWorker(job) if batches else None
-    for batch in batches:
-        assert worker is not None
-        yield worker.generate(batch)
-
-
 def _by_ray(job: Job, batches: list[list[Any]], replicas: int, address: str | None) -> Iterator[list[dict[str, Any]]]:
     """Results in order. A worker that dies is replaced, by Ray, and its batches are done anew."""
     import ray
@@ -295,8 +284,8 @@ def _by_ray(job: Job, batches: list[list[Any]], replicas: int, address: str | No
 
     start_ray(address, replicas)
     try:
-        kind = ray.remote(JobWorker).options(num_cpus=1, max_restarts=-1, max_task_retries=RETRIES)
-        workers = [kind.remote(job) for _ in range(min(replicas, len(batches)))]
+        kind = ray.remote(Job).options(num_cpus=1, max_restarts=-1, max_task_retries=RETRIES)
+        workers = [kind.remote(**vars(job)) for _ in range(min(replicas, len(batches)))]
         waiting: deque[Any] = deque()
         for place, batch in enumerate(batches):
             if len(waiting) >= 2 * len(workers):

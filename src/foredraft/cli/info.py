@@ -40,7 +40,7 @@ TIMING = (
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 CONTEXT, REPEATS = 256, 15
 MACHINE = (ModelChoice(), DraftingOptions(), LoadingOptions(), CONTEXT, REPEATS)
-"""What is asked for where nothing is said of a model: the machine is shown."""
+"""Arguments without a model: the machine is shown."""
 
 
 @takes_groups
@@ -218,7 +218,7 @@ def _count(number: int | None) -> str:
 
 
 def show_promise(console: Console, promise: dict[str, Any]) -> None:
-    """What texts keep of plain decoding, whatever is drafted."""
+    """Show the guarantee for texts, whatever is drafted."""
     from foredraft.config.engine import Promise
 
     console.print(f"promise: {Promise(promise['kind'], promise['reason']).describe()}")
@@ -242,7 +242,7 @@ def show_probe(console: Console, probe: dict[str, Any]) -> None:
 
 
 def show_methods(console: Console, methods: list[dict[str, Any]]) -> None:
-    """Which methods apply, and what the others lack."""
+    """Show the methods that apply, and the reasons of the others."""
     applying = [entry["method"] for entry in methods if entry["applies"]]
     console.print(f"methods that apply: {', '.join(applying)}")
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -262,7 +262,7 @@ EXTRAS = {
     "plot": ("matplotlib", "pictures"),
     "ray": ("ray", "replicas"),
 }
-"""Of the package: a module that each brings, and what it is for."""
+"""Extras of the package: a module of each, and its purpose."""
 
 OR_WHEEL = "or install the wheel for this platform, which has them compiled"
 UNTIL_MODEL = "what a model's text keeps is said with it: foredraft info MODEL"
@@ -376,7 +376,7 @@ def show_machine(report: dict[str, Any]) -> None:
 
 
 def _kernels(report: dict[str, Any]) -> str:
-    """Which are taken, where they come from, and where else they would have."""
+    """The kernels in use and their origin, and the reason where there are none."""
     if report["kernels_from"] == "wheel":
         return f"{report['kernels']}, precompiled in the wheel, which come before any compiled here"
     if report["kernels_from"] == "compiler":

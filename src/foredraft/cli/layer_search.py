@@ -1,9 +1,11 @@
-"""The search behind ``foredraft tune layer-skip``: its options, its job, and what the job found."""
+"""The search behind ``foredraft tune layer-skip``: its options and its report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,20 +13,22 @@ import typer
 
 from foredraft.cli.options import NumSpeculativeTokens, numbers
 from foredraft.cli.prompts import NumPrompts, TuneOptions
-from foredraft.cli.running import choose_model
+from foredraft.cli.running import choose_model, say
+from foredraft.ending import finishing
+from foredraft.progress import stages
 
 if TYPE_CHECKING:
     from foredraft.drafters.parts.layer_set import LayerSet
     from foredraft.model.lm import CausalLM
-    from foredraft.tune.layer_sets import LayerSearch, SearchResult, Space, TriedSet
-    from foredraft.tune.objective import Task
+    from foredraft.tune.layer_sets import LayerSearch
+    from foredraft.tune.objective import Score, Task
 
 OBJECTIVES = ("time", "acceptance")
 
 
 @dataclass(frozen=True)
 class SearchOptions(TuneOptions):
-    """What is searched, and how."""
+    """Options of the search for a layer set."""
 
     model: Annotated[
         str | None,
@@ -53,123 +57,109 @@ class SearchOptions(TuneOptions):
     seed: Annotated[int, typer.Option(help="Seed of the optimiser.", min=0)] = 0
 
     def defining(self) -> dict[str, Any]:
-        """Those that define a search, its drafter aside; equal options make trials comparable."""
+        """Options that define a search, without its drafter; equal ones make trials comparable."""
         names = ("model", "prompts", "raw", "num_prompts", "max_new_tokens", "objective", "keep_layers", "scale")
         loading = {name: value for name, value in self.loading().items() if value is not None}
         return {**{name: getattr(self, name) for name in names}, **loading, "seed": self.seed}
 
 
-@dataclass(frozen=True)
-class SearchJob:
-    """A search, ready to run.
+def find_layers(options: SearchOptions, journal: Path, resume: bool) -> tuple[LayerSearch, dict[str, Any]]:
+    """Try sets until there are enough of them; the search, and a report of the best set.
+
+    Ctrl-C ends the search and keeps its trials.
 
     Args:
-      timed: the task on the model as it is timed, inflated or not.
-      counted: the same on the model as it is; what is accepted is the same.
+      journal: file of the trials.
+      resume: continue an earlier search.
+
+    Raises: ConfigError, CheckpointError, PromptError, UnsupportedModelError; NothingAcceptedError where no set that was
+      tried is of any use; KeyboardInterrupt where none was tried.
     """
+    from foredraft.errors import ConfigError
+    from foredraft.loading.models import adapter_of
+    from foredraft.tune.layer_sets import LayerSearch, Space, fingerprint, require_optuna
+    from foredraft.tune.objective import Costs, Task
+    from foredraft.tune.scale import load_scaled
 
-    options: SearchOptions
-    draft_keys: dict[str, Any]
-    space: Space
-    timed: Task
-    counted: Task
+    model = choose_model(options.model)
+    options = replace(options, model=model)
+    draft_keys = _draft_keys(options.speculative_config, options.num_speculative_tokens)
+    require_optuna()
+    if options.objective not in OBJECTIVES:
+        raise ConfigError(f"objective is {options.objective!r}; choose one of {', '.join(OBJECTIVES)}")
+    loading = options.loading()
+    execution, kv_cache_dtype = loading.pop("execution"), loading.pop("kv_cache_dtype")
+    loaded, bigger = load_scaled(model, options.scale, **loading)
+    prompts = tuple(options.read_prompts(model, loaded.tokenizer))
+    target = adapter_of(loaded, execution, kv_cache_dtype)
+    timed = target if bigger is loaded else adapter_of(bigger, execution, kv_cache_dtype)
+    space = Space.of(target.num_layers, numbers("keep-layers", options.keep_layers, int))
+    # accepted tokens are the same on the model as it is and on the inflated one, on which time is measured
+    task, counted = (Task(lm, prompts, options.max_new_tokens, _drafter_of(lm, draft_keys)) for lm in (timed, target))
+    identity = {
+        **{key: value for key, value in options.defining().items() if key != "seed"},
+        "prompts": fingerprint([prompt.token_ids for prompt in prompts]),
+        "speculative_config": draft_keys,
+    }
+    search = LayerSearch(space, seed=options.seed, journal=journal, resume=resume, identity=identity)
+    score: Callable[[LayerSet], Score]
+    if options.objective == "time":
 
-    @classmethod
-    def of(cls, options: SearchOptions) -> SearchJob:
-        """Load the model and the prompts.
+        def score(layer_set: LayerSet) -> Score:
+            return task.measured([layer_set], options.repeats)[0]
 
-        Raises: ConfigError, CheckpointError, PromptError, UnsupportedModelError.
-        """
-        from foredraft.errors import ConfigError
-        from foredraft.loading.models import adapter_of
-        from foredraft.tune.layer_sets import Space, require_optuna
-        from foredraft.tune.objective import Task
-        from foredraft.tune.scale import load_scaled
+    else:
+        longest = _config(draft_keys, None).num_speculative_tokens or 1
+        score = partial(counted.expected, costs=search.costs(Costs.measured(timed, longest)))
 
-        model = choose_model(options.model)
-        options = replace(options, model=model)
-        draft_keys = _draft_keys(options.speculative_config, options.num_speculative_tokens)
-        require_optuna()
-        if options.objective not in OBJECTIVES:
-            raise ConfigError(f"objective is {options.objective!r}; choose one of {', '.join(OBJECTIVES)}")
-        loading = options.loading()
-        execution, kv_cache_dtype = loading.pop("execution"), loading.pop("kv_cache_dtype")
-        loaded, bigger = load_scaled(model, options.scale, **loading)
-        prompts = tuple(options.read_prompts(model, loaded.tokenizer))
-        target = adapter_of(loaded, execution, kv_cache_dtype)
-        timed = target if bigger is loaded else adapter_of(bigger, execution, kv_cache_dtype)
-        space = Space.of(target.num_layers, numbers("keep-layers", options.keep_layers, int))
-        task, counted = (
-            Task(lm, prompts, options.max_new_tokens, _drafter_of(lm, draft_keys)) for lm in (timed, target)
-        )
-        return cls(options, draft_keys, space, task, counted)
+    with stages() as watch:
 
-    def search(self, journal: Path, resume: bool) -> LayerSearch:
-        """The search, with what an earlier one left."""
-        from foredraft.tune.layer_sets import LayerSearch, fingerprint
-        from foredraft.tune.objective import Costs, ExpectedTime, MeasuredTime, Objective
+        def tell() -> None:
+            best = f"best {search.best.value:.3f} of plain's time, {words(search.best.layer_set)}"
+            watch(f"sets tried, {best}", len(search.trials), options.trials)
 
-        objective: Objective
-        if self.options.objective == "time":
-            objective = MeasuredTime(self.timed, self.options.repeats)
-        else:
-            longest = _config(self.draft_keys, None).num_speculative_tokens or 1
-            objective = ExpectedTime(self.counted, Costs.measured(self.timed.target, longest))
-        prompts = [prompt.token_ids for prompt in self.timed.prompts]
-        options = self.options.defining()
-        del options["seed"]
-        identity = {**options, "prompts": fingerprint(prompts), "speculative_config": self.draft_keys}
-        return LayerSearch(
-            self.space, objective, seed=self.options.seed, journal=journal, resume=resume, identity=identity
-        )
-
-    def finish(self, result: SearchResult) -> dict[str, Any]:
-        """Choose among the best: by a common timing where time decides and the search was not interrupted.
-
-        Raises: NothingAcceptedError where no set that was tried is of any use.
-        """
-        from foredraft.bench.provenance import conditions
-        from foredraft.tune.objective import MeasuredTime
-
-        result.check()
-        best, final = result.best, {}
-        ranking = [trial for trial in result.ranking(self.options.finalists) if trial.is_of_use]
-        if self.options.objective == "time" and len(ranking) > 1 and not result.is_interrupted:
-            sets = {str(i): trial.layer_set for i, trial in enumerate(ranking)}
-            scores = MeasuredTime(self.timed, self.options.repeats).scores(sets)
-            final = {words(ranking[int(i)].layer_set): asdict(score) for i, score in scores.items()}
-            winner = min(scores, key=lambda i: scores[i].value)
-            best = type(best)(ranking[int(winner)].layer_set, scores[winner])
-        return {
-            "found_by": "foredraft tune layer-skip",
-            **_facts(best),
-            "num_trials": len(result.trials),
-            "is_interrupted": result.is_interrupted,
-            "finalists": final,
-            "search": {**self.options.defining(), "speculative_config": self.draft_keys},
-            "conditions": conditions(),
-        }
-
-    def layer_set(self, report: dict[str, Any]) -> LayerSet:
-        """The result as a file that method layer_skip loads."""
-        from foredraft.drafters.parts.layer_set import LayerSet
-
-        details = {key: value for key, value in report.items() if not key.startswith("skipped_") and key != "out"}
-        return LayerSet(
-            tuple(report["skipped_attention"]), tuple(report["skipped_mlp"]), self.space.num_layers, details
-        )
+        search.run(score, options.trials, tell)
+    if not search.trials:
+        say("interrupted before any set was tried; nothing was written")
+        raise KeyboardInterrupt
+    with finishing() if search.is_interrupted else nullcontext():
+        return search, _report(search, task, options, draft_keys)
 
 
-def _facts(best: TriedSet) -> dict[str, Any]:
-    score = asdict(best.score)
-    value = score.pop("value")
+def _report(search: LayerSearch, task: Task, options: SearchOptions, draft_keys: dict[str, Any]) -> dict[str, Any]:
+    """Choose among the best sets, by a common timing where time decides and the search was not interrupted."""
+    from foredraft.bench.provenance import conditions
+
+    search.check()
+    best = search.best
+    final: list[Score] = []
+    ranking = [trial.layer_set for trial in search.ranking(options.finalists) if trial.is_of_use]
+    if options.objective == "time" and len(ranking) > 1 and not search.is_interrupted:
+        final = task.measured(ranking, options.repeats)
+        best = min(final, key=lambda score: score.value)
+    figures = best.figures()
+    value = figures.pop("value")
     return {
+        "found_by": "foredraft tune layer-skip",
         "skipped_attention": list(best.layer_set.attention),
         "skipped_mlp": list(best.layer_set.mlp),
         "speedup": 1 / value,
         "time_per_token": value,
-        **score,
+        **figures,
+        "num_trials": len(search.trials),
+        "is_interrupted": search.is_interrupted,
+        "finalists": {words(score.layer_set): score.figures() for score in final},
+        "search": {**options.defining(), "speculative_config": draft_keys},
+        "conditions": conditions(),
     }
+
+
+def layer_set_of(report: dict[str, Any], num_layers: int) -> LayerSet:
+    """The result as a file that method layer_skip loads."""
+    from foredraft.drafters.parts.layer_set import LayerSet
+
+    details = {key: value for key, value in report.items() if not key.startswith("skipped_") and key != "out"}
+    return LayerSet(tuple(report["skipped_attention"]), tuple(report["skipped_mlp"]), num_layers, details)
 
 
 def _draft_keys(config: str | None, num_speculative_tokens: int | None) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class ModelChoice:
 
 @dataclass(frozen=True)
 class TargetOptions:
-    """How a target is loaded, by every verb that loads one, under the names that `LLM` takes."""
+    """Options of loading a target, under the names that `LLM` takes."""
 
     dtype: Annotated[
         str, typer.Option(help="auto: the checkpoint's where the device computes in it, else float32.")
@@ -132,7 +132,7 @@ class TargetOptions:
 
 @dataclass(frozen=True)
 class LoadingOptions(TargetOptions):
-    """How the model is loaded and run, under the names that `LLM` takes."""
+    """Options of loading and running the model, under the names that `LLM` takes."""
 
     device: Annotated[str, typer.Option(help="auto is the GPU where there is one.")] = "auto"
     cache_packed: Annotated[
@@ -158,12 +158,12 @@ class LoadingOptions(TargetOptions):
 Loading = Annotated[
     LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "kv_cache_dtype", "cache_packed"
 ]
-"""What verbs take that load a model and say themselves how it is run."""
+"""Options of verbs that load a model and decide themselves how it is run."""
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How many requests run together, and in how much memory: fields of `EngineConfig`."""
+    """Limits of rows and memory: fields of `EngineConfig`."""
 
     max_num_seqs: Annotated[int, typer.Option(help="Rows that run at once.")] = EngineConfig.max_num_seqs
     max_model_len: Annotated[int | None, typer.Option(help="Limit of prompt and output in tokens.")] = None
@@ -178,7 +178,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are chosen: fields of `SamplingParams`."""
+    """Fields of `SamplingParams`, and of its `StructuredOutputs`, of which one may be given."""
 
     temperature: Annotated[float | None, typer.Option(help="By default the model's, else 0, which is greedy.")] = None
     top_k: Annotated[int | None, typer.Option(help="By default the model's, else 0, which is off.")] = None
@@ -196,16 +196,6 @@ class SamplingOptions:
     min_tokens: Annotated[int, typer.Option(help="Tokens before which the output may not end.")] = DEFAULTS.min_tokens
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past EOS.")] = DEFAULTS.ignore_eos
 
-    def params(self, **more: Any) -> SamplingParams:
-        """Parameters from these options, and from those of the verb's own; None leaves a default to the model."""
-        given = {**vars(self), **more}
-        return replace(DEFAULTS, **{name: value for name, value in given.items() if value is not None})
-
-
-@dataclass(frozen=True)
-class StructureOptions:
-    """What outputs must match: fields of `StructuredOutputs`, of which one may be given."""
-
     json_schema: Annotated[
         str | None, typer.Option(metavar="JSON|@FILE", help="JSON schema that every output must match.")
     ] = None
@@ -215,19 +205,29 @@ class StructureOptions:
     ] = None
     choice: Annotated[list[str] | None, typer.Option(help="Text that an output may be; may be repeated.")] = None
 
-    def wanted(self) -> StructuredOutputs | None:
-        """What was asked for. Raises: ConfigError for several."""
-        given = {"json": self.json_schema, "regex": self.regex, "grammar": self.grammar, "choice": self.choice}
-        given = {name: value for name, value in given.items() if value is not None}
-        for name, value in given.items():
-            if name in ("json", "grammar") and isinstance(value, str) and value.startswith("@"):
-                given[name] = read_text(value.removeprefix("@"))
-        return StructuredOutputs.of(given) if given else None
+    def params(self, **more: Any) -> SamplingParams:
+        """Parameters from these options and further fields; None leaves a default to the model.
+
+        Raises: ConfigError for several structures.
+        """
+        given = {**vars(self), **more}
+        structure = {key: given.pop(option) for key, option in _STRUCTURES.items()}
+        structure = {key: value for key, value in structure.items() if value is not None}
+        for key, value in structure.items():
+            if key in ("json", "grammar") and value.startswith("@"):
+                structure[key] = read_text(value.removeprefix("@"))
+        if structure:
+            given["structured_outputs"] = StructuredOutputs.of(structure)
+        return replace(DEFAULTS, **{name: value for name, value in given.items() if value is not None})
+
+
+_STRUCTURES = {"json": "json_schema", "regex": "regex", "grammar": "grammar", "choice": "choice"}
+"""Options of structures by the fields of `StructuredOutputs`."""
 
 
 @dataclass(frozen=True)
 class DraftingOptions:
-    """How tokens are drafted."""
+    """Options of drafting."""
 
     draft_model: Annotated[
         str | None,

@@ -25,7 +25,7 @@ _LONGEST = 15
 
 @dataclass(frozen=True)
 class ProfileOptions(TuneOptions):
-    """What is measured, and how."""
+    """Options of the measurement."""
 
     method: Annotated[
         str, typer.Option(help="One that drafts chains of a length to choose: ngram, draft_model, ...")

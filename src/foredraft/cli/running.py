@@ -1,4 +1,4 @@
-"""What every verb runs in: loading, messages, standard streams and exit codes."""
+"""The surroundings of every verb: loading, messages, standard streams and exit codes."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from foredraft.cli.writers import as_record
 from foredraft.engine.frontend import Stream, StreamOutput
 from foredraft.folders import write_text
 from foredraft.llm import LLM
-from foredraft.views.token_view import Drafts
+from foredraft.views.token_view import tell_drafts
 
 
 class TraceFile:
@@ -23,11 +23,11 @@ class TraceFile:
         self._file = file
         self._target = llm.target
         self._method = llm.speculative_config.title
-        self._drafts = Drafts(llm.tokenizer)
+        self._tokenizer = llm.tokenizer
         self._steps: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
 
     def note(self, delta: StreamOutput) -> None:
-        """What one step added: tokens, who has proposed each, and what was rejected beside them."""
+        """Note the tokens of one step, the proposer of each, and the branches that were rejected beside them."""
         if not delta.token_ids and not delta.text:
             return
         texts = list(delta.texts) or ([delta.text] if delta.text else [])
@@ -35,7 +35,7 @@ class TraceFile:
             {
                 "token_ids": list(delta.token_ids),
                 "texts": texts,
-                **self._drafts.of(delta, slice(0, len(delta.token_ids))),
+                **tell_drafts(self._tokenizer, delta, slice(0, len(delta.token_ids))),
                 "num_drafted": 0 if delta.tree is None else delta.tree.num_draft_tokens,
                 "num_accepted": delta.num_accepted,
             }

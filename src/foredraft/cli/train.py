@@ -102,7 +102,7 @@ def train(
     """
     with exit_codes(), ExitStack() as stack:
         from foredraft.train.draft_model import SmallPlan
-        from foredraft.train.plan import Answering, Plan
+        from foredraft.train.plan import Plan
         from foredraft.train.run import Training
 
         plan = Plan(
@@ -115,7 +115,7 @@ def train(
                 from_layers=numbers("from-layers", from_layers, int), hidden_size=hidden_size,
                 own_embeddings=own_embeddings, start=start, total_variation=total_variation,
             ),
-            answering=Answering(max_new_tokens=max_new_tokens, seed=seed), seed=seed,
+            max_answer_tokens=max_new_tokens, seed=seed,
         )  # fmt: skip
         plan.check()
         with writing(out):

@@ -16,14 +16,14 @@ from foredraft.cli.running import choose_model, load_llm
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM
-    from foredraft.tune.trees import TreeSearch
+    from foredraft.methods.rank_tree import RankTree
 
 _SHOWN_RANKS = 5
 
 
 @dataclass(frozen=True)
 class TreeOptions(TuneOptions):
-    """What is searched, and how."""
+    """Options of the search for a tree."""
 
     heads: Annotated[
         str | None,
@@ -41,8 +41,8 @@ class TreeOptions(TuneOptions):
     seed: Annotated[int, typer.Option(help="Of the sampled texts.", min=0)] = 0
 
 
-def find_tree(options: TreeOptions) -> tuple[TreeSearch, dict[str, Any]]:
-    """Measure what the heads get right and what steps cost; the search, and what is to be known about it.
+def find_tree(options: TreeOptions) -> tuple[RankTree, dict[str, Any]]:
+    """Measure what the heads get right and what steps cost; the best tree, and a report.
 
     Ctrl-C ends the texts; costs are then timed once each.
 
@@ -73,7 +73,7 @@ def find_tree(options: TreeOptions) -> tuple[TreeSearch, dict[str, Any]]:
             raise KeyboardInterrupt from None
         raise
     longest, repeats = max(prompts, key=len), 1 if interrupted.is_set() else options.repeats
-    found = search(
+    best, sizes = search(
         hits,
         options.max_nodes,
         lambda tree: measured_costs(llm.target, drafter, tree, longest, repeats),
@@ -83,21 +83,21 @@ def find_tree(options: TreeOptions) -> tuple[TreeSearch, dict[str, Any]]:
         "found_by": "foredraft tune tree",
         "is_interrupted": interrupted.is_set(),
         "method": llm.speculative_config.method,
-        "num_nodes": found.best.num_nodes,
-        "tokens_per_step": found.best.tokens_per_step,
-        "tokens_per_step_if_independent": found.chosen.value(hits.accuracies),
-        "step_cost": found.best.cost,
-        "speedup": found.best.speedup,
+        "num_nodes": best.num_nodes,
+        "tokens_per_step": best.tokens_per_step,
+        "tokens_per_step_if_independent": best.tree.value(hits.accuracies),
+        "step_cost": best.cost,
+        "speedup": best.speedup,
         "accuracies": hits.accuracies,
         "num_places": len(hits.ranks),
-        "sizes": [[one.num_nodes, one.tokens_per_step, one.cost] for one in found.sizes],
+        "sizes": [[one.num_nodes, one.tokens_per_step, one.cost] for one in sizes],
         "search": {
             key: getattr(options, key)
             for key in ("prompts", "num_prompts", "max_new_tokens", "temperature", "nodes", "max_nodes", "seed")
         },
         "conditions": conditions(),
     }
-    return found, details
+    return best.tree, details
 
 
 def _loaded(model: str, options: TreeOptions) -> LLM:
@@ -129,8 +129,8 @@ def _drafter(llm: LLM) -> Any:
     return drafter
 
 
-def show_tree(found: TreeSearch, details: dict[str, Any], out: Path | None) -> None:
-    """The search for people."""
+def show_tree(details: dict[str, Any], out: Path | None) -> None:
+    """Print a report."""
     console = Console(highlight=False)
     if details["is_interrupted"]:
         console.print("interrupted: this is what the texts said by then, with costs timed once each")
@@ -138,21 +138,19 @@ def show_tree(found: TreeSearch, details: dict[str, Any], out: Path | None) -> N
     accuracies.add_column("head")
     for rank in range(_SHOWN_RANKS):
         accuracies.add_column(f"rank {rank}", justify="right")
-    for depth, shares in enumerate(found.hits.accuracies):
+    for depth, shares in enumerate(details["accuracies"]):
         accuracies.add_row(str(depth), *(f"{share:.3f}" for share in shares[:_SHOWN_RANKS]))
     console.print(accuracies)
     sizes = Table(title="what a tree of n nodes brings, and what its step costs by a plain one")
     for column in ("n", "tokens per step", "cost", "x plain"):
         sizes.add_column(column, justify="right")
-    shown = {2, 4, 8, 12, 16, 24, 32, 48, 64, found.best.num_nodes}
-    for one in found.sizes:
-        if one.num_nodes in shown:
-            mark = " <" if one is found.best else ""
-            sizes.add_row(
-                str(one.num_nodes), f"{one.tokens_per_step:.2f}", f"{one.cost:.2f}", f"{one.speedup:.2f}{mark}"
-            )
+    shown = {2, 4, 8, 12, 16, 24, 32, 48, 64, details["num_nodes"]}
+    for nodes, tokens, cost in details["sizes"]:
+        if nodes in shown:
+            mark = " <" if nodes == details["num_nodes"] else ""
+            sizes.add_row(str(nodes), f"{tokens:.2f}", f"{cost:.2f}", f"{tokens / cost:.2f}{mark}")
     console.print(sizes)
-    if found.best.speedup < 1:
+    if details["speedup"] < 1:
         console.print("no tree that was looked at beats plain decoding here")
     if out is not None:
         console.print(

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
 from foredraft.cli.choosing import ChoosingOptions, find_method, show_choice
-from foredraft.cli.layer_search import SearchJob, SearchOptions, words
+from foredraft.cli.layer_search import SearchOptions, find_layers, layer_set_of
 from foredraft.cli.options import AsJson, takes_groups
 from foredraft.cli.profiling import ProfileOptions, find_profile, show_profile
 from foredraft.cli.running import EXIT_INTERRUPTED, exit_codes, put_json, say, writing
@@ -23,9 +23,6 @@ from foredraft.ending import finishing
 from foredraft.errors import ConfigError
 from foredraft.folders import check_place, keep_json
 from foredraft.progress import stages
-
-if TYPE_CHECKING:
-    from foredraft.tune.layer_sets import SearchResult
 
 
 class ModelOrVerb(TyperGroup):
@@ -115,29 +112,18 @@ def layer_skip(
             from foredraft.pictures import check_picture
 
             check_picture(plot)
-        job = SearchJob.of(options)
-        search = job.search(out.with_suffix(".trials"), resume)
-        with stages() as watch:
-
-            def tell(result: SearchResult) -> None:
-                best = f"best {result.best.value:.3f} of plain's time, {words(result.best.layer_set)}"
-                watch(f"sets tried, {best}", len(result.trials), options.trials)
-
-            result = search.run(options.trials, tell)
-        if not result.trials:
-            typer.echo("foredraft: interrupted before any set was tried; nothing was written", err=True)
-            raise typer.Exit(EXIT_INTERRUPTED)
-        with _kept(result.is_interrupted):
-            report = job.finish(result) | _pictured(plot)
+        search, report = find_layers(options, out.with_suffix(".trials"), resume)
+        report |= _pictured(plot)
+        with _kept(search.is_interrupted):
             _keep(
-                partial(job.layer_set(report).save, out),
+                partial(layer_set_of(report, search.space.num_layers).save, out),
                 out,
                 partial(_put if as_json else _show, report),
             )
             if plot is not None:
                 from foredraft.tune.picture import plot_search
 
-                plot_search(result, job.space, plot)
+                plot_search(search, plot)
 
 
 @app.command("tree")
@@ -158,12 +144,12 @@ def tree(
         check_place(out)
         options.check_prompts()
         found, details = find_tree(options)
-        report = {"paths": [list(path) for path in found.chosen.paths], **details}
+        report = {"paths": [list(path) for path in found.paths], **details}
         with _kept(details["is_interrupted"]):
             _keep(
-                partial(found.chosen.save, out, **details),
+                partial(found.save, out, **details),
                 out,
-                partial(_put, report) if as_json else partial(show_tree, found, details),
+                partial(_put, report) if as_json else partial(show_tree, details),
             )
 
 
@@ -222,7 +208,7 @@ def _keep(write: Callable[[], object], out: Path, tell: Callable[[Path | None], 
 
 
 def _pictured(plot: Path | None) -> dict[str, str]:
-    """What a report says of its picture."""
+    """The entry of a picture in a report."""
     return {} if plot is None else {"plot": str(plot)}
 
 

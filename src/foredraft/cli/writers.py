@@ -12,9 +12,8 @@ from rich.text import Text
 from foredraft.cli.prompts import Asked
 from foredraft.cli.running import put_json
 from foredraft.config.sampling import SamplingParams
-from foredraft.engine.budget import describe_cuts
 from foredraft.engine.frontend import RequestOutput, Segments, StreamOutput
-from foredraft.engine.stats import RowStats
+from foredraft.engine.stats import RowStats, describe_cuts
 
 if TYPE_CHECKING:
     from foredraft.engine.frontend import Stream
@@ -144,7 +143,7 @@ def summary(outputs: Sequence[RequestOutput], *, is_sampled: bool = True) -> str
 
 
 def pooled(outputs: Sequence[RequestOutput]) -> RowStats:
-    """What became of the drafts of all prompts."""
+    """Counters of the drafts of all prompts."""
     return RowStats.pooled(
         RowStats(
             num_steps=counts["num_steps"],
@@ -159,7 +158,7 @@ def pooled(outputs: Sequence[RequestOutput]) -> RowStats:
 
 
 def fates(counts: RowStats) -> dict[str, Any]:
-    """What became of drafted tokens, under the names of ``metrics.speculative_decoding``."""
+    """Counters of drafted tokens, under the names of ``metrics.speculative_decoding``."""
     return {
         "draft_acceptance_rate": counts.draft_acceptance_rate,
         "num_accepted_draft_tokens": counts.num_accepted_draft_tokens,
@@ -176,7 +175,7 @@ def ratio(part: float, whole: float) -> float:
 
 
 def drafted(counts: RowStats) -> list[str]:
-    """What was drafted, accepted and cut, for people; nothing of plain decoding."""
+    """Sentences on drafted, accepted and cut tokens; none for plain decoding."""
     if not counts.num_proposed_tokens and not counts.num_undrafted_steps:
         return []
     said = f"{counts.num_accepted_draft_tokens} of {counts.num_draft_tokens} verified draft tokens accepted"
@@ -187,7 +186,7 @@ def drafted(counts: RowStats) -> list[str]:
 
 
 def estimate(output: RequestOutput) -> list[str]:
-    """What drafting has brought, by measured costs, and why it was not done where it was not."""
+    """Sentences on the estimated speed of drafting, and on the reason where it was not done."""
     governor = output.metrics.governor or {}
     speed, decision = governor.get("estimated_speedup"), governor.get("decision")
     said = [] if speed is None else [f"about {speed:.2f} times the speed of plain decoding"]

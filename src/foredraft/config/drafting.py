@@ -84,12 +84,12 @@ class DraftOptions(Options):
 
     @property
     def num_branches(self) -> int:
-        """How many continuations a draft may have side by side."""
+        """Most siblings of a draft."""
         return 1
 
     @property
     def rule(self) -> AcceptanceRule:
-        """How drafts are accepted."""
+        """The acceptance rule."""
         return RULES[self.rejection_sample_method]
 
     @property

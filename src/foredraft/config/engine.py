@@ -1,11 +1,11 @@
-"""How an engine schedules and verifies, in how much memory (sizes as people write them), and what a model keeps of
-plain decoding by that, whatever is drafted."""
+"""Configuration of an engine, sizes of memory as people write them, and the guarantee relative to plain decoding."""
 
 from __future__ import annotations
 
 import re
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -85,7 +85,7 @@ def available_bytes(
 
 
 def _left_of_process(statm: Path = Path("/proc/self/statm")) -> list[int]:
-    """What is left of the limits that a shell or a scheduler has set for this process; empty where it has set none."""
+    """Memory left of the limits of this process (``ulimit``); empty where there are none."""
     fields = _read(statm).split()
     if len(fields) < 6 or find_spec("resource") is None:
         return []
@@ -97,7 +97,7 @@ def _left_of_process(statm: Path = Path("/proc/self/statm")) -> list[int]:
 
 
 def _left(mount: Path, path: str, names: tuple[str, str, str]) -> list[int]:
-    """What is left of the limits of a cgroup and of those above it.
+    """Memory left of the limits of a cgroup and of those above it.
 
     Args:
       names: of the files with limit and usage, and of the line of memory.stat that says what could be dropped.
@@ -123,7 +123,7 @@ def _read(path: Path) -> str:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How rows are scheduled and verified.
+    """Configuration of scheduling and verification.
 
     Args:
       max_num_seqs: rows that run at once.
@@ -142,6 +142,9 @@ class EngineConfig:
         logits processor, or while text is looked at, ends its row with the reason "error"; nothing else is touched.
         Otherwise such exceptions are raised, which ends all rows that run.
       output_scores, output_logits: return processed scores and raw logits of every emitted token.
+
+    Attributes:
+      rule: the acceptance rule, read in every step.
     """
 
     max_num_seqs: int = 16
@@ -154,6 +157,7 @@ class EngineConfig:
     contains_faults: bool = False
     output_scores: bool = False
     output_logits: bool = False
+    rule: AcceptanceRule = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, least in (("max_num_seqs", 1), ("prefill_chunk_size", 1), ("max_model_len", 2)):
@@ -170,42 +174,37 @@ class EngineConfig:
             )
         if self.exactness not in ("default", "relaxed"):
             raise ConfigError(f"exactness is {self.exactness!r}; choose default or relaxed")
-
+        object.__setattr__(self, "rule", RULES[self.acceptance])
         if self.max_kv_bytes is not None:
             object.__setattr__(self, "max_kv_bytes", memory_size("max_kv_bytes", self.max_kv_bytes))
-
-    @property
-    def rule(self) -> AcceptanceRule:
-        """How drafts are accepted."""
-        return RULES[self.acceptance]
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What holds of a text, compared with plain decoding of the same request under the same ``exactness``.
+    """Guarantee for a row, relative to plain decoding of the same request under the same ``exactness``.
 
     Args:
       kind: "native": the same bits for any draft, since the library's own kernels compute every row and node by itself;
-        "near-ties": the same tokens, but where two of them are so close that rounding decides.
+        "near-ties": the same tokens, except where two of them are so close that rounding decides.
       reason: why it is not native; empty where it is.
+
+    Attributes:
+      keeps_bits: whether log-probabilities have the bits of plain decoding, too.
+      max_nodes: the largest draft of a row that is covered, root included.
     """
 
     kind: Literal["native", "near-ties"]
     reason: str = ""
+    keeps_bits: bool = field(init=False, repr=False, compare=False)
+    max_nodes: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def keeps_bits(self) -> bool:
-        """Whether log-probabilities have the bits of plain decoding, too."""
-        return self.kind == "native"
-
-    @property
-    def max_nodes(self) -> int:
-        """The largest draft of a row that it covers, root included."""
-        return MOST_NODES if self.kind == "native" else sys.maxsize
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keeps_bits", self.kind == "native")
+        object.__setattr__(self, "max_nodes", MOST_NODES if self.keeps_bits else sys.maxsize)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return {**asdict(self), "keeps_bits": self.keeps_bits}
+        return {"kind": self.kind, "reason": self.reason, "keeps_bits": self.keeps_bits}
 
     def describe(self) -> str:
         """One line for people."""
@@ -214,3 +213,9 @@ class Promise:
             "near-ties": "same tokens as plain decoding but for near-ties",
         }[self.kind]
         return f"{self.kind}: {what}" + (f" ({self.reason})" if self.reason else "")
+
+
+@lru_cache(maxsize=64)
+def promised(kind: Literal["native", "near-ties"], reason: str = "") -> Promise:
+    """A promise that is made once: engines read it in every step."""
+    return Promise(kind, reason)

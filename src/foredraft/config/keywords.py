@@ -138,6 +138,15 @@ def whole_number(value: Any) -> int:
     return operator.index(value)
 
 
+def ints_of(values: Iterable[Any]) -> list[int]:
+    """The numbers as `whole_number` returns them; plain integers are taken as they are.
+
+    Raises: TypeError.
+    """
+    found = list(values)
+    return found if {*map(type, found)} <= {int} else list(map(whole_number, found))
+
+
 _MOST_SHOWN = 200
 """Characters of a value in an error."""
 

@@ -1,4 +1,4 @@
-"""How tokens are sampled: `SamplingParams`. Unknown keys are errors. How they are drafted: `SpeculativeConfig`."""
+"""Parameters of sampling: `SamplingParams`. Unknown keys are errors. For drafting, see `SpeculativeConfig`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIN_TEMPERATURE = 1e-5
 """Smallest temperature other than 0; below it, dividing float32 logits tells nothing that greedy does not."""
 
 MAX_DIGITS = 20
-"""Of a token id that is text; Python makes no number of more than 4,300."""
+"""Most digits of a token id that is text; Python makes no number of more than 4,300."""
 
 MAX_NAMED = 10
 """Token ids that an error names."""
@@ -62,7 +62,7 @@ _ONE_IS_OFF, _ZERO_IS_OFF, _NONE_IS_OFF = "1 turns it off", "0 turns it off", "N
 
 @dataclass(frozen=True, repr=False)
 class SamplingParams:
-    """How the tokens of one request are chosen: vLLM's names and defaults, HF's order of processors.
+    """Sampling parameters of one request: vLLM's names and defaults, HF's order of processors.
 
     Of ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty`` and ``max_tokens``, those that are not
     set take the defaults of the model, if its ``generation_config.json`` has any; see `LLM`.

@@ -1,4 +1,4 @@
-"""How drafts are made and accepted: `SpeculativeConfig`. Its keys are those of the methods; unknown keys are errors."""
+"""Configuration of drafting: `SpeculativeConfig`. Its keys are those of the methods; unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from foredraft.methods import Method, method_aliases, methods, recognized
 NAME = "SpeculativeConfig"
 
 LOADED = "(a loaded model)"
-"""What stands for the model of a config that must not refer to it."""
+"""Placeholder for the model of a config that must not refer to it."""
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class SpeculativeConfig:
-    """How drafts are made and accepted: a method, and the keys of that method.
+    """Configuration of drafting: a method, and the keys of that method.
 
     Keys are vLLM's where vLLM has one; those of other systems are aliases. Every key of the method can be read as an
     attribute; a key of another method reads as None. docs/speculative_config.md lists the keys of every method with
@@ -90,7 +90,7 @@ class SpeculativeConfig:
 
     @property
     def rule(self) -> AcceptanceRule:
-        """How drafts are accepted."""
+        """The acceptance rule."""
         return RULES[self.rejection_sample_method]
 
     @property
@@ -100,7 +100,7 @@ class SpeculativeConfig:
 
     @property
     def typical_limits(self) -> TypicalLimits:
-        """What the rule "typical" accepts."""
+        """Limits of the rule "typical"."""
         given = {"threshold": self.posterior_threshold, "alpha": self.posterior_alpha}
         return TypicalLimits(**_if(**given))
 

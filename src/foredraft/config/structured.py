@@ -1,4 +1,4 @@
-"""What an output must match: `StructuredOutputs`."""
+"""Constraints of outputs: `StructuredOutputs`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 """Fields of which one says what the output must match."""
 
 MAX_CHARACTERS = 1 << 18
-"""Of what an output must match, as text."""
+"""Characters of a constraint, as text."""
 
 
 @dataclass(frozen=True, repr=False)
 class StructuredOutputs:
-    """What an output must match, in vLLM's names; exactly one of the first five is given.
+    """Constraint of an output, in vLLM's names; exactly one of the first five is given.
 
     Args:
       json: a JSON schema, as a mapping or as text.
@@ -76,7 +76,7 @@ class StructuredOutputs:
 
     @property
     def num_characters(self) -> int:
-        """Of what an output must match, as text."""
+        """Characters of a constraint, as text."""
         return sum(map(len, (self.json or "", self.regex or "", self.grammar or "", *(self.choice or ()))))
 
     @classmethod

@@ -9,7 +9,7 @@ from foredraft.errors import ConfigError
 from foredraft.folders import parsed_json
 
 PROFILE_KEY = "speculative_config"
-"""Under which a file of ``foredraft tune`` names the way of drafting that was chosen."""
+"""Key of a file of ``foredraft tune`` under which the chosen config is stored."""
 
 
 def read_text(text: str) -> Any:

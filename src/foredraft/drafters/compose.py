@@ -8,6 +8,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from foredraft.drafters import make_drafter
 from foredraft.drafters.context import DrafterContext
@@ -44,24 +45,22 @@ class CompositeDrafter(WrappingDrafter):
 
     Args:
       parts: two or more drafters, most trusted first.
+      ways: places of the parts that draft together, way by way.
+      arm: number of the way that is taken where nobody chooses; -1 for the last one.
 
     Raises: ConfigError for fewer than two.
     """
 
     sign = "+"  # between the names of parts
 
-    def __init__(self, parts: Sequence[Drafter]) -> None:
+    def __init__(self, parts: Sequence[Drafter], ways: Sequence[tuple[int, ...]] = (), arm: int = -1) -> None:
         if len(parts) < 2:
             raise ConfigError(f"{self.name} combines drafters but got {len(parts)}; give two or more")
         super().__init__(parts)
-        self._ways = self._ways_with(tuple(place for place, part in enumerate(self.parts) if part.facts.is_free))
+        free, everything = _free(parts), tuple(range(len(parts)))
+        self._ways = ways or ([free, everything] if 0 < len(free) < len(everything) else [everything])
         titles = tuple(self.sign.join(self.parts[place].name for place in way) for way in self._ways)
-        self.facts = replace(self.facts, arms=titles if len(titles) > 1 else (), arm=len(titles) - 1)
-
-    def _ways_with(self, free: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Places of the parts that draft together, way by way; the last one is taken where nobody chooses."""
-        everything = tuple(range(len(self.parts)))
-        return [free, everything] if 0 < len(free) < len(everything) else [everything]
+        self.facts = replace(self.facts, arms=titles if len(titles) > 1 else (), arm=range(len(titles))[arm])
 
     def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         by_part: list[list[DraftTree]] = []
@@ -96,6 +95,11 @@ class CompositeDrafter(WrappingDrafter):
             if listens(part):
                 own = [own_result(trees[place], result) for trees, result in zip(proposed, results, strict=True)]
                 part.observe(rows, own)
+
+
+def _free(parts: Sequence[Drafter]) -> tuple[int, ...]:
+    """Places of the parts that cost next to nothing."""
+    return tuple(place for place, part in enumerate(parts) if part.facts.is_free)
 
 
 def _lacking(
@@ -163,17 +167,34 @@ class UnionDrafter(CompositeDrafter):
 
     Args:
       max_nodes: of the merged tree, root included.
+      ways, arm: see `CompositeDrafter`.
+      enough: accepted tokens that the draft so far must promise for later free parts not to be asked for a row.
 
     Exactness: lossless under "match", which takes any tree. Randomness: of the parts.
     """
 
     facts = DrafterFacts("union")
 
-    def __init__(self, parts: Sequence[Drafter], max_nodes: int = UnionOptions.max_draft_nodes) -> None:
-        super().__init__(parts)
+    def __init__(
+        self,
+        parts: Sequence[Drafter],
+        max_nodes: int = UnionOptions.max_draft_nodes,
+        *,
+        ways: Sequence[tuple[int, ...]] = (),
+        arm: int = -1,
+        enough: float = inf,
+    ) -> None:
+        super().__init__(parts, ways, arm)
+        self._enough = enough
         if max_nodes < 2:
             raise ConfigError(f"max_draft_nodes is {max_nodes}; a union needs 2 or more")
         self._max_nodes = max_nodes
+
+    def _budgets(
+        self, place: int, rows: Sequence[Row], by_part: Sequence[Sequence[DraftTree]], budgets: Sequence[DraftSize]
+    ) -> Sequence[DraftSize]:
+        is_later = place in (free := _free(self.parts)) and place != free[0]
+        return _lacking(rows, by_part, budgets, self._enough) if is_later and self._enough < inf else budgets
 
     def _combined(self, row: Row, trees: Sequence[DraftTree]) -> DraftTree:
         found = [tree for tree in trees if len(tree) > 1]
@@ -239,35 +260,21 @@ def union(options: UnionOptions, context: DrafterContext) -> UnionDrafter:
 # -- those that measured time chooses ----------------------------------------------------------------------------------
 
 
-class AutoDrafter(UnionDrafter):
+def auto_drafter(parts: Sequence[Drafter], max_nodes: int = AutoOptions.max_draft_nodes) -> UnionDrafter:
     """Drafts with what is free, and with at most one of the others: the one whose tokens took the least time.
 
     Proposals of free parts are merged with those of the part that is chosen, most promising nodes first, and cut to
-    the nodes that pay. A free part after the first is not asked for a row where the draft so far promises enough. The
-    governor chooses (`DrafterFacts.arms`).
+    the nodes that are worth verifying. A free part after the first is not asked for a row where the draft so far
+    promises enough. The governor chooses (`DrafterFacts.arms`); the choice depends on time.
 
     Args:
-      parts: drafters.
       max_nodes: of the merged tree, root included.
-
-    Exactness: lossless under "match", which takes any tree. Randomness: of the parts; the choice depends on time.
     """
-
-    facts = DrafterFacts("auto")
-
-    def __init__(self, parts: Sequence[Drafter], max_nodes: int = AutoOptions.max_draft_nodes) -> None:
-        super().__init__(parts, max_nodes)
-        self.facts = replace(self.facts, arm=0)
-
-    def _ways_with(self, free: tuple[int, ...]) -> list[tuple[int, ...]]:
-        others = [(*free, place) for place in range(len(self.parts)) if place not in free]
-        return [free, *others] if free else others
-
-    def _budgets(
-        self, place: int, rows: Sequence[Row], by_part: Sequence[Sequence[DraftTree]], budgets: Sequence[DraftSize]
-    ) -> Sequence[DraftSize]:
-        is_later = self.parts[place].facts.is_free and any(part.facts.is_free for part in self.parts[:place])
-        return _lacking(rows, by_part, budgets, ENOUGH) if is_later else budgets
+    free = _free(parts)
+    others = [(*free, place) for place in range(len(parts)) if place not in free]
+    drafter = UnionDrafter(parts, max_nodes, ways=[free, *others] if free else others, arm=0, enough=ENOUGH)
+    drafter.facts = replace(drafter.facts, name="auto")
+    return drafter
 
 
 def auto(options: AutoOptions, context: DrafterContext) -> Drafter:
@@ -282,4 +289,4 @@ def auto(options: AutoOptions, context: DrafterContext) -> Drafter:
     if not chosen:
         context.check_trees("auto")
     parts = [make_drafter(part, context) for part in chosen]
-    return parts[0] if len(parts) == 1 else AutoDrafter(parts, options.max_draft_nodes)
+    return parts[0] if len(parts) == 1 else auto_drafter(parts, options.max_draft_nodes)

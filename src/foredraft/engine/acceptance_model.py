@@ -129,12 +129,6 @@ class _Row:
     expected: float = 0.0
     drafts: list[_Open] = field(default_factory=list)
 
-    def add(self, is_hit: bool, expected: float) -> None:
-        """Take in whether the next token was drafted."""
-        self.trials = ROW_MEMORY * self.trials + 1.0
-        self.hits = ROW_MEMORY * self.hits + is_hit
-        self.expected = ROW_MEMORY * self.expected + expected
-
     def fade(self) -> None:
         """Nothing was drafted: what was seen grows old."""
         self.trials *= 1.0 - RATE
@@ -183,9 +177,11 @@ class AcceptanceModel:
         Args:
           drafter: name of what made it, as a whole.
         """
-        if len(tree) > 1:
+        if len(tree.tokens) > 1:
             self._now += 1
-            known: _Row = row.state.setdefault(self, _Row())
+            known: _Row | None = row.state.get(self)
+            if known is None:
+                known = row.state[self] = _Row()
             for draft in known.drafts:
                 draft.is_newest = False
             known.drafts.append(_Open(tree, drafter, self._rates(tree)))
@@ -201,9 +197,14 @@ class AcceptanceModel:
             return
         if not was_asked:
             known.fade()
-        if known.drafts:
-            for token in tokens:
-                known.drafts = [draft for draft in known.drafts if self._follow(known, draft, token)]
+        if not known.drafts:
+            return
+        for token in tokens:
+            going_on = []
+            for draft in known.drafts:
+                if self._follow(known, draft, token):
+                    going_on.append(draft)
+            known.drafts = going_on
 
     def _follow(self, row: _Row, draft: _Open, token: int) -> bool:
         """Go one token on; whether there is more of the draft."""
@@ -213,19 +214,29 @@ class AcceptanceModel:
         if parent == 0 and self._validated:
             self._compare(tree, hit is not None)
         expected, above = 0.0, 1.0 if scores is None else scores[parent]
-        for node in children:
-            rate = rates[node]
+        for node in children:  # as `Rate.add` does, without a call for every node
+            rate, is_hit = rates[node], node == hit
             expected += rate.hits / rate.trials
-            rate.add(node == hit, now)
+            rate.last = now
+            rate.trials += 1.0
+            rate.hits += is_hit
+            if rate.trials > MEMORY:
+                rate.trials *= 0.5
+                rate.hits *= 0.5
             if scores is not None and above > 0.0:
-                trust = self._trust[tree.source if sources is None else sources[node]]
-                trust.trials += min(scores[node] / above, 1.0) - 1.0
-                trust.add(node == hit, now)
+                trust, score = self._trust[tree.source if sources is None else sources[node]], scores[node] / above
+                trust.trials += score if score < 1.0 else 1.0
+                trust.hits += is_hit
+                if trust.trials > MEMORY:
+                    trust.trials *= 0.5
+                    trust.hits *= 0.5
         if sources is None or sources[children[0] if hit is None else hit] not in OF_REQUESTS:
             self._whole(draft.drafter, depth).add(hit is not None, now)
         self._num_outcomes += 1
         if draft.is_newest:
-            row.add(hit is not None, min(expected, 1.0))
+            row.trials = ROW_MEMORY * row.trials + 1.0
+            row.hits = ROW_MEMORY * row.hits + (hit is not None)
+            row.expected = ROW_MEMORY * row.expected + min(expected, 1.0)
         if hit is None:
             return False
         draft.node = hit
@@ -281,16 +292,19 @@ class AcceptanceModel:
 
     def best_nodes(self, row: HasState, tree: DraftTree, least: float = LITTLE) -> list[tuple[float, int]]:
         """Nodes of a draft and their chances, the likeliest first and each after its parent, down to a chance."""
-        if len(tree) == 1:
+        if len(tree.tokens) == 1:
             return []
-        chances = self.chances(tree, row, least)
-        found = [(chance, node) for node, chance in enumerate(chances) if node and chance > least]
+        found = []
+        for node, chance in enumerate(self.chances(tree, row, least)):
+            if node and chance > least:
+                found.append((chance, node))
         found.sort(key=itemgetter(0), reverse=True)
         return found
 
     def by_depth(self, row: HasState, depth: int, drafter: str) -> list[float]:
         """The chance that a whole draft is accepted to depth 1, 2, ... ``depth``, as far as that is worth a thought."""
-        factor, chance, chances = self.factor(row), 1.0, []
+        known: _Row | None = row.state.get(self)
+        factor, chance, chances = 1.0 if known is None else known.factor, 1.0, []
         rates = self._rates_of_wholes(drafter)
         for level in range(depth):
             chance *= min(rates[min(level, KINDS - 1)] * factor, MOST_CERTAIN)
@@ -343,7 +357,7 @@ class AcceptanceModel:
         return rate
 
     def _whole(self, drafter: str, depth: int) -> Rate:
-        depth = min(depth, KINDS)
+        depth = depth if depth < KINDS else KINDS
         rate = self._known.get((drafter, depth, WHOLE))
         if rate is None:
             above = self._known.get((drafter, depth - 1, WHOLE))
@@ -378,7 +392,7 @@ class AcceptanceModel:
 
     def _compare(self, tree: DraftTree, is_hit: bool) -> None:
         """Take in the fate of the first token of a draft."""
-        name, *others = {tree.source_of(node) for node in tree.children[0]}
+        name, *others = [tree.source] if tree.sources is None else {tree.sources[node] for node in tree.children[0]}
         if others or name not in self._validated:
             return
         hits = self._first_hits[name]
@@ -404,7 +418,7 @@ _ROOT = Rate(1.0)
 
 def stated(tree: DraftTree) -> list[float]:
     """The drafter's own estimate for every node, given its parent; by its rank among siblings where it has none."""
-    found, ranks, scores = [1.0], [0] * len(tree), tree.scores
+    found, ranks, scores = [1.0], [0] * len(tree.tokens), tree.scores
     for node, parent in enumerate(tree.parents[1:], 1):
         ranks[parent] += 1
         if scores is None:
@@ -416,7 +430,7 @@ def stated(tree: DraftTree) -> list[float]:
 
 def scored(tree: DraftTree) -> DraftTree:
     """A draft with scores: those of its drafter, or by the ranks of its nodes."""
-    if tree.scores is not None or len(tree) == 1:
+    if tree.scores is not None or len(tree.tokens) == 1:
         return tree
     scores = [1.0]
     for parent, own in zip(tree.parents[1:], stated(tree)[1:], strict=True):

@@ -33,6 +33,9 @@ that are attended to once more. Together with what drifts in between, 3 % at mos
 MEMORY = 128
 """Outcomes and steps that count; what was not seen for so long is looked at again. About one answer."""
 
+STALE = MEMORY // 2
+"""Drafts of other depths after which the seconds of a depth are measured anew."""
+
 
 @dataclass(frozen=True)
 class CostCurve:
@@ -141,166 +144,87 @@ def count_at(place: int) -> int:
 class CostModel:
     """Seconds of verifying so many nodes of so many rows, and of drafting so many levels.
 
-    It begins with a curve that was measured and learns how steps differ from it: all of them, as the machine is busier
-    or less, and those of a kind (a number of rows, chains or trees) by their nodes. What is known of some numbers of
-    nodes holds for those between and beyond.
+    It begins with a measured curve and learns how steps differ from it: all of them, as the machine is busier or less,
+    and those of a kind (a number of rows, chains or trees) by their nodes. What is known of some numbers of nodes holds
+    for those between and beyond. What verifying costs is learned from all steps; what drafting costs, for each way to
+    draft by itself.
 
     Args:
       curve: of forwards; seconds by the number of nodes stand for one that knows nothing of contexts.
       disprove: called where steps show that the curve is wrong.
+
+    Attributes:
+      scale: average logarithm of how much slower steps are at present than the curve says.
     """
 
     def __init__(self, curve: CostCurve | Mapping[int, float], disprove: Callable[[], None] | None = None) -> None:
-        self._verifying = _Verifying(curve if isinstance(curve, CostCurve) else CostCurve(curve), disprove)
-        self._drafting: dict[int, _Levels] = {}  # by rows, of times by the scale
-        self._first: dict[int, _Levels] = {}  # of drafts that some row got for the first time
-
-    def beside(self) -> CostModel:
-        """Costs of another way of drafting: what verifying costs is learned together, what drafting costs is not."""
-        other = CostModel(self._verifying.curve)
-        other._verifying = self._verifying
-        return other
-
-    # -- verifying -------------------------------------------------------------------------------------------------
-
-    def after(self, context: float) -> None:
-        """From now on rows have so many tokens, on average: how much longer steps take is known beforehand."""
-        self._verifying.after(context)
-
-    def verified(self, num_rows: int, num_nodes: int, seconds: float, *, are_chains: bool = True) -> None:
-        """A step has verified these; all of its time but that of drafting."""
-        if seconds > 0.0:
-            self._verifying.add(num_rows, num_nodes, seconds, are_chains)
-
-    def verify(self, num_rows: int, num_nodes: int, *, are_chains: bool = True) -> float:
-        """Seconds that a step is expected to take which verifies these."""
-        return self._verifying.seconds(num_rows, num_nodes, are_chains)
-
-    def curve(self, num_nodes: int) -> float:
-        """Seconds of verifying by the curve alone."""
-        return self._verifying.curve.at(num_nodes)
-
-    def times_seen(self, num_rows: int, num_nodes: int) -> int:
-        """How many steps there were which verified these, as chains."""
-        return self._verifying.times_seen(num_rows, num_nodes)
-
-    def knows_drafts(self, num_rows: int) -> bool:
-        """Whether so many rows have verified drafts a few times: what those cost is more than what a curve says."""
-        return self._verifying.knows_drafts(num_rows)
-
-    # -- drafting --------------------------------------------------------------------------------------------------
-
-    def drafted(self, num_rows: int, num_levels: int, seconds: float, *, is_first: bool = False) -> None:
-        """Drafting so many levels for rows has taken so long.
-
-        Args:
-          is_first: whether one of the rows got its first draft: that takes longer for many drafters, and counts only
-            as long as there is no other.
-        """
-        if seconds > 0.0:
-            of_rows = (self._first if is_first else self._drafting).setdefault(place_of(num_rows), _Levels())
-            of_rows.add(num_levels, math.log(seconds) - self._verifying.scale.value)
-
-    @property
-    def knows_drafting(self) -> bool:
-        """Whether there were drafts that were no row's first one."""
-        return bool(self._drafting)
-
-    def draft(self, num_rows: int, num_levels: int) -> float | None:
-        """Seconds that drafting is expected to take; None where nothing like it was seen."""
-        if num_levels <= 0:
-            return 0.0
-        of_rows = _nearest(self._drafting or self._first, place_of(num_rows))
-        return None if of_rows is None else of_rows.seconds(num_levels) * math.exp(self._verifying.scale.value)
-
-
-class _Levels:
-    """Logarithms of seconds of drafts, by their number of levels.
-
-    Numbers that were not seen for long begin anew, and those that were seen less than `FEW` times are believed only
-    where they are cheaper than the others let expect: what they took when they were tried, the first time of all or
-    while the machine paused, would keep them from being tried again.
-    """
-
-    def __init__(self) -> None:
-        self._averages: dict[int, Average] = {}
-        self._last: dict[int, int] = {}  # draft in which it was seen
-        self._count = 0
-        self._fitted: tuple[dict[int, float], dict[int, float], tuple[int, float, float]] | None = None
-
-    def add(self, num_levels: int, value: float) -> None:
-        if num_levels not in self._averages or not self._is_fresh(num_levels):
-            self._averages[num_levels] = Average()
-        self._averages[num_levels].add(value)
-        self._count += 1
-        self._last[num_levels] = self._count
-        self._fitted = None
-
-    def _is_fresh(self, num_levels: int) -> bool:
-        return self._count - self._last[num_levels] < MEMORY // 2
-
-    def seconds(self, num_levels: int) -> float:
-        """Of so many levels, from those that were seen of late, often if any were: on a line through them."""
-        self._fitted = self._fitted or self._fit()
-        sure, seen, (first, least, slope) = self._fitted
-        if num_levels in sure:
-            return sure[num_levels]
-        return min(max(least + slope * (num_levels - first), 0.0), seen.get(num_levels, math.inf))
-
-    def _fit(self) -> tuple[dict[int, float], dict[int, float], tuple[int, float, float]]:
-        """Seconds of levels that are sure, of all that were seen, and a line."""
-        seen = {levels: math.exp(one.value) for levels, one in self._averages.items()}
-        fresh = [levels for levels in seen if self._is_fresh(levels)]
-        often = [levels for levels in fresh if self._averages[levels].count >= FEW] or fresh
-        sure = {levels: seen[levels] for levels in often}
-        first, least, slope = _line(sure)
-        believed = {
-            levels: min(seen[levels], max(least + slope * (levels - first), 0.0))
-            for levels in fresh
-            if levels not in sure
-        }
-        return sure, seen, _line(sure | believed)
-
-
-def _line(seconds: Mapping[int, float]) -> tuple[int, float, float]:
-    """The fewest levels, their seconds, and those of one level more, by what the fewest and the most have taken."""
-    fewest, most = min(seconds), max(seconds)
-    if fewest == most:  # all of it is by the level, until that is tried
-        return most, seconds[most], seconds[most] / most
-    return fewest, seconds[fewest], max(0.0, (seconds[most] - seconds[fewest]) / (most - fewest))
-
-
-class _Verifying:
-    """Seconds of verifying by rows and nodes; see `CostModel`."""
-
-    def __init__(self, curve: CostCurve, disprove: Callable[[], None] | None) -> None:
-        self.curve = curve
-        self.scale = Average()  # of how much slower steps are at present than the curve says
+        self.scale = Average()
+        self._curve = curve if isinstance(curve, CostCurve) else CostCurve(curve)
+        self._at: dict[int, float] = {}  # seconds of the curve by nodes, as far as they were asked for
         self._disprove = disprove
         self._kinds: dict[tuple[int, bool], dict[int, Average]] = {}  # rows, chains -> nodes -> time by curve and scale
         self._of_context = 0.0  # seconds per row
-        self._known: dict[tuple[int, int, bool], float] = {}  # without the scale
-        self._drift = 0.0  # since these were worked out
+        self._known: dict[tuple[int, int, bool], float] = {}  # seconds of steps, without the scale
+        self._drift = 0.0  # change since these were worked out
+        self._drafting: dict[int, dict[int, _Levels]] = {}  # by way and rows, of times by the scale
+        self._first: dict[int, dict[int, _Levels]] = {}  # of drafts that some row got for the first time
 
-    def after(self, context: float) -> None:
+    # -- verifying -------------------------------------------------------------------------------------------------
+
+    def set_context(self, num_tokens: float) -> None:
+        """Set the mean number of tokens before a step: how much longer steps take is known beforehand."""
         before = self._of_context
-        self._of_context = self.curve.per_token * max(context - self.curve.context, 0.0)
-        self._moved(abs(self._of_context - before) / self.curve.at(1))
+        self._of_context = self._curve.per_token * max(num_tokens - self._curve.context, 0.0)
+        if self._of_context != before:
+            self._note_change(abs(self._of_context - before) / self.curve(1))
 
-    def add(self, num_rows: int, num_nodes: int, seconds: float, are_chains: bool) -> None:
-        ratio = math.log(seconds / self._expected(num_rows, num_nodes))
+    def verified(self, num_rows: int, num_nodes: int, seconds: float, *, are_chains: bool = True) -> None:
+        """Take in a step that has verified these nodes; its seconds without those of drafting."""
+        if seconds <= 0.0:
+            return
+        ratio = math.log(seconds / (self.curve(num_nodes) + num_rows * self._of_context))
         kind = self._kinds.setdefault((place_of(num_rows), are_chains), {})
-        average = kind.setdefault(place_of(num_nodes), Average())
+        average = kind.get(place_of(num_nodes))
+        if average is None:
+            average = kind[place_of(num_nodes)] = Average()
         before = average.value
         self.scale.add(ratio - before)
         average.add(ratio - self.scale.value)
-        self._moved(abs(average.value - before) if average.count > FEW else 1.0)
-        plain = kind.get(place_of(num_rows))
-        if are_chains and plain is not None and plain.count >= FEW == average.count:
-            self._judge(num_rows, num_nodes, average.value - plain.value)
+        self._note_change(abs(average.value - before) if average.count > FEW else 1.0)
+        if are_chains and average.count == FEW:
+            plain = kind.get(place_of(num_rows))
+            if plain is not None and plain.count >= FEW:
+                self._judge(num_rows, num_nodes, average.value - plain.value)
+
+    def verify(self, num_rows: int, num_nodes: int, *, are_chains: bool = True) -> float:
+        """Expected seconds of a step that verifies these nodes."""
+        key = num_rows, num_nodes, are_chains
+        known = self._known.get(key)
+        if known is None:
+            ratio = self._ratio(place_of(num_rows), place_of(num_nodes), are_chains)
+            known = self._known[key] = (self.curve(num_nodes) + num_rows * self._of_context) * math.exp(ratio)
+        return known * math.exp(self.scale.value)
+
+    def curve(self, num_nodes: int) -> float:
+        """Seconds of verifying by the curve alone."""
+        seconds = self._at.get(num_nodes)
+        if seconds is None:
+            seconds = self._at[num_nodes] = self._curve.at(num_nodes)
+        return seconds
+
+    def times_seen(self, num_rows: int, num_nodes: int) -> int:
+        """Number of steps that verified these nodes, as chains."""
+        average = self._kinds.get((place_of(num_rows), True), {}).get(place_of(num_nodes))
+        return 0 if average is None else average.count
+
+    def knows_drafts(self, num_rows: int) -> bool:
+        """Whether so many rows have verified drafts a few times: what those cost is more than what a curve says."""
+        rows = place_of(num_rows)
+        kinds = [self._kinds.get((rows, are_chains), {}) for are_chains in (True, False)]
+        return any(place > rows and one.count >= FEW for kind in kinds for place, one in kind.items())
 
     def _judge(self, num_rows: int, num_nodes: int, difference: float) -> None:
-        """Say that the curve is wrong where a draft plainly does not take what it says beside a plain step.
+        """Tell that the curve is wrong where a draft plainly does not take what it says beside a plain step.
 
         Where drafts are cheaper the curve is bent: larger ones, that nobody would try, are cheaper, too.
 
@@ -314,21 +238,21 @@ class _Verifying:
         said = self._expected(num_rows, num_nodes) / self._expected(num_rows, num_rows) - 1.0
         if difference > 0.0 or said <= 0.0:
             return
-        bent, first = max((1.0 + said) * math.exp(difference) - 1.0, 0.0) / said, self.curve.at(1)
+        bent, first = max((1.0 + said) * math.exp(difference) - 1.0, 0.0) / said, self.curve(1)
         seen = [
             (average, count_at(rows), count_at(place))
             for (rows, _), kind in self._kinds.items()
             for place, average in kind.items()
         ]
         before = [self._expected(rows, nodes) for _, rows, nodes in seen]
-        seconds = {nodes: first + bent * (taken - first) for nodes, taken in self.curve.seconds.items()}
-        self.curve = replace(self.curve, seconds=seconds)
+        seconds = {nodes: first + bent * (taken - first) for nodes, taken in self._curve.seconds.items()}
+        self._curve = replace(self._curve, seconds=seconds)
+        self._at.clear()
         for (average, rows, nodes), said_before in zip(seen, before, strict=True):  # what was seen stays what it was
             average.value += math.log(said_before / self._expected(rows, nodes))
-        self._known.clear()
 
-    def _moved(self, change: float) -> None:
-        """Work out anew what steps take once they have changed by a hundredth."""
+    def _note_change(self, change: float) -> None:
+        """Forget the seconds of steps that were worked out once they have changed by a hundredth."""
         self._drift += change
         if self._drift > 0.01:
             self._known.clear()
@@ -336,24 +260,7 @@ class _Verifying:
 
     def _expected(self, num_rows: int, num_nodes: int) -> float:
         """Seconds by the curve and the context alone."""
-        return self.curve.at(num_nodes) + num_rows * self._of_context
-
-    def seconds(self, num_rows: int, num_nodes: int, are_chains: bool) -> float:
-        key = num_rows, num_nodes, are_chains
-        known = self._known.get(key)
-        if known is None:
-            ratio = self._ratio(place_of(num_rows), place_of(num_nodes), are_chains)
-            known = self._known[key] = self._expected(num_rows, num_nodes) * math.exp(ratio)
-        return known * math.exp(self.scale.value)
-
-    def times_seen(self, num_rows: int, num_nodes: int) -> int:
-        average = self._kinds.get((place_of(num_rows), True), {}).get(place_of(num_nodes))
-        return 0 if average is None else average.count
-
-    def knows_drafts(self, num_rows: int) -> bool:
-        rows = place_of(num_rows)
-        kinds = [self._kinds.get((rows, are_chains), {}) for are_chains in (True, False)]
-        return any(place > rows and one.count >= FEW for kind in kinds for place, one in kind.items())
+        return self.curve(num_nodes) + num_rows * self._of_context
 
     def _ratio(self, rows: int, nodes: int, are_chains: bool) -> float:
         """How much longer steps take than the curve and the scale say, from what was seen of such nodes or near."""
@@ -379,9 +286,95 @@ class _Verifying:
             weights += weight
         return total / weights
 
+    # -- drafting --------------------------------------------------------------------------------------------------
 
-def _nearest(by_rows: Mapping[int, _Levels], rows: int) -> _Levels | None:
-    """What was seen with the number of rows that is nearest to this one."""
-    if rows in by_rows or not by_rows:
-        return by_rows.get(rows)
-    return by_rows[min(by_rows, key=lambda other: (abs(other - rows), other))]
+    def drafted(self, num_rows: int, num_levels: int, seconds: float, *, way: int = 0, is_first: bool = False) -> None:
+        """Take in the seconds of drafting so many levels for rows.
+
+        Args:
+          way: number of the way to draft, see `DrafterFacts.arms`.
+          is_first: whether one of the rows got its first draft: that takes longer for many drafters, and counts only
+            as long as there is no other.
+        """
+        if seconds <= 0.0:
+            return
+        of_way = (self._first if is_first else self._drafting).setdefault(way, {})
+        levels = of_way.get(place_of(num_rows))
+        if levels is None:
+            levels = of_way[place_of(num_rows)] = _Levels()
+        levels.add(num_levels, math.log(seconds) - self.scale.value)
+
+    def knows_drafting(self, way: int = 0) -> bool:
+        """Whether there were drafts of a way that were no row's first one."""
+        return way in self._drafting
+
+    def draft(self, num_rows: int, num_levels: int, way: int = 0) -> float | None:
+        """Expected seconds of drafting so many levels; None where nothing like it was seen."""
+        if num_levels <= 0:
+            return 0.0
+        by_rows, rows = self._drafting.get(way) or self._first.get(way), place_of(num_rows)
+        if by_rows is None:
+            return None
+        levels = by_rows.get(rows) or by_rows[min(by_rows, key=lambda other: (abs(other - rows), other))]
+        return levels.seconds(num_levels) * math.exp(self.scale.value)
+
+
+class _Levels:
+    """Logarithms of seconds of drafts, by their number of levels.
+
+    Numbers that were not seen for long begin anew, and those that were seen less than `FEW` times are believed only
+    where they are cheaper than the others let expect: what they took when they were tried, the first time of all or
+    while the machine paused, would keep them from being tried again.
+    """
+
+    def __init__(self) -> None:
+        self._averages: dict[int, Average] = {}
+        self._last: dict[int, int] = {}  # draft in which it was seen
+        self._count = 0
+        self._fitted: tuple[dict[int, float], dict[int, float], tuple[int, float, float]] | None = None
+
+    def add(self, num_levels: int, value: float) -> None:
+        average = self._averages.get(num_levels)
+        if average is None or self._count - self._last[num_levels] >= STALE:
+            average = self._averages[num_levels] = Average()
+        average.add(value)
+        self._count += 1
+        self._last[num_levels] = self._count
+        self._fitted = None
+
+    def seconds(self, num_levels: int) -> float:
+        """Of so many levels, from those that were seen of late, often if any were: on a line through them."""
+        self._fitted = self._fitted or self._fit()
+        sure, seen, (first, least, slope) = self._fitted
+        if num_levels in sure:
+            return sure[num_levels]
+        return min(max(least + slope * (num_levels - first), 0.0), seen.get(num_levels, math.inf))
+
+    def _fit(self) -> tuple[dict[int, float], dict[int, float], tuple[int, float, float]]:
+        """Seconds of levels that are sure, of all that were seen, and a line."""
+        seen: dict[int, float] = {}
+        fresh: dict[int, float] = {}
+        often: dict[int, float] = {}
+        for levels, average in self._averages.items():
+            seen[levels] = math.exp(average.value)
+            if self._count - self._last[levels] < STALE:
+                fresh[levels] = seen[levels]
+                if average.count >= FEW:
+                    often[levels] = seen[levels]
+        if not often or len(often) == len(fresh):
+            return fresh, seen, _line(fresh)
+        first, least, slope = _line(often)
+        believed = {
+            levels: min(seconds, max(least + slope * (levels - first), 0.0))
+            for levels, seconds in fresh.items()
+            if levels not in often
+        }
+        return often, seen, _line(often | believed)
+
+
+def _line(seconds: Mapping[int, float]) -> tuple[int, float, float]:
+    """The fewest levels, their seconds, and those of one level more, by what the fewest and the most have taken."""
+    fewest, most = min(seconds), max(seconds)
+    if fewest == most:  # all of it is by the level, until that is tried
+        return most, seconds[most], seconds[most] / most
+    return fewest, seconds[fewest], max(0.0, (seconds[most] - seconds[fewest]) / (most - fewest))

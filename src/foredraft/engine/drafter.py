@@ -6,12 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from foredraft.engine.budget import DraftSize
 from foredraft.engine.features import NO_FEATURES, Features
 from foredraft.engine.row import Row
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM
-from foredraft.tree import DraftPlan, DraftTree
+from foredraft.tree import DraftPlan, DraftSize, DraftTree
 
 __all__ = [
     "NO_FEATURES",
@@ -181,10 +180,10 @@ class StepResult:
 
 def own_result(tree: DraftTree, result: StepResult) -> StepResult:
     """The outcome of a step for the proposal of one part."""
-    if len(tree) == 1:
+    if len(tree.tokens) == 1:
         return StepResult(tree, (0,), result.emitted, result.features.at((0,)), result.committed)
     places = {0: 0}  # node of the part's tree -> node of the tree that was verified
-    for node in range(1, len(tree)):
+    for node in range(1, len(tree.tokens)):
         above = places.get(tree.parents[node])
         place = None if above is None else result.tree.child(above, tree.tokens[node])
         if place is not None:

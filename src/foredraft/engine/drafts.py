@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from foredraft.beginnings import bytes_of, memory_bytes
+from foredraft.beginnings import bytes_of
 from foredraft.config.keywords import has_items, shown, whole_number
 from foredraft.engine.acceptance_model import GRAMMAR, GUESSED, PREDICTION, scored
-from foredraft.engine.budget import CAUSES, DraftSize, Limits
 from foredraft.engine.drafter import (
     DraftCache,
     Drafter,
@@ -27,9 +26,10 @@ from foredraft.engine.drafter import (
     own_result,
 )
 from foredraft.engine.row import Prediction, RowState
-from foredraft.errors import ConfigError, ProbabilityError, TreeError, described, is_fatal
+from foredraft.engine.stats import CAUSES, Limits
+from foredraft.errors import ConfigError, TreeError, described, is_fatal
 from foredraft.sampling.precision import double_device
-from foredraft.tree import DraftPlan, DraftTree
+from foredraft.tree import DraftPlan, DraftSize, DraftTree
 
 if TYPE_CHECKING:
     from foredraft.config.acceptance import AcceptanceRule
@@ -122,7 +122,10 @@ class Drafts:
 
     def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         """Show chunks of prompts; a row begins with its last one."""
-        self._tell(self._drafter.start, rows, chunks)
+        told = [(row, chunk) for row, chunk in zip(rows, chunks, strict=True) if not row.is_plain]
+        if told:
+            of_rows = [row for row, _ in told]
+            self._try(of_rows, partial(self._drafter.start, of_rows, [chunk for _, chunk in told]), None)
 
     def fork(self, row: Row, copies: Sequence[Row]) -> None:
         """Begin with further samples of the prompt of a row, which has just started."""
@@ -145,24 +148,28 @@ class Drafts:
 
     def propose(self, rows: Sequence[Row], sizes: Sequence[DraftSize], limits: Sequence[Limits]) -> list[DraftTree]:
         """One draft per row: the drafter's as large as is wanted of it, and what the row brings along within limits."""
-        asked = self._with_drafts(rows)
+        asked, of_sizes = [], []
+        for row, size in zip(rows, sizes, strict=True):
+            if not row.is_plain:
+                asked.append(row)
+                of_sizes.append(size)
         none: list[Any] = []
-        of_rows, of_sizes = _at(asked, rows, sizes)
-        drafts = self._try(of_rows, partial(self._proposed, of_rows, of_sizes), none) if asked else none
+        drafts = self._try(asked, partial(self._proposed, asked, of_sizes), none) if asked else none
         if asked and not drafts:  # what it has written may not be finite
             for slot, length in enumerate(self._cache.lengths):
                 self._cache.erase(slot, length)
-        fitting = dict(zip(asked, drafts, strict=False))
+        proposed = iter(drafts)
         reads_less = self._vocab_size < self._num_embeddings
         trees = []
-        for place, (row, size, limit) in enumerate(zip(rows, sizes, limits, strict=True)):
-            draft = self._fitting(row, fitting.get(place))
-            cut = tree = size.cut(draft)
+        for row, size, limit in zip(rows, sizes, limits, strict=True):
+            draft = DraftTree.root(row.token_ids[-1]) if row.is_plain else self._fitting(row, next(proposed))
+            cut = tree = draft if len(draft.tokens) == 1 else size.cut(draft)
             if row.drafts_itself or reads_less:
                 row.state[self] = cut
                 tree = self._with_own(row, cut, limit.budget, len(rows))
-            if len(cut) < len(draft) or len(tree) == 1:
-                row.stats.count_cuts(limit, size, draft, cut, is_empty=len(tree) == 1, is_plain=row.is_plain)
+            is_empty = len(tree.tokens) == 1
+            if is_empty or cut is not draft:
+                row.stats.count_cuts(limit, size, draft, cut, is_empty=is_empty, is_plain=row.is_plain)
             trees.append(tree)
         return trees
 
@@ -183,7 +190,7 @@ class Drafts:
             return tree
         if tree.probs is None:
             tree = matching.legal(tree)
-        may_guess = self._rule.keeps_tokens and (len(tree) == 1 or not limit.chains_only)
+        may_guess = self._rule.keeps_tokens and (len(tree.tokens) == 1 or not limit.chains_only)
         forced = _forced(row, matching, limit.depth, num_rows, may_guess=may_guess)
         return self._joined(limit.cut(forced), tree, limit) if len(forced) > 1 else tree
 
@@ -194,20 +201,18 @@ class Drafts:
         return chain.joined(scored(tree), limit.nodes)
 
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
-        """Tell the drafter of a step, as if it had proposed what of its own was verified."""
-        if self.observes:
-            own = [
-                own_result(row.state[self], result) if self in row.state else result
-                for row, result in zip(rows, results, strict=True)
-            ]
-            self._tell(self._drafter.observe, rows, own)
+        """Tell the drafter of a step, as if it had proposed what of its own was verified; none of the rows is plain."""
+        own = []
+        for row, result in zip(rows, results, strict=True):
+            own.append(own_result(row.state[self], result) if self in row.state else result)
+        self._try(rows, partial(self._drafter.observe, rows, own), None)
 
     # -- what is known of rows -----------------------------------------------------------------------------------
 
     def end(self, rows: Sequence[Row], *, is_kept: bool = False) -> None:
         """Tell what is known of rows that these have ended; see `RowState.ended`."""
         for row in rows:
-            if row.has_drafter:
+            if not row.is_plain:
                 self._try([row], partial(self._ended, row, is_kept), None)
 
     def _ended(self, row: Row, is_kept: bool) -> None:
@@ -226,7 +231,7 @@ class Drafts:
 
     def kept(self, row: Row) -> object:
         """What is known of a row, for prompts that begin like it; None for nothing."""
-        return self._try([row], partial(self._known_of, row), None) if row.has_drafter else None
+        return None if row.is_plain else self._try([row], partial(self._known_of, row), None)
 
     def _known_of(self, row: Row) -> Kept | None:
         num_tokens, slot = len(row.token_ids) - 1, row.slot
@@ -248,7 +253,7 @@ class Drafts:
           memory: of `kept`; None for nothing.
         Returns: how many of these tokens the drafter need not be shown; the target reads the others again.
         """
-        if not row.has_drafter:
+        if row.is_plain:
             return num_tokens
         return self._try([row], partial(self._taken_over, row, memory, num_tokens), num_tokens)
 
@@ -285,17 +290,6 @@ class Drafts:
 
     # -- faults ------------------------------------------------------------------------------------------------
 
-    def _with_drafts(self, rows: Sequence[Row]) -> list[int]:
-        """Places of the rows that the drafter is told of."""
-        return [i for i, row in enumerate(rows) if row.has_drafter]
-
-    def _tell(self, verb: Callable[..., None], rows: Sequence[Row], *others: Sequence[Any]) -> None:
-        """Call a verb for the rows that have drafts, with their entries of other lists."""
-        with_drafts = self._with_drafts(rows)
-        if with_drafts:
-            of_rows, *of_others = _at(with_drafts, rows, *others)
-            self._try(of_rows, partial(verb, of_rows, *of_others), None)
-
     def _try(self, rows: Sequence[Row], call: Callable[[], T], otherwise: T) -> T:
         lengths = list(self._cache.lengths)
         try:
@@ -315,7 +309,7 @@ class Drafts:
 
     def _give_up(self, rows: Sequence[Row], reason: str) -> None:
         for row in rows:
-            row.stats.drafter_error = row.stats.drafter_error or reason
+            row.stats.drafter_error, row.is_plain = row.stats.drafter_error or reason, True
         self.drop(rows)
         if not self._has_warned:
             self._has_warned = True
@@ -329,35 +323,35 @@ class Drafts:
 
     def _proposed(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[Any]:
         """Something for each of the rows."""
-        drafts = self._drafter.propose(rows, budgets)
-        if not has_items(drafts):
+        drafts: Any = self._drafter.propose(rows, budgets)
+        if type(drafts) is not list and not has_items(drafts):
             raise TreeError(f"propose returned {type(drafts).__name__}; give a list of DraftTree, one for each row")
         drafts = list(drafts)
         if len(drafts) != len(rows):
             raise TreeError(f"{len(drafts)} drafts for {len(rows)} rows")
-        return drafts
+        return list(drafts)
 
     def _fitting(self, row: Row, draft: Any) -> DraftTree:
         """The draft of a row where it fits, else the empty one."""
-        if not row.has_drafter:
-            return DraftTree.root(row.pending)
         try:
-            return self._checked(row, draft)
+            self._check(row, draft)
         except BaseException as fault:
             self._contain([row], fault)
             self._cache.erase(row.slot, self._cache.lengths[row.slot])
-            return DraftTree.root(row.pending)
+            return DraftTree.root(row.token_ids[-1])
+        checked: DraftTree = draft
+        return checked
 
-    def _checked(self, row: Row, tree: Any) -> DraftTree:
-        """The draft, which begins with the pending token and has tokens that the target can read.
+    def _check(self, row: Row, tree: Any) -> None:
+        """Check that a draft begins with the pending token and has tokens that the target can read.
 
-        Raises: TreeError, ProbabilityError.
+        Raises: TreeError.
         """
         if not isinstance(tree, DraftTree):
             raise TreeError(f"propose returned {type(tree).__name__} for a row; give a DraftTree")
-        tokens = tree.tokens
-        if tokens[0] != row.pending:
-            raise TreeError(f"the draft starts with token {tokens[0]}, but {row.pending} is pending")
+        tokens, pending = tree.tokens, row.token_ids[-1]
+        if tokens[0] != pending:
+            raise TreeError(f"the draft starts with token {tokens[0]}, but {pending} is pending")
         if min(tokens) < 0 or max(tokens) >= self._num_embeddings:
             outside = next(token for token in tokens if not 0 <= token < self._num_embeddings)
             raise TreeError(f"the draft holds token {outside}, outside the vocabulary, 0..{self._num_embeddings - 1}")
@@ -367,7 +361,6 @@ class Drafts:
             raise TreeError(f"the plan of the draft is {tree.plan!r}; give a DraftPlan of a length and a known cause")
         if self._rule.needs_probs and tree.probs is not None:
             self._check_probs(tree, tree.probs, is_sampled=not row.sampler.is_greedy)
-        return tree
 
     def _check_probs(self, tree: DraftTree, probs: torch.Tensor, *, is_sampled: bool) -> None:
         is_table = isinstance(probs, torch.Tensor) and probs.is_floating_point() and probs.device == self._device
@@ -377,12 +370,12 @@ class Drafts:
                 f"draft probabilities are {kind}; give floats over the vocabulary, (M, {self._vocab_size}), on "
                 f"{self._device}"
             )
-        if not is_sampled or len(tree) == 1:
+        if not is_sampled or len(tree.tokens) == 1:
             return
         parents, tokens = list(tree.parents[1:]), list(tree.tokens[1:])
         totals, drawn = probs[sorted({*parents})].sum(-1), probs[parents, tokens]
         if not bool((totals - 1.0).abs().amax() <= ROUNDING) or not bool(drawn.amin() > 0.0):
-            raise ProbabilityError(
+            raise TreeError(
                 f"draft probabilities of nodes with children add up to {totals.tolist()}, and those of the drafted "
                 f"tokens are {drawn.tolist()}; give the distributions that the tokens were drawn from, after "
                 "temperature, top-k, top-p and any restriction, or none for a deterministic draft"
@@ -412,13 +405,6 @@ ROUNDING = 0.01
 """Distance of the total of a distribution from 1: eight bits of a bfloat16, and a little more."""
 
 
-def _at(places: Sequence[int], *lists: Sequence[Any]) -> tuple[Sequence[Any], ...]:
-    """The entries of lists at some places, without a copy where these are all."""
-    if len(places) == len(lists[0]):
-        return lists
-    return tuple([entries[i] for i in places] for entries in lists)
-
-
 @dataclass(frozen=True)
 class KeptColumns:
     """The first columns of a row in a cache of a drafter, in copies, for texts that begin alike."""
@@ -442,9 +428,8 @@ class Kept:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all copies."""
-        of_columns = sum(bytes_of(each.states) for each in self.columns if each is not None)
-        return of_columns + sum(map(memory_bytes, self.states.values()))
+        """Memory of the columns."""
+        return sum(bytes_of(each.states) for each in self.columns if each is not None)
 
 
 def _predicted(row: Row, prediction: Prediction, depth: int) -> DraftTree | None:

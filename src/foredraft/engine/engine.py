@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from time import perf_counter
 from types import FrameType
@@ -11,34 +12,32 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foredraft.accept import Verdict, accept, choose_all
+from foredraft import forking
+from foredraft.accept import Choices, Verdict, accept, choose_all
 from foredraft.config.engine import EngineConfig
+from foredraft.devices import cpu_by_default
+from foredraft.ending import is_running
 from foredraft.engine.acceptance_model import AcceptanceModel
-from foredraft.engine.admission import Admission
-from foredraft.engine.budget import DraftSize, Limits
 from foredraft.engine.drafter import Drafter, PromptChunk, StepResult
 from foredraft.engine.drafts import Drafts
-from foredraft.engine.exclusive_use import ExclusiveCall, ExclusiveUse
 from foredraft.engine.features import RowFeatures
 from foredraft.engine.governor import Governor
 from foredraft.engine.logprobs import TokenLogprobs
 from foredraft.engine.memory import PREFIX_DIVISOR, MemoryPlan, MemoryUse
-from foredraft.engine.outputs import RowOutput, logprobs_of
-from foredraft.engine.row import Row
+from foredraft.engine.row import Admission, Row, RowOutput, logprobs_of
 from foredraft.engine.scheduler import Scheduler
-from foredraft.engine.stats import StepClock, StepProfile, StepSeconds
+from foredraft.engine.stats import Limits, StepClock, StepProfile, StepSeconds
 from foredraft.engine.stopping import Finish, StopChecker
 from foredraft.errors import ConfigError, EngineBusyError, as_exception, is_fatal, told
 from foredraft.machine import return_free_memory
-from foredraft.model.cache.group import CacheGroup
 from foredraft.model.cache.prefixes import PrefixStore
-from foredraft.model.capture import Output, Wanted
+from foredraft.model.cache.ragged import CacheGroup
 from foredraft.model.lm import CausalLM
-from foredraft.model.nodes import Logits, Nodes
+from foredraft.model.nodes import Logits, Nodes, Output, Wanted
 from foredraft.native.library import loaded_helpers
 from foredraft.sampling import distribution
 from foredraft.structured.grammars import Grammars
-from foredraft.tree import DraftTree
+from foredraft.tree import DraftSize, DraftTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -128,9 +127,9 @@ class Engine:
         self._scheduler = Scheduler(
             target, self.caches, self._drafts, self.config, plan=self.plan, prefixes=prefixes, owner=drafter
         )
-        self._use = ExclusiveUse()
-        self._is_broken = False
+        self._use = ExclusiveUse(self._scheduler.end_all)
         self._was_asked = False  # in the step that runs
+        self._has_doubtful = False  # rows in doubt, see `_append`
         self._steps_to_shrink = SHRINK_STEPS
 
     def __repr__(self) -> str:
@@ -174,7 +173,7 @@ class Engine:
 
     def abort(self, request_id: str) -> list[Row]:
         """End every row of a request, queued or running; returns those that were ended."""
-        with self._exclusive():
+        with self._use:
             ended = self._scheduler.withdraw(request_id)
             for row in ended:
                 row.finish_reason = "abort"
@@ -182,7 +181,7 @@ class Engine:
 
     def abort_row(self, row: Row, reason: str = "abort") -> None:
         """End one row that decodes; the other samples of its request go on."""
-        with self._exclusive():
+        with self._use:
             if row in self._scheduler.decoding:
                 row.finish_reason = reason
                 self._scheduler.retire(row)
@@ -225,7 +224,7 @@ class Engine:
         Raises: EngineBusyError when another thread is inside. Any other error, and Ctrl-C, ends the running rows
           with the reason "abort", since nothing is known of their state; those that wait are run by the next step.
         """
-        with self._exclusive():
+        with self._use:
             if self._scheduler.ended:
                 return [RowOutput(row, (), 0) for row in self._scheduler.take_ended()]
             self._promise = self.target.promise(self.config.exactness)  # the model may have changed
@@ -249,7 +248,7 @@ class Engine:
         start = perf_counter()
         chunks = [self._scheduler.next_chunk(row) for row in rows]
         first_slot, needs = rows[0].slot, self._drafts.needs
-        shows = needs.reads_prompts and any(row.has_drafter for row in rows)
+        shows = needs.reads_prompts and not all(row.is_plain for row in rows)
         keeps_logits = rows[0].learns_logprobs or (shows and needs.prompt_logits)
         output = self.target.forward_with(
             self._wanted if shows else Wanted(),
@@ -283,7 +282,9 @@ class Engine:
         drafter that fails loses its rows, which go on with empty drafts and so with the same texts (`Drafts`).
         """
         clock = StepClock()
-        is_plain = True not in [row.has_drafter or row.drafts_itself for row in rows]
+        is_plain = True
+        for row in rows:
+            is_plain = is_plain and row.is_plain and not row.drafts_itself
         limits = [] if is_plain else self._limits(rows)
         sizes = self._plan(rows, limits)
         clock.append(perf_counter())
@@ -297,21 +298,25 @@ class Engine:
         choices = choose_all(rows, drafts, logits) if self._drafts.needs.choices and not is_plain else None
         verdicts = accept(self.config.acceptance, rows, drafts, logits, choices, self.config.typical)
         clock.append(perf_counter())
-        results = []
+        results, paths, finished = [], [], []
+        self._has_doubtful = False
         for place, row in enumerate(rows):
-            results.append(self._append(row, drafts[place], verdicts[place], logits, place))
+            result = self._append(row, drafts[place], verdicts[place], logits, place)
+            results.append(result)
+            # node 0 and the accepted ones that were appended; the last token of the row is pending, and stays out
+            paths.append(verdicts[place].path[: len(result.token_ids)])
+            if row.finish_reason is not None:
+                finished.append(row)
         clock.append(perf_counter())
-        # node 0 and the accepted ones that were appended; the last token of the row is pending, and stays out
-        paths = [verdict.path[: len(result.token_ids)] for verdict, result in zip(verdicts, results, strict=True)]
         self.cache.commit(paths)
-        self._erase_doubtful(rows)
+        if self._has_doubtful:
+            self._erase_doubtful(rows)
         clock.append(perf_counter())
         if self._drafts.observes and not is_plain:
-            self._tell_drafter(drafts, paths, results, [RowFeatures(output, i, choices) for i in range(len(rows))])
+            self._tell_drafter(drafts, paths, results, output, choices)
         clock.append(perf_counter())
         self.profile.num_steps += 1
         self._govern(drafts, results, clock.enter(self.profile))
-        finished = [row for row in rows if row.finish_reason is not None]
         for row in finished:
             self.profile.ended.add(row.stats)
         if finished:
@@ -322,10 +327,11 @@ class Engine:
 
     def _plan(self, rows: Sequence[Row], limits: Sequence[Limits]) -> list[DraftSize]:
         """How much is wanted of the drafter for every row: what is allowed, or what pays of it."""
-        sizes = [limit.budget for limit in limits]
+        sizes = []
+        for limit in limits:
+            sizes.append(limit.budget)
         if sizes and self.governor is not None:
-            waits = self._scheduler.waiting or self._scheduler.prefilling
-            sizes = self.governor.plan(rows, sizes, is_closed=not waits)
+            sizes = self.governor.plan(rows, sizes, is_closed=self._scheduler.is_closed)
         self._was_asked = max(sizes, default=0) > 0
         return sizes
 
@@ -355,7 +361,7 @@ class Engine:
         nodes, of_nodes = (max_nodes, "memory") if max_nodes < of_promise else (of_promise, "bits")
         found = []
         for row in rows:
-            depth, cause = row.num_remaining_tokens - 1, "budget"
+            depth, cause = row.max_length - len(row.token_ids) - 1, "budget"
             if nodes - 1 < depth:
                 depth, cause = nodes - 1, of_nodes
             wanted = row.params.num_speculative_tokens
@@ -389,7 +395,8 @@ class Engine:
 
     def _verify(self, rows: Sequence[Row], drafts: Sequence[DraftTree], *, shows: bool) -> Output:
         """Run the target over the drafts of all rows; logits of every node, and what the drafter wants if `shows`."""
-        self._erase_doubtful(rows)
+        if self._has_doubtful:
+            self._erase_doubtful(rows)
         with self._helpers.watched() if self._helpers is not None else nullcontext():
             return self.target.forward_with(
                 self._wanted if shows else Wanted(), Nodes.from_trees(drafts), self.cache, listed=True
@@ -410,8 +417,11 @@ class Engine:
         has_failed = verdict.next_token < 0
         is_lost = has_failed and row.is_in_doubt  # for the second time
         row.is_in_doubt = has_failed and not is_lost
+        self._has_doubtful = self._has_doubtful or has_failed
         error = distribution.failure(logits[place][verdict.path[-1]], row.sampler) if is_lost else None
-        decided = [tree.tokens[node] for node in verdict.path[1:]] + ([] if has_failed else [verdict.next_token])
+        decided = [] if has_failed else [verdict.next_token]
+        if len(verdict.path) > 1:
+            decided = [tree.tokens[node] for node in verdict.path[1:]] + decided
         tokens, finish, fault = _until_the_end(row.checker, decided)
         if fault is not None:
             if is_fatal(fault) or not self.config.contains_faults:
@@ -420,7 +430,9 @@ class Engine:
         accepted = verdict.path[1 : len(tokens) + 1]
         if finish is not None:
             error = None
-        sources = tuple([tree.source_of(node) for node in accepted])
+        sources: tuple[str, ...] = (tree.source,) * len(accepted)
+        if tree.sources is not None:
+            sources = tuple([tree.sources[node] for node in accepted])
         result = RowOutput(row, tuple(tokens), len(accepted), error=error, sources=sources, tree=tree)
         config = self.config
         if row.params.logprobs is not None or config.output_scores or config.output_logits:
@@ -447,13 +459,19 @@ class Engine:
         self,
         drafts: Sequence[DraftTree],
         paths: Sequence[tuple[int, ...]],
-        outputs: Sequence[RowOutput],
-        features: Sequence[RowFeatures],
+        results: Sequence[RowOutput],
+        output: Output,
+        choices: Choices | None,
     ) -> None:
         """Tell the drafter of rows that go on: what was accepted of their drafts, and what the target computed."""
-        going_on = [i for i, output in enumerate(outputs) if output.token_ids and not output.row.is_finished]
-        results = [StepResult(drafts[i], paths[i], outputs[i].token_ids, features[i]) for i in going_on]
-        self._drafts.observe([outputs[i].row for i in going_on], results)
+        rows, told = [], []
+        for i, result in enumerate(results):
+            row = result.row
+            if result.token_ids and row.finish_reason is None and not row.is_plain:
+                rows.append(row)
+                told.append(StepResult(drafts[i], paths[i], result.token_ids, RowFeatures(output, i, choices)))
+        if rows:
+            self._drafts.observe(rows, told)
 
     def _erase_doubtful(self, rows: Sequence[Row]) -> None:
         """Zero what lies behind the committed columns of rows in doubt, which may not be finite."""
@@ -470,7 +488,7 @@ class Engine:
     def release_memory(self) -> None:
         """Give back all keys and values of an engine without rows, and what has grown with them; the next step
         allocates anew. Rows that run keep what they need."""
-        with self._exclusive():
+        with self._use:
             self._shrink()
             if self._scheduler.running:
                 return
@@ -487,30 +505,46 @@ class Engine:
         if self.caches.shrink():
             return_free_memory()
 
-    # -- steps that break off ----------------------------------------------------------------------------------
 
-    def _exclusive(self) -> ExclusiveCall:
-        return ExclusiveCall(self._enter, self._leave)
+class ExclusiveUse:
+    """A context in which a call has an engine to itself, and makes tensors on the CPU where no device is named.
 
-    def _enter(self, caller: FrameType) -> None:
-        if not self._use.take(caller):
-            raise EngineBusyError("this engine is running in another thread; use one engine per thread or a lock")
-        if self._is_broken:
-            self._end_all()
-        self._is_broken = True  # unless it comes to its end
+    It is entered without waiting, and Ctrl-C cannot leave it taken: it belongs to the frame of the with statement, and
+    a frame that nothing runs any more has lost it, wherever it was cut off. It is no generator: one that Ctrl-C leaves
+    suspended runs its ending when it is collected, which may be in the middle of a later step.
 
-    def _leave(self, is_whole: bool) -> None:
-        try:
-            if is_whole:
-                self._is_broken = False
-            else:
-                self._end_all()
-        finally:
-            self._use.give_back()
+    Args:
+      clean_up: called after a block that has not come to its end, at the latest when the next one begins.
 
-    def _end_all(self) -> None:
-        self._scheduler.end_all()
+    Raises: EngineBusyError when another call is inside.
+    """
+
+    def __init__(self, clean_up: Callable[[], None]) -> None:
+        self._lock = forking.lock()
+        self._frame: FrameType | None = None
+        self._clean_up = clean_up
         self._is_broken = False
+        self._device: AbstractContextManager[object] = nullcontext()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._frame is not None and is_running(self._frame):
+                raise EngineBusyError("this engine is running in another thread; use one engine per thread or a lock")
+            self._frame = sys._getframe(1)
+        if self._is_broken:
+            self._clean_up()
+        self._is_broken = True  # unless it comes to its end
+        self._device = cpu_by_default()
+        self._device.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        self._device.__exit__(None, None, None)
+        try:
+            if kind is not None:
+                self._clean_up()
+            self._is_broken = False
+        finally:
+            self._frame = None
 
 
 def _until_the_end(

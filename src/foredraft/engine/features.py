@@ -8,8 +8,7 @@ import torch
 
 from foredraft.accept import Choices
 from foredraft.errors import ConfigError
-from foredraft.model.capture import Output
-from foredraft.model.nodes import NodeLogits
+from foredraft.model.nodes import NodeLogits, Output
 from foredraft.native import sample_kernels
 
 _BLOCK = 128
@@ -93,37 +92,58 @@ class RowFeatures(Features):
       row: number of the row.
       choices: of all nodes of all rows, where the drafter wants them: made before anything is emitted, for they depend
         on the text.
+      nodes: numbers of the nodes in the forward; None where they are the same.
     """
 
-    def __init__(self, output: Output, row: int, choices: Choices | None = None) -> None:
+    def __init__(
+        self, output: Output, row: int, choices: Choices | None = None, nodes: Sequence[int] | None = None
+    ) -> None:
         self._output = output
         self._row = row
         self._choices = choices
+        self._nodes = nodes
+
+    def _in_forward(self, nodes: Sequence[int]) -> Sequence[int]:
+        """Numbers of nodes in the forward."""
+        known = self._nodes
+        return nodes if known is None else [known[node] for node in nodes]
 
     def last_hidden(self, nodes: Sequence[int]) -> torch.Tensor:
         states = self._output.last_hidden
-        return super().last_hidden(nodes) if states is None else _selected(states[self._row], nodes)
+        if states is None:
+            return super().last_hidden(nodes)
+        return _selected(states[self._row], nodes if self._nodes is None else self._in_forward(nodes))
 
     def layer_input(self, layer: int, nodes: Sequence[int]) -> torch.Tensor:
         states = self._output.layer_inputs.get(layer)
-        return super().layer_input(layer, nodes) if states is None else _selected(states[self._row], nodes)
+        if states is None:
+            return super().layer_input(layer, nodes)
+        return _selected(states[self._row], nodes if self._nodes is None else self._in_forward(nodes))
 
     def top_ids(self, k: int, nodes: Sequence[int]) -> torch.Tensor:
         logits = self._output.logits[self._row]
         if not len(logits):  # a prompt of which no logits were wanted
             return super().top_ids(k, nodes)
-        return _best_at(logits, k, nodes)
+        return _best_at(logits, k, self._in_forward(nodes))
 
     @property
     def choices(self) -> tuple[int, ...]:
-        return super().choices if self._choices is None else self._choices[self._row]
+        if self._choices is None:
+            return super().choices
+        choices, nodes = self._choices[self._row], self._nodes
+        return choices if nodes is None else tuple([choices[node] for node in nodes])
+
+    def at(self, nodes: Sequence[int]) -> RowFeatures:
+        if self._nodes is None and list(nodes) == list(range(len(nodes))):
+            return self
+        return RowFeatures(self._output, self._row, self._choices, self._in_forward(nodes))
 
     def places(self, nodes: Sequence[int]) -> tuple[NodeLogits, list[int]] | None:
         logits = self._output.logits
         if not isinstance(logits, NodeLogits):
             return None
         start = logits.starts[self._row]
-        return logits, [start + node for node in nodes]
+        return logits, [start + node for node in self._in_forward(nodes)]
 
 
 def top_ids_of(features: Sequence[Features], k: int, nodes: Sequence[Sequence[int]]) -> torch.Tensor:

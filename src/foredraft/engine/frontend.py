@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar, overloa
 
 from foredraft.ending import is_running
 from foredraft.engine.acceptance_model import OF_REQUESTS, PREDICTION
-from foredraft.engine.budget import NOTHING_FOUND, counted, describe_cuts
-from foredraft.engine.stats import RowStats, StepTrace
+from foredraft.engine.stats import NOTHING_FOUND, RowStats, StepTrace, counted, describe_cuts
 from foredraft.errors import CopyError, EngineBusyError, PromptError, as_exception, is_fatal, told
 
 if TYPE_CHECKING:
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
     from foredraft.config.speculative import SpeculativeConfig
     from foredraft.engine.engine import Engine
     from foredraft.engine.logprobs import TokenLogprobs
-    from foredraft.engine.outputs import RowOutput
-    from foredraft.engine.row import Row
+    from foredraft.engine.row import Row, RowOutput
     from foredraft.engine.stopping import Detokenizer
     from foredraft.prompts.prompts import Prompt
     from foredraft.tree import DraftTree
@@ -269,7 +267,7 @@ def speculative_metrics(stats: RowStats, num_spec_tokens: int, is_lossless: bool
     ``tokens_per_step`` (tau) averages over all decode steps. The histogram leaves the bonus out and holds
     accepted counts that occurred, as strings of integers. ``num_proposed_tokens`` were drafted, ``num_draft_tokens`` of
     them verified, and the others cut, by cause in ``num_cut_tokens``; ``num_undrafted_steps`` has the steps without a
-    draft by what kept them from having one (`foredraft.engine.budget`). Where several drafters had a part,
+    draft by what kept them from having one (`foredraft.engine.stats`). Where several drafters had a part,
     ``by_drafter`` says what each has proposed. ``accepted_prediction_tokens`` and ``rejected_prediction_tokens`` are
     there where a prediction of the request's own was drafted; ``drafter_error`` where an exception has ended the
     drafting of a row, and says which.

@@ -13,17 +13,15 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 from foredraft.engine.acceptance_model import KINDS, LITTLE, ROW_MEMORY, AcceptanceModel, Rate
-from foredraft.engine.budget import DraftSize
 from foredraft.engine.cost_model import FEW, MEMORY, RATE, SHARE, CostModel
 from foredraft.engine.costs import cost_curve, facts_of, forget_curve
 from foredraft.engine.drafter import Drafter, DrafterFacts
 from foredraft.engine.stats import StepSeconds
-from foredraft.tree import DraftTree
+from foredraft.tree import DraftSize, DraftTree
 
 if TYPE_CHECKING:
-    from foredraft.engine.outputs import RowOutput
     from foredraft.engine.profiles import Profile
-    from foredraft.engine.row import Row
+    from foredraft.engine.row import Row, RowOutput
     from foredraft.model.lm import CausalLM
 
 logger = logging.getLogger("foredraft")
@@ -193,9 +191,8 @@ class _Way:
       governing: seconds of deciding on a draft, of late.
     """
 
-    number: int | None
+    number: int
     title: str
-    costs: CostModel
     reach: int = 0
     is_at_end: bool = False
     widths: dict[int, float] = field(default_factory=dict)
@@ -236,6 +233,7 @@ class Governor:
       acceptance: of the engine.
 
     Attributes:
+      costs: of steps, and of drafting in each way.
       totals: counts of all steps.
 
     Source: cost-aware draft lengths; for rates that fall with the rank, the n nodes with the largest products along
@@ -253,10 +251,11 @@ class Governor:
         if facts.usual_acceptance is not None:
             for depth in range(1, KINDS + 1):
                 self.acceptance.expect(facts.name, depth, facts.usual_acceptance, USUAL_TRIALS)
+        self.costs = costs
         self.totals = Totals()
         self._first_way = facts.arm if facts.arms else 0
-        self._ways = [_Way(number, title, costs.beside()) for number, title in enumerate(facts.arms)]
-        self._ways = self._ways or [_Way(None, facts.name, costs)]
+        self._ways = [_Way(number, title) for number, title in enumerate(facts.arms or (facts.name,))]
+        self._is_choosing = bool(facts.arms)
         self._batches: dict[int, _Batch] = {}  # by magnitude of rows
         self._turn_to(1)
         self._since_plain = 0
@@ -275,7 +274,8 @@ class Governor:
 
     def attends(self, num_rows: int) -> bool:
         """Whether batches of so many rows have drafts, or at least show the drafter what comes."""
-        return not self._of(num_rows).is_resting
+        batch = self._batches.get(num_rows.bit_length())
+        return batch is None or not batch.is_resting
 
     def plan(self, rows: Sequence[Row], limits: Sequence[DraftSize], *, is_closed: bool = False) -> list[DraftSize]:
         """How much is worth drafting for every row: what is allowed, or less.
@@ -290,8 +290,10 @@ class Governor:
             self._rows, self._cap, self._left = these, cap, INTERVAL
             depth = self._decide(rows, limits, is_closed)
         self._left -= 1
-        least, number = self._least, self._way.number
-        self._sizes = [limit.within(depth, least, number) for limit in limits]
+        least, arm = self._least, self._way.number if self._is_choosing else None
+        self._sizes = []
+        for limit in limits:
+            self._sizes.append(limit.within(depth, least, arm))
         return self._sizes
 
     def _decide(self, rows: Sequence[Row], limits: Sequence[DraftSize], is_closed: bool) -> int:
@@ -299,8 +301,11 @@ class Governor:
         num_rows, cap = len(rows), int(self._cap)
         self._of(num_rows).choose()
         self._turn_to(num_rows)
-        costs = self._way.costs
-        costs.after(sum(len(row.token_ids) for row in rows) / num_rows)
+        costs, way = self.costs, self._way
+        num_tokens = 0
+        for row in rows:
+            num_tokens += len(row.token_ids)
+        costs.set_context(num_tokens / num_rows)
         plain = self._plain_seconds = costs.verify(num_rows, num_rows)
         price, verify = self._price, costs.verify
         self._weights = [1.0] * num_rows
@@ -316,7 +321,7 @@ class Governor:
         if not cap:
             self._depth = 0
             return 0
-        probe, cost = min(cap, PROBE_DEPTH), costs.draft(num_rows, cap)
+        probe, cost = min(cap, PROBE_DEPTH), costs.draft(num_rows, cap, way.number)
         if cost is None:
             self._depth, self._left = 0, 1
             return probe
@@ -324,9 +329,9 @@ class Governor:
         if self._is_plain_due(num_rows):
             return 0
         if not self._depth:  # what is drafted shows whether it is right, verified or not
-            drafting = ((costs.draft(num_rows, probe) or 0.0) + self._way.governing) / plain
+            drafting = ((costs.draft(num_rows, probe, way.number) or 0.0) + way.governing) / plain
             reserve = 0.0 if costs.knows_drafts(num_rows) else 1.0  # for verifying it, see `_probed`
-            if self._way.affords(drafting if costs.knows_drafting else min(drafting, 1.0), reserve):
+            if way.affords(drafting if costs.knows_drafting(way.number) else min(drafting, 1.0), reserve):
                 self._left = 1
                 return probe
         return self._depth
@@ -337,15 +342,16 @@ class Governor:
         Args:
           cost: seconds of the deepest.
         """
-        num_rows, way = len(rows), self._way
+        num_rows, way, draft = len(rows), self._way, self.costs.draft
         if cost * price <= LITTLE * sum(self._weights):
             return sys.maxsize
         depth = self._depth_by_chances(rows, limits, cap, price)
         if not depth:  # by the mean of drafts; some of those with scores may be sure of themselves
             worth = way.value.value * num_rows
-            some_depths = (cap, min(cap, PROBE_DEPTH))
-            depth = next((some for some in some_depths if worth > (way.costs.draft(num_rows, some) or 0.0) * price), 0)
-        if depth and (cost - (way.costs.draft(num_rows, depth) or 0.0)) * price <= LITTLE * num_rows:
+            for some in (cap, min(cap, PROBE_DEPTH)):
+                if not depth and worth > (draft(num_rows, some, way.number) or 0.0) * price:
+                    depth = some
+        if depth and (cost - (draft(num_rows, depth, way.number) or 0.0)) * price <= LITTLE * num_rows:
             return sys.maxsize
         return depth
 
@@ -363,9 +369,9 @@ class Governor:
         for level, chance in enumerate(chances, 1):
             gained += chance * way.coverage.get(level, 1.0)
             width += way.widths.get(level, 1.0)
-            verifying = way.costs.verify(num_rows, round(width) * num_rows) - self._plain_seconds
+            verifying = self.costs.verify(num_rows, round(width) * num_rows) - self._plain_seconds
             kept = max(kept, gained - price * verifying)
-            value = kept - price * (way.costs.draft(num_rows, level) or 0.0)
+            value = kept - price * (self.costs.draft(num_rows, level, way.number) or 0.0)
             if value > best_value:
                 best_value, best_depth = value, level
         way.is_drafting = best_value > (0.0 if way.is_drafting else LITTLE * num_rows)
@@ -379,7 +385,7 @@ class Governor:
         Sooner where it is not yet, and soon for several rows: the curve was measured with one, and what it says of
         theirs decides, where tiles are full, whether one node more is nearly free or dear.
         """
-        if self._way.costs.times_seen(num_rows, num_rows) >= FEW:
+        if self.costs.times_seen(num_rows, num_rows) >= FEW:
             return self._since_plain >= MEMORY
         return self._since_plain >= (MEMORY // (2 * FEW) if num_rows == 1 else 2 * FEW)
 
@@ -387,29 +393,33 @@ class Governor:
 
     def select(self, rows: Sequence[Row], drafts: Sequence[DraftTree]) -> list[DraftTree]:
         """The parts of drafts that are worth verifying."""
-        way = self._way
+        way, deepest, are_whole, are_chains, have_scores = self._way, 0, False, True, False
         for tree, size in zip(drafts, self._sizes, strict=True):
             if tree.plan is not None:  # traces show what was planned in the end
-                tree.plan.gamma = min(tree.plan.gamma, size.depth)
-        deepest = max([tree.depth for tree in drafts])
+                tree.plan.gamma = min(tree.plan.gamma, int(size))
+            deepest = max(deepest, tree.depth)
+            are_whole, are_chains = are_whole or tree.is_whole, are_chains and tree.is_chain
+            have_scores = have_scores or tree.scores is not None
         way.reach = max(way.reach, deepest)
         way.is_at_end = 0 < way.reach < max(self._sizes) if deepest == way.reach else way.is_at_end
         if not deepest:
             return list(drafts)
-        are_whole = True in [tree.is_whole for tree in drafts]
-        are_chains = False not in [tree.is_chain for tree in drafts]
         if are_whole:
             kept = self._whole_or_none(rows, drafts)
         else:
-            found = self._best(rows, drafts, are_chains)
-            kept = [_part(tree, nodes) for tree, nodes in zip(drafts, found, strict=True)]
+            found = self._best(rows, drafts, are_chains, have_scores)
+            kept = []
+            for tree, nodes in zip(drafts, found, strict=True):
+                kept.append(_part(tree, nodes))
             if self._is_deciding and not are_chains:
                 self._note_shape(rows, drafts, found)
         if self._is_deciding:
-            if are_whole or _have_scores(drafts):
-                num_nodes = sum([len(tree) for tree in kept])
+            num_nodes = 0
+            for tree in kept:
+                num_nodes += len(tree.tokens)
+            if are_whole or have_scores:
                 self._least = max(self._worth(num_nodes + 1, are_chains) - self._worth(num_nodes, are_chains), 0.0) / 2
-            if max([len(tree) for tree in kept]) == 1:
+            if num_nodes == len(kept):
                 return self._probed(drafts, kept)
         return kept
 
@@ -421,18 +431,20 @@ class Governor:
             return list(drafts)
         return [DraftTree.root(tree.tokens[0], tree.source) for tree in drafts]
 
-    def _best(self, rows: Sequence[Row], drafts: Sequence[DraftTree], are_chains: bool) -> list[Chances]:
+    def _best(
+        self, rows: Sequence[Row], drafts: Sequence[DraftTree], are_chains: bool, have_scores: bool
+    ) -> list[Chances]:
         """The nodes of every draft that pay."""
-        best_nodes = self.acceptance.best_nodes
-        found = [best_nodes(row, tree) for row, tree in zip(rows, drafts, strict=True)]
-        if len(rows) > 1:
-            found = [
-                [(w * chance, node) for chance, node in nodes] for w, nodes in zip(self._weights, found, strict=True)
-            ]
+        best_nodes, found = self.acceptance.best_nodes, []
+        for row, tree, weight in zip(rows, drafts, self._weights, strict=True):
+            nodes = best_nodes(row, tree)
+            found.append(nodes if weight == 1.0 else [(weight * chance, node) for chance, node in nodes])
         counts, value = best_counts(found, self._worth, are_chains=are_chains)
-        if _have_scores(drafts):
+        if have_scores:
             self._way.value.add(value / len(rows), 0)
-        return [nodes[:count] for nodes, count in zip(found, counts, strict=True)]
+        for place, count in enumerate(counts):
+            del found[place][count:]
+        return found
 
     def _note_shape(self, rows: Sequence[Row], drafts: Sequence[DraftTree], kept: Sequence[Chances]) -> None:
         """Remember how wide trees are once they are cut, and how much of the chance of a level the rest has."""
@@ -458,7 +470,7 @@ class Governor:
         What a draft costs to verify is believed of a curve only until some were verified: a curve that is wrong must
         not keep drafts away for good.
         """
-        num_rows, costs = len(drafts), self._way.costs
+        num_rows, costs = len(drafts), self.costs
         if costs.knows_drafts(num_rows):
             return kept
         place = max(range(num_rows), key=lambda place: len(drafts[place]))
@@ -475,23 +487,24 @@ class Governor:
         Args:
           trees: that were verified.
         """
-        num_rows, size = len(outputs), sum([len(tree.tokens) for tree in trees])
+        num_rows = len(outputs)
         if not self._sizes:  # rows rest
             self._turn_to(num_rows)
-        way, batch = self._way, self._batch
-        num_tokens = sum([len(output.token_ids) for output in outputs])
-        are_chains = False not in [tree.is_chain for tree in trees]
-        way.costs.verified(num_rows, size, seconds.verifying, are_chains=are_chains)
-        depth = max(self._sizes, default=0)
+        way, batch, depth = self._way, self._batch, max(self._sizes, default=0)
+        size, are_chains, num_tokens, gained, is_first = 0, True, 0, 0.0, False
+        has_weights = len(self._weights) == num_rows
+        for place, (tree, output) in enumerate(zip(trees, outputs, strict=True)):
+            size += len(tree.tokens)
+            are_chains = are_chains and tree.is_chain
+            num_tokens += len(output.token_ids)
+            gained += (self._weights[place] if has_weights else 1.0) * (len(output.token_ids) - 1)
+            if depth and way not in output.row.state:
+                is_first = output.row.state[way] = True  # that it has been drafted for
+        self.costs.verified(num_rows, size, seconds.verifying, are_chains=are_chains)
         if depth:
             way.governing += RATE * (seconds.governing - way.governing)
-            is_first = False in [way in output.row.state for output in outputs]
-            way.costs.drafted(
-                num_rows, min(depth, way.reach) if way.is_at_end else depth, seconds.drafting, is_first=is_first
-            )
-            if is_first:
-                for output in outputs:
-                    output.row.state[way] = True  # that it has been drafted for
+            levels = min(depth, way.reach) if way.is_at_end else depth
+            self.costs.drafted(num_rows, levels, seconds.drafting, way=way.number, is_first=is_first)
         num_drafted = size - num_rows
         plain = self._plain_seconds or seconds.verifying
         taken, totals = sum(seconds), self.totals
@@ -502,7 +515,7 @@ class Governor:
             self._since_plain += 1
             totals.num_drafted += 1
             totals.plain_seconds += plain * num_tokens / num_rows
-            lost = taken / plain - self._value_of(outputs)
+            lost = taken / plain - (1.0 + gained / num_rows)  # tokens as far as they make the batch end sooner
         else:
             self._since_plain = 0
             totals.plain_seconds += seconds.verifying
@@ -520,23 +533,12 @@ class Governor:
             self._batch.pace.time += lost
             self._batch.lose(lost)
 
-    def _value_of(self, outputs: Sequence[RowOutput]) -> float:
-        """Tokens per row that a step has brought, those of drafts as far as they make the batch end sooner."""
-        weights = self._weights if len(self._weights) == len(outputs) else [1.0] * len(outputs)
-        gained = [weight * (len(output.token_ids) - 1) for weight, output in zip(weights, outputs, strict=True)]
-        return 1.0 + sum(gained) / len(outputs)
-
     # -- what it knows ---------------------------------------------------------------------------------------------
-
-    @property
-    def costs(self) -> CostModel:
-        """Of the way that drafts."""
-        return self._way.costs
 
     @property
     def way(self) -> int:
         """Number of the way that drafts, see `DrafterFacts.arms`."""
-        return self._way.number or 0
+        return self._way.number
 
     @property
     def title(self) -> str:
@@ -574,12 +576,12 @@ class Governor:
             tried = [number for number, one in enumerate(batch.paces) if one.num_steps >= 2 * TURN]
             number = max(tried, key=lambda number: batch.paces[number].gain, default=batch.way)
             way, pace = self._ways[number], batch.paces[number]
-        plain = way.costs.verify(num_rows, num_rows)
+        plain = self.costs.verify(num_rows, num_rows)
         drafts = pace.share >= LITTLE
         length = max(1, round(pace.length)) if drafts else 2 * PROBE_DEPTH
         size = (length + 1) * num_rows
-        reasons = [f"verify({size})/verify({num_rows}) = {way.costs.verify(num_rows, size) / plain:.2f}"]
-        draft = way.costs.draft(num_rows, length)
+        reasons = [f"verify({size})/verify({num_rows}) = {self.costs.verify(num_rows, size) / plain:.2f}"]
+        draft = self.costs.draft(num_rows, length, way.number)
         if draft is not None and draft * max(1.0, pace.gain) > LITTLE * plain:
             reasons.append(f"drafting {length} takes {draft / plain:.2f} of a plain step")
         if self.acceptance.has_outcomes:
@@ -640,7 +642,9 @@ def best_counts(found: Sequence[Chances], worth: Worth, *, are_chains: bool = Fa
     if len(found) > 1:
         ranked = [(chance, row) for row, nodes in enumerate(found) for chance, _ in nodes]
         ranked.sort(key=itemgetter(0), reverse=True)
-    best_value, best, gained, most = 0.0, 0, 0.0, sum([chance for chance, _ in ranked])
+    best_value, best, gained, most = 0.0, 0, 0.0, 0.0
+    for chance, _ in ranked:
+        most += chance
     for size, (chance, _) in enumerate(ranked, len(found) + 1):
         gained += chance
         price = worth(size, are_chains)
@@ -656,10 +660,6 @@ def best_counts(found: Sequence[Chances], worth: Worth, *, are_chains: bool = Fa
     return counts, best_value
 
 
-def _have_scores(drafts: Sequence[DraftTree]) -> bool:
-    return False in [tree.scores is None for tree in drafts]
-
-
 def _steps_left(row: Row) -> float:
     """Steps that a row has before it, at most, at the pace that it had so far."""
     return row.num_remaining_tokens * (row.stats.num_steps + FEW) / (row.stats.num_emitted_tokens + FEW)
@@ -667,4 +667,8 @@ def _steps_left(row: Row) -> float:
 
 def _part(tree: DraftTree, kept: Chances) -> DraftTree:
     """A draft with the nodes that are kept of it."""
-    return tree if len(kept) + 1 == len(tree) else tree.restricted([0, *sorted([node for _, node in kept])])
+    if len(kept) + 1 == len(tree.tokens):
+        return tree
+    if not kept:
+        return DraftTree.root(tree.tokens[0], tree.source).planned(tree.plan)
+    return tree.restricted([0, *sorted([node for _, node in kept])])

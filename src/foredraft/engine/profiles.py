@@ -142,7 +142,7 @@ class Profile:
             return
         for _ in range(FEW):
             for curve in self.curves:
-                costs.after(curve.context)
+                costs.set_context(curve.context)
                 for nodes, seconds in curve.seconds.items():
                     costs.verified(curve.num_rows, curve.num_rows * nodes, seconds)
             for levels, seconds in self.drafting.items():

@@ -1,25 +1,33 @@
-"""A row: one text that is being generated, with its parameters, sampler and counters."""
+"""A row: one text that is being generated, with its parameters, sampler and counters; and how requests become rows."""
 
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from foredraft.config.keywords import whole_number
+from foredraft.config.keywords import ints_of
+from foredraft.config.structured import StructuredOutputs
 from foredraft.engine.acceptance_model import AcceptanceModel
 from foredraft.engine.logprobs import TokenLogprobs, raw_logprobs
 from foredraft.engine.stats import RowStats, StepTrace
-from foredraft.errors import ContextLengthError, PromptError
+from foredraft.engine.stopping import StopChecker
+from foredraft.errors import ConfigError, ContextLengthError, PromptError
+from foredraft.sampling import distribution
+from foredraft.sampling.distribution import Sampler
+from foredraft.sampling.noise import fresh_seed, mix
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerBase
 
     from foredraft.config.sampling import SamplingParams
-    from foredraft.engine.stopping import Detokenizer, StopChecker
+    from foredraft.engine.stopping import Detokenizer
     from foredraft.model.cache.prefixes import Prefix
-    from foredraft.sampling.distribution import Sampler
+    from foredraft.model.lm import CausalLM
+    from foredraft.structured.grammars import Grammars
     from foredraft.tree import DraftTree
 
 
@@ -154,7 +162,7 @@ class Row:
       num_replayed: length of its output when it last had to leave the cache, to be read again.
       is_in_doubt: whether its last step gave no token, and a draft may be to blame: the next one goes without.
       num_changes: of the target, when the row came into the cache.
-      is_plain: whether it goes without the drafter, which costs more than it brings or must not see it.
+      is_plain: whether it goes without the drafter, which has failed, costs more than it brings or must not see it.
       acceptance: of the engine; how often drafted tokens are right.
       prediction: of its output, where the user gives one.
       prompt_logprobs: of the tokens of the prompt that follow those that were read, where they are wanted.
@@ -219,11 +227,6 @@ class Row:
         return self.max_length - len(self.token_ids)
 
     @property
-    def has_drafter(self) -> bool:
-        """Whether the drafter is told of it: neither a fault nor its cost has ended that."""
-        return not self.is_plain and not self.stats.drafter_error
-
-    @property
     def drafts_itself(self) -> bool:
         """Whether it may have a draft whatever the drafter does: of a prediction, or of what its grammar forces."""
         return self.prediction is not None or self.sampler.matching is not None
@@ -263,14 +266,43 @@ class Row:
         plan = tree.plan
         entropy, gamma = (plan.entropy, plan.gamma) if plan else (None, None)
         self.trace.append(StepTrace(self.index, len(self.token_ids), entropy, gamma, tree.depth, len(accepted)))
-        self.stats.record(tree.num_draft_tokens, len(accepted), num_emitted)
-        if tree.num_draft_tokens:
-            self.stats.credit(tree, accepted)
+        self.stats.record(tree, accepted, num_emitted)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append emitted tokens and carry the sampler's history along."""
         self.token_ids.extend(tokens)
         self.sampler.extend(tokens)
+
+
+@dataclass(frozen=True)
+class RowOutput:
+    """The tokens that one step added to one row.
+
+    ``num_accepted`` of the ``token_ids``, counted from the front, were drafted, by what ``sources`` name; the rest came
+    from the target. ``tree`` is the draft that was verified.
+    ``scores`` and ``logits``, where the engine keeps them, are float32 (tokens, V): what each token was chosen from.
+    """
+
+    row: Row
+    token_ids: tuple[int, ...]
+    num_accepted: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    error: Exception | None = None
+    tree: DraftTree | None = None
+    scores: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    sources: tuple[str, ...] = ()
+
+
+def logprobs_of(
+    row: Row, tokens: Sequence[int], logits: torch.Tensor, paths: Sequence[tuple[int, ...]]
+) -> tuple[TokenLogprobs, ...]:
+    """Log-probabilities of tokens, as many as the row's parameters ask for; empty when they ask for none."""
+    k = row.params.logprobs
+    if k is None:
+        return ()
+    table = distribution.log_probs(logits, [row.sampler] * len(tokens), paths)
+    return tuple(TokenLogprobs.of(tokens, table, k, row.params.logprob_token_ids))
 
 
 def as_ids(prompt: Iterable[Any]) -> list[int]:
@@ -279,7 +311,7 @@ def as_ids(prompt: Iterable[Any]) -> list[int]:
     Raises: PromptError for what is not a whole number.
     """
     try:
-        return [whole_number(token) for token in prompt]
+        return ints_of(prompt)
     except (TypeError, ValueError) as error:
         raise PromptError(
             f"the prompt is not a list of token ids ({error}); give those of one prompt, such as input_ids[0].tolist()"
@@ -311,4 +343,132 @@ def check_prompt(
         raise ContextLengthError(
             f"the prompt has {len(prompt)} tokens and the context {max_length}{room}; shorten the prompt"
             f"{reason and f' ({reason})'}"
+        )
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Makes the rows of requests.
+
+    Args:
+      target: the model.
+      eos_token_ids: tokens that end a row.
+      tokenizer: needed for stop strings only.
+      max_model_len: prompt and output together never exceed it.
+      most_planned: prompt and output together of a row for which memory is planned; None for `max_model_len`. A
+        request that does not limit its output ends there.
+      contains_faults: see `EngineConfig`.
+      grammars: for what outputs must match.
+      ids: of rows; unique also when requests are added from several threads.
+    """
+
+    target: CausalLM
+    eos_token_ids: tuple[int, ...]
+    tokenizer: PreTrainedTokenizerBase | None
+    max_model_len: int
+    most_planned: int | None
+    contains_faults: bool
+    grammars: Grammars
+    ids: Iterator[int] = field(default_factory=count)
+
+    def rows(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str | None,
+        history_ids: Sequence[int] | None,
+        output_ids: Sequence[Sequence[int]],
+        longest: int = 0,
+    ) -> list[Row]:
+        """The ``params.n`` rows of a request; see `Engine.add_request`."""
+        prompt, target = as_ids(prompt_ids), self.target
+        if output_ids and len(output_ids) != params.n:
+            raise ConfigError(f"output_ids has {len(output_ids)} lists for n={params.n} samples; give one for each")
+        offset = target.offset_of(max(len(prompt), longest))
+        context = target.long_context if offset else target.context_length
+        limit = self.max_model_len if context is None else min(self.max_model_len, context)
+        reason = target.beyond_context if limit in (target.context_length, target.long_context) else ""
+        check_prompt(prompt, target.num_embeddings, limit, num_new_tokens=params.max_tokens != 0, reason=reason)
+        if params.max_tokens is not None:
+            wanted = len(prompt) + params.max_tokens
+        else:
+            wanted = limit if self.most_planned is None else max(self.most_planned, len(prompt) + 1)
+        request_id = f"request-{next(self.ids)}" if request_id is None else request_id
+        seed = fresh_seed() if params.seed is None else params.seed
+        prediction = self._prediction(params, len(prompt))
+        rows = []
+        for index in range(params.n):
+            sampler = self._sampler(params, prompt, history_ids, mix(seed, index))
+            row = self._row(prompt, sampler, request_id, index, min(wanted, limit))
+            row.prediction = None if prediction is None else prediction.copy()
+            row.offset = offset
+            rows.append(row)
+        for row, output in zip(rows, output_ids, strict=False):
+            self._continue(row, as_ids(output))
+        return rows
+
+    def _continue(self, row: Row, output_ids: list[int]) -> None:
+        """Let a row have said something already, which is replayed before it goes on.
+
+        Raises: PromptError for ids outside the vocabulary; ConfigError for an output that had ended before, or that its
+          grammar does not allow.
+        """
+        if not output_ids:
+            return
+        check_prompt(output_ids, self.target.vocab_size, None)
+        for place, token in enumerate(output_ids, 1):
+            if row.is_finished:
+                raise ConfigError(
+                    f"output_ids has {len(output_ids)} tokens, but the output ends with the first {place - 1} "
+                    f"({row.finish_reason}); leave out what comes after"
+                )
+            if (finish := row.checker.check(token)) is not None:
+                row.finish_reason, row.stop_reason = finish.reason, finish.cause
+        row.extend(output_ids)
+        if row.sampler.matching is not None and row.sampler.matching.fault is not None:
+            raise ConfigError(f"output_ids cannot be continued: {row.sampler.matching.fault}")
+        row.num_replayed = len(output_ids)
+
+    def _prediction(self, params: SamplingParams, start: int) -> Prediction | None:
+        given = params.prediction
+        if not given:
+            return None
+        if isinstance(given, str):
+            raise ConfigError(f"prediction {given[:40]!r} was not resolved to tokens; give token ids, or a tokenizer")
+        outside = [token for token in given if token >= self.target.vocab_size]
+        if outside:
+            raise ConfigError(
+                f"prediction holds token ids {outside[:8]}, outside the vocabulary, 0..{self.target.vocab_size - 1}; "
+                "leave them out"
+            )
+        return Prediction(given, start)
+
+    def _sampler(
+        self, params: SamplingParams, prompt: list[int], history_ids: Sequence[int] | None, seed: int
+    ) -> Sampler:
+        wanted = params.structured_outputs
+        sampler = Sampler(
+            params,
+            vocab_size=self.target.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            prompt_ids=prompt,
+            history_ids=history_ids,
+            device=self.target.device,
+            matching=None if wanted is None else self.grammars.matching(StructuredOutputs.of(wanted)),
+        )
+        sampler.seed, sampler.contains_faults = seed, self.contains_faults
+        return sampler
+
+    def _row(self, prompt: list[int], sampler: Sampler, request_id: str, index: int, max_length: int) -> Row:
+        return Row(
+            id=next(self.ids),
+            request_id=request_id,
+            index=index,
+            token_ids=list(prompt),
+            num_prompt_tokens=len(prompt),
+            params=sampler.params,
+            seed=sampler.seed,
+            sampler=sampler,
+            max_length=max_length,
+            checker=StopChecker(sampler.params, self.eos_token_ids, len(prompt), max_length, self.tokenizer),
         )

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from foredraft.engine.memory import MemoryPlan
     from foredraft.engine.row import Row
     from foredraft.engine.stats import StepProfile
-    from foredraft.model.cache.group import CacheGroup
     from foredraft.model.cache.prefixes import PrefixStore
+    from foredraft.model.cache.ragged import CacheGroup
     from foredraft.model.lm import CausalLM
 
 HEADROOM = 64
@@ -74,6 +74,7 @@ class Scheduler:
         self._rows: list[Row] = []
         self._due: set[Row] = set()  # that have not had their chunk in this round
         self._has_read = False  # since rows have last had their turn
+        self._has_resting = False  # rows in the cache that may have the drafter again
 
     @property
     def running(self) -> list[Row]:
@@ -83,6 +84,11 @@ class Scheduler:
     @property
     def decoding(self) -> list[Row]:
         return self._rows[: self.num_decoding]
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no row waits for the place of one that decodes, or is about to join them."""
+        return not self.waiting and self.num_decoding == len(self._rows)
 
     @property
     def prefilling(self) -> list[Row]:
@@ -120,7 +126,7 @@ class Scheduler:
         Args:
           attends: whether rows have the drafter where so many run.
         """
-        while (row := self._too_many()) is not None:
+        while self._plan is not None and (row := self._too_many()) is not None:
             self._send_back(row)
             profile.num_preemptions += 1
         if not self.waiting:
@@ -134,9 +140,10 @@ class Scheduler:
         if admitted:  # room for whole prompts at once, so that nothing moves while they are read
             self._cache.reserve(admitted[-1].num_to_prefill, len(self._rows) + len(admitted))
         has_drafter = attends(len(self._rows) + len(admitted))
+        self._has_resting = self._has_resting or not has_drafter
         for row in admitted:
             self.waiting.remove(row)
-            row.is_plain = not has_drafter or self._is_alone(row)
+            row.is_plain = not has_drafter or self._is_barred(row)
             self._append(row, self._caches.add())
             self._cache.offsets[row.slot] = row.offset
         for row in admitted:
@@ -150,7 +157,7 @@ class Scheduler:
 
     def _too_many(self) -> Row | None:
         """The row that came last, where all of them together have grown too long."""
-        if self._plan is None or not self._rows or self._fits(self._rows, 0):
+        if not self._rows or self._fits(self._rows, 0):
             return None
         return max(self._rows, key=lambda row: row.id)
 
@@ -172,7 +179,7 @@ class Scheduler:
         if self._prefixes is None or row.params.prompt_logprobs is not None:
             return 0
         prompt = row.token_ids[: row.num_to_prefill if grain == 1 else row.num_prompt_to_read]
-        owner = self._owner if row.has_drafter else None
+        owner = None if row.is_plain else self._owner
         slot, salt = row.slot, _salt_of(row)
         row.num_prefilled = self._prefixes.load(prompt, self._cache, slot, remembered, grain, owner, salt)
         row.num_cached_tokens = row.num_prefilled
@@ -192,9 +199,13 @@ class Scheduler:
 
     def to_read(self) -> list[Row]:
         """Neighbours in the cache that read a chunk in this step; none where the rows that decode have it."""
+        if self.num_decoding == len(self._rows):
+            self._due.clear()
+            self._has_read = False
+            return []
         prefilling = self.prefilling
         self._due.intersection_update(prefilling)
-        if not prefilling or (self._has_read and self.num_decoding):
+        if self._has_read and self.num_decoding:
             self._has_read = False
             return []
         self._has_read = True
@@ -289,6 +300,9 @@ class Scheduler:
     def rest(self) -> None:
         """Let all rows in the cache go on without the drafter."""
         resting = [row for row in self._rows if not row.is_plain]
+        if not resting:
+            return
+        self._has_resting = True
         self._drafts.end(resting)
         self._drafts.drop(resting)
         for row in resting:
@@ -296,15 +310,18 @@ class Scheduler:
 
     def resume(self) -> None:
         """Let rows that went on without the drafter have it again, where it drafts from their text alone."""
-        rows = [row for row in self.decoding if row.is_plain and not self._is_alone(row)]
+        if not self._has_resting:
+            return
+        self._has_resting = self.num_decoding < len(self._rows)  # those that read their prompts get it later
+        rows = [row for row in self.decoding if row.is_plain and not self._is_barred(row)]
         for row in rows:
             row.is_plain = False
         if rows:
             self._drafts.start(rows, [PromptChunk.end_of(row) for row in rows])
 
-    def _is_alone(self, row: Row) -> bool:
-        """Whether a row may not be drafted for by what others have said."""
-        return row.cache_salt is not None and self._drafts.facts.is_shared
+    def _is_barred(self, row: Row) -> bool:
+        """Whether a row may not have the drafter: it has failed, or drafts by what others have said."""
+        return bool(row.stats.drafter_error) or (row.cache_salt is not None and self._drafts.facts.is_shared)
 
     # -- leaving -----------------------------------------------------------------------------------------------
 
@@ -359,7 +376,7 @@ class Scheduler:
         slot, grain = row.slot, self._grain
         length = self._cache.lengths[slot]
         num_columns = length if grain == 1 else min(length, row.num_prompt_to_read) // grain * grain
-        remember, owner = partial(self._drafts.kept, row), self._owner if row.has_drafter else None
+        remember, owner = partial(self._drafts.kept, row), None if row.is_plain else self._owner
         tokens = row.token_ids[:length]
         self._prefixes.keep(tokens, self._cache, slot, num_columns, remember, owner, _salt_of(row))
 

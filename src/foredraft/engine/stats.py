@@ -1,4 +1,4 @@
-"""Counters of speculation, with vLLM's definitions.
+"""Counters of speculation, with vLLM's definitions, and the causes that keep tokens from being drafted.
 
 acceptance rate = accepted / drafted; mean acceptance length = 1 + accepted / steps that drafted (bonus included);
 tokens per step (tau) = emitted tokens / all decode steps.
@@ -7,7 +7,7 @@ tokens per step (tau) = emitted tokens / all decode steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,8 +15,24 @@ from typing import TYPE_CHECKING, NamedTuple
 from foredraft.engine.acceptance_model import PREDICTION
 
 if TYPE_CHECKING:
-    from foredraft.engine.budget import DraftSize, Limits
-    from foredraft.tree import DraftTree
+    from foredraft.tree import DraftSize, DraftTree
+
+NOTHING_FOUND = "nothing_found"
+"""Why a step has no draft whose drafter was asked and proposed nothing. All other causes keep it from drafting."""
+
+CAUSES: Mapping[str, str] = {
+    "governor": "the governor",
+    "bits": "the promise of bits",
+    "chains": "a model or rule that verifies chains only",
+    "memory": "the limit of memory",
+    "budget": "the end of the text's budget",
+    "policy": "the length policy",
+    "context": "the context of the draft model",
+    "request": "the request",
+    "doubt": "a step that gave no token",
+    "fault": "a fault of the drafter",
+}
+"""What keeps tokens from being drafted or verified, and how it is called in messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +55,69 @@ class StepTrace:
     accepted: int
 
 
+class Limits(NamedTuple):
+    """Budget of a row, and the causes (`CAUSES`) of its bounds.
+
+    Args:
+      budget: as much as all of them allow.
+      depth: the cause of its depth.
+      nodes: of its number of nodes.
+    """
+
+    budget: DraftSize
+    depth: str
+    nodes: str = "memory"
+
+    def stages(self, budget: DraftSize, draft: DraftTree) -> Iterator[tuple[str, int]]:
+        """Tokens that are left of a draft within a budget, cause by cause."""
+        if budget.chains_only:
+            draft = draft.main_chain()
+            yield "chains", len(draft) - 1
+        yield self.depth if draft.depth > budget.depth else self.nodes, len(budget.cut(draft)) - 1
+
+    def why_nothing(self, budget: DraftSize, draft: DraftTree) -> str:
+        """The cause of an empty draft."""
+        if not budget:
+            return self.depth
+        if budget.nodes <= 1:
+            return self.nodes
+        return draft.plan.cause if draft.plan is not None and draft.plan.gamma == 0 else NOTHING_FOUND
+
+
+def describe_cuts(tokens: Counter[str], steps: Counter[str]) -> str:
+    """Description of cuts for people, the cause of most first; empty where nothing was cut.
+
+    Args:
+      tokens: drafted tokens that were left out, by cause.
+      steps: steps without a draft, by cause; those of `NOTHING_FOUND` are not described.
+
+    Example:
+        >>> describe_cuts(Counter(governor=8), Counter(governor=2, nothing_found=1))
+        'the governor cut 8 drafted tokens and left 2 steps without a draft'
+    """
+    described = []
+    for cause in sorted(CAUSES, key=lambda cause: (-steps[cause], -tokens[cause])):
+        parts = [f"cut {counted(tokens[cause], 'drafted token')}"] if tokens[cause] else []
+        parts += [f"left {counted(steps[cause], 'step')} without a draft"] if steps[cause] else []
+        if parts:
+            described.append(f"{CAUSES[cause]} {' and '.join(parts)}")
+    return ", ".join(described)
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 step``, ``2,000 steps``, ``2 guesses``."""
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
 @dataclass
 class RowStats:
     """Counters of one row.
 
     Attributes:
       num_draft_tokens: drafted tokens that were verified.
-      num_cut_tokens: drafted tokens that were left out before verifying, by cause (`foredraft.engine.budget.CAUSES`).
-      num_undrafted_steps: steps without a draft, by cause or `foredraft.engine.budget.NOTHING_FOUND`.
+      num_cut_tokens: drafted tokens that were left out before verifying, by cause (`foredraft.engine.stats.CAUSES`).
+      num_undrafted_steps: steps without a draft, by cause or `foredraft.engine.stats.NOTHING_FOUND`.
       drafter_error: the exception that has ended drafting for the row; empty where none has.
       num_preemptions: how often the row has left the cache for want of memory, to be read again.
     """
@@ -64,25 +135,30 @@ class RowStats:
     drafter_error: str = ""
     num_preemptions: int = 0
 
-    def credit(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """Count the nodes of a draft, and those that were accepted, by the drafters that proposed them."""
-        if tree.sources is None:
-            self.drafted_by[tree.source] += tree.num_draft_tokens
-            if accepted:
-                self.accepted_by[tree.source] += len(accepted)
-        else:
-            self.drafted_by.update(tree.sources[1:])
-            self.accepted_by.update(tree.sources[node] for node in accepted)
+    def record(self, tree: DraftTree, accepted: Sequence[int], num_emitted: int) -> None:
+        """Count one verify step, and its drafted nodes by the drafters that proposed them.
 
-    def record(self, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
-        """Count one verify step."""
+        Args:
+          accepted: nodes of the draft that were accepted.
+        """
         self.num_steps += 1
         self.num_emitted_tokens += num_emitted
-        if num_drafted:
-            self.num_spec_steps += 1
-            self.num_draft_tokens += num_drafted
-            self.num_accepted_draft_tokens += num_accepted
-            self.acceptance_histogram[num_accepted] += 1
+        num_drafted, num_accepted = len(tree.tokens) - 1, len(accepted)
+        if not num_drafted:
+            return
+        self.num_spec_steps += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_draft_tokens += num_accepted
+        self.acceptance_histogram[num_accepted] += 1
+        if tree.sources is None:
+            self.drafted_by[tree.source] += num_drafted
+            if accepted:
+                self.accepted_by[tree.source] += num_accepted
+        else:
+            for node in range(1, num_drafted + 1):
+                self.drafted_by[tree.sources[node]] += 1
+            for node in accepted:
+                self.accepted_by[tree.sources[node]] += 1
 
     def count_cuts(
         self, limits: Limits, size: DraftSize, draft: DraftTree, cut: DraftTree, *, is_empty: bool, is_plain: bool
@@ -98,7 +174,7 @@ class RowStats:
         if size != limits.budget:
             limits = limits._replace(depth="governor")
         cause = "fault" if self.drafter_error else "governor" if is_plain else limits.why_nothing(size, draft)
-        left = len(draft) - 1
+        left = len(draft.tokens) - 1
         if left:
             for reason, num_left in limits.stages(size, draft):
                 if num_left < left:
@@ -109,9 +185,10 @@ class RowStats:
 
     def count_unverified(self, draft: DraftTree, tree: DraftTree) -> None:
         """Count what the governor left out of a draft; ``tree`` is the part that is verified."""
-        if len(tree) < len(draft):
-            self.num_cut_tokens["governor"] += len(draft) - len(tree)
-            if len(tree) == 1:
+        num_left, num_drafted = len(tree.tokens), len(draft.tokens)
+        if num_left < num_drafted:
+            self.num_cut_tokens["governor"] += num_drafted - num_left
+            if num_left == 1:
                 self.num_undrafted_steps["governor"] += 1
 
     @classmethod
@@ -238,8 +315,9 @@ class StepClock(list[float]):
 
     def enter(self, profile: StepProfile) -> StepSeconds:
         """Add the time of every stage to a profile; returns who has taken how much."""
-        times = [self[i + 1] - self[i] for i in range(len(STAGES))]
-        for name, taken in zip(STAGES, times, strict=True):
-            profile.__dict__[name] += taken
-        drafting, governing = times[1] + times[7], times[0] + times[2]
-        return StepSeconds(drafting, self[-1] - self[0] - drafting - governing, governing)
+        fields, start = profile.__dict__, self[0]
+        for name, end in zip(STAGES, self[1:], strict=True):
+            fields[name] += end - start
+            start = end
+        drafting, governing = self[2] - self[1] + self[8] - self[7], self[1] - self[0] + self[3] - self[2]
+        return StepSeconds(drafting, self[8] - self[0] - drafting - governing, governing)

@@ -21,22 +21,22 @@ _KINDS = range(7)  # of tokens: undefined, normal, unknown, control, user define
 
 def check_metadata(header: Header) -> None:
     """Raises: CheckpointError for the first entry that is missing, of another kind, or out of range."""
-    of_model = _Entries(header, f"{header.architecture}.")
+    name = header.architecture
     if any(".attn_" in tensor.name for tensor in header.tensors):
         for key in ("context_length", "embedding_length", "block_count", "attention.head_count"):
-            of_model.need(key)
-        of_model.need("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+            _need(header, f"{name}.{key}")
+        _need(header, f"{name}.attention.layer_norm_rms_epsilon", f"{name}.attention.layer_norm_epsilon")
         for key in ("context_length", "embedding_length", "block_count", "vocab_size", "rope.dimension_count"):
-            of_model.check(key, _is_count, "a whole number above 0")
+            _check(header, f"{name}.{key}", _is_count, "a whole number above 0")
         for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
-            of_model.check(key, _is_count_of_layers, "a whole number above 0, or one for each layer")
+            _check(header, f"{name}.{key}", _is_count_of_layers, "a whole number above 0, or one for each layer")
         for key in ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "rope.freq_base"):
-            of_model.check(key, _is_positive, "a finite number above 0")
+            _check(header, f"{name}.{key}", _is_positive, "a finite number above 0")
     for key in ("attention.key_length", "attention.value_length", "expert_count", "expert_used_count"):
-        of_model.check(key, _is_whole, "a whole number")
+        _check(header, f"{name}.{key}", _is_whole, "a whole number")
     for key in ("rope.scaling.factor", "rope.scale_linear"):
-        of_model.check(key, _is_finite, "a finite number")
-    of_model.check("rope.scaling.type", _is_text, "a name")
+        _check(header, f"{name}.{key}", _is_finite, "a finite number")
+    _check(header, f"{name}.rope.scaling.type", _is_text, "a name")
     _check_vocabulary(header)
 
 
@@ -47,7 +47,7 @@ def _check_vocabulary(header: Header) -> None:
     rows = next((tensor.shape[0] for tensor in header.tensors if tensor.name == "token_embd.weight"), 0)
     if 0 < rows < num_tokens:
         wanted = f"token_embd.weight has {rows} rows"
-        raise _Entries(header, "tokenizer.ggml.").error("tokens", f"is a list of {num_tokens}", wanted)
+        raise _damaged(header, "tokenizer.ggml.tokens", f"is a list of {num_tokens}", wanted)
     if size := num_tokens or rows:
         _check_ids(header, _ENDS, size)
 
@@ -57,22 +57,24 @@ def check_tokenizer(header: Header) -> None:
 
     Raises: CheckpointError, as `check_metadata`.
     """
-    of_tokenizer = _Entries(header, "tokenizer.ggml.")
+    name = "tokenizer.ggml"
     tokens: Sequence[Any] = header.metadata["tokenizer.ggml.tokens"]
     odd = next((token for token in tokens if not isinstance(token, str)), None)
     if odd is not None:
-        raise of_tokenizer.error("tokens", f"holds {odd!r}", "tokens are text")
+        raise _damaged(header, f"{name}.tokens", f"holds {odd!r}", "tokens are text")
     if len(set(tokens)) < len(tokens):
         seen: set[str] = set()
         twice = next(token for token in tokens if token in seen or seen.add(token))  # type: ignore[func-returns-value]
-        raise of_tokenizer.error("tokens", f"holds {twice!r} twice", "each token has one id")
-    of_tokenizer.check("token_type", _is_list_of(len(tokens), _is_kind), f"{len(tokens)} kinds of tokens, from 0 to 6")
-    of_tokenizer.check("scores", _is_list_of(len(tokens), _is_finite), f"{len(tokens)} finite numbers")
-    of_tokenizer.check("merges", _is_list_of(None, _is_text), "a list of text")
-    of_tokenizer.check("pre", _is_text, "a name")
+        raise _damaged(header, f"{name}.tokens", f"holds {twice!r} twice", "each token has one id")
+    _check(
+        header, f"{name}.token_type", _is_list_of(len(tokens), _is_kind), f"{len(tokens)} kinds of tokens, from 0 to 6"
+    )
+    _check(header, f"{name}.scores", _is_list_of(len(tokens), _is_finite), f"{len(tokens)} finite numbers")
+    _check(header, f"{name}.merges", _is_list_of(None, _is_text), "a list of text")
+    _check(header, f"{name}.pre", _is_text, "a name")
     for key in _FLAGS:
-        of_tokenizer.check(key, lambda value: isinstance(value, bool), "true or false")
-    _Entries(header, "tokenizer.").check("chat_template", _is_text, "text")
+        _check(header, f"{name}.{key}", lambda value: isinstance(value, bool), "true or false")
+    _check(header, "tokenizer.chat_template", _is_text, "text")
     _check_ids(header, _SPECIAL, len(tokens))
 
 
@@ -85,48 +87,44 @@ def check_merges(header: Header, merges: Sequence[tuple[str, str]], tokens: Sequ
     for left, right in merges:
         missing = next((token for token in (left, right, left + right) if token not in known), None)
         if missing is not None:
-            raise _Entries(header, "tokenizer.ggml.").error(
-                "merges", f"joins {left[:40]!r} and {right[:40]!r}", f"{missing[:80]!r} is not among its tokens"
+            raise _damaged(
+                header,
+                "tokenizer.ggml.merges",
+                f"joins {left[:40]!r} and {right[:40]!r}",
+                f"{missing[:80]!r} is not among its tokens",
             )
 
 
-class _Entries:
-    """Entries of the metadata whose names begin alike."""
-
-    def __init__(self, header: Header, prefix: str) -> None:
-        self._header, self._prefix = header, prefix
-
-    def need(self, *keys: str) -> None:
-        """Check that one of several entries is there."""
-        if not any(self._prefix + key in self._header.metadata for key in keys):
-            names = " and ".join(self._prefix + key for key in keys)
-            raise CheckpointError(
-                f"{self._header.path} lacks {names} in its metadata, and another value would be taken in its place: it "
-                "is damaged or incomplete; download or convert the model again"
-            )
-
-    def check(self, key: str, is_right: Callable[[Any], bool], wanted: str) -> None:
-        """Check an entry, where it is there."""
-        value = self._header.metadata.get(self._prefix + key)
-        if value is not None and not is_right(value):
-            raise self.error(key, f"is {_short(value)}", f"it should be {wanted}")
-
-    def error(self, key: str, found: str, wanted: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self._header.path} is damaged in its metadata: {self._prefix}{key} {found}, and {wanted}; download or "
-            "convert the model again"
+def _need(header: Header, *keys: str) -> None:
+    """Check that one of several entries is there."""
+    if not any(key in header.metadata for key in keys):
+        raise CheckpointError(
+            f"{header.path} lacks {' and '.join(keys)} in its metadata, and another value would be taken in its place: "
+            "it is damaged or incomplete; download or convert the model again"
         )
+
+
+def _check(header: Header, key: str, is_right: Callable[[Any], bool], wanted: str) -> None:
+    """Check an entry, where it is there."""
+    value = header.metadata.get(key)
+    if value is not None and not is_right(value):
+        raise _damaged(header, key, f"is {_short(value)}", f"it should be {wanted}")
+
+
+def _damaged(header: Header, key: str, found: str, wanted: str) -> CheckpointError:
+    return CheckpointError(
+        f"{header.path} is damaged in its metadata: {key} {found}, and {wanted}; download or convert the model again"
+    )
 
 
 def _check_ids(header: Header, names: Sequence[str], size: int) -> None:
     for name in names:
-        value = header.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        key = f"tokenizer.ggml.{name}_token_id"
+        value = header.metadata.get(key)
         if value == _NOWHERE and name in _MAY_BE_NOWHERE:
             continue
         if value is not None and not (_is_whole(value) and value < size):
-            raise _Entries(header, "tokenizer.ggml.").error(
-                f"{name}_token_id", f"is {_short(value)}", f"tokens have ids from 0 to {size - 1}"
-            )
+            raise _damaged(header, key, f"is {_short(value)}", f"tokens have ids from 0 to {size - 1}")
 
 
 def _short(value: Any) -> str:

@@ -40,7 +40,7 @@ def stored_dtype(header: Header) -> torch.dtype:
 
 
 def type_name(tensor: TensorInfo) -> str:
-    """What llama.cpp calls the type of a tensor that `check_readable` has passed."""
+    """Name in llama.cpp of the type of a tensor that `check_readable` has passed."""
     import gguf
 
     return gguf.GGMLQuantizationType(tensor.type_id).name

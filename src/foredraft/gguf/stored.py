@@ -28,7 +28,7 @@ SUPER = 256
 """Weights of a block with scales of its own for its parts."""
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Of blocks (n, bytes): numbers uint8 (n, weights), and scales and zeros (n, groups)."""
+"""Parts of blocks (n, bytes): numbers uint8 (n, weights), and scales and zeros (n, groups)."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class BlockType:
     halves: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]] | None = None
 
     def codes(self, blocks: torch.Tensor, outputs: int) -> Codes:
-        """Of the blocks of so many outputs."""
+        """Codes of the blocks of so many outputs."""
         halves = (None, None) if self.halves is None else self.halves(blocks)
         numbers, scales, *others = (
             None if each is None else each.reshape(outputs, -1) for each in (*self.unpack(blocks), *halves)
@@ -123,7 +123,7 @@ def _q5_1(blocks: torch.Tensor) -> Parts:
 
 
 def _scales_of_parts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of eight parts, in 6 bits each, what they are multiplied by and what is subtracted: two factors, 12 bytes."""
+    """Scales and zeros of eight parts, 6 bits each: two factors, then 12 bytes."""
     lower, middle, upper = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([lower & 63, upper & 15 | lower >> 2 & 48], 1)
     zeros = torch.cat([middle & 63, upper >> 4 | middle >> 2 & 48], 1)
@@ -131,7 +131,7 @@ def _scales_of_parts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _halves_of_parts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What these are multiples of."""
+    """Halves that scales and zeros of parts are multiples of."""
     return _halves(blocks, 0), -_halves(blocks, 2)
 
 
@@ -166,7 +166,7 @@ TYPES = {
     13: BlockType("Q5_K", SUPER, 176, 8, 32, _q5_k, _halves_of_parts),
     14: BlockType("Q6_K", SUPER, 210, 8, 16, _q6_k, _half_at_the_end),
 }
-"""By number, those that are multiplied as they lie. Codes of 5 and 6 bits take bytes in memory."""
+"""Types that are multiplied as they lie, by number. Codes of 5 and 6 bits take bytes in memory."""
 
 
 _INPUT = "token_embd.weight"
@@ -249,7 +249,7 @@ class _Weights:
 
 def _left(weight: torch.Tensor) -> Iterator[tuple[int, int]]:
     """As `pieces`; what was read of a file is let go after each."""
-    leave = memory.Leaving([weight])
+    leave = memory.PageReleaser([weight])
     for first, last in pieces(weight.shape):
         yield first, last
         leave(weight[first:last])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.errors import ConfigError
-from foredraft.heads.layers import MLP, Attention, AttentionContext, DecoderLayer, LayerShape, RMSNorm, Rotary
+from foredraft.heads.layers import MLP, Attention, AttentionContext, DecoderLayer, LayerShape, Rotary
 from foredraft.heads.vocabulary import DraftVocabulary
 
 
@@ -102,7 +102,7 @@ class EagleHead(nn.Module):
         size, eps = shape.layer.hidden_size, shape.layer.eps
         self.rotary = Rotary(shape.layer)
         self.embed_tokens = nn.Embedding(shape.own_embedding, size) if shape.own_embedding else None
-        self.embed_norm = RMSNorm(size, eps) if shape.embed_norm else None
+        self.embed_norm = nn.RMSNorm(size, eps) if shape.embed_norm else None
         if shape.generation == 1:
             self.fc = nn.Linear(2 * size, size, bias=shape.has_fc_bias)
             layers: list[nn.Module] = [
@@ -113,10 +113,10 @@ class EagleHead(nn.Module):
             layers = [FusedLayer(shape), *(DecoderLayer(shape.layer, i) for i in range(1, shape.num_layers))]
         self.layers = nn.ModuleList(layers)
         width = len(shape.streams) * shape.target_size
-        self.input_norm = RMSNorm(width, eps) if shape.norm_before_fc else None
-        each = [RMSNorm(shape.target_size, eps) for _ in shape.streams] if shape.fc_norm else None
+        self.input_norm = nn.RMSNorm(width, eps) if shape.norm_before_fc else None
+        each = [nn.RMSNorm(shape.target_size, eps) for _ in shape.streams] if shape.fc_norm else None
         self.fc_norm = None if each is None else nn.ModuleList(each)
-        self.norm = RMSNorm(size, eps) if shape.generation == 3 or shape.output_norm else None
+        self.norm = nn.RMSNorm(size, eps) if shape.generation == 3 or shape.output_norm else None
         has_output = vocabulary is not None and not shape.shares_output
         self.lm_head = nn.Linear(size, len(vocabulary), bias=False) if vocabulary is not None and has_output else None
 
@@ -183,10 +183,10 @@ class FusedLayer(nn.Module):
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()
         size, eps = shape.layer.hidden_size, shape.layer.eps
-        self.input_layernorm = RMSNorm(size, eps)
-        self.hidden_norm = RMSNorm(size, eps)
+        self.input_layernorm = nn.RMSNorm(size, eps)
+        self.hidden_norm = nn.RMSNorm(size, eps)
         self.self_attn = Attention(shape.layer, 2 * size, 0)
-        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps)
         self.mlp = MLP(shape.layer)
         self._normed_residual = shape.norm_before_residual
 

@@ -5,36 +5,26 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import nn
 
 from foredraft.heads.eagle import EagleHead, FusedLayer
-from foredraft.heads.layers import DecoderLayer, RMSNorm
+from foredraft.heads.layers import DecoderLayer
 from foredraft.model.execution import forwards, packing
 from foredraft.model.nodes import Nodes
 from foredraft.native import abi
 from foredraft.native.codes import Unrounded
 from foredraft.native.library import Library
 from foredraft.native.packed_matmul import CodesMatrix
+from foredraft.sampling import noise
+from foredraft.sampling.processors import Sampler
 
 MOST_NODES = 64
 """Of a call. Beyond, the products of torch in bfloat16 are faster: they compute more at a time, and read no faster."""
 
 DTYPES = (torch.bfloat16, torch.float32)
-
-
-class RankingNoise(NamedTuple):
-    """The noise and the distribution by which the tokens of a draft are ranked.
-
-    Args:
-      keys: of the match stream, by depth.
-      sampling: top-k (0 for all), temperature, top-p and min-p.
-    """
-
-    keys: Sequence[int]
-    sampling: tuple[int, float, float, float]
 
 
 class Int8Head:
@@ -153,7 +143,8 @@ class Int8Head:
         power: float,
         least_mass: float = 0.0,
         least: float = -inf,
-        drawing: RankingNoise | None = None,
+        sampler: Sampler | None = None,
+        position: int = 0,
     ) -> tuple[list[int], list[int], list[float]]:
         """The draft of one row, as `Growth` makes it with reranking.
 
@@ -172,7 +163,8 @@ class Int8Head:
           power: to which probabilities are raised, and normalised.
           least_mass: of the nodes that are expanded next; see `Growth`.
           least: score from which on nodes are expanded.
-          drawing: how the target draws; None where it takes its likeliest tokens.
+          sampler: draws the tokens of the target; None where it takes its likeliest ones.
+          position: index in the text of the first drafted token.
 
         Returns: tokens, parents, and logarithms of the chances of paths, of every node.
         """
@@ -181,8 +173,12 @@ class Int8Head:
         scores = (ctypes.c_double * most)()
         chain, streams = ((), None) if owed is None else (owed[0], owed[1].contiguous())
         tokens_of = abi.array_of([min(token, self._last_token) for token in chain])
-        keys_of_noise = (ctypes.c_uint64 * depth)(*(() if drawing is None else drawing.keys))
-        drawn = None if drawing is None else abi.Drawing(ctypes.addressof(keys_of_noise), *drawing.sampling)
+        drawn, keys_of_noise = None, (ctypes.c_uint64 * depth)()
+        if sampler is not None and not sampler.is_greedy:
+            keys_of_noise[:] = [noise.row_key(sampler.seed, position + level) for level in range(depth)]
+            chosen = sampler.warper
+            sampling = (chosen.top_k, chosen.temperature, chosen.top_p, chosen.min_p)
+            drawn = abi.Drawing(ctypes.addressof(keys_of_noise), *sampling)
         growing = abi.Growing(
             min(pending, self._last_token),
             trunk,
@@ -236,7 +232,7 @@ def why_not(head: EagleHead, table: torch.Tensor, kernels: Library | None) -> st
         "its sizes are no multiples of 64": any(size % 64 for size in (*inputs, sizes.intermediate_size)),
         "its attention heads are of an odd size": sizes.head_dim % 32 != 0 or sizes.head_dim > 2 * abi.MOST_HALF,
         "its embeddings are in another dtype": table.dtype != head.dtype or not table.is_contiguous(),
-        "other norms than its own": any(type(module) is not RMSNorm for module in _norms(head)),
+        "other norms than its own": any(type(module) is not nn.RMSNorm for module in _norms(head)),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

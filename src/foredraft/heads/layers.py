@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import Cache, LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -18,14 +18,6 @@ from foredraft.model.nodes import FlatNodes
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary positions whose angles do not depend on the length of the text."""
-
-
-class StateCache(Protocol):
-    """Where keys and values are kept: a `KVCache`, or one of transformers' own."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Add states (B, heads, N, head_dim) of a layer; all that nodes may look at, (B, heads, T, head_dim)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -71,19 +63,6 @@ class LayerShape:
             eps=getattr(config, "rms_norm_eps", None) or 1e-6,
             rope=rope if "rope_theta" in rope else {"rope_theta": 10000.0},
         )
-
-
-class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension, in float32 or wider."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., H) -> (..., H)."""
-        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class Rotary(nn.Module):
@@ -151,7 +130,7 @@ class AttentionContext:
     cos: Tensor
     sin: Tensor
     mask: Tensor | None = None
-    cache: StateCache | None = None
+    cache: Cache | None = None
     flat: FlatNodes | None = None
 
 
@@ -171,8 +150,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(in_size, kv_width, bias=shape.has_bias)
         self.v_proj = nn.Linear(in_size, kv_width, bias=shape.has_bias)
         self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
-        self.q_norm = RMSNorm(shape.head_dim, shape.eps) if shape.has_head_norms else None
-        self.k_norm = RMSNorm(shape.head_dim, shape.eps) if shape.has_head_norms else None
+        self.q_norm = nn.RMSNorm(shape.head_dim, shape.eps) if shape.has_head_norms else None
+        self.k_norm = nn.RMSNorm(shape.head_dim, shape.eps) if shape.has_head_norms else None
 
     def forward(self, x: Tensor, placed: AttentionContext) -> Tensor:
         """(B, N, in) -> (B, N, H)."""
@@ -232,9 +211,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, shape: LayerShape, index: int = 0, *, has_input_norm: bool = True) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.eps) if has_input_norm else None
+        self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.eps) if has_input_norm else None
         self.self_attn = Attention(shape, shape.hidden_size, index)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.eps)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.eps)
         self.mlp = MLP(shape)
 
     def forward(self, x: Tensor, placed: AttentionContext) -> Tensor:

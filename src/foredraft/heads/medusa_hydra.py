@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foredraft.errors import CheckpointError
-from foredraft.heads.layers import AttentionContext, DecoderLayer, LayerShape, RMSNorm, Rotary
+from foredraft.heads.layers import AttentionContext, DecoderLayer, LayerShape, Rotary
 from foredraft.heads.vocabulary import DraftVocabulary
 
 OutputLayer = Callable[[Tensor], Tensor]
@@ -49,37 +49,30 @@ class HeadsShape:
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(W x + b), with W = 0 at first."""
+    """x + SiLU(W x + b), with W = 0 at first; R x + r in the place of x where several vectors side by side become one.
 
-    def __init__(self, size: int, has_bias: bool = True) -> None:
+    Args:
+      size: H.
+      num_inputs: n, vectors side by side.
+      has_bias: whether there is a b.
+    """
+
+    def __init__(self, size: int, num_inputs: int = 1, *, has_bias: bool = True) -> None:
         super().__init__()
-        self.linear = nn.Linear(size, size, bias=has_bias)
-        nn.init.zeros_(self.linear.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., H) -> (..., H)."""
-        return x + F.silu(self.linear(x))
-
-
-def repeated(make: Callable[[], nn.Module], times: int, is_shared: bool) -> nn.ModuleList:
-    """One module several times, or several modules: the published classes repeat one, whose weights are then shared."""
-    first = make()
-    return nn.ModuleList([first, *(first if is_shared else make() for _ in range(times - 1))])
-
-
-class FirstLayer(nn.Module):
-    """R x + r + SiLU(W x + w) from several vectors side by side to one, with W = 0 at first."""
-
-    def __init__(self, num_inputs: int, size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(num_inputs * size, size)
-        self.res_connection = nn.Linear(num_inputs * size, size)
+        self.linear = nn.Linear(num_inputs * size, size, bias=has_bias)
+        self.res_connection = nn.Linear(num_inputs * size, size) if num_inputs > 1 else nn.Identity()
         nn.init.zeros_(self.linear.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., n H) -> (..., H)."""
         mixed: Tensor = self.res_connection(x) + F.silu(self.linear(x))
         return mixed
+
+
+def repeated(make: Callable[[], nn.Module], times: int, is_shared: bool) -> nn.ModuleList:
+    """One module several times, or several modules: the published classes repeat one, whose weights are then shared."""
+    first = make()
+    return nn.ModuleList([first, *(first if is_shared else make() for _ in range(times - 1))])
 
 
 class PrefixLayer(nn.Module):
@@ -90,7 +83,7 @@ class PrefixLayer(nn.Module):
         self.shape = shape
         self.rotary = Rotary(shape)
         self.layer = DecoderLayer(shape)
-        self.norm = RMSNorm(shape.hidden_size, shape.eps)
+        self.norm = nn.RMSNorm(shape.hidden_size, shape.eps)
 
     def placed(self, positions: Tensor, dtype: torch.dtype, mask: Tensor | None, cache: Any = None) -> AttentionContext:
         """The context of attention for hidden states at positions (B, N)."""
@@ -232,7 +225,9 @@ class MedusaHeads(MultiHeads):
     def __init__(self, shape: HeadsShape, vocabulary: DraftVocabulary | None = None) -> None:
         super().__init__(shape, vocabulary)
         self.blocks = nn.ModuleList(
-            repeated(lambda: ResidualBlock(shape.hidden_size, shape.has_bias), shape.num_layers, shape.is_shared)
+            repeated(
+                lambda: ResidualBlock(shape.hidden_size, has_bias=shape.has_bias), shape.num_layers, shape.is_shared
+            )
             for _ in range(shape.num_heads)
         )
         self.lm_heads = self._outputs(bias=False)
@@ -270,7 +265,7 @@ class HydraHeads(MultiHeads):
     def __init__(self, shape: HeadsShape, vocabulary: DraftVocabulary | None = None) -> None:
         super().__init__(shape, vocabulary)
         size = shape.hidden_size
-        self.first = nn.ModuleList(FirstLayer(head + 2, size) for head in range(shape.num_heads))
+        self.first = nn.ModuleList(ResidualBlock(size, head + 2) for head in range(shape.num_heads))
         self.later = nn.ModuleList(
             repeated(lambda: ResidualBlock(size), shape.num_layers - 1, shape.is_shared)
             for _ in range(shape.num_heads if shape.num_layers > 1 else 0)

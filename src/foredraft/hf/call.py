@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -16,7 +16,7 @@ from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row as EngineRow
 from foredraft.engine.stats import RowStats
 from foredraft.hf.processors import RowPlace, is_shared, sampling_fields
-from foredraft.hf.rows import Columns, Endings, InputRow
+from foredraft.hf.rows import Columns, InputRow
 from foredraft.model.lm import CausalLM, Nodes
 from foredraft.sampling.distribution import Sampler, scores
 from foredraft.sampling.noise import mix
@@ -27,51 +27,33 @@ TAIL_CHUNK = 512
 """Tokens per forward over a text and its padding."""
 
 
-@dataclass(frozen=True)
-class GenerateRequest:
-    """The decoding that one call of ``generate`` asks for.
-
-    Args:
-      rows: of the batch, expanded by ``num_return_sequences``.
-      processors: transformers' list.
-      seed: of the call; None decodes greedily.
-      endings: when rows end.
-      device: of ``input_ids``.
-    """
-
-    rows: Sequence[InputRow]
-    processors: Sequence[Any]
-    seed: int | None
-    endings: Endings
-    device: torch.device
-
-    def params(self, index: int) -> SamplingParams:
-        """Parameters of one row; the seed is the call's."""
-        row, eos = self.rows[index], self.endings.eos_token_ids
-        place = RowPlace(index, len(self.rows), row, eos, self.device)
-        fields = sampling_fields(self.processors, self.seed is not None, place)
-        if self.endings.max_length is not None:
-            fields["max_tokens"] = max(1, self.endings.max_length - len(row.shown_ids))
-            fields["min_tokens"] = min(fields.get("min_tokens", 0), fields["max_tokens"])
-        return SamplingParams(**{"max_tokens": None, "detokenize": False, "seed": self.seed or 0, **fields})
-
-
 class Call:
-    """Runs one call to its end.
+    """Decodes one call of ``generate``.
 
     Args:
-      engine: for this call alone, with a row for each of the batch.
+      engine: engine of this call alone, with a row for each of the batch.
       lock: held while the target runs.
-      wishes: what is asked for.
-      columns: where the result is collected.
+      columns: collects the result.
+      rows: rows of the batch, expanded by ``num_return_sequences``.
+      processors: logits processors of transformers.
+      seed: seed of the call; None decodes greedily.
     """
 
-    def __init__(self, engine: Engine, lock: threading.RLock, wishes: GenerateRequest, columns: Columns) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        lock: threading.RLock,
+        columns: Columns,
+        rows: Sequence[InputRow],
+        *,
+        processors: Sequence[Any],
+        seed: int | None,
+    ) -> None:
         self._engine = engine
         self._lock = lock
-        self._wishes = wishes
         self._columns = columns
-        self._longest = max(len(row.token_ids) for row in wishes.rows)
+        self._inputs, self._processors, self._seed = rows, processors, seed
+        self._longest = max(len(row.token_ids) for row in rows)
         self._rows: list[EngineRow] = []
         self._params: list[SamplingParams] = []
         self._add_rows()
@@ -79,16 +61,25 @@ class Call:
 
     def _add_rows(self) -> None:
         """Queue the rows. Consecutive equal ones share their prefill, unless their processors tell them apart."""
-        wishes = self._wishes
-        while (first := len(self._rows)) < len(wishes.rows):
-            params = wishes.params(first)
-            row = wishes.rows[first]
-            count = len(list(takewhile(row.__eq__, wishes.rows[first:]))) if is_shared(params) else 1
-            params = replace(params, seed=mix(wishes.seed or 0, first), n=count)
+        while (first := len(self._rows)) < len(self._inputs):
+            params = self._params_of(first)
+            row = self._inputs[first]
+            count = len(list(takewhile(row.__eq__, self._inputs[first:]))) if is_shared(params) else 1
+            params = replace(params, seed=mix(self._seed or 0, first), n=count)
             self._rows += self._engine.add_request(
                 row.token_ids, params, history_ids=row.shown_ids, longest=self._longest
             )
             self._params += [params] * params.n
+
+    def _params_of(self, index: int) -> SamplingParams:
+        """Parameters of one row; the seed is the call's."""
+        row, endings = self._inputs[index], self._columns.endings
+        place = RowPlace(index, len(self._inputs), row, endings.eos_token_ids, self._columns.device)
+        fields = sampling_fields(self._processors, self._seed is not None, place)
+        if endings.max_length is not None:
+            fields["max_tokens"] = max(1, endings.max_length - len(row.shown_ids))
+            fields["min_tokens"] = min(fields.get("min_tokens", 0), fields["max_tokens"])
+        return SamplingParams(**{"max_tokens": None, "detokenize": False, "seed": self._seed or 0, **fields})
 
     @property
     def stats(self) -> RowStats:
@@ -160,7 +151,7 @@ class Call:
 
     def _fill_tail(self, index: int, said: list[int], rest: int) -> None:
         text, padding = said[: len(said) - rest], said[len(said) - rest :]
-        row, target = self._wishes.rows[index], self._engine.target
+        row, target = self._inputs[index], self._engine.target
         with self._lock:
             logits = tail(target, [*row.token_ids, *text], padding, self._rows[index].offset)
         sampler = Sampler(

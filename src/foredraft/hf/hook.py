@@ -23,18 +23,18 @@ from foredraft.config.engine import EngineConfig
 from foredraft.config.keywords import strings
 from foredraft.config.sampling import SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
+from foredraft.devices import makes_on_cpu
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.stats import RowStats
 from foredraft.errors import ConfigError, CopyError, PromptError
 from foredraft.hf import refusals
-from foredraft.hf.call import Call, GenerateRequest
+from foredraft.hf.call import Call
 from foredraft.hf.refusals import GenerateArguments
 from foredraft.hf.rows import Columns, Endings, check_positions, read_rows
-from foredraft.loading.adapters import ADAPTERS, Adapter
+from foredraft.loading.adapters import Adapter, shared_adapter
 from foredraft.loading.models import load_tokenizer
 from foredraft.loading.pairing import Drafting
-from foredraft.model.default_device import makes_on_cpu
 from foredraft.model.dtypes import check_kv_cache_dtype
 from foredraft.model.execution.rounding import check_quantization
 from foredraft.model.lm import CausalLM
@@ -60,7 +60,7 @@ def speculate(
     Args:
       method: how to draft; see `SpeculativeConfig`, whose other keys are taken too.
       streamer: gets the prompt and every token, and is ended; ``generate(streamer=...)`` works as well.
-      tokenizer: of the target; needed for stop strings, and to check that a draft model shares it.
+      tokenizer: tokenizer of the target, for stop strings and to check that a draft model shares it.
       stop_strings: end a row at the token that completes one. ``generate`` cannot hand its own to a callable.
       execution: "auto", "eager", "packed" or "compiled".
       quantization: "int8" or "int4": decode with the linear layers rounded to so many bits. The model itself keeps its
@@ -130,7 +130,7 @@ class Speculation:
         It takes seconds, and is done once per model and ``execution``; calls that come later only look for changes.
 
         Args:
-          model: whose ``generate`` will be called.
+          model: model on which ``generate`` will be called.
 
         Returns: this object, so that it may be passed on: ``custom_generate=speculate("ngram").prepare(model)``.
         Raises: as a call, for a model or a drafter that cannot be used.
@@ -220,8 +220,7 @@ class Speculation:
             governor = drafting.governor(adapter.target, drafter)
             engine = Engine(adapter.target, drafter, engine_config, eos_token_ids=eos, governor=governor)
         seed = int(torch.randint(0, 2**63 - 1, ())) if config.do_sample else None
-        wishes = GenerateRequest(rows, processors, seed, endings, input_ids.device)
-        call = Call(engine, adapter.lock, wishes, columns)
+        call = Call(engine, adapter.lock, columns, rows, processors=processors, seed=seed)
         call.run()
         call.fill_tails()
         with self._lock:
@@ -240,7 +239,7 @@ class Speculation:
         return StoppingCriteriaList([*criteria, self._stop_criterion])
 
     def _prepared(self, model: PreTrainedModel) -> tuple[Adapter, Drafting]:
-        adapter = ADAPTERS.of(model, *self._runs_by)
+        adapter = shared_adapter(model, *self._runs_by)
         with adapter.lock:
             return adapter, adapter.drafting(model, self.config, self._tokenizer)
 

@@ -26,13 +26,13 @@ Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class RowPlace:
-    """Where a row stands in its call.
+    """Place of a row in its call.
 
     Args:
-      index, num_rows: of the batch that transformers would show.
+      index, num_rows: index of the row, and rows of the batch that transformers would show.
       row: its tokens.
       eos_token_ids: those that end it.
-      device: where transformers' processors expect their arguments.
+      device: device on which transformers' processors expect their arguments.
     """
 
     index: int
@@ -140,7 +140,7 @@ _FIRST: dict[type, tuple[int, Callable[[Any, RowPlace], Fields | None]]] = {
 
 
 def _end(processors: Sequence[Processor], begin: int) -> tuple[int, Fields]:
-    """Where temperature and truncation at the end of the list begin, and their fields."""
+    """Index at which temperature and truncation at the end of the list begin, and their fields."""
     fields: Fields = {}
     end, last = len(processors), len(_LAST)
     while end > begin:
@@ -222,8 +222,8 @@ class PaddedView:
     its answer for the row's own place is taken.
 
     Args:
-      processors: to be applied in turn.
-      place: of the row.
+      processors: processors, applied in turn.
+      place: place of the row.
     """
 
     def __init__(self, processors: Sequence[Processor], place: RowPlace) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
-from foredraft.engine.outputs import RowOutput
+from foredraft.engine.row import RowOutput
 from foredraft.errors import ConfigError, PromptError
 from foredraft.model.lm import CausalLM, layer_types
 from foredraft.model.support import has_planes
@@ -127,7 +127,7 @@ class Endings:
     """The stopping criteria of a call; those that are fixed rules cost no tensor per token.
 
     Args:
-      criteria: as ``generate`` prepared them.
+      criteria: stopping criteria, as ``generate`` prepared them.
     """
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
@@ -140,7 +140,7 @@ class Endings:
         self.are_fixed = all(type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in criteria)
 
     def of(self, column: Sequence[int], length: int) -> list[bool]:
-        """Which rows end with this column, by fixed rules alone; ``length`` counts it."""
+        """Whether each row ends with this column, by fixed rules alone; ``length`` counts the column."""
         if self.max_length is not None and length >= self.max_length:
             return [True] * len(column)
         return [token in self.eos_token_ids for token in column]
@@ -159,8 +159,8 @@ class Columns:
     Attributes:
       columns: complete ones, B tokens each.
       scores, logits: float32 (B, V) per complete column; zeros for rows that have ended.
-      lengths: of each row that has ended, in columns; None while it goes on.
-      is_cut: of each row whether it ended because its context was full, though nothing had asked it to end.
+      lengths: length of each row that has ended, in columns; None for the others.
+      is_cut: whether each row ended because its context was full.
       is_done: whether the plain loop would have ended.
     """
 
@@ -176,7 +176,7 @@ class Columns:
     ) -> None:
         self._shown = input_ids
         self._prompt = input_ids
-        self._endings = endings
+        self.endings = endings
         self._pad = pad_token_id
         self._streamer = streamer
         self._keeps_scores, self._keeps_logits = keeps_scores, keeps_logits
@@ -189,11 +189,16 @@ class Columns:
         self.is_done = False
 
     @property
+    def device(self) -> torch.device:
+        """Device of ``input_ids``."""
+        return self._prompt.device
+
+    @property
     def silent(self) -> list[bool]:
         """Rows that say nothing but padding any more."""
         ended = [length is not None for length in self.lengths]
         return [
-            has_ended and (is_cut or self._endings.pads) for has_ended, is_cut in zip(ended, self.is_cut, strict=True)
+            has_ended and (is_cut or self.endings.pads) for has_ended, is_cut in zip(ended, self.is_cut, strict=True)
         ]
 
     def is_waiting_for(self, row: int) -> bool:
@@ -246,12 +251,12 @@ class Columns:
         return self._pad
 
     def _ended(self, column: list[int]) -> list[bool]:
-        if self._endings.are_fixed:
-            return self._endings.of(column, self._prompt.shape[1] + len(self.columns))
+        if self.endings.are_fixed:
+            return self.endings.of(column, self._prompt.shape[1] + len(self.columns))
         added = torch.tensor(column, device=self._shown.device)[:, None]
         self._shown = torch.cat([self._shown, added], dim=-1)
         scores = tuple(self.scores) if self._keeps_scores else None
-        ended: list[bool] = self._endings.criteria(self._shown, scores).tolist()
+        ended: list[bool] = self.endings.criteria(self._shown, scores).tolist()
         return ended
 
     def _stacked(self, queues: list[deque[torch.Tensor]], silent: list[bool]) -> torch.Tensor:

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foredraft import forking
 from foredraft.config.speculative import SpeculativeConfig
+from foredraft.devices import makes_on_cpu
 from foredraft.loading.info import Loaded, model_name
 from foredraft.loading.pairing import Drafting, Pairing
-from foredraft.model.default_device import makes_on_cpu
 from foredraft.model.lm import CausalLM
 
 MAX_DRAFTINGS = 4
@@ -65,45 +65,33 @@ class Adapter:
         return drafting
 
 
-class Adapters:
-    """The adapters of all models in use. May be asked from several threads."""
-
-    def __init__(self) -> None:
-        self._lock = forking.lock()
-        self._of: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None, str], Adapter]] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def __len__(self) -> int:
-        """Number of models."""
-        return len(self._of)
-
-    @makes_on_cpu
-    def of(
-        self,
-        model: PreTrainedModel,
-        execution: str = "auto",
-        quantization: str | None = None,
-        kv_cache_dtype: str = "auto",
-    ) -> Adapter:
-        """The adapter of a model as it is now, with its linear layers, or keys and values, rounded where that is asked.
-
-        Raises: UnsupportedModelError, UnsupportedStateError, ProbeError: the model cannot be decoded exactly.
-        """
-        with self._lock:
-            adapters = self._of.setdefault(model, {})
-            key = execution, quantization, kv_cache_dtype
-            if key not in adapters:
-                target = CausalLM(model, execution=execution, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
-                adapters[key] = Adapter(target, execution)
-            adapter = adapters[key]
-        with adapter.lock:
-            adapter.target.refresh()
-        return adapter
+_LOCK = forking.lock()
+ADAPTERS: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None, str], Adapter]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Adapters of all models in use, in the whole process: no call must probe a model and pack its weights again."""
 
 
-ADAPTERS = Adapters()
-"""One for the whole process: no call must probe a model and pack its weights again."""
+@makes_on_cpu
+def shared_adapter(
+    model: PreTrainedModel, execution: str = "auto", quantization: str | None = None, kv_cache_dtype: str = "auto"
+) -> Adapter:
+    """The adapter of a model as it is now, with its linear layers, or keys and values, rounded where that is asked.
+
+    May be called from several threads.
+
+    Raises: UnsupportedModelError, UnsupportedStateError, ProbeError: the model cannot be decoded exactly.
+    """
+    with _LOCK:
+        adapters = ADAPTERS.setdefault(model, {})
+        key = execution, quantization, kv_cache_dtype
+        if key not in adapters:
+            target = CausalLM(model, execution=execution, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+            adapters[key] = Adapter(target, execution)
+        adapter = adapters[key]
+    with adapter.lock:
+        adapter.target.refresh()
+    return adapter
 
 
 def _key(config: SpeculativeConfig) -> Any:

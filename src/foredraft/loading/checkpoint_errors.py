@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint: told by its index and the names of tensors, which `transformers` follows
+"""Faults of a checkpoint: told by its index and the names of tensors, which `transformers` follows
 wherever they lead, or by what its loader raised."""
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def check_layers(name: str, config: Any, num_tensors: int) -> None:
 
 
 def _names_in(source: Source) -> set[str]:
-    """Of all tensors, as far as they can be told without reading them."""
+    """Names of all tensors, as far as they are known without reading them."""
     for weights in _WEIGHTS:
         whole = _found(source, weights, fetch=False)
         if whole is not None:
@@ -128,7 +128,7 @@ def _split_names(index: Path, *, is_local: bool) -> set[str]:
 
 
 def _names(file: Path) -> list[str]:
-    """Of the tensors in a file of safetensors; what is wrong with it, loading will say."""
+    """Names of the tensors in a file of safetensors; none for a damaged file, which loading reports."""
     if file.suffix != ".safetensors" or not file.is_file():
         return []
     try:

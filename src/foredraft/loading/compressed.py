@@ -35,7 +35,7 @@ _UNTOLD = [{"weights": {"num_bits": bits}} for bits in (4, 8)]
 
 
 def why_not_plain(settings: Mapping[str, Any]) -> str:
-    """What else than whole numbers for weights a checkpoint of this layout asks for; empty where that is nothing."""
+    """Reason why a checkpoint is more than whole numbers for weights; empty where it is not."""
     schemes = list((settings.get("config_groups") or {}).values())
     formats = {settings.get("format"), *(scheme.get("format") or settings.get("format") for scheme in schemes)}
     for found in sorted(map(str, formats - {*FORMATS, "mixed-precision"})):
@@ -230,14 +230,14 @@ def by_groups(
 
 
 def refusal(reason: str) -> UnsupportedModelError:
-    """Of a checkpoint that is not plain, with what to do."""
+    """Error for a checkpoint that is not plain, with the remedy."""
     return UnsupportedModelError(
         f"{reason}, which is not read; load the model that it was made from, and quantise it here: quantization='int8'"
     )
 
 
 def parts_of(codes: Codes) -> dict[str, torch.Tensor]:
-    """What the layout holds of codes, packed.
+    """Tensors of codes in this layout, packed.
 
     Raises: ValueError for zeros that are no whole numbers.
     """

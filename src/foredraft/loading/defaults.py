@@ -1,4 +1,4 @@
-"""How to draft for a model where nothing is said: the one place that decides."""
+"""Default method of drafting for a model: the one place that decides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WITHOUT_HEAD = "auto"
 """For models with neither a drafter nor a head: what is free, by measured cost."""
 
 WITH_HEAD = "suffix+{method}"
-"""What the text repeats and what the head foresees, merged by chance and cut to what pays."""
+"""Lookups in the text merged with drafts of the head, by their chance of acceptance."""
 
 RULE = "the small model that a zoo model brings, else suffix+HEAD with a head on board or beside the model, else auto"
 """In words, for help texts."""

@@ -21,7 +21,7 @@ from foredraft.model.lm import CausalLM
 from foredraft.native.threads import threads_note
 
 LARGEST_BITS = 12
-"""Of a weight, scales included, that is multiplied as it was rounded."""
+"""Most bits of a weight, scales included, that is multiplied as it was rounded."""
 logger = logging.getLogger("foredraft")
 
 
@@ -171,7 +171,7 @@ def load_line(
 
 
 def weights_note(info: ModelInfo) -> str:
-    """What linear layers were rounded to; empty where they were not."""
+    """Description of rounded linear layers; empty where they are not rounded."""
     if info.quantization is None:
         return ""
     types = info.weight_types or ""
@@ -206,7 +206,7 @@ def count(number: int) -> str:
 
 
 def model_name(model: PreTrainedModel) -> str:
-    """How a loaded model is called in messages."""
+    """Name of a loaded model in messages."""
     path = str(getattr(model, "name_or_path", "") or "")
     return f"{type(model).__name__} ({path})" if path else type(model).__name__
 

@@ -63,7 +63,7 @@ _WORDS = ("weight_packed", "qweight", "qzeros")
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """How the weights of a checkpoint are quantised; empty where they are not.
+    """Settings by which the weights of a checkpoint are quantised; empty where they are not.
 
     Raises: CheckpointError for a method that has no name.
     """
@@ -78,7 +78,7 @@ def settings_of(config: Any) -> dict[str, Any]:
 
 
 def method_of(config: Any) -> str:
-    """By what the weights of a checkpoint are quantised; empty where they are not."""
+    """Method by which the weights of a checkpoint are quantised; empty where they are not."""
     return str(settings_of(config).get("quant_method") or "")
 
 
@@ -161,7 +161,7 @@ _UNKNOWN = "its {} is {}, and {} is read"
 
 
 def why_not_gptq(settings: Mapping[str, Any]) -> str:
-    """What else than whole numbers for weights such a checkpoint asks for; empty where that is nothing."""
+    """Reason why a checkpoint is more than whole numbers for weights; empty where it is not."""
     kind = settings.get("checkpoint_format") or settings.get("format") or "gptq"
     if kind not in ("gptq", "gptq_v2"):
         return _UNKNOWN.format("format", kind, "gptq or gptq_v2")
@@ -200,7 +200,7 @@ def gptq_scheme(
 
 
 def why_not_awq(settings: Mapping[str, Any]) -> str:
-    """What else than whole numbers for weights such a checkpoint asks for; empty where that is nothing."""
+    """Reason why a checkpoint is more than whole numbers for weights; empty where it is not."""
     kind = str(settings.get("version") or settings.get("format") or "gemm").lower()
     if kind != "gemm":
         return _UNKNOWN.format("version", kind, "gemm")
@@ -254,7 +254,7 @@ _GRAINS = ("PerRow", "PerGroup", "PerAxis")
 
 
 def why_not_torchao(settings: Mapping[str, Any]) -> str:
-    """What else than whole numbers for weights such a checkpoint asks for; empty where that is nothing."""
+    """Reason why a checkpoint is more than whole numbers for weights; empty where it is not."""
     given = settings.get("quant_type")
     chosen = given.get("default") if isinstance(given, Mapping) else None
     if not isinstance(given, Mapping) or not isinstance(chosen, Mapping):
@@ -309,7 +309,7 @@ def torchao_scheme(
 
 
 def _torchao_bits(settings: Mapping[str, Any]) -> int | None:
-    """Of a number; None for other kinds."""
+    """Bits of a number; None for other kinds."""
     data = settings["quant_type"]["default"].get("_data") or {}
     return _BITS.get((data.get("weight_dtype") or {}).get("_data", "int8"))
 

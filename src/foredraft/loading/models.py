@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -88,8 +89,8 @@ def load_model(
         if not is_whole:
             check_shards(source, front)
         stored = stored_dtype(front, source.location, source.revision, is_local=source.is_local)
-    structure = Structure(source, front)
-    chosen = choose_dtype(dtype, place, stored, widest_dtype, structure)
+    config_of = cache(partial(_config_of, source, front))
+    chosen = choose_dtype(dtype, place, stored, widest_dtype, partial(_without_weights, source, config_of))
     tokenizer = load_tokenizer_of(source, part) if with_tokenizer else None
     copy = PackedCopy.of(source, blocks, place, chosen, quantization, weights) if cache_packed else None
     if copy is not None and (kept := copy.read()) is not None:
@@ -100,7 +101,7 @@ def load_model(
         with as_checkpoint_error(source, "weights"):
             loaded, types = load_codes(source.location, source.revision, front, chosen)
     elif isinstance(front, Header):
-        loaded = _load_gguf(source, front, chosen, structure.config)
+        loaded = _load_gguf(source, front, chosen, config_of())
     elif blocks is None or chosen == stored:
         # weights that are rounded are read as they lie in the file: they need no copy in another dtype first
         as_stored = stored if quantization is not None and stored in _SINGLE_AND_HALF else chosen
@@ -317,32 +318,21 @@ def _header(source: Source) -> Header:
     return read_header(location)
 
 
-class Structure:
-    """The modules of a model without weights, and the configuration that they are built from.
+def _config_of(source: Source, front: Any) -> Any:
+    """The configuration as `transformers` has it; of a GGUF file it takes seconds to read."""
+    if not isinstance(front, Header):
+        return front
+    with as_checkpoint_error(source, "model"):
+        return gguf_model.config_of(front)
 
-    Args:
-      source: where it lies.
-      front: its configuration, or the header of its GGUF file.
+
+def _without_weights(source: Source, config_of: Callable[[], Any]) -> torch.nn.Module:
+    """The modules of a model, which have no weights.
 
     Raises: CheckpointError, UnsupportedModelError.
     """
-
-    def __init__(self, source: Source, front: Any) -> None:
-        self._source, self._front = source, front
-
-    def __call__(self) -> torch.nn.Module:
-        config = copy.deepcopy(self.config)
-        vars(config).pop("quantization_config", None)
-        with as_checkpoint_error(self._source, "configuration"), torch.device("meta"):
-            model: torch.nn.Module = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=self._source.trust_remote_code
-            )
-        return model
-
-    @cached_property
-    def config(self) -> Any:
-        """As `transformers` has it; of a GGUF file it takes seconds to read."""
-        if not isinstance(self._front, Header):
-            return self._front
-        with as_checkpoint_error(self._source, "model"):
-            return gguf_model.config_of(self._front)
+    config = copy.deepcopy(config_of())
+    vars(config).pop("quantization_config", None)
+    with as_checkpoint_error(source, "configuration"), torch.device("meta"):
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=source.trust_remote_code)
+    return model

@@ -98,14 +98,14 @@ class PackedCopy:
 
     @property
     def num_bytes(self) -> int:
-        """Of the file; 0 where there is none."""
+        """Size of the file; 0 where there is none."""
         try:
             return self.file.stat().st_size
         except OSError:
             return 0
 
     def key(self) -> dict[str, Any]:
-        """What a copy has to be made from, to be this one's."""
+        """Sources, settings and versions that a usable copy was made from."""
         return {
             **_versions(),
             "way": dict(self.way),
@@ -191,7 +191,7 @@ def kept_files() -> list[KeptFile]:
 
 
 def _settings_of(file: Path) -> tuple[str, str]:
-    """What a copy was loaded by, and why no load reads it."""
+    """Settings of a copy, and the reason why no load reads it."""
     if file.suffix != SUFFIX:
         return "", "it was not finished, unless a process writes it now"
     try:
@@ -223,7 +223,7 @@ def _files_of(source: Source, blocks: Path | None) -> list[Path]:
 
 
 def _versions() -> dict[str, Any]:
-    """By what a copy is made."""
+    """Versions of the libraries that make a copy."""
     return {
         "format": FORMAT,
         "foredraft": f"{foredraft.__version__} {source_digest()}",
@@ -267,7 +267,7 @@ def why_not_kept(lm: CausalLM, model: PreTrainedModel) -> str:
 
 
 def described(lm: CausalLM, model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What a model is besides its tensors, and these."""
+    """Description of a model besides its tensors, and the tensors."""
     shadow, tensors = lm.shadow, dict[str, torch.Tensor]()
     released = {}
     for name, weight in shadow.named_parameters(remove_duplicate=False):

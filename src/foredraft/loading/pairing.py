@@ -28,7 +28,7 @@ from foredraft.model.lm import CausalLM
 
 FREE_PARTS = tuple(SpeculativeConfig(name).as_dict() for name in FREE)
 BROUGHT = {"draft": "draft_model", "eagle3": "eagle3"}
-"""What targets of the zoo bring, and the method that drafts with it."""
+"""Parts that targets of the zoo include, and the method that drafts with each."""
 
 _PADDING_MULTIPLES = (8, 16, 32, 64, 128, 256, 512)
 
@@ -119,7 +119,7 @@ class Pairing:
         return Drafting(make, lm, describe(draft, lm), heads, config.is_governed, self.profile)
 
     def _with_what_is_on_board(self, config: SpeculativeConfig) -> SpeculativeConfig:
-        """What method auto chooses from where nothing is named: what a target of the zoo brings, too."""
+        """The config, with parts that a target of the zoo includes among the choices of method auto."""
         if config.method != "auto" or self.zoo_name is None:
             return config
         if config.model is not None or tuple(part.as_dict() for part in config.parts) != FREE_PARTS:

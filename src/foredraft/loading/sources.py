@@ -1,4 +1,4 @@
-"""What a name of a model means: a directory, a hub id, an entry of the zoo, or a GGUF file."""
+"""Names of models, resolved: a directory, a hub id, an entry of the zoo, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model is loaded from.
+    """Source of a model.
 
     Args:
       location: a directory, a hub id, or a GGUF file.

@@ -14,13 +14,12 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import get_ident
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
-from foredraft.folders import replacing
+from foredraft.folders import part_of, replacing
 
 FORMAT = "foredraft tensors 1"
 PAGE = 4096
@@ -67,7 +66,7 @@ def write_tensors(file: Path, about: Mapping[str, Any], tensors: Mapping[str, to
     head = json.dumps({"about": about, "tensors": entries, "bytes": place}).encode()
     first = f"{FORMAT} {len(head)} {hashlib.sha256(head).hexdigest()}\n".encode()
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.name}.{os.getpid()}-{get_ident()}.part")
+    part = part_of(file)
     with replacing(file, part), part.open("wb") as stream:
         stream.write(first + head)
         stream.write(bytes(-stream.tell() % PAGE))
@@ -148,6 +147,6 @@ def _sums(raw: torch.Tensor) -> list[int]:
 
 
 def _sum(raw: torch.Tensor) -> int:
-    """Over words of eight bytes, and those behind the last one."""
+    """Sum of words of eight bytes, and of the bytes behind the last one."""
     numbers, whole = raw.numpy(), raw.numel() // 8 * 8
     return int(numbers[:whole].view(np.int64).sum()) + int(numbers[whole:].sum(dtype=np.int64))

@@ -44,7 +44,8 @@ class Method:
       summary: its source of drafts, in a few words that follow "drafts".
       aliases: names of other tools and older ones.
       sign: of a method that combines others: how they are joined in a name, as in "a+b".
-      recognizes: whether a folder holds a drafter of this method, so that naming the folder is enough.
+      recognizes: whether a folder holds a drafter of this method, so that naming the folder is enough; by the content
+        of config.json, and by the names of tensors, where these can be had without reading them.
       sample: keys with which to try whether a model can draft this way, where the defaults are not enough.
       head: the kind of heads that ``model`` names ("eagle2" drafts with those of "eagle"); empty where ``model`` is a
         causal language model, and where there is no such key.
@@ -57,7 +58,7 @@ class Method:
     aliases: tuple[str, ...] = ()
     sign: str = ""
     sample: Mapping[str, Any] = field(default_factory=dict)
-    recognizes: Callable[[CheckpointFacts], bool] | None = None
+    recognizes: Callable[[Mapping[str, Any], frozenset[str]], bool] | None = None
     head: str = ""
     model_is_optional: bool = False
 
@@ -189,45 +190,24 @@ _NAMES = re.compile(rb"[A-Za-z_][\w.]*\.(?:weight|bias)|d2t|t2d")
 _MAX_HEADER_BYTES = 1 << 26
 
 
-@dataclass(frozen=True)
-class CheckpointFacts:
-    """What lies in a folder.
-
-    Args:
-      config: the content of config.json.
-      names: of tensors, as far as they can be had without reading these; empty where they cannot.
-    """
-
-    config: Mapping[str, Any]
-    names: frozenset[str] = field(default_factory=frozenset)
-
-    @classmethod
-    def of(cls, model: object) -> CheckpointFacts | None:
-        """Of a folder, or of a hub id that has been fetched before; None for anything else. Asks no hub."""
-        if not isinstance(model, (str, os.PathLike)):
-            return None
-        folder = _folder(os.fspath(model))
-        if folder is None:
-            return None
-        config = _json(folder / "config.json")
-        if not isinstance(config, Mapping):
-            return None
-        names: set[str] = set()
-        for file in sorted(folder.iterdir()):
-            names |= _names_in(file)
-        return cls(config, frozenset(names))
-
-
 def recognized(model: object) -> Method | None:
-    """The method whose drafter lies in this folder; None where it is none that any method knows."""
-    contents = CheckpointFacts.of(model)
-    return None if contents is None else recognized_in(contents)
+    """The method whose drafter lies in a folder, or in that of a hub id that has been fetched before.
+
+    None for anything else, and for a drafter that no method knows. No hub is asked.
+    """
+    folder = _folder(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else None
+    if folder is None:
+        return None
+    config = _json(folder / "config.json")
+    if not isinstance(config, Mapping):
+        return None
+    return recognized_in(config, frozenset[str]().union(*map(_names_in, sorted(folder.iterdir()))))
 
 
-def recognized_in(contents: CheckpointFacts) -> Method | None:
-    """The method whose drafter this is; None where it is none that any method knows."""
+def recognized_in(config: Mapping[str, Any], names: frozenset[str]) -> Method | None:
+    """The method whose drafter has this config and these tensors; None for a drafter that no method knows."""
     known = (method for method in methods().values() if method.recognizes is not None)
-    return next((method for method in known if method.recognizes and method.recognizes(contents)), None)
+    return next((method for method in known if method.recognizes and method.recognizes(config, names)), None)
 
 
 def _folder(name: str) -> Path | None:

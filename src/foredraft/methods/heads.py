@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ from foredraft.config.drafting import (
 from foredraft.config.options import anything, flag, number, option
 from foredraft.errors import ConfigError
 from foredraft.heads.recognition import eagle_generation, has_prefix, is_hydra, is_medusa
-from foredraft.methods import CheckpointFacts, Method
+from foredraft.methods import Method
 from foredraft.methods.growth import GrowthOptions
 from foredraft.methods.rank_tree import RankTree
 
@@ -79,18 +80,14 @@ class HeadOptions(DraftOptions, ModelOptions, VocabularyOptions):
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class EagleHeadOptions(ModelOptions, VocabularyOptions):
-    """The head."""
-
-    draft_rope_theta: float | None = option(
-        number(0.0, above=True),
-        help="base of the head's rotary positions; by default its config's, which some heads were not trained with",
-    )
+def rope_theta() -> Any:
+    """The field ``draft_rope_theta`` of EAGLE's heads."""
+    help = "base of the head's rotary positions; by default its config's, which some heads were not trained with"
+    return option(number(0.0, above=True), help=help)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle2Options(GrowthOptions, EagleHeadOptions):
+class Eagle2Options(GrowthOptions, ModelOptions, VocabularyOptions):
     """Keys of drafting as EAGLE-2 does: in trees that are wide where the head is in doubt, deep where it is sure."""
 
     method: ClassVar[str] = "eagle2"
@@ -100,13 +97,15 @@ class Eagle2Options(GrowthOptions, EagleHeadOptions):
     draft_rerank: bool = option(
         flag(), True, "keep all siblings while a draft grows, and the likeliest max_draft_nodes of them in the end"
     )
+    draft_rope_theta: float | None = rope_theta()
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleOptions(HeadOptions, EagleHeadOptions):
+class EagleOptions(HeadOptions):
     """Keys of drafting as EAGLE does."""
 
     method: ClassVar[str] = "eagle"
+    draft_rope_theta: float | None = rope_theta()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,20 +136,14 @@ class HydraPlusPlusOptions(HydraOptions):
     method: ClassVar[str] = "hydra++"
 
 
-def _is_of(generation: int, contents: CheckpointFacts) -> bool:
+def _is_of(generation: int, config: Mapping[str, Any], names: frozenset[str]) -> bool:
     """Whether this is a head of this generation; of the first, a tree that grows is the better use."""
-    return eagle_generation(contents.config, contents.names) == generation
+    return eagle_generation(config, names) == generation
 
 
-def recognizes_medusa(contents: CheckpointFacts) -> bool:
-    """Whether these are Medusa's heads, alone or inside of a model that was trained with them."""
-    return is_medusa(contents.config, contents.names)
-
-
-def recognizes_hydra(has_prefix_layer: bool, contents: CheckpointFacts) -> bool:
+def _is_hydra(has_prefix_layer: bool, config: Mapping[str, Any], names: frozenset[str]) -> bool:
     """Whether these are heads of Hydra, with a prefix layer or without."""
-    found = is_hydra(contents.config, contents.names)
-    return found and has_prefix(contents.config, contents.names) == has_prefix_layer
+    return is_hydra(config, names) and has_prefix(config, names) == has_prefix_layer
 
 
 METHODS = (
@@ -182,7 +175,7 @@ METHODS = (
         "foredraft.drafters.heads.medusa_hydra:build",
         summary="with heads that see the tokens drafted before theirs",
         head="hydra",
-        recognizes=partial(recognizes_hydra, False),
+        recognizes=partial(_is_hydra, False),
     ),
     Method(
         HydraPlusPlusOptions,
@@ -190,13 +183,13 @@ METHODS = (
         summary="with Hydra's heads, four layers deep, over a layer that attends to the text",
         aliases=("hydra_plus_plus",),
         head="hydra++",
-        recognizes=partial(recognizes_hydra, True),
+        recognizes=partial(_is_hydra, True),
     ),
     Method(
         MedusaOptions,
         "foredraft.drafters.heads.medusa_hydra:build",
         summary="with heads that each guess one of the next tokens",
         head="medusa",
-        recognizes=recognizes_medusa,
+        recognizes=is_medusa,
     ),
 )

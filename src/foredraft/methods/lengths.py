@@ -5,7 +5,6 @@ A policy stops a draft before a token is drawn, never after: a token that was dr
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass, field, fields
@@ -35,7 +34,9 @@ FIRST_REFERENCE = 2.0
 
 @dataclass(eq=False)
 class LengthPolicy:
-    """Decides per row and step how many tokens to draft. Its fields are its options, by their names in the config.
+    """The same number of tokens in every step; subclasses decide per row and step how many.
+
+    The fields of a policy are its options, by their names in the config.
 
     Args:
       num_tokens: longest draft of a step, or of the first one; 0 for none.
@@ -48,7 +49,7 @@ class LengthPolicy:
     Randomness: none.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str] = "fixed"
     looks_at: ClassVar[str] = NOTHING
     modes: ClassVar[tuple[str, ...]] = ()
 
@@ -62,6 +63,10 @@ class LengthPolicy:
             raise ConfigError(
                 f"length_policy {self.name!r} has no mode {mode!r}; choose one of {', '.join(self.modes)}"
             )
+        for name in ("egag_ema_beta", "acceptance_momentum", "threshold_momentum"):
+            weight = getattr(self, name, 0.0)
+            if not 0.0 <= weight < 1.0:
+                raise ConfigError(f"{name} is {weight}; it must lie in 0..1, 1 excluded")
 
     def longest(self, row: Row) -> int:
         """The most tokens to draft in this step."""
@@ -83,12 +88,6 @@ class LengthPolicy:
 
     def update(self, row: Row, num_drafted: int, num_accepted: int) -> None:
         """Take in the outcome: depth of the draft, and how many tokens of one path were accepted."""
-
-
-class Fixed(LengthPolicy):
-    """The same number of tokens in every step."""
-
-    name = "fixed"
 
 
 class Heuristic(LengthPolicy):
@@ -213,7 +212,6 @@ class Egag(LengthPolicy):
             raise ConfigError(f"gamma_min is {self.gamma_min}; it must be 0 or more")
         if self.num_tokens < self.gamma_min:
             raise ConfigError(f"gamma_min is {self.gamma_min} and gamma_max {self.num_tokens}; swap them")
-        check_weight("the EMA's beta", self.egag_ema_beta)
 
     def looks(self, depth: int) -> bool:
         return depth == 0 or self.length_policy_mode == "calibrated"
@@ -221,14 +219,14 @@ class Egag(LengthPolicy):
     def stop(self, row: Row, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
         state = row.state.get(self)
         if state is None:
-            state = row.state[self] = _EgagState()
+            state = row.state[self] = EntropyHistory()
         is_calibrated = self.length_policy_mode == "calibrated"
         if is_calibrated:
             nats = entropy(log_probs)
-            share = calibrated_share(nats, self.reference_entropy or state.reference.value, self.num_tokens)
+            share = calibrated_share(nats, self.reference_entropy or state.reference, self.num_tokens)
             shown = by_vocabulary(nats, log_probs)
             if math.isfinite(nats):
-                state.reference.add(nats)
+                state.add(nats)
         else:
             share = shown = normalised_entropy(log_probs.exp())
         length, state.ema = self.length(1.0 if math.isnan(share) else share, state.ema)
@@ -252,33 +250,8 @@ class Egag(LengthPolicy):
         return round(ema), ema
 
 
-class ThresholdPolicy(LengthPolicy):
-    """Stops by a threshold of the row, which follows the acceptance rate of the row (`Threshold.follow`)."""
-
-    target_acceptance_rate: float
-    threshold_step: float
-    acceptance_momentum: float
-    threshold_momentum: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_weight("acceptance_momentum", self.acceptance_momentum)
-        check_weight("threshold_momentum", self.threshold_momentum)
-
-    @abstractmethod
-    def first_threshold(self, row: Row) -> Threshold:
-        """The threshold that a row begins with."""
-
-    def threshold(self, row: Row) -> Threshold:
-        """The threshold of a row."""
-        if self not in row.state:
-            row.state[self] = self.first_threshold(row)
-        threshold: Threshold = row.state[self]
-        return threshold
-
-
 @dataclass(eq=False)
-class AdaEDL(ThresholdPolicy):
+class AdaEDL(LengthPolicy):
     """Drafts on while a lower bound on the chance of acceptance, read off the entropy, stays above a threshold.
 
     Source: AdaEDL (Agrawal et al. 2024, arXiv:2410.18351): stop before a token when
@@ -302,8 +275,9 @@ class AdaEDL(ThresholdPolicy):
     acceptance_momentum: float = 0.5
     threshold_momentum: float = 0.9
 
-    def first_threshold(self, row: Row) -> Threshold:
-        return Threshold(self.draft_threshold, self.target_acceptance_rate)
+    def threshold(self, row: Row) -> Threshold:
+        """The threshold of a row."""
+        return Threshold.of(row, self, self.draft_threshold, self.target_acceptance_rate)
 
     def stop(self, row: Row, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
         nats = entropy(log_probs)
@@ -317,7 +291,7 @@ class AdaEDL(ThresholdPolicy):
 
 
 @dataclass(eq=False)
-class Acceptance(ThresholdPolicy):
+class Acceptance(LengthPolicy):
     """Ends the draft after an unsure token, as `Confidence`; what counts as unsure follows the acceptance rate.
 
     Source: Draft & Verify (Zhang et al. 2023, arXiv:2309.08168). Deviations: the confidence is that of the distribution
@@ -342,10 +316,11 @@ class Acceptance(ThresholdPolicy):
     acceptance_momentum: float = 0.5
     threshold_momentum: float = 0.9
 
-    def first_threshold(self, row: Row) -> Threshold:
+    def threshold(self, row: Row) -> Threshold:
+        """The threshold of a row."""
         published = 0.8 if row.sampler.is_greedy else 0.5
         first = published if self.draft_threshold is None else self.draft_threshold
-        return Threshold(first, self.initial_acceptance_rate)
+        return Threshold.of(row, self, first, self.initial_acceptance_rate)
 
     def stop(self, row: Row, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
         if not confidence(log_probs) >= self.threshold(row).value:
@@ -356,7 +331,7 @@ class Acceptance(ThresholdPolicy):
 
 
 POLICIES: dict[str, type[LengthPolicy]] = {
-    policy.name: policy for policy in (Fixed, Heuristic, Bass, Confidence, Egag, AdaEDL, Acceptance)
+    policy.name: policy for policy in (LengthPolicy, Heuristic, Bass, Confidence, Egag, AdaEDL, Acceptance)
 }
 """Every policy by its name."""
 
@@ -371,7 +346,15 @@ class Threshold:
     value: float
     acceptance_rate: float
 
-    def follow(self, policy: ThresholdPolicy, mode: str, num_drafted: int, num_accepted: int) -> None:
+    @classmethod
+    def of(cls, row: Row, policy: LengthPolicy, first: float, rate: float) -> Threshold:
+        """The threshold of a row under a policy; new rows begin with the first one and this acceptance rate."""
+        if policy not in row.state:
+            row.state[policy] = cls(first, rate)
+        threshold: Threshold = row.state[policy]
+        return threshold
+
+    def follow(self, policy: AdaEDL | Acceptance, mode: str, num_drafted: int, num_accepted: int) -> None:
         """Take in the outcome of a step; one without a draft says nothing.
 
         At threshold 0.8, rate 0.9: 1 of 4 accepted gives the rate 0.575 and the threshold 0.801.
@@ -398,41 +381,35 @@ class Threshold:
         self.value = kept * self.value + (1.0 - kept) * wanted
 
 
-class RunningReference:
-    """The 95th percentile of the last 128 entropies of a row.
+class EntropyHistory:
+    """The last 128 entropies of a row, and the moving average of its draft lengths.
 
-    Of 17 times 1, twice 3 and once 4, in any order, that is 4.
+    Attributes:
+      ema: see `Egag.length`; None before the first draft.
     """
 
     def __init__(self) -> None:
+        self.ema: float | None = None
         self._last: deque[float] = deque()
         self._sorted: list[float] = []
 
     @property
-    def value(self) -> float:
-        """Nats; `FIRST_REFERENCE` until 16 were seen."""
+    def reference(self) -> float:
+        """The 95th percentile, in nats; `FIRST_REFERENCE` until 16 were seen.
+
+        Of 17 times 1, twice 3 and once 4, in any order, that is 4.
+        """
         if len(self._sorted) < 16:
             return FIRST_REFERENCE
         return self._sorted[min(int(0.95 * len(self._sorted)), len(self._sorted) - 1)]
 
     def add(self, nats: float) -> None:
+        """Take in the next entropy."""
         if len(self._last) == 128:
             oldest = self._last.popleft()
             del self._sorted[bisect_left(self._sorted, oldest)]
         self._last.append(nats)
         insort(self._sorted, nats)
-
-
-@dataclass
-class _EgagState:
-    ema: float | None = None
-    reference: RunningReference = field(default_factory=RunningReference)
-
-
-def check_weight(name: str, value: float) -> None:
-    """Raises: ConfigError unless the weight of a past lies in 0..1, 1 excluded."""
-    if not 0.0 <= value < 1.0:
-        raise ConfigError(f"{name} is {value}; it must lie in 0..1, 1 excluded")
 
 
 def confidence(log_probs: Tensor) -> float:

@@ -14,9 +14,9 @@ from itertools import accumulate, pairwise, product, starmap
 from pathlib import Path
 from typing import Any
 
-from foredraft.engine.budget import DraftSize
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.folders import keep_json, parsed_json
+from foredraft.tree import DraftSize
 
 PUBLISHED_TREES = {
     "mc_sim_7b_63": (
@@ -72,7 +72,6 @@ mc_sim_7b_63, too. It has 25 nodes below the root and was not tuned; its order h
 A node is written as the ranks on its path, one digit each: "021" is the child of rank 1 of the child of rank 2 of the
 child of rank 0 of the pending token. Every prefix of a list is a tree; of Medusa's trees the published order is kept.
 """
-"""By the names that they were published under."""
 
 
 Ranks = tuple[int, ...]
@@ -83,43 +82,6 @@ MAX_SIBLINGS = 10
 
 MAX_NODES = 4096
 """Of a tree; nobody can want more."""
-
-
-@dataclass(frozen=True)
-class TreeShape:
-    """A tree without tokens, breadth-first.
-
-    Args:
-      children: of every node, the best rank first: (range(1, 3), range(3, 4), range(4, 4), range(4, 4)) is a root with
-        two children, the better of which has one.
-    """
-
-    children: tuple[range, ...]
-
-    @classmethod
-    def of(cls, paths: Iterable[Ranks]) -> TreeShape:
-        """The nodes of paths that are a tree."""
-        ordered = [(), *sorted(paths, key=lambda path: (len(path), path))]
-        widths = Counter(path[:-1] for path in ordered if path)
-        return cls(tuple(starmap(range, pairwise(accumulate((widths[path] for path in ordered), initial=1)))))
-
-    @cached_property
-    def levels(self) -> tuple[range, ...]:
-        """The nodes of every depth, that of the root first."""
-        levels, below = list[range](), range(1)
-        while below:
-            levels.append(below)
-            below = range(self.children[below.start].start, self.children[below.stop - 1].stop)
-        return tuple(levels)
-
-    @property
-    def depth(self) -> int:
-        """Levels below the root."""
-        return len(self.levels) - 1
-
-    def widest(self, depth: int) -> int:
-        """The most children of a node of this depth."""
-        return max(len(self.children[node]) for node in self.levels[depth])
 
 
 @dataclass(frozen=True)
@@ -138,7 +100,7 @@ class RankTree:
     name: str = "tree"
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.paths) <= MAX_NODES:
+        if len(self.paths) > MAX_NODES:
             raise ConfigError(f"{self.name} has {len(self.paths)} nodes below its root; want 1 to {MAX_NODES}")
         seen: set[Ranks] = {()}
         for path in self.paths:
@@ -166,6 +128,8 @@ class RankTree:
         Raises: ConfigError for what is not a list of paths, or not a tree.
         """
         given = [_ranks(path, name) for path in paths]
+        if not given:
+            raise ConfigError(f"{name} has 0 nodes below its root; want 1 to {MAX_NODES}")
         ordered = _in_order(given)
         return cls(tuple(given if ordered is None else ordered), name)
 
@@ -276,7 +240,7 @@ class RankTree:
         content = {"paths": [list(path) for path in self.paths], **details}
         keep_json(Path(file), content)
 
-    # -- what it is like -----------------------------------------------------------------------------------------------
+    # -- nodes ---------------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Number of nodes, root included."""
@@ -284,7 +248,8 @@ class RankTree:
 
     @property
     def depth(self) -> int:
-        return max(map(len, self.paths))
+        """Levels below the root."""
+        return max(map(len, self.paths), default=0)
 
     @property
     def is_chain(self) -> bool:
@@ -298,11 +263,36 @@ class RankTree:
         """The most valuable nodes, root included."""
         return RankTree(self.paths[: num_nodes - 1], self.name)
 
-    def within(self, budget: DraftSize) -> TreeShape:
-        """What of it a budget allows, level by level: the most valuable nodes of those that are not too deep."""
+    def within(self, budget: DraftSize) -> RankTree:
+        """The part that a budget allows: the most valuable nodes of those that are not too deep."""
         depth = budget.depth
         paths = [path for path in self.paths if len(path) <= depth and not (budget.chains_only and any(path))]
-        return TreeShape.of(paths[: budget.max_nodes() - 1])
+        return RankTree(tuple(paths[: budget.max_nodes() - 1]), self.name)
+
+    # -- breadth-first -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def children(self) -> tuple[range, ...]:
+        """Children of every node, the best rank first, where nodes are numbered level by level.
+
+        (range(1, 3), range(3, 4), range(4, 4), range(4, 4)) is a root with two children, the better of which has one.
+        """
+        ordered = [(), *sorted(self.paths, key=lambda path: (len(path), path))]
+        widths = Counter(path[:-1] for path in ordered if path)
+        return tuple(starmap(range, pairwise(accumulate((widths[path] for path in ordered), initial=1))))
+
+    @cached_property
+    def levels(self) -> tuple[range, ...]:
+        """Nodes of every depth, that of the root first."""
+        levels, below = list[range](), range(1)
+        while below:
+            levels.append(below)
+            below = range(self.children[below.start].start, self.children[below.stop - 1].stop)
+        return tuple(levels)
+
+    def widest(self, depth: int) -> int:
+        """The most children of a node of this depth."""
+        return max(len(self.children[node]) for node in self.levels[depth])
 
 
 def path_value(accuracies: Sequence[Sequence[float]], path: Ranks) -> float:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from foredraft.devices import upload
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.masks import FULL, Mask, Masks
 from foredraft.model.nodes import FlatNodes, Nodes, RowGroup
 from foredraft.native.abi import MOST_NODES
 from foredraft.native.attention import DecodeAttention, PrefillAttention
 from foredraft.native.library import Library
-from foredraft.upload import upload
 
 CALL_COLUMNS = 256
 """What one more call of attention costs, in columns of one row and node: some 20 microseconds on a CPU."""
@@ -41,119 +41,107 @@ class Layout:
     flat: FlatNodes | None
 
 
-class Layouts:
-    """Lays out the nodes of forwards of one model.
+def lay_out(
+    nodes: Nodes,
+    cache: KVCache,
+    first_row: int,
+    masks: Masks,
+    kernels: Library | None = None,
+    *,
+    takes_lists: bool,
+    lists_all: bool,
+) -> Layout:
+    """Open a cache for the nodes of a forward, and lay them out.
 
     Args:
-      masks: makes its masks.
+      masks: makes the masks of the model.
       kernels: by which few nodes run attention, if there are any.
-
-    Attributes:
-      masks: as given.
+      takes_lists: rows of different numbers of nodes are to run as a list.
+      lists_all: others, too.
     """
+    num_rows, width = nodes.tokens.shape
+    trunks = [length - nodes.num_fed for length in cache.row_lengths(first_row, num_rows)]
+    offsets = cache.row_offsets(first_row, num_rows)
+    nodes, starts, positions, shown, counts = placed(nodes, trunks, offsets, cache.device)
+    is_padded = num_rows > 1 and nodes.num_real < num_rows * width
+    flat = None
+    if takes_lists and (is_padded or lists_all):
+        flat = FlatNodes(nodes.counts, width, cache.device)
+    columns = cache.open(first_row, num_rows, width, flat, starts + nodes.num_fed)
+    if flat is None and cache.device.type != "cpu" and nodes.are_chains and not nodes.is_one_token:
+        bands = {kind: masks.of_chains(kind, trunks, width, columns) for kind in masks.kinds}
+        mask: Mask = bands if len(bands) > 1 else next(iter(bands.values()))
+    elif flat is None:
+        mask = masks.of(nodes, starts, positions, columns, counts)
+    else:
+        flat.groups = _groups(nodes, flat.counts, starts, positions, trunks, masks, kernels)
+        mask = masks.stand_ins(flat)
+    return Layout(nodes.tokens, shown, mask, flat)
 
-    def __init__(self, masks: Masks, kernels: Library | None = None) -> None:
-        self.masks = masks
-        self._kernels = kernels
 
-    def of(
-        self,
-        nodes: Nodes,
-        cache: KVCache,
-        first_row: int,
-        *,
-        takes_lists: bool,
-        lists_all: bool,
-    ) -> Layout:
-        """Open the cache for these nodes.
+def _groups(
+    nodes: Nodes,
+    counts: Sequence[int],
+    starts: torch.Tensor,
+    positions: torch.Tensor,
+    trunks: Sequence[int],
+    masks: Masks,
+    kernels: Library | None,
+) -> tuple[RowGroup, ...]:
+    """The groups of a forward, in the order of its rows.
 
-        Args:
-          takes_lists: rows of different numbers of nodes are to run as a list.
-          lists_all: others, too.
-        """
-        num_rows, width = nodes.tokens.shape
-        trunks = [length - nodes.num_fed for length in cache.row_lengths(first_row, num_rows)]
-        offsets = cache.row_offsets(first_row, num_rows)
-        nodes, starts, positions, shown, counts = placed(nodes, trunks, offsets, cache.device)
-        is_padded = num_rows > 1 and nodes.num_real < num_rows * width
-        flat = None
-        if takes_lists and (is_padded or lists_all):
-            flat = FlatNodes(nodes.counts, width, cache.device)
-        columns = cache.open(first_row, num_rows, width, flat, starts + nodes.num_fed)
-        if flat is None and cache.device.type != "cpu" and nodes.are_chains and not nodes.is_one_token:
-            bands = {kind: self.masks.of_chains(kind, trunks, width, columns) for kind in self.masks.kinds}
-            mask: Mask = bands if len(bands) > 1 else next(iter(bands.values()))
-        elif flat is None:
-            mask = self.masks.of(nodes, starts, positions, columns, counts)
-        else:
-            flat.groups = self._groups(nodes, flat.counts, starts, positions, trunks)
-            mask = self.masks.stand_ins(flat)
-        return Layout(nodes.tokens, shown, mask, flat)
+    Args:
+      counts: nodes of every row.
+      starts, positions: as for `Masks.of`.
+      trunks: columns of every row before the root of its draft.
+    """
+    found, first = [], 0
+    heads = [trunk + nodes.num_fed for trunk in trunks]
+    for rows in _alike(heads, counts):
+        wide = max(counts[row] for row in rows)
+        length = max(heads[row] for row in rows) + wide
+        size = sum(counts[row] for row in rows)
+        flat = FlatNodes([counts[row] for row in rows], wide, starts.device)
+        before = [heads[row] for row in rows]
+        of_rows = _masks_of(masks, nodes, rows, wide, before, starts, positions, length)
+        head = before[0] if nodes.are_chains and len(rows) == 1 else None
+        seen = [min(heads[row] + counts[row], length) for row in rows]
+        decode = None if kernels is None else DecodeAttention(kernels, flat.counts, seen)
+        prefill = None
+        if decode is not None and not decode.is_few and nodes.are_chains:
+            prefill = PrefillAttention(decode.kernels, flat.counts, before, masks.windows)
+        found.append(RowGroup(rows, range(first, first + size), flat, length, of_rows, head, decode, prefill))
+        first += size
+    return tuple(found)
 
-    def _groups(
-        self,
-        nodes: Nodes,
-        counts: Sequence[int],
-        starts: torch.Tensor,
-        positions: torch.Tensor,
-        trunks: Sequence[int],
-    ) -> tuple[RowGroup, ...]:
-        """The groups of a forward, in the order of its rows.
 
-        Args:
-          counts: nodes of every row.
-          starts, positions: as for `Masks.of`.
-          trunks: columns of every row before the root of its draft.
-        """
-        found, first = [], 0
-        heads = [trunk + nodes.num_fed for trunk in trunks]
-        for rows in _alike(heads, counts):
-            wide = max(counts[row] for row in rows)
-            length = max(heads[row] for row in rows) + wide
-            size = sum(counts[row] for row in rows)
-            flat = FlatNodes([counts[row] for row in rows], wide, starts.device)
-            before = [heads[row] for row in rows]
-            masks = self._masks_of(nodes, rows, wide, before, starts, positions, length)
-            head = before[0] if nodes.are_chains and len(rows) == 1 else None
-            seen = [min(heads[row] + counts[row], length) for row in rows]
-            decode = None if self._kernels is None else DecodeAttention(self._kernels, flat.counts, seen)
-            prefill = None
-            if decode is not None and not decode.is_few and nodes.are_chains:
-                prefill = PrefillAttention(decode.kernels, flat.counts, before, self.masks.windows)
-            found.append(RowGroup(rows, range(first, first + size), flat, length, masks, head, decode, prefill))
-            first += size
-        return tuple(found)
-
-    def _masks_of(
-        self,
-        nodes: Nodes,
-        rows: range,
-        width: int,
-        heads: Sequence[int],
-        starts: torch.Tensor,
-        positions: torch.Tensor,
-        columns: int,
-    ) -> dict[str, torch.Tensor | None]:
-        kinds = self.masks.kinds
-        if nodes.are_chains:
-            sees_all = width == 1 and all(head + 1 == columns for head in heads)
-            return {
-                kind: None if kind == FULL and sees_all else self.masks.of_chains(kind, heads, width, columns)
-                for kind in kinds
-            }
-        span = slice(rows.start, rows.stop)
-        ancestors = None if nodes.ancestors is None else nodes.ancestors[span, :width, : nodes.num_fed + width]
-        part = Nodes(
-            nodes.tokens[span, :width],
-            nodes.depths[span, : nodes.num_fed + width],
-            tuple(nodes.counts[row] for row in rows),
-            ancestors,
-            nodes.num_fed,
-        )
-        masks = self.masks.of(part, starts[span], positions[span, : nodes.num_fed + width], columns)
-        if isinstance(masks, dict):
-            return dict(masks)
-        return dict.fromkeys(kinds, masks)
+def _masks_of(
+    masks: Masks,
+    nodes: Nodes,
+    rows: range,
+    width: int,
+    heads: Sequence[int],
+    starts: torch.Tensor,
+    positions: torch.Tensor,
+    columns: int,
+) -> dict[str, torch.Tensor | None]:
+    kinds = masks.kinds
+    if nodes.are_chains:
+        sees_all = width == 1 and all(head + 1 == columns for head in heads)
+        return {
+            kind: None if kind == FULL and sees_all else masks.of_chains(kind, heads, width, columns) for kind in kinds
+        }
+    span = slice(rows.start, rows.stop)
+    ancestors = None if nodes.ancestors is None else nodes.ancestors[span, :width, : nodes.num_fed + width]
+    part = Nodes(
+        nodes.tokens[span, :width],
+        nodes.depths[span, : nodes.num_fed + width],
+        tuple(nodes.counts[row] for row in rows),
+        ancestors,
+        nodes.num_fed,
+    )
+    made = masks.of(part, starts[span], positions[span, : nodes.num_fed + width], columns)
+    return dict(made) if isinstance(made, dict) else dict.fromkeys(kinds, made)
 
 
 def placed(

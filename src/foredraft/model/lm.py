@@ -13,21 +13,21 @@ from typing import Any, Literal, overload
 import torch
 from transformers import PreTrainedModel
 
-from foredraft.config.engine import Promise
+from foredraft.config.engine import Promise, promised
 from foredraft.errors import ShapeError
 from foredraft.machine import return_free_memory
 from foredraft.model.cache.ragged import KVCache
-from foredraft.model.capture import Output, Recorder, Wanted
 from foredraft.model.dtypes import kv_dtype
 from foredraft.model.execution.attention import NotPassedOnError
 from foredraft.model.execution.compiled_layers import detach
 from foredraft.model.execution.execution import Execution, apply_execution, choose_execution, compute_dtype
 from foredraft.model.execution.rounding import quantize_weights
 from foredraft.model.independence import check_rows_independent, unchanged_attributes
-from foredraft.model.layouts import Layouts
+from foredraft.model.layouts import lay_out
 from foredraft.model.masks import SLIDING, Masks
-from foredraft.model.nodes import FlatNodes, Logits, Nodes
+from foredraft.model.nodes import NOTHING, FlatNodes, Logits, Nodes, Output, Wanted
 from foredraft.model.prober import Probe, Prober
+from foredraft.model.recorder import Recorder
 from foredraft.model.reduced import runs_own_attention, shadow, trial
 from foredraft.model.rope import fix_ropes
 from foredraft.model.state import ModelState
@@ -148,8 +148,7 @@ class CausalLM:
         is_eager = self._shadow.config._attn_implementation == "eager"
         # grouped attention takes either, and would turn a bool mask into this form in every layer
         is_additive = is_eager or execution.uses_grouped_attention
-        masks = Masks(self.layer_types, self.window, self.dtype, self.device, is_additive, is_eager)
-        self._layouts = Layouts(masks, execution.kernels)
+        self._masks = Masks(self.layer_types, self.window, self.dtype, self.device, is_additive, is_eager)
         # the attention that is ours knows what to do with a list of nodes, if the model lets it; its kernels and
         # compiled layers take nothing else; on an accelerator one call for all rows beats calls without padding
         self._takes_lists = execution.uses_grouped_attention and self.device.type == "cpu"
@@ -161,7 +160,7 @@ class CausalLM:
         run, forward = self.execution, partial(trial, self)
         self._lists_all = self._lists_all or run.compiled is not None
         if self._lists_all:
-            run.record(self.layers, self._layouts.masks.windows, forward, self._num_positions)
+            run.record(self.layers, self._masks.windows, forward, self._num_positions)
         run.compile(self.name, self.layers if run.compiled is not None else (), forward)
 
     def _fix_ropes(self) -> int | None:
@@ -293,13 +292,13 @@ class CausalLM:
           exactness: of `EngineConfig`.
         """
         if self._not_native:
-            return Promise("near-ties", self._not_native)
-        return Promise("near-ties", "exactness is relaxed") if exactness == "relaxed" else Promise("native")
+            return promised("near-ties", self._not_native)
+        return promised("near-ties", "exactness is relaxed") if exactness == "relaxed" else promised("native")
 
     def release_tables(self) -> None:
         """Give back masks and tables of positions that have grown with long rows, and features of the last forward."""
         self._recorder.release()
-        self._layouts.masks.release()
+        self._masks.release()
         if self.execution.program is not None:
             self.execution.program.release_tables()
 
@@ -373,9 +372,10 @@ class CausalLM:
         Returns: (B, kept, V) in the dtype of the model.
         Exactness: equals a fresh forward over each root-to-node path, within the rounding of the dtype.
         """
-        check_autocast(self.device)
+        if torch.is_autocast_enabled(self.device.type):
+            check_autocast(self.device)
         self.num_forwards += 1
-        kept, run = range(nodes.width)[keep or slice(None)], self.execution
+        kept, run = range(nodes.tokens.shape[1])[keep or slice(None)], self.execution
         if run.program is not None:
             logits = run.program.forward(nodes, cache, first_row, kept, self._recorder, listed)
             if logits is not None:
@@ -383,7 +383,8 @@ class CausalLM:
         if not run.takes(nodes.counts):
             run.make_ready()
         while True:
-            layout = self._layouts.of(nodes, cache, first_row, takes_lists=self._takes_lists, lists_all=self._lists_all)
+            how = {"takes_lists": self._takes_lists, "lists_all": self._lists_all}
+            layout = lay_out(nodes, cache, first_row, self._masks, run.kernels, **how)
             self._recorder.flat = layout.flat
             try:
                 with self._recorder.seeing():
@@ -403,13 +404,16 @@ class CausalLM:
         Raises: UnsupportedModelError for a model whose decoder layers cannot be told apart.
         Exactness: the logits are those of `forward`.
         """
-        if not wanted:
+        if not wanted.last_hidden and not wanted.layer_inputs:
             return Output(self.forward(nodes, cache, keep=keep, **options))
         if wanted.last_hidden and self._recorder.needs_logits is None and not self.execution.takes(nodes.counts):
             count, two = self.num_forwards, Nodes.from_chains([[0, 0]])
             self._recorder.settle(lambda: self.forward(two, self.new_cache(1, capacity=2)))
             self.num_forwards = count
         keeps_all = keep is None or (wanted.last_hidden and bool(self._recorder.needs_logits))
-        with self._recorder.recording(wanted):
+        self._recorder.wanted = wanted
+        try:
             logits = self.forward(nodes, cache, keep=None if keeps_all else keep, **options)
+        finally:
+            self._recorder.wanted = NOTHING
         return self._recorder.output(logits[:, keep] if keep is not None and keeps_all else logits)

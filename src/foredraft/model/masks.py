@@ -34,7 +34,8 @@ class Masks:
     device: torch.device
     is_additive: bool = False
     always: bool = False
-    _templates: dict[str, _Template] = field(default_factory=dict)
+    _bands: dict[str, torch.Tensor] = field(default_factory=dict)  # that a chain sees, by kind of attention
+    _before: dict[str, int] = field(default_factory=dict)  # columns of a band before the place of the first node
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -51,13 +52,36 @@ class Masks:
 
         All rows see the same band, each at its own place: the mask of one is a view of one band, kept for all steps.
         """
-        template = self._templates.setdefault(kind, _Template(self, self.windows[kind]))
-        masks = [template.cut(length, width, columns) for length in lengths]
+        masks = [self._cut(kind, length, width, columns) for length in lengths]
         return masks[0][None, None] if len(masks) == 1 else torch.stack(masks)[:, None]
+
+    def _cut(self, kind: str, length: int, width: int, columns: int) -> torch.Tensor:
+        """(N, T): node i is in column ``length + i``. The band is made wider where it does not reach."""
+        before, band = self._before.get(kind, 0), self._bands.get(kind)
+        height, total = (0, 0) if band is None else band.shape
+        after = total - before
+        if band is None or length > before or width > height or columns - length > after:
+            # twice as far, so that it seldom happens, but only where it does not reach
+            before = before if length <= before else max(min(2 * length, length + 4096), 256)
+            after = after if columns - length <= after else 2 * (columns - length)
+            band = self._bands[kind] = self._band(self.windows[kind], before, max(width, height), after)
+            self._before[kind] = before
+        start = before - length
+        return band[:width, start : start + columns]
+
+    def _band(self, window: int | None, before: int, height: int, after: int) -> torch.Tensor:
+        """(height, before + after): columns that consecutive nodes see, the first of which is in column ``before``."""
+        distance = torch.arange(height, device=self.device)[:, None]
+        distance = distance - torch.arange(-before, after, device=self.device)
+        sees = distance >= 0
+        if window is not None:
+            sees &= distance < window
+        return self.formatted(sees[None])[0, 0]
 
     def release(self) -> None:
         """Drop the bands that masks of chains are cut from."""
-        self._templates.clear()
+        self._bands.clear()
+        self._before.clear()
 
     def stand_ins(self, flat: FlatNodes) -> Mask:
         """What a model is given in place of masks where its rows run attention in groups: one for every kind.
@@ -138,39 +162,3 @@ class Masks:
         """Entries of additive masks for what is seen, and for what is not."""
         found = torch.tensor([0.0, torch.finfo(self.dtype).min], dtype=self.dtype, device=self.device)
         return found[0], found[1]
-
-
-class _Template:
-    """The band that a chain sees, wide enough to be cut at any place.
-
-    Args:
-      window: columns that a node looks back, its own included; None for all.
-    """
-
-    def __init__(self, masks: Masks, window: int | None) -> None:
-        self._masks = masks
-        self._window = window
-        self._before = 0  # columns before the place of the first node
-        self._band = torch.empty(0, 0)
-
-    def cut(self, length: int, width: int, columns: int) -> torch.Tensor:
-        """(N, T): node i is in column ``length + i``."""
-        height, total = self._band.shape
-        after = total - self._before
-        if length > self._before or width > height or columns - length > after:
-            self._grow(  # twice as far, so that it seldom happens, but only where it does not reach
-                self._before if length <= self._before else max(min(2 * length, length + 4096), 256),
-                max(width, height),
-                after if columns - length <= after else 2 * (columns - length),
-            )
-        start = self._before - length
-        return self._band[:width, start : start + columns]
-
-    def _grow(self, before: int, height: int, after: int) -> None:
-        device = self._masks.device
-        self._before = before
-        distance = torch.arange(height, device=device)[:, None] - torch.arange(-before, after, device=device)
-        sees = distance >= 0
-        if self._window is not None:
-            sees &= distance < self._window
-        self._band = self._masks.formatted(sees[None])[0, 0]

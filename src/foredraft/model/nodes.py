@@ -1,23 +1,27 @@
-"""Ragged rows of nodes, padded to one rectangle: what a forward takes."""
+"""Ragged rows of nodes, padded to one rectangle: the input of a forward, and its output of logits and features."""
 
 from __future__ import annotations
 
-import ctypes
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import attrgetter
 from typing import TypeAlias
 
 import numpy as np
 import torch
 
+from foredraft.devices import upload
 from foredraft.native import abi
 from foredraft.native.attention import DecodeAttention, PrefillAttention
 from foredraft.tree import DraftTree
-from foredraft.upload import upload
 
 BLOCK = 256
 """Nodes of a long chain that run attention together."""
+
+
+_is_chain, _tokens = attrgetter("is_chain"), attrgetter("tokens")
 
 
 @dataclass(frozen=True)
@@ -50,20 +54,24 @@ class Nodes:
         """Rows of consecutive tokens, for prefill and catch-up."""
         counts = tuple(map(len, chains))
         width = max(counts)
+        depths = np.empty((len(counts), width), dtype=np.int64)
+        depths[:] = np.arange(width)
+        if min(counts) == width:
+            tokens = np.array(chains, dtype=np.int64)
+            return cls(torch.from_numpy(tokens), torch.from_numpy(depths), counts)
         some = next((chain[0] for chain in chains if chain), 0)  # for rows without any
         first = np.array([[chain[0] if chain else some] for chain in chains], dtype=np.int64)
         tokens = first.repeat(width, axis=1)
-        depths = np.zeros((len(chains), width), dtype=np.int64)
         for row, chain in enumerate(chains):
             tokens[row, : len(chain)] = chain
-            depths[row, : len(chain)] = np.arange(len(chain))
+            depths[row, len(chain) :] = 0
         return cls(torch.from_numpy(tokens), torch.from_numpy(depths), counts)
 
     @classmethod
     def from_trees(cls, trees: Sequence[DraftTree]) -> Nodes:
         """One draft per row; chains when they all are."""
-        if all(tree.is_chain for tree in trees):
-            return cls.from_chains([tree.tokens for tree in trees])
+        if all(map(_is_chain, trees)):
+            return cls.from_chains(list(map(_tokens, trees)))
         counts = tuple(map(len, trees))
         width = max(counts)
         tokens = np.array([[tree.tokens[0]] for tree in trees], dtype=np.int64).repeat(width, axis=1)
@@ -84,20 +92,22 @@ class Nodes:
           offsets: how far the positions of every row are ahead of its columns; None for nowhere.
           first_row: of the cache.
         """
-        tokens, depths = self.tokens.contiguous(), self.depths.contiguous()
-        ancestors = None if self.ancestors is None else self.ancestors.contiguous()
-        arrays = [None if each is None else abi.array_of(each) for each in (self.counts, lengths, offsets)]
+        tokens, depths, ancestors = self.tokens.contiguous(), self.depths.contiguous(), self.ancestors
+        ancestors = None if ancestors is None else ancestors.contiguous()
+        counts, of_lengths, of_offsets = array("q", self.counts), array("q", lengths), array("q", offsets or ())
         found = abi.Nodes(
             *tokens.shape,
-            self.num_real,
+            sum(self.counts),
             self.num_fed,
             tokens.data_ptr(),
             depths.data_ptr(),
-            *(None if each is None else ctypes.addressof(each) for each in arrays),
+            counts.buffer_info()[0],
+            of_lengths.buffer_info()[0],
+            None if offsets is None else of_offsets.buffer_info()[0],
             None if ancestors is None else ancestors.data_ptr(),
             first_row,
         )
-        found.kept = tokens, depths, ancestors, arrays  # as long as it is used
+        found.kept = tokens, depths, ancestors, counts, of_lengths, of_offsets  # as long as it is used
         return found
 
     @property
@@ -264,3 +274,37 @@ class NodeLogits:
 
 Logits: TypeAlias = torch.Tensor | NodeLogits
 """Logits of the nodes of rows, padded to one width (B, N, V) or not: ``logits[i]`` are those of row i either way."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The features that a forward is to return.
+
+    Args:
+      last_hidden: what the output embedding reads, after the final norm.
+      layer_inputs: indices of decoder layers whose inputs are wanted.
+    """
+
+    last_hidden: bool = False
+    layer_inputs: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.last_hidden or bool(self.layer_inputs)
+
+
+NOTHING = Wanted()
+
+
+@dataclass(frozen=True)
+class Output:
+    """The result of a forward over B rows of N nodes.
+
+    Args:
+      logits: (B, kept, V) of the nodes whose logits were wanted; as a list where that was asked for, and they ran so.
+      last_hidden: (B, N, H) of all nodes, whether their logits were wanted or not; None unless asked for.
+      layer_inputs: (B, N, H) by layer, of those that were asked for.
+    """
+
+    logits: Logits
+    last_hidden: torch.Tensor | None = None
+    layer_inputs: dict[int, torch.Tensor] = field(default_factory=dict)

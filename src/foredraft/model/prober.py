@@ -26,10 +26,11 @@ from foredraft.model.reference import (
     FAULTS,
     NUM_ROWS,
     WINDOW,
-    LinearSamples,
     ProbePlan,
     Reference,
     epsilon,
+    linear_errors,
+    linear_samples,
     plain_forwards,
     sampled,
     shift_positions,
@@ -168,7 +169,7 @@ class Prober:
                 lm.name,
                 chains.describe(),
             )
-        with LinearSamples.taken(lm.shadow if self._is_packed else None) as self._samples:
+        with linear_samples(lm.shadow if self._is_packed else None) as self._samples:
             self._reference = self._plain(lm.shadow, lm.layers, self._rehearsal, lm.dtype, once_more=False)
         self._seconds = time.perf_counter() - start
 
@@ -286,7 +287,7 @@ class Prober:
 
     def _check_linears(self) -> list[Check]:
         """Every layer that does not compute as its class does, on an input that it was given before."""
-        if self._samples is None or not (errors := self._samples.errors()):
+        if not (errors := linear_errors(self._lm.shadow, self._samples)):
             return []
         self._num_forwards, self._num_tokens = self._num_forwards + 1, self._num_tokens + NUM_ROWS
         path, worst = max(errors.items(), key=lambda item: (math.isnan(item[1]), item[1]))

@@ -130,10 +130,24 @@ def reduced(
     replace_forward(head, lambda states: states)
     if isinstance(head.weight, nn.Parameter):  # some code asks for its dtype
         head._parameters["weight"] = nn.Parameter(head.weight.new_empty(0, dtype=dtype), requires_grad=False)
-    output, kept = _Output(), set(kept)
+    others: list[Any] = [None]  # that layers return beside their states, in a tuple; learnt from those that run
+
+    def learning(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = forward(*args, **kwargs)
+            others[0] = result[1:] if isinstance(result, tuple) else None
+            return result
+
+        return run
+
+    def left_out(*args: Any, **kwargs: Any) -> Any:
+        states = args[0] if args else kwargs["hidden_states"]
+        return states if others[0] is None else (states, *others[0])
+
+    kept = set(kept)
     for index, layer in enumerate(inner):
-        run = _converting(layer.forward, list(layer.modules()), dtype)
-        replace_forward(layer, output.of(run) if index in kept else output.repeat)
+        run = learning(_converting(layer.forward, list(layer.modules()), dtype))
+        replace_forward(layer, run if index in kept else left_out)
     return copied
 
 
@@ -145,28 +159,6 @@ def converted_bytes(layer: nn.Module, dtype: torch.dtype | None) -> int:
         for tensor in tensors
         if dtype is not None and tensor is not None and tensor.dtype != dtype and not _is_one_number(tensor)
     )
-
-
-class _Output:
-    """The form in which the layers of a model return their states, learnt from those that run."""
-
-    def __init__(self) -> None:
-        self._others: tuple[Any, ...] | None = None
-
-    def of(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of a layer that is kept."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            result = forward(*args, **kwargs)
-            self._others = result[1:] if isinstance(result, tuple) else None
-            return result
-
-        return run
-
-    def repeat(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a layer that is left out."""
-        states = args[0] if args else kwargs["hidden_states"]
-        return states if self._others is None else (states, *self._others)
 
 
 def _casting(forward: Callable[..., torch.Tensor], dtype: torch.dtype) -> Callable[..., torch.Tensor]:

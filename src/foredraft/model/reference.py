@@ -335,40 +335,37 @@ def epsilon(dtype: torch.dtype, rounds_inputs: str) -> float:
     return max(torch.finfo(dtype).eps if dtype.is_floating_point else 0.0, least)
 
 
-class LinearSamples:
-    """Inputs and outputs of linear layers' own code, a few rows of each, to compare with the code that replaces it."""
+Samples: TypeAlias = dict[nn.Module, tuple[torch.Tensor, torch.Tensor]]
+"""Inputs and outputs of linear layers' own code, a few rows of each, to compare with the code that replaces it."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._paths = {module: path for path, module in model.named_modules()}
-        self._samples: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    @classmethod
-    @contextmanager
-    def taken(cls, model: nn.Module | None) -> Iterator[LinearSamples | None]:
-        """Take samples in the forwards of the block; without a model, none."""
-        if model is None:
-            yield None
-            return
-        samples = cls(model)
-        # in front of the model's own hooks: they are not what is replaced
-        handles = [layer.register_forward_hook(samples._keep, prepend=True) for layer in packable(model)]
-        try:
-            yield samples
-        finally:
-            for handle in handles:
-                handle.remove()
+@contextmanager
+def linear_samples(model: nn.Module | None) -> Iterator[Samples]:
+    """Take samples in the forwards of the block; without a model, none."""
+    samples: Samples = {}
 
-    def _keep(self, layer: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        rows = (tensor.reshape(-1, tensor.shape[-1])[:NUM_ROWS].clone() for tensor in (args[0], output))
-        self._samples[layer] = (next(rows), next(rows))
+    def keep(layer: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        inputs, outputs = (tensor.reshape(-1, tensor.shape[-1])[:NUM_ROWS].clone() for tensor in (args[0], output))
+        samples[layer] = inputs, outputs
 
-    def errors(self) -> dict[str, float]:
-        """Relative errors, by path, of layers whose forward was replaced since; NaN where their own code gave it."""
-        return {
-            self._paths[layer]: _relative_distance(layer.forward(inputs), outputs)
-            for layer, (inputs, outputs) in self._samples.items()
-            if replacement(layer) is not None
-        }
+    # in front of the model's own hooks: they are not what is replaced
+    layers = [] if model is None else packable(model)
+    handles = [layer.register_forward_hook(keep, prepend=True) for layer in layers]
+    try:
+        yield samples
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def linear_errors(model: nn.Module, samples: Samples) -> dict[str, float]:
+    """Relative errors, by path, of layers whose forward was replaced since; NaN where their own code gave it."""
+    paths = {module: path for path, module in model.named_modules()}
+    return {
+        paths[layer]: _relative_distance(layer.forward(inputs), outputs)
+        for layer, (inputs, outputs) in samples.items()
+        if replacement(layer) is not None
+    }
 
 
 def _relative_distance(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -45,7 +45,7 @@ class ModelState:
         Attributes are looked into as far as containers, configs and other plain objects go. What a function or a
         module that is kept in an attribute refers to is not.
         """
-        read = _Reader()
+        read: dict[int, Any] = {}
         structure: list[Any] = []
         versions: list[Any] = []
         waiting, known = [model], {id(model)}
@@ -68,50 +68,48 @@ class ModelState:
             structure += own["_forward_pre_hooks"]
             for name in [name for name in own if name not in _OF_EVERY_MODULE]:
                 value = own[name]
-                structure += (name, value if type(value) in _PLAIN else read(value, _MAX_DEPTH))
+                structure += (name, value if type(value) in _PLAIN else _readable(value, _MAX_DEPTH, read))
         return cls(tuple(structure), tuple(versions))
 
 
-class _Reader:
-    """Turns values into what can be compared; each object is read once."""
+def _readable(value: Any, depth: int, known: dict[int, Any]) -> Any:
+    """A value as something that can be compared; each object is read once."""
+    if type(value) in _PLAIN:
+        return value
+    if id(value) not in known:
+        known[id(value)] = id(value)  # of what refers to itself
+        known[id(value)] = _read(value, depth - 1, known)
+    return known[id(value)]
 
-    def __init__(self) -> None:
-        self._known: dict[int, Any] = {}
 
-    def __call__(self, value: Any, depth: int) -> Any:
-        if type(value) in _PLAIN:
-            return value
-        if id(value) not in self._known:
-            self._known[id(value)] = id(value)  # of what refers to itself
-            self._known[id(value)] = self._read(value, depth - 1)
-        return self._known[id(value)]
-
-    def _read(self, value: Any, depth: int) -> Any:
-        if isinstance(value, torch.Tensor):
-            return id(value), version_of(value)
-        if isinstance(value, _WITHOUT_EFFECT):
-            return None
-        if depth == 0 or isinstance(value, (nn.Module, type, types.FunctionType, types.ModuleType)):
-            return id(value)
-        if isinstance(value, types.MethodType):
-            return id(value.__func__), id(value.__self__)
-        if isinstance(value, functools.partial):
-            return self(value.func, depth), self._read(value.args, depth), self._read(value.keywords, depth)
-        if isinstance(value, np.ndarray):
-            return value.shape, value.dtype.str, value.tobytes() if value.size <= _MAX_ENTRIES else id(value)
-        if isinstance(value, (dict, list, tuple, deque, set, frozenset)):
-            return self._container(value, depth)
-        if hasattr(value, "__dict__"):
-            return type(value), self._container(vars(value), depth)
+def _read(value: Any, depth: int, known: dict[int, Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return id(value), version_of(value)
+    if isinstance(value, _WITHOUT_EFFECT):
+        return None
+    if depth == 0 or isinstance(value, (nn.Module, type, types.FunctionType, types.ModuleType)):
         return id(value)
+    if isinstance(value, types.MethodType):
+        return id(value.__func__), id(value.__self__)
+    if isinstance(value, functools.partial):
+        args, keywords = (_read(each, depth, known) for each in (value.args, value.keywords))
+        return _readable(value.func, depth, known), args, keywords
+    if isinstance(value, np.ndarray):
+        return value.shape, value.dtype.str, value.tobytes() if value.size <= _MAX_ENTRIES else id(value)
+    if isinstance(value, (dict, list, tuple, deque, set, frozenset)):
+        return _container(value, depth, known)
+    if hasattr(value, "__dict__"):
+        return type(value), _container(vars(value), depth, known)
+    return id(value)
 
-    def _container(self, values: Any, depth: int) -> Any:
-        if len(values) > _MAX_ENTRIES:
-            return id(values), len(values)
-        if isinstance(values, dict):
-            return tuple((self(key, depth), self(value, depth)) for key, value in values.items())
-        parts = [self(value, depth) for value in values]
-        return frozenset(parts) if isinstance(values, (set, frozenset)) else tuple(parts)
+
+def _container(values: Any, depth: int, known: dict[int, Any]) -> Any:
+    if len(values) > _MAX_ENTRIES:
+        return id(values), len(values)
+    if isinstance(values, dict):
+        return tuple((_readable(key, depth, known), _readable(each, depth, known)) for key, each in values.items())
+    parts = [_readable(value, depth, known) for value in values]
+    return frozenset(parts) if isinstance(values, (set, frozenset)) else tuple(parts)
 
 
 def version_of(tensor: torch.Tensor) -> Any:

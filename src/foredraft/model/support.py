@@ -144,6 +144,20 @@ def check_supported(given: nn.Module) -> PreTrainedModel:
     return model
 
 
+def check_width(name: str, model: PreTrainedModel) -> None:
+    """Refuse a target for heads: one that projects its last hidden states to another width (OPT-350m).
+
+    Raises: UnsupportedModelError.
+    """
+    size, output = int(model.config.hidden_size), model.get_output_embeddings()
+    read = getattr(output, "in_features", size)
+    if read != size:
+        raise UnsupportedModelError(
+            f"layers of {name} pass on {size} numbers, and its output layer reads {read}; heads need one width for "
+            "both: use a method without a head, such as 'suffix'"
+        )
+
+
 def shares_keys(config: Any) -> bool:
     """Whether some layers attend to keys and values of an earlier one, as those of Gemma 3n and 4 may."""
     return any(type(layer).__name__ == _SHARING for layer in DynamicCache(config=config).layers)

@@ -30,20 +30,19 @@ LINE = 64
 """Bytes. Tensors begin at a multiple."""
 
 
-class _Region:
-    """Memory that begins with a huge page; bytes behind its last whole one are in small pages.
+def _region(num_bytes: int) -> tuple[mmap.mmap, int]:
+    """Memory, and where in it a huge page begins; bytes behind its last whole one are in small pages.
 
     Raises: OSError where there is no memory.
     """
-
-    def __init__(self, num_bytes: int) -> None:
-        length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + HUGE
-        self.memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.first = -torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr() % HUGE
-        end = self.first + num_bytes // HUGE * HUGE
-        with suppress(OSError):  # a kernel without them
-            self.memory.madvise(mmap.MADV_HUGEPAGE, self.first, end - self.first)
-            self.memory.madvise(mmap.MADV_NOHUGEPAGE, end, length - end)
+    length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + HUGE
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    first = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE
+    end = first + num_bytes // HUGE * HUGE
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE, first, end - first)
+        memory.madvise(mmap.MADV_NOHUGEPAGE, end, length - end)
+    return memory, first
 
 
 class _Shared:
@@ -59,8 +58,8 @@ class _Shared:
         with self._lock:
             memory = None if self._memory is None else self._memory()
             if memory is None or self._next + num_bytes > self._end:
-                region = _Region(REGION)
-                memory, self._next, self._end = region.memory, region.first, region.first + REGION
+                memory, self._next = _region(REGION)
+                self._end = self._next + REGION
                 self._memory = weakref.ref(memory)
             first = self._next
             self._next += -(-num_bytes // LINE) * LINE
@@ -77,17 +76,13 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
     num_bytes = count * dtype.itemsize
     try:
-        if num_bytes < HUGE:
-            memory, first = _shared.take(num_bytes)
-        else:
-            region = _Region(num_bytes)
-            memory, first = region.memory, region.first
+        memory, first = _shared.take(num_bytes) if num_bytes < HUGE else _region(num_bytes)
     except OSError:  # torch says it in its own words
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=first).view(shape)
 
 
-class Leaving:
+class PageReleaser:
     """Tells the system that nobody reads again what tensors hold, as far as that is mapped from a file.
 
     Its pages count as memory of the process for as long as anything of the file is mapped. Memory of another kind is
@@ -157,17 +152,13 @@ def _mapped_from_files() -> list[tuple[int, int]]:
     return found
 
 
-class _Scratch(threading.local):
-    """Working memory that every thread which runs forwards has for itself, and that grows with what is asked for."""
-
-    bytes = torch.empty(0, dtype=torch.uint8)
-
-
-_scratch = _Scratch()
+_scratch = threading.local()
+"""Working memory of every thread that runs forwards, which grows with what is needed."""
 
 
 def scratch_address(num_bytes: int) -> int:
     """The address of so many bytes, which belong to this thread until it asks for more."""
-    if len(_scratch.bytes) < num_bytes + LINE:
-        _scratch.bytes = torch.empty(num_bytes + LINE, dtype=torch.uint8)
-    return -(-_scratch.bytes.data_ptr() // LINE) * LINE
+    known: torch.Tensor | None = getattr(_scratch, "bytes", None)
+    if known is None or len(known) < num_bytes + LINE:
+        known = _scratch.bytes = torch.empty(num_bytes + LINE, dtype=torch.uint8)
+    return -(-known.data_ptr() // LINE) * LINE

@@ -36,6 +36,11 @@ class PromptLine:
     keys: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def category(self) -> str:
+        """Kind of the prompt; "prompt" where the line names none."""
+        return str(self.keys.get("category", "prompt"))
+
+    @property
     def given(self) -> Any:
         """The prompt as `LLM.generate` takes it."""
         return self.text if self.token_ids is None else {"prompt_token_ids": list(self.token_ids)}

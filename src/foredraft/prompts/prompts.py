@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
-from foredraft.config.keywords import check_unicode, has_items, whole_number
+from foredraft.config.keywords import check_unicode, has_items, ints_of, whole_number
 from foredraft.config.sampling import SamplingParams
 from foredraft.errors import ConfigError, ForedraftError, PromptError, described
 from foredraft.prompts.templates import TemplateFailure, rendered_chat
@@ -156,7 +156,7 @@ def _any_ids(value: Any, place: int) -> tuple[int, ...]:
         raise PromptError(f"prompt {place} is {type(value).__name__}; give text or a list of token ids")
     items = list(value)
     try:
-        return tuple(map(whole_number, items))
+        return tuple(ints_of(items))
     except TypeError:
         wrong = next(token for token in items if not _is_index(token))
         raise PromptError(f"prompt {place} holds {wrong!r}; token ids are whole numbers") from None

@@ -30,10 +30,10 @@ def main() -> None:
     """Answer requests from standard input until it ends."""
     given, told = sys.stdin.buffer, sys.stdout.buffer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
-    limits = Limits()
+    used_bytes = _prepared()
     while len(head := given.read(HEAD.size)) == HEAD.size:
         data = given.read(HEAD.unpack(head)[0])
-        kind, text = limits.within(data)
+        kind, text = _rendered_within_limits(data, used_bytes)
         _answer(told, kind, text)
 
 
@@ -44,41 +44,41 @@ def _answer(told: BinaryIO, kind: int, text: str) -> None:
     told.flush()
 
 
-class Limits:
-    """Bounds of a request. The system ends the process after its time, also inside of one long operation.
+def _prepared() -> int:
+    """Let the timer of processor time end the process, and measure the memory in use, in bytes.
 
-    Memory is bounded where ``/proc`` tells how much there is (Linux), time where there are timers of processor time.
+    Returns: 0 where there is no ``/proc`` (Linux), and memory therefore not bounded.
     """
+    if sys.platform == "win32":
+        return 0
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
-    def __init__(self) -> None:
-        self._page_bytes, self._used_bytes = 0, 0
-        if sys.platform != "win32":
-            signal.signal(signal.SIGPROF, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
-            statm = Path("/proc/self/statm")
-            if statm.exists():
-                self._used_bytes = int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
-    def within(self, data: bytes) -> tuple[int, str]:
-        """The answer to a request, made within the bounds."""
-        self._set(SECONDS, self._used_bytes + BYTES + 8 * len(data))  # texts of four bytes a character, twice
-        try:
-            return rendered(*marshal.loads(data))
-        except MemoryError:
-            return NO_MEMORY, ""
-        finally:
-            self._set(0, -1)
+def _rendered_within_limits(data: bytes, used_bytes: int) -> tuple[int, str]:
+    """The answer to a request. The system ends the process after `SECONDS`, also inside of one long operation."""
+    _limit(SECONDS, used_bytes and used_bytes + BYTES + 8 * len(data))  # texts of four bytes a character, twice
+    try:
+        return rendered(*marshal.loads(data))
+    except MemoryError:
+        return NO_MEMORY, ""
+    finally:
+        _limit(0, used_bytes and -1)
 
-    def _set(self, seconds: float, num_bytes: int) -> None:
-        if sys.platform == "win32":
-            return
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        if self._used_bytes:
-            import resource
 
-            hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-            soft = num_bytes if hard < 0 or 0 <= num_bytes < hard else hard
-            resource.setrlimit(resource.RLIMIT_AS, (soft if num_bytes >= 0 else hard, hard))
+def _limit(seconds: float, num_bytes: int) -> None:
+    """Bound processor time and memory: 0 seconds or -1 bytes remove a bound, 0 bytes change none."""
+    if sys.platform == "win32":
+        return
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    if num_bytes:
+        import resource
+
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        soft = num_bytes if hard < 0 or 0 <= num_bytes < hard else hard
+        resource.setrlimit(resource.RLIMIT_AS, (soft if num_bytes >= 0 else hard, hard))
 
 
 def rendered(template: str, variables: dict[str, Any] | None) -> tuple[int, str]:

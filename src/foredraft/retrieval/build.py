@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -16,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from foredraft.errors import ConfigError, CorpusError, DatastoreError
-from foredraft.folders import sha256_of
+from foredraft.errors import ConfigError, DatastoreError
+from foredraft.folders import only_writer, sha256_of
 from foredraft.retrieval.corpus import PIECE_CHARACTERS, CorpusFile, TextPiece, batches, find_files
 from foredraft.retrieval.manifest import (
     MANIFEST,
@@ -36,7 +34,7 @@ STATE = "build.json"
 
 @dataclass
 class State:
-    """How far a build has come. On disk it is never ahead of the token file.
+    """Progress of a build. On disk it is never ahead of the token file.
 
     Args:
       settings: what has to be the same when a build goes on.
@@ -78,29 +76,22 @@ Progress = Callable[[str, int, int], None]
 """(what is being done, how much is done, of how much)."""
 
 
-@dataclass(frozen=True)
-class ShardLimits:
-    """How large shards may get.
+def shard_tokens(width: int, memory_bytes: int = MEMORY_BYTES) -> int:
+    """Tokens of a shard that can be sorted in so much memory of the whole program.
 
     Args:
-      memory_bytes: of the whole program while it sorts a shard.
-      max_shard_tokens: a smaller limit; exceeded by one piece of text at most.
+      width: bytes per token.
+
+    Raises: ConfigError when nothing is left.
     """
-
-    memory_bytes: int = MEMORY_BYTES
-    max_shard_tokens: int | None = None
-
-    def shard_tokens(self, width: int) -> int:
-        """Raises: ConfigError when nothing is left."""
-        within = tokens_within(self.memory_bytes - _BASE_MEMORY, width) - PIECE_CHARACTERS
-        limit = within if self.max_shard_tokens is None else min(within, self.max_shard_tokens)
-        if limit < 1:
-            least = _BASE_MEMORY + BYTES_PER_TOKEN_BYTE * width * (PIECE_CHARACTERS + 2)
-            raise ConfigError(
-                f"memory of {self.memory_bytes} bytes leaves no room for tokens: the program takes "
-                f"{_BASE_MEMORY}; give {least} or more"
-            )
-        return limit
+    limit = tokens_within(memory_bytes - _BASE_MEMORY, width) - PIECE_CHARACTERS
+    if limit < 1:
+        least = _BASE_MEMORY + BYTES_PER_TOKEN_BYTE * width * (PIECE_CHARACTERS + 2)
+        raise ConfigError(
+            f"memory of {memory_bytes} bytes leaves no room for tokens: the program takes {_BASE_MEMORY}; give {least} "
+            "or more"
+        )
+    return limit
 
 
 def build(
@@ -110,7 +101,8 @@ def build(
     *,
     tokenizer_name: str | None = None,
     field: str = "text",
-    limits: ShardLimits | None = None,
+    memory_bytes: int = MEMORY_BYTES,
+    max_shard_tokens: int | None = None,
     restart: bool = False,
     progress: Progress | None = None,
 ) -> DatastoreManifest:
@@ -123,10 +115,11 @@ def build(
       tokenizer: of the model that will use the datastore.
       tokenizer_name: how the datastore calls it; by default the name it was loaded by.
       field: of JSONL records and Parquet rows.
-      limits: of memory, and so of the size of shards.
+      memory_bytes: memory of the whole program while it sorts a shard.
+      max_shard_tokens: a smaller limit of shards; exceeded by one piece of text at most.
       restart: drop what ``out`` holds, finished or not.
 
-    Raises: CorpusError, DatastoreError, ConfigError.
+    Raises: DatastoreError, ConfigError.
     """
     folder = Path(out).expanduser()
     files = find_files(corpora, field)
@@ -143,7 +136,7 @@ def build(
         shards=(),
         sources=(),
     )
-    return _Builder(folder, files, tokenizer, limits or ShardLimits(), progress).run(base)
+    return _Builder(folder, files, tokenizer, memory_bytes, max_shard_tokens, progress).run(base)
 
 
 def append(
@@ -152,17 +145,19 @@ def append(
     tokenizer: PreTrainedTokenizerBase,
     *,
     field: str = "text",
-    limits: ShardLimits | None = None,
+    memory_bytes: int = MEMORY_BYTES,
+    max_shard_tokens: int | None = None,
     progress: Progress | None = None,
 ) -> DatastoreManifest:
     """Add shards to a datastore. Readers see them once all are written. Arguments as of `build`.
 
-    Raises: CorpusError, DatastoreError, TokenizerMismatchError.
+    Raises: DatastoreError, TokenizerMismatchError.
     """
     folder = Path(folder).expanduser()
     manifest = DatastoreManifest.read(folder)
     manifest.check_tokenizer(tokenizer, None)
-    return _Builder(folder, find_files(corpora, field), tokenizer, limits or ShardLimits(), progress).run(manifest)
+    files = find_files(corpora, field)
+    return _Builder(folder, files, tokenizer, memory_bytes, max_shard_tokens, progress).run(manifest)
 
 
 def _drop(folder: Path) -> None:
@@ -181,13 +176,15 @@ class _Builder:
         folder: Path,
         files: list[CorpusFile],
         tokenizer: PreTrainedTokenizerBase,
-        limits: ShardLimits,
+        memory_bytes: int,
+        max_shard_tokens: int | None,
         progress: Progress | None,
     ) -> None:
         self._folder, self._files, self._tokenizer = folder, files, tokenizer
         self._progress = progress or (lambda *_: None)
         self._width = width_of(max(tokenizer.get_vocab().values()) + 1)
-        self._limit = limits.shard_tokens(self._width)
+        within = shard_tokens(self._width, memory_bytes)
+        self._limit = within if max_shard_tokens is None else min(within, max_shard_tokens)
         self._settings: dict[str, Any] = {
             "fingerprint": fingerprint_of(tokenizer),
             "max_shard_tokens": self._limit,
@@ -198,26 +195,17 @@ class _Builder:
         """Take in all files as shards after those of ``base``."""
         with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-            with self._locked():
+            with only_writer(self._folder / LOCK):
                 self._num_base = len(base.shards)
                 self._state = self._resumed()
                 self._take_files()
                 if not self._state.shards:
-                    raise CorpusError("the corpus is empty: its files hold no tokens; give a file with text")
+                    raise DatastoreError("the corpus is empty: its files hold no tokens; give a file with text")
                 sources = tuple((str(file.path), file.num_bytes) for file in self._files)
                 manifest = replace(base, shards=(*base.shards, *self._state.shards), sources=(*base.sources, *sources))
                 manifest.write(self._folder)
                 (self._folder / STATE).unlink()
         return manifest
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        with (self._folder / LOCK).open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise DatastoreError(f"another build is writing to {self._folder}; wait for it") from None
-            yield
 
     def _resumed(self) -> State:
         """The state of an interrupted build with the same settings, or a new one."""
@@ -352,10 +340,10 @@ def from_tokens(
       max_shard_tokens: exceeded by one document at most; by default what 2 GB of memory can sort.
       num_tokens: how many there will be, where that is known; for ``progress`` only.
 
-    Raises: CorpusError when there is no token; DatastoreError.
+    Raises: DatastoreError, also when there is no token.
     """
     folder, width = Path(out), width_of(vocab_size)
-    limit = max_shard_tokens or ShardLimits().shard_tokens(width)
+    limit = max_shard_tokens or shard_tokens(width)
     report = progress or (lambda *_: None)
     shards: list[ShardRecord] = []
     remaining = filter(len, documents)
@@ -377,7 +365,7 @@ def from_tokens(
             shards.append(indexed(tokens, index, size, width, count))
             done += size
         if not shards:
-            raise CorpusError("the corpus is empty: no document holds a token")
+            raise DatastoreError("the corpus is empty: no document holds a token")
         manifest = DatastoreManifest(vocab_size, width, "", "", tuple(shards), ())
         manifest.write(folder)
     return manifest

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, cast
 
-from foredraft.errors import CorpusError
+from foredraft.errors import DatastoreError
 from foredraft.extras import install_command
 from foredraft.folders import parsed_json
 
@@ -88,7 +88,7 @@ class CorpusFile:
     def pieces(self) -> Iterator[TextPiece]:
         """The documents in order, in the same pieces every time.
 
-        Raises: CorpusError for anything that is not text or JSON, or lacks the field.
+        Raises: DatastoreError for anything that is not text or JSON, or lacks the field.
         """
         if self.kind == "parquet":
             yield from self._parquet()
@@ -107,15 +107,17 @@ class CorpusFile:
                 else:
                     with cast("Any", opened)(raw, "rt", encoding="utf-8-sig") as lines:
                         yield cast("BinaryIO", raw), lines
+        except DatastoreError:
+            raise
         except UnicodeDecodeError as error:
-            raise CorpusError(
+            raise DatastoreError(
                 f"{self.path} is not UTF-8 text (byte {error.object[error.start]:#04x}: {error.reason}); convert it, "
                 "or leave it out"
             ) from None
         except (lzma.LZMAError, gzip.BadGzipFile, EOFError) as error:
-            raise CorpusError(f"{self.path} cannot be decompressed: {error}; copy it again") from None
+            raise DatastoreError(f"{self.path} cannot be decompressed: {error}; copy it again") from None
         except OSError as error:
-            raise CorpusError(f"{self.path} cannot be read: {error.strerror or error}; check the path") from None
+            raise DatastoreError(f"{self.path} cannot be read: {error.strerror or error}; check the path") from None
 
     def _text(self, raw: BinaryIO, file: IO[str]) -> Iterator[TextPiece]:
         """The whole file is one document."""
@@ -136,7 +138,7 @@ class CorpusFile:
         try:
             record = parsed_json(line, strict=False)
         except ValueError as error:
-            raise CorpusError(
+            raise DatastoreError(
                 f"{self.path}, line {number} is not JSON: {error}; repair it, or name the file .txt"
             ) from None
         return self._field_of(record, f"line {number}")
@@ -145,27 +147,27 @@ class CorpusFile:
         text = record.get(self.field) if isinstance(record, dict) else record
         if not isinstance(text, str):
             keys = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-            raise CorpusError(
+            raise DatastoreError(
                 f"{self.path}, {place} has no text in {self.field!r} (it has: {keys}); name the field with --field"
             )
         self._check_text(text)
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise CorpusError(
+            raise DatastoreError(
                 f"{self.path}, {place} holds {text[error.start]!r}, half of a surrogate pair; repair the text"
             ) from None
         return text
 
     def _check_text(self, text: str) -> None:
         if "\0" in text:
-            raise CorpusError(f"{self.path} holds NUL characters, so it is binary, not text; leave it out")
+            raise DatastoreError(f"{self.path} holds NUL characters, so it is binary, not text; leave it out")
 
     def _parquet(self) -> Iterator[TextPiece]:
         try:
             import pyarrow.parquet as parquet  # type: ignore[import-not-found,import-untyped,unused-ignore]
         except ImportError as error:
-            raise CorpusError(
+            raise DatastoreError(
                 f"reading {self.path} needs pyarrow ({error}); convert it to JSONL, or install pyarrow with: "
                 f"{install_command('datastore')}"
             ) from None
@@ -173,9 +175,9 @@ class CorpusFile:
             file = parquet.ParquetFile(self.path)
             names = file.schema_arrow.names
         except Exception as error:  # whatever Arrow raises, the file is at fault
-            raise CorpusError(f"{self.path} is not a readable Parquet file: {error}") from None
+            raise DatastoreError(f"{self.path} is not a readable Parquet file: {error}") from None
         if self.field not in names:
-            raise CorpusError(
+            raise DatastoreError(
                 f"{self.path} has no column {self.field!r} (it has: {', '.join(names)}); name it with --field"
             )
         size, done = self.num_bytes, 0
@@ -222,14 +224,16 @@ def cut(text: str) -> list[str]:
 def find_files(corpora: Sequence[str | Path], field: str = "text") -> list[CorpusFile]:
     """The files of a corpus: those named, and everything that looks like text in the directories named.
 
-    Raises: CorpusError for a path that does not exist, and when there is nothing to read.
+    Raises: DatastoreError for a path that does not exist, and when there is nothing to read.
     """
     files = [file for corpus in corpora for file in _files(Path(corpus).expanduser())]
     if not files:
-        raise CorpusError("the corpus is empty: no file was named, or the directories hold no text, JSONL or Parquet")
+        raise DatastoreError(
+            "the corpus is empty: no file was named, or the directories hold no text, JSONL or Parquet"
+        )
     empty = [file for file in files if file.stat().st_size == 0]
     if len(empty) == len(files):
-        raise CorpusError(f"the corpus is empty: {', '.join(map(str, empty[:3]))} of 0 bytes; give a file with text")
+        raise DatastoreError(f"the corpus is empty: {', '.join(map(str, empty[:3]))} of 0 bytes; give a file with text")
     return [CorpusFile(file, field) for file in files if file not in empty]
 
 
@@ -237,7 +241,7 @@ def _files(path: Path) -> list[Path]:
     if path.is_dir():
         return sorted(file for file in path.rglob("*") if file.is_file() and _looks_like_text(file, path))
     if not path.exists():
-        raise CorpusError(f"{path} does not exist; give files or directories")
+        raise DatastoreError(f"{path} does not exist; give files or directories")
     return [path]
 
 

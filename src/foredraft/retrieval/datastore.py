@@ -11,7 +11,7 @@ import numpy as np
 
 from foredraft.retrieval.growth import ESCAPE
 from foredraft.retrieval.manifest import DatastoreManifest
-from foredraft.retrieval.shard import PADDING, Interval, Shard, encode
+from foredraft.retrieval.shard import PADDING, Shard, encode
 from foredraft.retrieval.trie import ContinuationTrie
 
 if TYPE_CHECKING:
@@ -21,14 +21,14 @@ MAX_DEPTH = PADDING
 """Longest continuation that can be read."""
 
 SHORTER_WEIGHT = 0.25
-"""Of an occurrence of the next shorter context, beside those of the longest."""
+"""Weight of an occurrence of the next shorter context, beside those of the longest."""
 
 _SHARD_STRIDE = 1 << 32  # positions of a later shard are more recent than all of an earlier one
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """How a datastore is asked.
+    """Limits of a lookup in a datastore.
 
     Args:
       match_min, match_max: tokens of the shortest and longest context that counts as a match.
@@ -111,29 +111,37 @@ class Datastore:
         length = max(length for length, _ in found)
         if length == 0:
             return None
-        groups = [_Group([hits if size == length else _NONE for size, hits in found], length, 1.0)]
-        num_hits = groups[0].num_hits
+        hits = [of_shard if size == length else range(0) for size, of_shard in found]
+        num_hits, shorter = sum(map(len, hits)), None
         if num_hits < how.few_hits and length > how.match_min:
-            context_bytes = data[len(data) - (length - 1) * self.manifest.width :]
-            shorter = _Group([shard.find(context_bytes) for shard in self._shards], length - 1, SHORTER_WEIGHT)
-            if shorter.num_hits > num_hits:
-                groups = [groups[0]._replace(weight=1.0 - SHORTER_WEIGHT), shorter]
-        return Match(length, num_hits, self._trie(groups, how))
+            end = data[len(data) - (length - 1) * self.manifest.width :]
+            shorter = [shard.find(end) for shard in self._shards]
+            shorter = shorter if sum(map(len, shorter)) > num_hits else None
+        return Match(length, num_hits, self._trie(length, hits, shorter, how))
 
-    def _trie(self, groups: list[_Group], how: Lookup) -> ContinuationTrie:
-        """One trie of all hits; a hit of two groups counts with the weights of both."""
-        first, last = groups[0], groups[-1]
-        if len(self._shards) == 1 < len(groups) and first.num_hits <= _FEW and last.num_hits <= how.max_hits:
-            return self._nested(first, last, how)
+    def _trie(self, length: int, hits: list[range], shorter: list[range] | None, how: Lookup) -> ContinuationTrie:
+        """One trie of all hits; a hit of both contexts counts with the weights of both.
+
+        Args:
+          length: tokens of the context.
+          hits: its occurrences by shard.
+          shorter: occurrences of the context that is one token shorter; None where they do not count.
+        """
+        num_hits = sum(map(len, hits))
+        if len(self._shards) == 1 and shorter is not None and num_hits <= _FEW and len(shorter[0]) <= how.max_hits:
+            return self._nested(length, hits[0], shorter[0], how)
+        groups = [(hits, length, 1.0 if shorter is None else 1.0 - SHORTER_WEIGHT)]
+        if shorter is not None:
+            groups.append((shorter, length - 1, SHORTER_WEIGHT))
         rows, places, weights = [], [], []
-        for hits, length, weight in groups:
-            limit = -(-how.max_hits // sum(interval.num_hits > 0 for interval in hits))
-            for number, (shard, interval) in enumerate(zip(self._shards, hits, strict=True)):
-                if interval.num_hits:
-                    after = shard.positions(interval, limit) + length
+        for of_shards, size, weight in groups:
+            limit = -(-how.max_hits // sum(len(found) > 0 for found in of_shards))
+            for number, (shard, found) in enumerate(zip(self._shards, of_shards, strict=True)):
+                if found:
+                    after = shard.positions(found, limit) + size
                     rows.append(shard.continuations(after, how.depth))
                     places.append(after + number * _SHARD_STRIDE)
-                    weights.append(np.full(len(after), weight * interval.num_hits / len(after)))
+                    weights.append(np.full(len(after), weight * len(found) / len(after)))
         width = self.manifest.width
         if len(rows) == 1:
             return ContinuationTrie(rows[0], places[0], width=width, escape=ESCAPE)
@@ -146,12 +154,12 @@ class Datastore:
             escape=ESCAPE,
         )
 
-    def _nested(self, longer: _Group, shorter: _Group, how: Lookup) -> ContinuationTrie:
+    def _nested(self, length: int, hits: range, shorter: range, how: Lookup) -> ContinuationTrie:
         """The same where all hits of the shorter context are read: in order, and the longer one's are among them."""
         (shard,) = self._shards
-        after = shard.positions(shorter.hits[0], how.max_hits) + shorter.length
-        among = shard.positions(longer.hits[0], how.max_hits) + longer.length
-        weights = shorter.weight + longer.weight * (after == among[:, None]).any(axis=0)
+        after = shard.positions(shorter, how.max_hits) + length - 1
+        among = shard.positions(hits, how.max_hits) + length
+        weights = SHORTER_WEIGHT + (1.0 - SHORTER_WEIGHT) * (after == among[:, None]).any(axis=0)
         rows = shard.continuations(after, how.depth)
         return ContinuationTrie(rows, after, weights, width=self.manifest.width, escape=ESCAPE)
 
@@ -161,19 +169,6 @@ class Datastore:
             shard.close()
 
 
-class _Group(NamedTuple):
-    """Occurrences of one context in every shard, and what each counts."""
-
-    hits: list[Interval]
-    length: int
-    weight: float
-
-    @property
-    def num_hits(self) -> int:
-        return sum(interval.num_hits for interval in self.hits)
-
-
-_NONE = Interval(0, 0)
 _FEW = 64  # hits that are looked for among others
 
 

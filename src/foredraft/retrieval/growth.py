@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush, heappushpop
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from foredraft.tree import DraftTree
 
 ESCAPE = 1.0
-"""How much the unknown weighs: a context that was seen n times counts it as one more observation."""
+"""Weight of the unknown: a context that was seen n times counts it as one more observation."""
 
 
 class Candidate(NamedTuple):
@@ -19,7 +19,7 @@ class Candidate(NamedTuple):
       score: the source's estimate of the chance that this token *and the path to it* come true.
       recency: larger is more recent; decides between equal scores.
       token: its id.
-      place: where the source stands after it.
+      place: where the source stands after it; of several sources, a root of each.
     """
 
     score: float
@@ -28,20 +28,16 @@ class Candidate(NamedTuple):
     place: Any
 
 
-class CandidateSource(Protocol):
-    """Knows continuations of one text: a place has candidates, each of which is a place again."""
+Candidates = Callable[[Any, float], Iterable[Candidate]]
+"""A source of continuations: for a place, the tokens that may follow with a score of at least a floor, each once.
 
-    def candidates(self, place: Any, floor: float = 0.0) -> Iterable[Candidate]:
-        """The tokens that may follow with a score of ``floor`` or more, each token once.
-
-        Scores are products along the path, so they never grow on the way.
-        """
+Scores are products along the path, so they never grow on the way."""
 
 
 class GrowthRoot(NamedTuple):
-    """Where a source stands at the end of the text. ``score`` is 1 unless the source is less sure of the whole."""
+    """Place of a source at the end of the text. ``score`` is 1 unless the source is less sure of the whole."""
 
-    source: CandidateSource
+    candidates: Candidates
     place: Any
     score: float = 1.0
 
@@ -73,7 +69,7 @@ def grow(pending: int, roots: Sequence[GrowthRoot], shape: TreeLimits, name: str
     max_nodes, max_depth, max_branches, min_score = shape
     tokens, parents, depths, scores = [pending], [-1], [0], [1.0]
     places: list[tuple[GrowthRoot, ...]] = [tuple(roots)]
-    heap: list[tuple[float, int, int, int, _Found]] = []
+    heap: list[tuple[float, int, int, int, Candidate]] = []
     best: list[float] = []  # scores of the best candidates so far, as many as there may be nodes: a heap
     newest = age = 0
     while True:
@@ -94,34 +90,28 @@ def grow(pending: int, roots: Sequence[GrowthRoot], shape: TreeLimits, name: str
         parents.append(parent)
         depths.append(depths[parent] + 1)
         scores.append(one.score)
-        places.append(one.stands)
-
-
-class _Found(NamedTuple):
-    """A candidate of a node: ``score`` is that of the whole path, ``stands`` where every source stands after it."""
-
-    score: float
-    recency: int
-    token: int
-    stands: tuple[GrowthRoot, ...]
+        places.append(one.place)
 
 
 _ROUNDING = 1 - 1e-9
 """Sources get a floor that is lower by this: scaling there and back must not lose what lies on it."""
 
 
-def _merged(roots: Sequence[GrowthRoot], score: float, floor: float) -> Sequence[_Found]:
-    """Candidates of all sources with a score of ``floor`` or more, equal tokens as one."""
-    merged: dict[int, _Found] = {}
-    for source, place, own in roots:
+def _merged(roots: Sequence[GrowthRoot], score: float, floor: float) -> Sequence[Candidate]:
+    """Candidates of all sources with a score of ``floor`` or more, equal tokens as one.
+
+    Their scores are those of the whole path, and their places are roots of every source.
+    """
+    merged: dict[int, Candidate] = {}
+    for candidates, place, own in roots:
         factor = score / own
-        for reached, recency, token, after in source.candidates(place, floor / factor * _ROUNDING):
-            stands: tuple[GrowthRoot, ...] = (GrowthRoot(source, after, reached),)
+        for reached, recency, token, after in candidates(place, floor / factor * _ROUNDING):
+            stands: tuple[GrowthRoot, ...] = (GrowthRoot(candidates, after, reached),)
             known = merged.get(token)
             if known is None:
-                merged[token] = _Found(reached * factor, recency, token, stands)
+                merged[token] = Candidate(reached * factor, recency, token, stands)
             elif reached * factor > known.score:
-                merged[token] = _Found(reached * factor, recency, token, (*known.stands, *stands))
+                merged[token] = Candidate(reached * factor, recency, token, (*known.place, *stands))
             else:
-                merged[token] = known._replace(stands=(*known.stands, *stands))
+                merged[token] = known._replace(place=(*known.place, *stands))
     return [found for found in merged.values() if found.score >= floor]

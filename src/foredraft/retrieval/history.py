@@ -18,7 +18,7 @@ from foredraft.retrieval.suffix_tree import WIDTH, SuffixMatch, SuffixTree
 _FORMAT = "foredraft-history-1"
 
 MAX_TOKENS = 1 << 19
-"""Of all outputs that are remembered."""
+"""Tokens of all outputs that are remembered."""
 
 
 class OutputHistory:

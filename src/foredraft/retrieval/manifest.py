@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foredraft.errors import DatastoreError, TokenizerMismatchError, described
-from foredraft.folders import not_ours, sha256_of
+from foredraft.folders import is_no_room, not_ours, sha256_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -158,11 +158,7 @@ def writing(folder: Path) -> Iterator[None]:
     except DatastoreError:
         raise
     except OSError as error:
-        import errno
-
-        reason = error.strerror or str(error)
-        if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+        remedy = "choose a directory that you may write to"
+        if is_no_room(error):
             remedy = "make room and run the same command again; it goes on where it stopped"
-        else:
-            remedy = "choose a directory that you may write to"
-        raise DatastoreError(f"{folder} cannot be written: {reason}; {remedy}") from None
+        raise DatastoreError(f"{folder} cannot be written: {error.strerror or error}; {remedy}") from None

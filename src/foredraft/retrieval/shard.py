@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -54,19 +54,10 @@ def decode(data: npt.NDArray[np.uint8], width: int) -> Ids:
     return ids
 
 
-class Interval(NamedTuple):
-    """Occurrences of a context that something follows: suffixes ``low`` to ``high`` - 1 in sorted order."""
-
-    low: int
-    high: int
-
-    @property
-    def num_hits(self) -> int:
-        return self.high - self.low
-
-
 class Shard:
     """A searchable piece of a datastore.
+
+    Occurrences of a context are ranges of suffixes in sorted order.
 
     Args:
       tokens: file of ids, ``width`` bytes each, every document followed by a separator, then `PADDING` separators.
@@ -110,7 +101,7 @@ class Shard:
         return windows
 
     def _lower(self, pattern: bytes) -> int:
-        """How many suffixes are smaller than ``pattern``."""
+        """Number of suffixes that are smaller than ``pattern``."""
         landmarks, stride, size = self._landmarks, self._stride, len(pattern)
         begin = int.from_bytes(pattern[:_LANDMARK_BYTES].ljust(_LANDMARK_BYTES, b"\0"), "big")
         block = above = bisect_left(landmarks, begin)
@@ -141,16 +132,16 @@ class Shard:
         # separators sort last: the first one goes on if any does
         return low if found.startswith(context) and not found.endswith(self._separator_bytes) else None
 
-    def find(self, context: bytes) -> Interval:
+    def find(self, context: bytes) -> range:
         """All occurrences of ``context`` (token bytes) with a next token in the same document."""
         low = self._lowest(context)
-        return Interval(0, 0) if low is None else self._from(low, context)
+        return range(0) if low is None else self._from(low, context)
 
-    def _from(self, low: int, context: bytes) -> Interval:
+    def _from(self, low: int, context: bytes) -> range:
         """The occurrences from the first one on."""
         beyond = context + self._separator_bytes
         if len(beyond) <= _LANDMARK_BYTES:
-            return Interval(low, self._lower(beyond))
+            return range(low, self._lower(beyond))
         text, order, width, size = self._text, self._order, self.width, len(beyond)
         step = 1  # a search in growing steps, for most long contexts are rare
         while low + step < self.num_tokens:
@@ -158,14 +149,14 @@ class Shard:
             if text[place : place + size] >= beyond:
                 break
             step *= 2
-        return Interval(low, self._bisected(beyond, low + step // 2, min(low + step, self.num_tokens)))
+        return range(low, self._bisected(beyond, low + step // 2, min(low + step, self.num_tokens)))
 
-    def longest(self, context: bytes, shortest: int, longest: int) -> tuple[int, Interval]:
+    def longest(self, context: bytes, shortest: int, longest: int) -> tuple[int, range]:
         """The longest end of ``context``, from ``shortest`` to ``longest`` tokens, that occurs, with its occurrences.
 
         A context occurs only where its own ends occur too, so the length is found by bisection.
 
-        Returns: 0 and an empty interval when not even the shortest occurs.
+        Returns: 0 and an empty range when not even the shortest occurs.
         """
         best, found = 0, -1
         low, high = shortest, min(longest, len(context) // self.width)
@@ -177,15 +168,15 @@ class Shard:
             else:
                 best, found, low = middle, first, middle + 1
         if best == 0:
-            return 0, Interval(0, 0)
+            return 0, range(0)
         return best, self._from(found, context[len(context) - best * self.width :])
 
-    def positions(self, interval: Interval, limit: int) -> Ids:
-        """Where the occurrences begin; of more than ``limit``, that many at equal distances in sorted order."""
-        count = interval.num_hits
+    def positions(self, hits: range, limit: int) -> Ids:
+        """Positions of occurrences; of more than ``limit``, that many at equal distances in sorted order."""
+        count = len(hits)
         if count <= limit:
-            return self._positions[interval.low : interval.high].astype(np.int64)
-        ranks = interval.low + np.arange(limit) * count // limit
+            return self._positions[hits.start : hits.stop].astype(np.int64)
+        ranks = hits.start + np.arange(limit) * count // limit
         return self._positions[ranks].astype(np.int64)
 
     def continuations(self, positions: Ids, depth: int) -> npt.NDArray[np.void]:
@@ -206,7 +197,7 @@ def _mapped(path: Path) -> mmap.mmap:
 
 
 def tokens_within(memory_bytes: int, width: int) -> int:
-    """How many tokens can be sorted in this much memory; never more than 32-bit positions can name."""
+    """Number of tokens that can be sorted in this much memory; never more than 32-bit positions can name."""
     return min(memory_bytes // (BYTES_PER_TOKEN_BYTE * width), _INT32_MAX // width) - 1
 
 

@@ -128,7 +128,7 @@ class SuffixTree:
         return best
 
     def _walk(self, string: bytes, score: float) -> SuffixMatch | None:
-        """Where a string ends in the tree; None where it does not occur, or ends everything it occurs in."""
+        """End of a string in the tree; None where it does not occur, or nothing follows it."""
         node, place = self.root, 0
         while True:
             child = node.children.get(string[place : place + WIDTH])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from foredraft.retrieval.growth import Candidate, TreeLimits
+from foredraft.retrieval.growth import Candidate, Candidates, TreeLimits
 from foredraft.retrieval.shard import PADDING, decode
 from foredraft.tree import DraftTree
 
@@ -131,7 +131,7 @@ class ContinuationTrie:
 
 
 def _is_start(columns: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
-    """Where a node begins, (D, M): rows that differ from the one before in this token or an earlier one."""
+    """Beginnings of nodes, (D, M): rows that differ from the one before in this token or an earlier one."""
     is_start = np.ones(columns.shape, np.bool_)
     np.logical_or.accumulate(columns[:, 1:] != columns[:, :-1], axis=0, out=is_start[:, 1:])
     return is_start
@@ -163,21 +163,11 @@ def _columns(rows: npt.NDArray[np.void], width: int) -> npt.NDArray[np.integer[A
     return np.ascontiguousarray(ids.T)
 
 
-class Children(NamedTuple):
-    """A grown tree as a source of candidates, to be merged with others; its places are nodes."""
+def candidates_of(tree: DraftTree) -> Candidates:
+    """A grown tree as a source of candidates, to be merged with others; its places are nodes.
 
-    of: tuple[tuple[Candidate, ...], ...]
-
-    @classmethod
-    def of_tree(cls, tree: DraftTree) -> Children:
-        """Candidates in the order of the tree's nodes, which is their order of promise."""
-        scores = tree.scores or (0.0,) * len(tree)
-        return cls(
-            tuple(
-                tuple(Candidate(scores[node], len(tree) - node, tree.tokens[node], node) for node in nodes)
-                for nodes in tree.children
-            )
-        )
-
-    def candidates(self, node: int, floor: float = 0.0) -> list[Candidate]:
-        return [candidate for candidate in self.of[node] if candidate.score >= floor]
+    They are in the order of the tree's nodes, which is that of their scores.
+    """
+    scores = tree.scores or (0.0,) * len(tree)
+    found = [Candidate(scores[node], len(tree) - node, tree.tokens[node], node) for node in range(len(tree))]
+    return lambda node, floor: [found[child] for child in tree.children[node] if found[child].score >= floor]

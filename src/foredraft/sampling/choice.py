@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foredraft.devices import upload
 from foredraft.native import sample_kernels
 from foredraft.sampling import noise
 from foredraft.sampling.filters import LogitsFilter, Support, candidates, threshold
 from foredraft.sampling.precision import for_double
-from foredraft.upload import upload
 
 FEW = 1024
 """Supports up to this size get their noise directly; larger ones are searched for the tokens that can win."""
@@ -66,8 +66,12 @@ class GumbelTopK:
         self._k = k
 
     @cached_property
-    def _scratch(self) -> noise.Scratch:
-        return noise.Scratch.of(self._scores.shape[1], self._columns)
+    def _steps(self) -> np.ndarray:
+        return noise.weyl_steps(self._scores.shape[1] if self._columns is None else self._columns)
+
+    @cached_property
+    def _scratch(self) -> np.ndarray:
+        return np.empty((2, len(self._steps)), dtype=np.uint64)
 
     def _noise(self, keys: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """Match noise of the tokens in these columns."""
@@ -139,7 +143,7 @@ class GumbelTopK:
         perturbed = support.scores[heavy] + self._noise(np.array(key, dtype=np.uint64), support.ids[heavy])
         best = perturbed[ranked(perturbed, self._k)]
         worst = float(best[-1]) if len(best) == self._k else -math.inf
-        keep = noise.noisiest(key, worst - bound, self._scratch)
+        keep = noise.noisiest(key, worst - bound, self._steps, self._scratch)
         if len(support.ids) < len(keep):
             keep = keep[support.ids]
         keep[heavy] = True

@@ -1,4 +1,4 @@
-"""The facts about the tokens before a node that processors need: kept per row, extended token by token."""
+"""Facts about the tokens before a node that processors need, kept per row and extended token by token."""
 
 from __future__ import annotations
 
@@ -51,92 +51,35 @@ class TokenCounts:
         return np.concatenate((ids, new_ids)), np.concatenate((counts, new_counts))
 
 
-class TokenArray:
-    """Tokens as an array that grows; what asks for all of them copies memory and converts no numbers."""
+class Followers:
+    """Tokens by the run of tokens before them: the last tokens of n-grams or of bad words.
 
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._array = np.array(tokens, dtype=np.int64)
-        self._length = len(tokens)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        needed = self._length + len(tokens)
-        if needed > len(self._array):
-            self._array = np.concatenate((self._array[: self._length], np.empty(needed, dtype=np.int64)))
-        self._array[self._length : needed] = tokens
-        self._length = needed
-
-    def with_paths(self, paths: Sequence[Sequence[int]]) -> np.ndarray:
-        """All tokens and each of b paths of one length d behind them: int64 (b, T + d), a copy."""
-        found = np.empty((len(paths), self._length + len(paths[0])), dtype=np.int64)
-        found[:, : self._length] = self._array[: self._length]
-        found[:, self._length :] = paths
-        return found
-
-
-class NgramIndex:
-    """Tokens that followed each run of n - 1 tokens.
-
-    Args:
-      size: n, 1 or more.
-      tokens: the row's tokens; the list is shared with its owner and read, never changed.
+    Example: once 3 is added after [1, 2] and 4 after [2], both may follow [9, 1, 2].
     """
 
-    def __init__(self, size: int, tokens: list[int]) -> None:
-        self.size = size
-        self._tokens = tokens
-        self._followers: dict[tuple[int, ...], set[int]] = {}
-        self._num_indexed = 0
-        self.update()
+    def __init__(self) -> None:
+        self._by_run: dict[tuple[int, ...], set[int]] = {}
+        self._lengths: set[int] = set()
 
-    def update(self) -> None:
-        """Take in the tokens that were appended since the last call."""
-        for last in range(max(self._num_indexed, self.size - 1), len(self._tokens)):
-            run = tuple(self._tokens[last + 1 - self.size : last])
-            self._followers.setdefault(run, set()).add(self._tokens[last])
-        self._num_indexed = len(self._tokens)
+    @property
+    def longest(self) -> int:
+        """Length of the longest run."""
+        return max(self._lengths, default=0)
 
-    def followers(self, path: Sequence[int]) -> set[int]:
-        """Tokens that would complete an n-gram for the second time after the row's tokens and the path.
+    def add(self, run: Sequence[int], token: int) -> None:
+        """Add a token that follows a run, which may be empty."""
+        self._by_run.setdefault(tuple(run), set()).add(token)
+        self._lengths.add(len(run))
 
-        For n = 2, tokens [1, 2, 1] and path [3, 1]: 1 was followed by 2 in the row and by 3 where the path begins, so
-        the answer is {2, 3}.
-        """
-        width = self.size - 1
-        tail = [*self._tokens[max(0, len(self._tokens) - width) :], *path] if width else list(path)
-        if len(self._tokens) + len(path) < width:
-            return set()
-        run = tuple(tail[len(tail) - width :])
-        found = set(self._followers.get(run, ()))
-        first = len(tail) - len(path)  # the path's first token in the tail
-        for last in range(max(first, width), len(tail)):
-            if tuple(tail[last - width : last]) == run:
-                found.add(tail[last])
+    def add_ngrams(self, size: int, tokens: Sequence[int], start: int) -> None:
+        """Add every token from ``start`` on after the ``size - 1`` tokens before it, where there are so many."""
+        for last in range(max(start, size - 1), len(tokens)):
+            self.add(tokens[last + 1 - size : last], tokens[last])
+
+    def after(self, tokens: Sequence[int]) -> set[int]:
+        """Tokens that follow a run with which ``tokens`` end."""
+        found: set[int] = set()
+        for length in self._lengths:
+            if length <= len(tokens):
+                found.update(self._by_run.get(tuple(tokens[len(tokens) - length :]), ()))
         return found
-
-
-class BadWords:
-    """Token sequences that may not occur.
-
-    Source: transformers' NoBadWordsLogitsProcessor, single EOS tokens exempt as there.
-    """
-
-    def __init__(self, sequences: Iterable[Sequence[int]], eos_token_ids: Iterable[int]) -> None:
-        exempt = set(eos_token_ids)
-        self.single: tuple[int, ...] = ()
-        self._completing: dict[int, list[tuple[tuple[int, ...], int]]] = {}
-        self.longest_prefix = 0
-        for words in sequences:
-            *prefix, last = words
-            if prefix:
-                self._completing.setdefault(prefix[-1], []).append((tuple(prefix), last))
-                self.longest_prefix = max(self.longest_prefix, len(prefix))
-            elif last not in exempt:
-                self.single += (last,)
-
-    def completing(self, tail: Sequence[int]) -> list[int]:
-        """Tokens that would complete a sequence after ``tail``, the last ``longest_prefix`` tokens or more."""
-        banned = list(self.single)
-        for prefix, last in self._completing.get(tail[-1], ()) if tail else ():
-            if tuple(tail[-len(prefix) :]) == prefix:
-                banned.append(last)
-        return banned

@@ -159,25 +159,14 @@ _ONE, _11, _27, _30, _31 = (np.uint64(number) for number in (1, 11, 27, 30, 31))
 _GOLDEN, _MULTIPLIER_1, _MULTIPLIER_2 = (np.uint64(number) for number in (GOLDEN, MULTIPLIER_1, MULTIPLIER_2))
 
 
-@dataclass
-class Scratch:
-    """Buffers for rows of up to V tokens, so that a pass over rows allocates once."""
-
-    state: np.ndarray
-    shifted: np.ndarray
-    mask: np.ndarray
-    steps: np.ndarray
-
-    @classmethod
-    def of(cls, vocab_size: int, token_ids: np.ndarray | None = None) -> Scratch:
-        """For rows whose columns stand for these tokens; for their own numbers by default."""
-        steps = _weyl_steps(vocab_size) if token_ids is None else (token_ids.astype(np.uint64) + _ONE) * _GOLDEN
-        return cls(np.empty_like(steps), np.empty_like(steps), np.empty(vocab_size, dtype=bool), steps)
+def weyl_steps(tokens: int | np.ndarray) -> np.ndarray:
+    """(token + 1) * GOLDEN for int64 (V,) tokens, or for all ids below a number: uint64 (V,)."""
+    return _weyl_steps(tokens) if isinstance(tokens, int) else (tokens.astype(np.uint64) + _ONE) * _GOLDEN
 
 
 @lru_cache(maxsize=4)
 def _weyl_steps(vocab_size: int) -> np.ndarray:
-    """(token + 1) * GOLDEN for every token id, uint64 (V,), not to be written."""
+    """Steps of all ids below a number, kept for the next call; they cannot be written."""
     steps = np.arange(1, vocab_size + 1, dtype=np.uint64)
     steps *= np.uint64(GOLDEN)
     steps.flags.writeable = False
@@ -205,22 +194,30 @@ def token_gumbel(keys: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
     return noise
 
 
-def noisiest(key: int, least: float, scratch: Scratch) -> np.ndarray:
-    """Tokens of the vocabulary that may have match noise of ``least`` or more: bool (V,), a part of the scratch.
+def noisiest(key: int, least: float, steps: np.ndarray, scratch: np.ndarray) -> np.ndarray:
+    """Mask of the tokens that may have match noise of ``least`` or more.
 
     All that have it are among them, and few others: it compares the top 31 bits, which the last step of the hash leaves
     alone. Used to find the few tokens that can win; the winner among them is decided by `token_gumbel`.
+
+    Args:
+      key: key of the row.
+      least: the noise.
+      steps: `weyl_steps` of the tokens, uint64 (V,).
+      scratch: uint64 (2, V), overwritten, so that a pass over rows allocates it once.
+
+    Returns: bool (V,).
     """
-    state, shifted = scratch.state, scratch.shifted
-    np.add(scratch.steps, np.uint64(key), out=state)
+    state, shifted = scratch
+    np.add(steps, np.uint64(key), out=state)
     np.right_shift(state, _30, out=shifted)
     np.bitwise_xor(state, shifted, out=state)
     np.multiply(state, _MULTIPLIER_1, out=state)
     np.right_shift(state, _27, out=shifted)
     np.bitwise_xor(state, shifted, out=state)
     np.multiply(state, _MULTIPLIER_2, out=state)
-    np.greater_equal(state, np.uint64(least_bits(least)), out=scratch.mask)
-    return scratch.mask
+    found: np.ndarray = state >= np.uint64(least_bits(least))
+    return found
 
 
 def least_bits(least: float) -> int:

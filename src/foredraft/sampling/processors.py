@@ -8,6 +8,7 @@ history plus the path's difference.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from time import perf_counter
@@ -22,7 +23,7 @@ from foredraft.config.sampling import SamplingParams, check_named_tokens
 from foredraft.errors import ConfigError, ShapeError, as_exception, is_fatal
 from foredraft.sampling import noise
 from foredraft.sampling.filters import LogitsFilter
-from foredraft.sampling.history import BadWords, NgramIndex, TokenArray, TokenCounts
+from foredraft.sampling.history import Followers, TokenCounts
 from foredraft.structured.matching import Matching
 
 Path = Sequence[int]
@@ -34,21 +35,21 @@ class Sampler:
     """The processed distribution of one row: its parameters and the history they look at.
 
     Args:
-      params: what the user asked for, ``bad_words`` already resolved to ``bad_words_ids``.
+      params: parameters of the request, with ``bad_words`` already resolved to ``bad_words_ids``.
       vocab_size: V of the target.
-      eos_token_ids: impossible before ``min_tokens``, exempt from bad words.
-      prompt_ids: the prompt; penalties on repetition and n-grams count it.
-      history_ids: the prompt as n-grams, bad words and custom processors are to see it, padding included; by default
-        the prompt itself.
-      device: where the logits live.
-      matching: of the grammar that the output must match, if there is one.
+      eos_token_ids: tokens that end a text. They are impossible before ``min_tokens``, and no bad words.
+      prompt_ids: the prompt; penalties on repetition count it.
+      history_ids: the prompt that n-grams, bad words and custom processors see, with its padding; by default
+        ``prompt_ids``.
+      device: device of the logits.
+      matching: state of the grammar that the output must match, if there is one.
 
     Attributes:
-      seed: of the row; the engine sets it, else it is the one of ``params`` or a fresh one.
-      eos_token_ids: as given.
+      seed: seed of the row. The engine sets it; until then it is the seed of ``params``, or a fresh one.
+      eos_token_ids: the argument.
       custom_processor_seconds: time spent in ``params.logits_processors``.
-      contains_faults: whether an exception of one of them only leaves its nodes without a distribution.
-      fault: that of their last call, or of the grammar, if there was one.
+      contains_faults: whether nodes merely lack a distribution after an exception of a custom processor.
+      fault: exception of the last call of the custom processors, or of the grammar; None without one.
 
     Raises: ConfigError when a bias, bad word or stop token lies outside the vocabulary, or bad words are not resolved.
     """
@@ -78,12 +79,15 @@ class Sampler:
         self.matching = matching
         self._check_vocabulary()
         eos = self.eos_token_ids = tuple(eos_token_ids)
-        self._tokens = list(prompt_ids if history_ids is None else history_ids)
+        self._tokens = array("q", prompt_ids if history_ids is None else history_ids)
         self._seen = TokenCounts(prompt_ids) if params.repetition_penalty != 1.0 else None
         self._output = TokenCounts() if params.presence_penalty or params.frequency_penalty else None
-        self._prefix: TokenArray | None = None  # of those, once a custom processor has asked for them
-        self._ngrams = NgramIndex(size, self._tokens) if (size := params.no_repeat_ngram_size) else None
-        self._bad_words = BadWords(params.bad_words_ids, eos) if params.bad_words_ids else None
+        self._ngrams = Followers() if params.no_repeat_ngram_size else None
+        self._index_ngrams(0)
+        self._bad_words = Followers() if params.bad_words_ids else None
+        for *run, last in params.bad_words_ids or ():
+            if self._bad_words is not None and (run or last not in eos):  # as transformers' NoBadWordsLogitsProcessor
+                self._bad_words.add(run, last)
         self._stop_ids = (*eos, *(params.stop_token_ids or ())) if params.min_tokens else ()
 
     def _check_vocabulary(self) -> None:
@@ -95,17 +99,20 @@ class Sampler:
         """Carry committed output tokens into the history; O(1) per token."""
         tokens = list(tokens)
         self.num_output_tokens += len(tokens)
+        num_known = len(self._tokens)
         self._tokens.extend(tokens)
+        self._index_ngrams(num_known)
         if self._seen is not None:
             self._seen.extend(tokens)
         if self._output is not None:
             self._output.extend(tokens)
-        if self._prefix is not None:
-            self._prefix.extend(tokens)
-        if self._ngrams is not None:
-            self._ngrams.update()
         if self.matching is not None:
             self.matching.extend(tokens)
+
+    def _index_ngrams(self, start: int) -> None:
+        """Index the n-grams that end with a token from ``start`` on."""
+        if self._ngrams is not None:
+            self._ngrams.add_ngrams(self.params.no_repeat_ngram_size, self._tokens, start)
 
     @property
     def is_argmax(self) -> bool:
@@ -154,14 +161,20 @@ class Sampler:
         """Tokens that are impossible: they would repeat an n-gram, complete a bad word, or end the output too early."""
         banned: set[int] = set()
         if self._ngrams is not None:
-            banned |= self._ngrams.followers(path)
+            size = self.params.no_repeat_ngram_size
+            tail = self._tail(size - 1, path)
+            in_path = Followers()
+            in_path.add_ngrams(size, tail, len(tail) - len(path))
+            banned |= self._ngrams.after(tail) | in_path.after(tail)
         if self._bad_words is not None:
-            width = self._bad_words.longest_prefix
-            tail = self._tokens[max(0, len(self._tokens) - width) :] if width else []
-            banned.update(self._bad_words.completing([*tail, *path] if width else ()))
+            banned |= self._bad_words.after(self._tail(self._bad_words.longest, path))
         if self._stop_ids and self.num_output_tokens + len(path) < self.params.min_tokens:
             banned.update(self._stop_ids)
         return (np.fromiter(banned, dtype=np.int64, count=len(banned)),) if banned else None
+
+    def _tail(self, width: int, path: Path) -> list[int]:
+        """The last ``width`` tokens of the row, or fewer where it is shorter, and the path."""
+        return [*self._tokens[max(0, len(self._tokens) - width) :], *path]
 
     def run_custom(self, scores: Tensor, paths: Sequence[Path]) -> Tensor:
         """The user's processors on nodes of one depth d: float32 (b, V) and b paths -> float32 (b, V).
@@ -169,9 +182,11 @@ class Sampler:
         They get the whole prefixes, (b, T + d). Where faults are contained, what they raise is kept in ``fault``, and
         the nodes have no distribution: NaN.
         """
-        if self._prefix is None:
-            self._prefix = TokenArray(self._tokens)
-        prefixes = torch.from_numpy(self._prefix.with_paths(paths)).to(scores.device)
+        length = len(self._tokens)
+        ids = np.empty((len(paths), length + len(paths[0])), dtype=np.int64)
+        ids[:, :length] = self._tokens
+        ids[:, length:] = paths
+        prefixes = torch.from_numpy(ids).to(scores.device)
         start, shape = perf_counter(), scores.shape
         self.fault = None
         try:

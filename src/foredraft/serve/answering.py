@@ -1,4 +1,4 @@
-"""From a request to its answer: whole, or as events; with a client that may leave at any time."""
+"""Answers of requests: whole or as server-sent events, for clients that may leave at any time."""
 
 from __future__ import annotations
 
@@ -11,30 +11,27 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from foredraft.beginnings import shared_length
 from foredraft.engine.frontend import FrozenList, RequestOutput, StreamOutput, speculative_metrics
 from foredraft.serve.asking import ParsedRequest
-from foredraft.serve.backend import Backend, QueuedRequest
+from foredraft.serve.bridge import Backend
 from foredraft.serve.errors import ApiError
 from foredraft.serve.form import ResponseFormat
+from foredraft.serve.queued_request import QueuedRequest
 from foredraft.serve.settings import ServerSettings
 
 KEEP_ALIVE = b": keep-alive\n\n"
-CLIENT_LEFT = 499
-
-
-class ClientDisconnected(Exception):
-    """The client has left, or takes nothing any more."""
 
 
 class RequestHandler:
     """A request in the engine, and the client that waits for its answer.
 
     Args:
-      receive: of ASGI; the body has been read, so that all that comes is the departure of the client.
+      receive: function of ASGI. The body has been read, so it only reports that the client has left.
     """
 
     def __init__(self, bridge: Backend, asking: ParsedRequest, receive: Receive) -> None:
@@ -69,7 +66,7 @@ class RequestHandler:
             raise ApiError(504, message, "timeout", "timeout") from None
 
     def wake_after(self, silence: float) -> None:
-        """From now on, let who waits for news have none after so many seconds without any, again and again."""
+        """Wake the waiting task whenever so many seconds have passed without news."""
         silent = perf_counter() - self._heard
         if silent >= silence:
             self.ticket.wake()
@@ -90,16 +87,16 @@ class RequestHandler:
             raise
 
     async def news(self) -> list[StreamOutput] | None:
-        """What the next steps bring; nothing after a silence, see `wake_after`; None at the end.
+        """Wait for the output of the next steps: empty after a silence, see `wake_after`; None at the end.
 
-        Raises: ClientDisconnected; what has ended the request.
+        Raises: ClientDisconnect; what has ended the request.
         """
         news: list[StreamOutput] | None = []
         if not self._departure.done():
             news = await self.ticket.news()
             self._heard = perf_counter()
         if self._departure.done():
-            raise ClientDisconnected
+            raise ClientDisconnect
         return news
 
     async def collect(self) -> list[RequestOutput]:
@@ -138,7 +135,7 @@ async def answer(
 ) -> Response:
     """Run a request, and answer it.
 
-    Raises: ApiError, PromptError and the like, before anything was sent.
+    Raises: ApiError, PromptError and the like, before anything was sent; ClientDisconnect.
     """
     bridge.check_room(asking.num_prompt_tokens, settings.max_queued_requests, settings.max_queued_tokens)
     exchange = RequestHandler(bridge, asking, receive)
@@ -153,8 +150,6 @@ async def answer(
             if asking.verifies:
                 await exchange.again(outputs)
                 beside |= verdict_of(outputs, await exchange.collect())
-    except ClientDisconnected:
-        return Response(status_code=CLIENT_LEFT)
     finally:
         if not asking.streams:
             exchange.end()
@@ -164,10 +159,10 @@ async def answer(
 
 
 class EventStream(Response):
-    """An answer as server-sent events. All chunks of a step are sent at once.
+    """Response in server-sent events. All chunks of a step are sent at once.
 
     Args:
-      exchange: which has begun.
+      exchange: request that has begun.
       keep_alive: seconds of silence after which a comment is sent.
     """
 
@@ -180,6 +175,8 @@ class EventStream(Response):
         self._exchange, self._asking, self._form, self._keep_alive = exchange, asking, form, keep_alive
         self._is_sending = False
         self._last_put = perf_counter()
+        self._begun: set[tuple[int, int]] = set()  # sequences of which something was sent
+        self._held: dict[tuple[int, int], StreamOutput] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -187,27 +184,26 @@ class EventStream(Response):
             try:
                 async with self._exchange.within_its_time():
                     await self._send_all(send)
-            except ClientDisconnected:
+            except ClientDisconnect:
                 raise
             except Exception as error:
                 if self._is_sending:
-                    raise ClientDisconnected from None
+                    raise ClientDisconnect from None
                 await self._put_last(send, *self._form.failure(ApiError.of(error)))
             else:
                 await self._put_last(send)
-        except ClientDisconnected:
+        except ClientDisconnect:
             return
         finally:
             self._exchange.end()
 
     async def _send_all(self, send: Send) -> None:
         exchange, form, asking = self._exchange, self._form, self._asking
-        intervals = Intervals(asking.interval)
         usage = partial(usage_of, exchange.ticket)
         exchange.wake_after(self._keep_alive)
         await self._put(send, *form.opening())
         while (news := await exchange.news()) is not None:
-            told = form.events(intervals.take(news), usage)
+            told = form.events(self._ready(news), usage)
             is_silent = not news or perf_counter() - self._last_put > self._keep_alive
             await self._put(send, *(told or [KEEP_ALIVE] * is_silent))
         beside = counts_of(exchange.ticket, asking.detail) | exchange.ticket.notes
@@ -221,6 +217,24 @@ class EventStream(Response):
             beside |= verdict_of(outputs, exchange.ticket.outputs())
         await self._put(send, *form.ending(used, beside))
 
+    def _ready(self, news: Sequence[StreamOutput]) -> list[StreamOutput]:
+        """Deltas to be sent now, joined with earlier ones: the first and the last of a sequence, and those that have
+        ``stream_interval`` tokens."""
+        if self._asking.interval == 1:
+            return list(news)
+        ready = []
+        for delta in news:
+            sequence = (delta.prompt_index, delta.index)
+            held = self._held.pop(sequence, None)
+            delta = delta if held is None else joined(held, delta)
+            is_first = sequence not in self._begun
+            self._begun.add(sequence)
+            if is_first or delta.finish_reason is not None or len(delta.token_ids) >= self._asking.interval:
+                ready.append(delta)
+            else:
+                self._held[sequence] = delta
+        return ready
+
     async def _put(self, send: Send, *pieces: bytes, more: bool = True) -> None:
         if pieces:
             self._is_sending = True  # which waits only where buffers are full
@@ -229,42 +243,12 @@ class EventStream(Response):
             self._last_put = perf_counter()
 
     async def _put_last(self, send: Send, *pieces: bytes) -> None:
-        """Raises: ClientDisconnected where the client takes nothing within the time of the request."""
+        """Raises: ClientDisconnect where the client takes nothing within the time of the request."""
         try:
             async with asyncio.timeout(self._exchange.left):
                 await self._put(send, *pieces, self._form.last, more=False)
         except TimeoutError:
-            raise ClientDisconnected from None
-
-
-class Intervals:
-    """Joins what steps bring of each text: the first of it goes out at once, and so does its end.
-
-    Args:
-      least: tokens that any other chunk holds, as vLLM's ``stream_interval``.
-    """
-
-    def __init__(self, least: int) -> None:
-        self._least = least
-        self._begun: set[tuple[int, int]] = set()
-        self._held: dict[tuple[int, int], StreamOutput] = {}
-
-    def take(self, news: Sequence[StreamOutput]) -> list[StreamOutput]:
-        """What of it goes out now, with what was held back before."""
-        if self._least == 1:
-            return list(news)
-        ready = []
-        for delta in news:
-            text = (delta.prompt_index, delta.index)
-            held = self._held.pop(text, None)
-            delta = delta if held is None else joined(held, delta)
-            is_first = text not in self._begun
-            self._begun.add(text)
-            if is_first or delta.finish_reason is not None or len(delta.token_ids) >= self._least:
-                ready.append(delta)
-            else:
-                self._held[text] = delta
-        return ready
+            raise ClientDisconnect from None
 
 
 def joined(first: StreamOutput, second: StreamOutput) -> StreamOutput:

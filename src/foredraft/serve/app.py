@@ -19,15 +19,22 @@ from starlette.types import ASGIApp
 
 from foredraft import __version__
 from foredraft.errors import ForedraftError
-from foredraft.serve.answering import CLIENT_LEFT, answer
+from foredraft.serve.answering import answer
 from foredraft.serve.asking import ParsedRequest
-from foredraft.serve.backend import Backend, MetricsBackend
+from foredraft.serve.bridge import Backend
 from foredraft.serve.chat import OF_TEMPLATES, conversation, read_chat, template_options
 from foredraft.serve.completions import read_completion
-from foredraft.serve.errors import ApiError, ModelChanged, loading, stopping
+from foredraft.serve.errors import MODEL_CHANGED, ApiError, loading, stopping
 from foredraft.serve.fields import REFUSED, Fields, shown, warning_of, wrong_field
 from foredraft.serve.form import ResponseFormat
-from foredraft.serve.guards import REQUEST_ID, Drain, Hosts, Keys, Targets
+from foredraft.serve.guards import (
+    REQUEST_ID,
+    refusal,
+    with_api_keys,
+    with_drained_bodies,
+    with_local_hosts,
+    with_plain_targets,
+)
 from foredraft.serve.responses import read_response
 from foredraft.serve.served import Served
 from foredraft.serve.settings import ServerSettings
@@ -38,12 +45,14 @@ from foredraft.views.token_view import page
 logger = logging.getLogger("foredraft.serve")
 
 BODY_SECONDS = 60.0
-"""In which the body of a request must have come."""
+"""Time limit of receiving a body."""
 SMALL_BYTES = 64 * 2**10
-"""Of bodies that are read in milliseconds; larger ones wait for each other, but nobody else waits for them."""
+"""Largest body that is tokenized in milliseconds. Larger ones wait for each other, and no other request for them."""
 
 TEXT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-"""Where text is asked for."""
+"""Endpoints of generation."""
+CLIENT_LEFT = 499
+"""Status of a request whose client has left, as in nginx; nobody reads it."""
 
 EXPOSED = ("x-request-id", "x-foredraft-warning", "retry-after")
 """Headers that pages of other origins may read."""
@@ -59,16 +68,19 @@ Reader = Callable[[dict[str, Any], Any, Any], tuple[ParsedRequest, ResponseForma
 
 
 class Application:
-    """What requests come to.
+    """Routes and their handlers.
 
     Args:
-      bridge: to the engine; ``served`` is there once it is ready.
+      bridge: backend that decodes.
+
+    Attributes:
+      served: served models; None until they are loaded.
     """
 
-    def __init__(self, bridge: Backend, settings: ServerSettings, metrics: MetricsBackend) -> None:
+    def __init__(self, bridge: Backend, settings: ServerSettings) -> None:
         self.served: Served | None = None
         self.is_stopping = False
-        self._bridge, self._settings, self._metrics = bridge, settings, metrics
+        self._bridge, self._settings = bridge, settings
         self._reader = ThreadPoolExecutor(1, "foredraft-prompts")
         self._reader_of_large = ThreadPoolExecutor(1, "foredraft-large-prompts")
         self._created = int(time.time())
@@ -104,10 +116,10 @@ class Application:
             app.add_route(path, post, methods=["POST"])
         guarded: ASGIApp = app
         if self._settings.api_keys:
-            guarded = Keys(app, self._settings.api_keys)
+            guarded = with_api_keys(app, self._settings.api_keys)
         elif loopback:
-            guarded = Hosts(app, loopback)
-        guarded = Targets(Drain(guarded))
+            guarded = with_local_hosts(app, loopback)
+        guarded = with_plain_targets(with_drained_bodies(guarded))
         if self._settings.cors_origins:
             guarded = CORSMiddleware(
                 guarded,
@@ -129,7 +141,7 @@ class Application:
         told = ApiError.of(error)
         if told.status >= 500 and told is not error:
             logger.error("%s %s ended in an error", request.method, request.url.path, exc_info=error)
-        return JSONResponse(told.body, told.status, {**beside, **told.headers})
+        return refusal(told, **beside)
 
     def _ready(self) -> Served:
         if self.is_stopping:
@@ -159,11 +171,13 @@ class Application:
         try:
             try:
                 return await self._answer(request, body, read)
-            except ModelChanged:
+            except ApiError as error:
+                if error.code != MODEL_CHANGED:
+                    raise
                 return await self._answer(request, body, read)
         except ApiError as error:
             if error.status == 429:
-                self._metrics.rejected.inc()
+                self._bridge.metrics.rejected.inc()
             raise
 
     async def _answer(self, request: Request, body: dict[str, Any], read: Reader) -> Response:
@@ -218,7 +232,7 @@ class Application:
         return JSONResponse({"version": __version__})
 
     async def metrics_page(self, _: Request) -> Response:
-        page = await asyncio.get_running_loop().run_in_executor(self._reader, self._metrics.page)
+        page = await asyncio.get_running_loop().run_in_executor(self._reader, self._bridge.metrics.page)
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def page(self, _: Request) -> Response:
@@ -279,7 +293,7 @@ class Application:
         served = self._ready()
         given = Fields(await self._body(request), {"model", "tokens"}, {})
         served.choose(given.text("model"), None)
-        ids = token_ids(given.get("tokens"), served.llm.target.num_embeddings, "tokens")
+        ids = token_ids(given.get("tokens"), served.num_embeddings, "tokens")
         text = await self._in_reader(request, served.tokenizer.decode, ids)
         return JSONResponse({"prompt": text}, headers=self._warning(given))
 

@@ -1,4 +1,4 @@
-"""What every request for text asks for, read from the fields that completions and chat have in common."""
+"""Requests for generation, read from the fields that completions and chat have in common."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from foredraft.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.prompts.prompts import resolved
 from foredraft.serve.errors import ApiError
-from foredraft.serve.fields import SAMPLING, Fields, StreamOptions, text_of, warning_of, wrong_field
+from foredraft.serve.fields import SAMPLING, Fields, stream_options, text_of, warning_of, wrong_field
 from foredraft.serve.served import Served
 from foredraft.serve.settings import DETAILS, GRANULARITIES, ServerSettings
 from foredraft.serve.tokens import token_ids
@@ -26,56 +26,30 @@ FIT_FOR_LOGS = re.compile(r"[!-~]{1,128}")
 
 
 @dataclass(frozen=True)
-class Cut:
-    """What is left of prompts that are too long.
-
-    Args:
-      most: tokens; None for as many as leave room for ``max_tokens``.
-      keeps_end: the last tokens, or the first ones.
-    """
-
-    most: int | None
-    keeps_end: bool
-
-    @classmethod
-    def of(cls, given: Fields) -> Cut | None:
-        """What ``truncate_prompt_tokens`` and ``truncation_side`` of vLLM say."""
-        most = given.whole("truncate_prompt_tokens", None, -1, 2**31 - 1)
-        side = given.choice("truncation_side", "left", ("left", "right"))
-        if most == 0:
-            wrong_field("truncate_prompt_tokens", most, "a number of tokens, or -1 for as many as there is room for")
-        return None if most is None else cls(None if most == -1 else most, side == "left")
-
-    def of_prompt(self, prompt: dict[str, Any], room: int | None) -> dict[str, Any]:
-        """The prompt, or what is left of it, which has no text but that of its tokens."""
-        ids, most = prompt["prompt_token_ids"], room if self.most is None else self.most
-        if most is None or len(ids) <= most:
-            return prompt
-        return {"prompt_token_ids": ids[-most:] if self.keeps_end else ids[:most]}
-
-
-@dataclass(frozen=True)
 class ParsedRequest:
-    """A request for text.
+    """Request for generation, read from the body of one of the endpoints.
 
     Args:
-      model: the name it was asked for under.
-      llm: that is to answer.
+      model: served name that the request gives, or the default one.
+      llm: model and way of drafting.
       prompts: token ids, with their text where that was given.
-      params: of every prompt.
-      stream: whether chunks are wanted, and what they tell.
+      params: parameters of every prompt.
+      streams: whether the answer is a stream.
+      includes_usage, continues_usage: whether a stream has usage at its end, and with every chunk.
       by_token: one chunk for each token, or one for each step.
-      interval: tokens that a chunk holds at least, of steps.
-      returns_ids: whether answers hold token ids.
+      interval: least number of tokens of a chunk that holds steps.
+      returns_ids: whether answers contain token ids.
       names_ids: whether log-probabilities name tokens by their ids.
-      returns_drafts: whether chunks tell who proposed a token and what was rejected.
-      detail: of the counts of speculation: none, summary or detailed.
-      verifies: whether the text is to be decoded plainly as well, and compared.
-      timeout: in seconds.
-      cut: prompts that are too long; None to refuse them.
-      cache_salt: of prompts: beginnings are shared with requests of the same one alone; None for those without.
-      request_id: of the client, or drawn: what ids of answers end with.
-      unknown: fields that were ignored.
+      returns_drafts: whether chunks show the drafter of a token and rejected tokens.
+      detail: "none", "summary" or "detailed" counts of speculation.
+      verifies: whether the output is compared with that of plain decoding.
+      timeout: time limit, in seconds.
+      truncate_prompt_tokens: tokens that longer prompts are cut to; -1 for as many as leave room for ``max_tokens``;
+        None to refuse prompts that are too long.
+      truncation_side: "left" keeps the last tokens, "right" the first ones.
+      cache_salt: prefixes are shared only with requests of the same salt; None for those without.
+      request_id: id from the client, or a drawn one. Ids of answers end with it.
+      unknown: names of fields that were ignored.
     """
 
     model: str
@@ -83,7 +57,8 @@ class ParsedRequest:
     prompts: Sequence[dict[str, Any]]
     params: SamplingParams
     streams: bool
-    stream: StreamOptions
+    includes_usage: bool
+    continues_usage: bool
     by_token: bool
     interval: int
     returns_ids: bool
@@ -92,7 +67,8 @@ class ParsedRequest:
     detail: str
     verifies: bool
     timeout: float
-    cut: Cut | None
+    truncate_prompt_tokens: int | None
+    truncation_side: str
     cache_salt: str | None
     request_id: str
     unknown: Sequence[str]
@@ -149,13 +125,17 @@ def read_asking(
         raise ApiError(
             400, "stream_interval joins steps, and return_drafts tells of each; leave one out", "stream_interval"
         )
+    options = stream_options(given)
+    if (most := given.whole("truncate_prompt_tokens", None, -1, 2**31 - 1)) == 0:
+        wrong_field("truncate_prompt_tokens", most, "a number of tokens, or -1 for as many as there is room for")
     return ParsedRequest(
         model=model or served.name,
         llm=llm,
         prompts=(),
         params=read,
         streams=given.flag("stream"),
-        stream=StreamOptions.of(given),
+        includes_usage=options.flag("include_usage"),
+        continues_usage=options.flag("continuous_usage_stats"),
         by_token=given.choice("stream_granularity", settings.stream_granularity, GRANULARITIES) == "token"
         and interval == 1,
         interval=interval,
@@ -165,7 +145,8 @@ def read_asking(
         detail=given.choice("spec_decode_metrics", settings.spec_decode_metrics, DETAILS),
         verifies=given.flag("verify"),
         timeout=given.seconds("timeout", settings.request_timeout),
-        cut=Cut.of(given),
+        truncate_prompt_tokens=most,
+        truncation_side=given.choice("truncation_side", "left", ("left", "right")),
         cache_salt=read_salt(given),
         request_id=read_request_id(given),
         unknown=(*given.unknown, *broken),
@@ -173,7 +154,7 @@ def read_asking(
 
 
 def read_form(given: Fields) -> dict[str, Any] | None:
-    """What the output must match: ``structured_outputs`` of vLLM, or ``response_format`` of the OpenAI API.
+    """Required form of the output: ``structured_outputs`` of vLLM, or ``response_format`` of the OpenAI API.
 
     Raises: ApiError for both, or a format that is none.
     """
@@ -204,7 +185,7 @@ def read_prediction(given: Any, served: Served) -> str | list[int] | None:
     if given is None:
         return None
     if isinstance(given, list):
-        return token_ids(given, served.llm.target.vocab_size, "prediction")
+        return token_ids(given, served.vocab_size, "prediction")
     is_content = isinstance(given, dict) and given.get("type") == "content"
     text = text_of(given.get("content")) if is_content else given
     if isinstance(text, str):
@@ -214,7 +195,7 @@ def read_prediction(given: Any, served: Served) -> str | list[int] | None:
 
 
 def read_salt(given: Fields) -> str | None:
-    """What tells the beginnings of a client's prompts from those of others.
+    """Cache salt of a request: only prompts of the same salt share prefixes.
 
     Raises: ApiError for an empty one, which would tell nothing.
     """
@@ -261,10 +242,10 @@ def with_prompts(
     if not 0 < len(prompts) <= settings.max_prompts:
         raise ApiError(400, f"the request has {len(prompts)} prompts; give 1 to {settings.max_prompts}", "prompt")
     limit, num_new = served.max_model_len, 0 if asking.params.max_tokens == 0 else 1
-    if asking.cut is not None:
+    if (most := asking.truncate_prompt_tokens) is not None:
         longest = num_new if asking.params.max_tokens is None else asking.params.max_tokens
         room = None if limit is None else max(1, limit - longest)
-        prompts = [asking.cut.of_prompt(prompt, room) for prompt in prompts]
+        prompts = [_truncated(prompt, room if most == -1 else most, asking.truncation_side) for prompt in prompts]
     for place, prompt in enumerate(prompts):
         length = len(prompt["prompt_token_ids"])
         if limit is not None and length + num_new > limit:
@@ -277,3 +258,11 @@ def with_prompts(
         message = f"the request asks for {asking.num_texts} texts; prompts times n may be {settings.max_prompts}"
         raise ApiError(400, message, "n")
     return asking
+
+
+def _truncated(prompt: dict[str, Any], most: int | None, side: str) -> dict[str, Any]:
+    """A prompt cut to at most so many tokens. A cut prompt has no text but that of its tokens."""
+    ids = prompt["prompt_token_ids"]
+    if most is None or len(ids) <= most:
+        return prompt
+    return {"prompt_token_ids": ids[-most:] if side == "left" else ids[:most]}

@@ -1,4 +1,4 @@
-"""One thread that steps the engine for all requests."""
+"""Thread that steps the engine for all requests."""
 
 from __future__ import annotations
 
@@ -9,14 +9,43 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
+from typing import Protocol
 
 from foredraft.errors import ForedraftError
 from foredraft.llm import LLM
-from foredraft.serve.backend import News, QueuedRequest, check_tokens, deliver_all
 from foredraft.serve.errors import ApiError
-from foredraft.serve.metrics import Metrics
+from foredraft.serve.metrics import ClusterMetrics, Metrics
+from foredraft.serve.queued_request import News, QueuedRequest, check_tokens, deliver_all
 
 logger = logging.getLogger("foredraft.serve")
+
+
+class Backend(Protocol):
+    """Takes requests in, and brings news of them until they have ended or are abandoned."""
+
+    error: BaseException | None
+
+    @property
+    def metrics(self) -> Metrics | ClusterMetrics:
+        """Counters of all requests."""
+
+    def start(self, when_loaded: Callable[[], None]) -> None:
+        """Begin to load; ``when_loaded`` is called in another thread when that has come to an end, well or not."""
+
+    def check_room(self, num_prompt_tokens: int, max_requests: int | None, max_tokens: int | None) -> None:
+        """Raises: ApiError (429) where as many requests, or tokens of their prompts, wait as may."""
+
+    def submit(self, ticket: QueuedRequest) -> None:
+        """Take a request in."""
+
+    def abandon(self, ticket: QueuedRequest) -> None:
+        """End a request; one that has ended stays as it is."""
+
+    def abort_all(self, error: ApiError) -> None:
+        """End everything with an error."""
+
+    def stop(self, timeout: float) -> bool:
+        """Work no more; say whether nothing of this process computes any more, after `timeout` seconds at most."""
 
 
 class Bridge:
@@ -28,13 +57,13 @@ class Bridge:
 
     Args:
       load: makes what is served; called in the thread.
-      metrics: told of times, tokens and ends.
+      metrics: counters of times, tokens and ends.
     """
 
     def __init__(self, load: Callable[[], Sequence[LLM]], metrics: Metrics) -> None:
         self.error: BaseException | None = None
         self.is_ready = False
-        self._load, self._metrics = load, metrics
+        self._load, self.metrics = load, metrics
         self._llms: Sequence[LLM] = ()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open: dict[QueuedRequest, None] = {}
@@ -50,7 +79,7 @@ class Bridge:
 
     @property
     def seconds_in_step(self) -> float:
-        """That the step which runs has taken so far; 0 between steps."""
+        """Time of the current step so far; 0 between steps."""
         began = self._step_began
         return 0.0 if began is None else perf_counter() - began
 
@@ -98,7 +127,7 @@ class Bridge:
     def _run(self, when_loaded: Callable[[], None]) -> None:
         try:
             self._llms = self._load()
-            self._metrics.watch(self._llms)
+            self.metrics.watch(self._llms)
             self.is_ready = True
         except BaseException as error:
             self.error = error
@@ -129,7 +158,7 @@ class Bridge:
         ticket.deliver([])
 
     def _step(self) -> None:
-        """One step of every engine that has something to do."""
+        """Make a step of every engine that has work."""
         self._step_began = perf_counter()
         for llm in self._llms:
             try:
@@ -148,10 +177,10 @@ class Bridge:
             news = ticket.stream.take()
             if ticket.is_queued and not ticket.stream.is_waiting:
                 ticket.is_queued = False
-                self._metrics.started(ticket)
+                self.metrics.started(ticket)
             num_waiting += ticket.is_queued
             if news:
-                self._metrics.emitted(ticket, news)
+                self.metrics.emitted(ticket, news)
                 if ticket.wants_news:
                     came.append((ticket, news))
             if isinstance(fault := ticket.stream.fault, Exception):  # one of several texts, too: all of them end
@@ -159,7 +188,7 @@ class Bridge:
             elif ticket.stream.is_finished:
                 self._end(ticket)
                 came.append((ticket, None))
-        self._metrics.load(self._num_running, num_waiting)
+        self.metrics.load(self._num_running, num_waiting)
         deliver_all(came)  # last, so that figures are up to date for whoever has an answer
 
     def _fail(self, ticket: QueuedRequest, error: Exception) -> None:
@@ -174,7 +203,7 @@ class Bridge:
         ticket.is_queued = False
         if ticket in self._open and ticket.stream is not None:
             ticket.stream.close()
-            self._metrics.ended(ticket, has_failed)
+            self.metrics.ended(ticket, has_failed)
             del self._open[ticket]  # last, so that what is not open is counted
 
     def _abort_all(self, error: ApiError) -> None:

@@ -52,7 +52,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 OLD_ROLES = {"developer": "system", "function": "tool"}
 """Roles that templates know by another name: the one is newer than they are, the other older."""
 PARTS_APART = "\n"
-"""Between the texts of one message, as in vLLM and llama.cpp."""
+"""Separator of the texts of one message, as in vLLM and llama.cpp."""
 PASSED_ON = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
 
 
@@ -72,7 +72,7 @@ def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) ->
 
 
 def read_conversation(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[ParsedRequest, Tools]:
-    """What a body asks for, and the tools that the model may call.
+    """Request of a body, and its tools.
 
     Writes and reads the prompt, which takes time: not to be called in the event loop.
 
@@ -105,7 +105,7 @@ def read_conversation(body: dict[str, Any], served: Served, settings: ServerSett
         message = "prompt_logprobs is not told in streams of chat; leave stream out, or use /v1/completions"
         raise ApiError(400, message, "prompt_logprobs")
     text = conversation(given, options, tools.offered, served)
-    ids = served.encode(text, given.flag("add_special_tokens"), is_cut=asking.cut is not None)
+    ids = served.encode(text, given.flag("add_special_tokens"), is_cut=asking.truncate_prompt_tokens is not None)
     prompt = {"prompt": text, "prompt_token_ids": ids}
     return with_prompts(asking, [prompt], served, settings), tools
 
@@ -226,7 +226,7 @@ class ChatForm(ChoicesForm):
     """Shape of the answers of ``/v1/chat/completions``.
 
     Args:
-      tools: that the model may call, or must.
+      tools: tools of the request.
       has_functions: whether calls are told as those of functions were before there were tools.
       prompt_text: what the template has made of the messages, to be told; None where nobody asks.
       echo: what every answer begins with: the last message, where the model's go on from one of its own.
@@ -260,7 +260,7 @@ class ChatForm(ChoicesForm):
         return super().body(outputs, usage, beside) | found
 
     def _of_prompt(self) -> dict[str, Any]:
-        """What is told of the prompt, which all texts share."""
+        """Fields of the prompt, which all samples share."""
         (prompt,) = self._asking.prompts
         ids = {"prompt_token_ids": list(prompt["prompt_token_ids"])} if self._asking.returns_ids else {}
         return ids | ({} if self._prompt_text is None else {"prompt_text": self._prompt_text})

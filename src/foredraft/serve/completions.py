@@ -46,7 +46,8 @@ def read_completion(
         {"prompt_logprobs": max(logprobs, of_prompt or 0)} if echo and logprobs is not None else {}
     )
     asking = read_asking(given, served, settings, logprobs=logprobs, **learned)
-    read = partial(_prompt, served=served, adds=given.flag("add_special_tokens", True), is_cut=asking.cut is not None)
+    is_cut = asking.truncate_prompt_tokens is not None
+    read = partial(_prompt, served=served, adds=given.flag("add_special_tokens", True), is_cut=is_cut)
     prompts = _prompts(given.get("prompt"), read, settings.max_prompts)
     asking = with_prompts(asking, prompts, served, settings)
     return asking, CompletionForm(asking, served, echo, of_prompt)
@@ -66,7 +67,7 @@ def _prompts(prompt: Any, read: Callable[[Any], dict[str, Any]], most: int) -> l
 def _prompt(prompt: Any, served: Served, adds: bool, is_cut: bool) -> dict[str, Any]:
     if isinstance(prompt, str):
         return {"prompt": prompt, "prompt_token_ids": served.encode(prompt, adds, is_cut=is_cut)}
-    return {"prompt_token_ids": token_ids(prompt, served.llm.target.num_embeddings, "prompt")}
+    return {"prompt_token_ids": token_ids(prompt, served.num_embeddings, "prompt")}
 
 
 class CompletionForm(ChoicesForm):

@@ -1,4 +1,4 @@
-"""Errors as the OpenAI API tells them. Nothing of a traceback, a path or a key is in them."""
+"""Errors in the form of the OpenAI API, without tracebacks, paths or keys."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from foredraft.errors import (
 )
 
 RETRY_SECONDS = 1
+MODEL_CHANGED = "model_changed"
+"""Code of the error of a request that was read for another model than the one served now; read anew, it can succeed."""
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -30,19 +32,22 @@ TYPES = {
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """Error response of the OpenAI API.
 
     Args:
-      status: of HTTP.
-      message: names the value, the limit and the remedy.
-      param: the field that is to blame.
-      code: for programs; by default the status.
+      status: HTTP status.
+      message: text with the value, the limit and the remedy.
+      param: name of the wrong field.
+      code: code for programs; by default the status.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | int | None = None) -> None:
         message = shortened(message)
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.status, self.message, self.param, self.code)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -64,7 +69,7 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> ApiError:
-        """What a client is told of an error: all of a refusal, and of anything else that it happened."""
+        """Error as a client gets it: the whole message of a refusal, no details of any other error."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, ContextLengthError):
@@ -81,17 +86,14 @@ class ApiError(Exception):
         return cls(500, f"{what} inside the server ended this request; its log says more", code="internal_error")
 
 
-class ModelChanged(ApiError):
-    """Another model is served than the one that the request was read for; read anew, it can be answered."""
-
-    def __init__(self) -> None:
-        super().__init__(503, "another model is served from now on; try again", code="model_changed")
-
-
 def unauthorized() -> ApiError:
     return ApiError(
         401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
     )
+
+
+def model_changed() -> ApiError:
+    return ApiError(503, "another model is served from now on; try again", code=MODEL_CHANGED)
 
 
 def loading() -> ApiError:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 PROMPT_COST = 1.0
 OUTPUT_COST = 2.0
-"""Of each token; the weights of the paper."""
+"""Cost of each token; the weights of the paper."""
 MAX_CLIENTS = 4096
-"""Of whom it is remembered what they have been served; then the half that was served least is forgotten."""
+"""Number of clients with a counter; then the half with the lowest counters is forgotten."""
 
 
 @dataclass

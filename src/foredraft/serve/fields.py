@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, NoReturn, TypeVar
 
 from foredraft.config.foreign import Foreign
@@ -15,7 +15,7 @@ from foredraft.serve.errors import ApiError
 T = TypeVar("T")
 
 MOST_WHOLE = 2**53
-"""Below which a float with nothing behind its point is the whole number that was written."""
+"""Limit below which a float without a fraction is exactly the whole number that was written."""
 MAX_NAMED = 10
 """Unknown fields that are named, and"""
 MAX_NAME = 40
@@ -26,7 +26,7 @@ SAMPLING = frozenset(field.name for field in fields(SamplingParams)) - _READ_HER
 """Fields that are handed to `SamplingParams` as they are, where they are not null."""
 
 MOST_ENTRIES = {"stop": 128, "bad_words": 1024, "bad_words_ids": 1024}
-"""Of lists that are looked through for every token: with 100,000 stop strings one request slowed all others."""
+"""Longest lists that are searched for every token: with 100,000 stop strings one request slowed all others."""
 
 SHARED = SAMPLING | {
     "n",
@@ -169,7 +169,7 @@ class Fields:
         return self._read(name, default, fits, f"a whole number between {low} and {high}")
 
     def seconds(self, name: str, default: float) -> float:
-        """At most as long as the default."""
+        """Seconds, limited to the default."""
         fits: Callable[[Any], bool] = lambda value: type(value) in (int, float) and value > 0  # noqa: E731
         return float(min(default, self._read(name, default, fits, "a number of seconds above 0")))
 
@@ -246,19 +246,15 @@ def warning_of(unknown: Collection[str]) -> dict[str, str]:
     return {"x-foredraft-warning": f"fields were ignored: {named(unknown)}"} if unknown else {}
 
 
-@dataclass(frozen=True)
-class StreamOptions:
-    """What a stream tells beside its text."""
+def stream_options(given: Fields) -> Fields:
+    """``stream_options`` of a body.
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-
-    @classmethod
-    def of(cls, given: Fields) -> StreamOptions:
-        options = given.mapping("stream_options")
-        if options and not given.flag("stream"):
-            raise ApiError(400, "stream_options are given, but stream is not true", "stream_options")
-        read = Fields(options, {"include_usage", "continuous_usage_stats", "include_obfuscation"}, {})
-        if read.unknown:
-            raise ApiError(400, f"stream_options has no {named(read.unknown)}", "stream_options")
-        return cls(read.flag("include_usage"), read.flag("continuous_usage_stats"))
+    Raises: ApiError for options of an answer that is not streamed, and for unknown ones.
+    """
+    options = given.mapping("stream_options")
+    if options and not given.flag("stream"):
+        raise ApiError(400, "stream_options are given, but stream is not true", "stream_options")
+    read = Fields(options, {"include_usage", "continuous_usage_stats", "include_obfuscation"}, {})
+    if read.unknown:
+        raise ApiError(400, f"stream_options has no {named(read.unknown)}", "stream_options")
+    return read

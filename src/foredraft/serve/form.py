@@ -13,7 +13,7 @@ from foredraft.serve.asking import ParsedRequest
 from foredraft.serve.errors import ApiError
 from foredraft.serve.served import Served
 from foredraft.serve.tokens import TokenNames
-from foredraft.views.token_view import Drafts
+from foredraft.views.token_view import tell_drafts
 
 DONE = b"data: [DONE]\n\n"
 
@@ -76,8 +76,8 @@ class ChoicesForm(ResponseFormat):
     """Answers that are lists of choices.
 
     Attributes:
-      prefix: of ids.
-      kinds: of whole answers, and of chunks.
+      prefix: prefix of ids.
+      kinds: object types of whole answers and of chunks.
     """
 
     last = DONE
@@ -88,13 +88,13 @@ class ChoicesForm(ResponseFormat):
         self._asking = asking
         self._fingerprint = served.fingerprint
         self._names = TokenNames(served.llm.tokenizer, asking.names_ids)
-        self._drafts = Drafts(served.llm.tokenizer)
+        self._tokenizer = served.llm.tokenizer
         self._id, self._created = f"{self.prefix}-{asking.request_id}", int(time.time())
-        self._chunk = self._frame(is_chunk=True) | ({"usage": None} if asking.stream.include_usage else {})
+        self._chunk = self._frame(is_chunk=True) | ({"usage": None} if asking.includes_usage else {})
         self._beginning = written(self._chunk)[:-1]
 
     def _frame(self, is_chunk: bool) -> dict[str, Any]:
-        """What every object begins with."""
+        """First fields of every object."""
         return {
             "id": self._id,
             "object": self.kinds[is_chunk],
@@ -112,7 +112,7 @@ class ChoicesForm(ResponseFormat):
             choices += self.choices(delta)
             if delta.finish_reason is not None:
                 choices[-1]["seed"] = delta.seed
-        told = {"usage": usage()} if choices and self._asking.stream.continuous_usage_stats else {}
+        told = {"usage": usage()} if choices and self._asking.continues_usage else {}
         return self._chunks(choices, **told)
 
     def _chunks(self, choices: Sequence[dict[str, Any]], **told: Any) -> list[bytes]:
@@ -121,7 +121,7 @@ class ChoicesForm(ResponseFormat):
         return [f'data: {self._beginning},"choices":[{written(choice)}]}}\n\n'.encode() for choice in choices]
 
     def ending(self, usage: dict[str, Any], beside: dict[str, Any]) -> list[bytes]:
-        told = ({"usage": usage} if self._asking.stream.include_usage else {}) | beside
+        told = ({"usage": usage} if self._asking.includes_usage else {}) | beside
         return [event({**self._chunk, "choices": [], **told})] if told else []
 
     def failure(self, error: ApiError) -> list[bytes]:
@@ -150,5 +150,5 @@ class ChoicesForm(ResponseFormat):
         if self._asking.returns_ids:
             choice["token_ids"] = list(delta.token_ids[part])
         if self._asking.returns_drafts:
-            choice["draft"] = self._drafts.of(delta, part)
+            choice["draft"] = tell_drafts(self._tokenizer, delta, part)
         return choice

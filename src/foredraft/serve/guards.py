@@ -1,4 +1,4 @@
-"""What stands before the routes: targets in another form, keys, and bodies that nobody has read."""
+"""Middlewares in front of the routes: request ids, keys, hosts, and bodies that nobody has read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import re
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import sha256
 from ipaddress import ip_address
@@ -21,33 +22,33 @@ OPEN_PATHS = ("/health", "/ping", "/")
 """Paths that need no key."""
 DRAINED_BYTES = 64 * 2**20
 DRAINED_SECONDS = 5.0
-"""Of a body that is not wanted; a client that sends more may find its connection reset instead of an answer."""
+"""Limits of reading a rejected body; a client that sends more may get a reset instead of a response."""
 
 REQUEST_ID = b"x-request-id"
 """Header with the id of a request, which there always is."""
 ALLOWED_ID = re.compile(rb"[\w.:-]{1,128}")
 """Ids in headers that may stand in a log."""
 
-AMBIGUOUS = JSONResponse(
-    ApiError(400, "the request has a content-length and a transfer-encoding; send one of them").body,
-    400,
-    {"connection": "close"},
-)
-
-
 _ORIGIN = re.compile(rb"https?://[^/]*", re.IGNORECASE)
 
 
-class Targets:
-    """Takes requests also whose target is a whole address, as clients of proxies write it (RFC 9112, 3.2.2).
+def refusal(error: ApiError, **headers: str) -> JSONResponse:
+    """Response of an error."""
+    return JSONResponse(error.body, error.status, {**headers, **error.headers})
 
-    A slash at the end of a path means nothing: clients that join addresses leave one, and not all follow a redirect.
+
+AMBIGUOUS = refusal(
+    ApiError(400, "the request has a content-length and a transfer-encoding; send one of them"), connection="close"
+)
+
+
+def with_plain_targets(app: ASGIApp) -> ASGIApp:
+    """Accept requests whose target is an absolute URI, as clients of proxies write it (RFC 9112, 3.2.2).
+
+    A slash at the end of a path is removed: clients that join addresses leave one, and not all follow a redirect.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (origin := _ORIGIN.match(scope["raw_path"])) is not None:
             path = scope["raw_path"][origin.end() :] or b"/"
             host = (b"host", origin[0].partition(b"//")[2])  # which counts, whatever the header says
@@ -55,85 +56,78 @@ class Targets:
             scope = {**scope, "path": unquote(path.decode("ascii")), "raw_path": path, "headers": headers}
         if scope["type"] == "http" and len(scope["path"]) > 1 and scope["path"].endswith("/"):
             scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
-        await self._app(scope, receive, send)
+        await app(scope, receive, send)
+
+    return guarded
 
 
-class Numbered:
-    """Gives every request an id, or takes ``x-request-id``, and tells it with the answer, whatever that is."""
+def with_request_ids(app: ASGIApp) -> ASGIApp:
+    """Give every request an id, unless it has an ``x-request-id``, and return the id in a header of every response."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
         given = dict(scope["headers"]).get(REQUEST_ID, b"")
         header = (REQUEST_ID, given if ALLOWED_ID.fullmatch(given) else secrets.token_hex(12).encode())
         others = [(name, value) for name, value in scope["headers"] if name != REQUEST_ID]
 
-        async def tell(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), header]}
             await send(message)
 
-        await self._app({**scope, "headers": [*others, header]}, receive, tell)
+        await app({**scope, "headers": [*others, header]}, receive, send_with_id)
+
+    return guarded
 
 
-class Keys:
-    """Lets pass who has a key. Every key is compared, in constant time.
+def with_api_keys(app: ASGIApp, keys: Sequence[str]) -> ASGIApp:
+    """Refuse requests without a valid key. Every key is compared, in constant time.
 
     Args:
       keys: at least one.
     """
+    digests = [sha256(key.encode()).digest() for key in keys]
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
-        self._app = app
-        self._digests = [sha256(key.encode()).digest() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
-            error = unauthorized()
-            await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _has_key(self, scope: Scope) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        kind, _, key = given.partition(b" ")
+    def has_key(scope: Scope) -> bool:
+        kind, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
         digest = sha256(key.strip()).digest()
-        matches = [hmac.compare_digest(digest, one) for one in self._digests]
-        return kind.lower() == b"bearer" and any(matches)
+        matches = [hmac.compare_digest(digest, one) for one in digests]
+        return bool(kind.lower() == b"bearer") and any(matches)
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS
+        await (app if is_open or has_key(scope) else refusal(unauthorized()))(scope, receive, send)
+
+    return guarded
 
 
-class Hosts:
-    """Refuses requests to a loopback address under the name of another host.
+def with_local_hosts(app: ASGIApp, host: str) -> ASGIApp:
+    """Refuse requests to a loopback address under the name of another host.
 
-    A page of the web can have its own name resolved to 127.0.0.1 (DNS rebinding). Its browser then lets it read what
-    the server answers, since the origin stays the same, and sends that name as the host.
+    A page of the web can have its own name resolved to 127.0.0.1 (DNS rebinding). Its browser then lets it read the
+    responses of the server, since the origin stays the same, and sends that name as the host.
 
     Args:
-      host: name or address that the server was told to listen on, which resolves to a loopback address.
+      host: name or address that the server listens on; it resolves to a loopback address.
     """
 
-    def __init__(self, app: ASGIApp, host: str) -> None:
-        self._app = app
-        self._host = host.lower()
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        given = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"host"]
+        for name in filter(None, map(_host_of, given)):  # programs may send none, browsers always do
+            if name != host.lower() and not is_loopback(name):
+                error = ApiError(
+                    403,
+                    f"the host is {shown(name)}, and without a key this server answers to localhost and loopback "
+                    "addresses; ask for one of these, or start it with --api-key",
+                    code="foreign_host",
+                )
+                await refusal(error)(scope, receive, send)
+                return
+        await app(scope, receive, send)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            told = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-            for name in filter(None, map(_host_of, told)):  # programs may send none, browsers always do
-                if name != self._host and not is_loopback(name):
-                    error = ApiError(
-                        403,
-                        f"the host is {shown(name)}, and without a key this server answers to localhost and loopback "
-                        "addresses; ask for one of these, or start it with --api-key",
-                        code="foreign_host",
-                    )
-                    await JSONResponse(error.body, error.status)(scope, receive, send)
-                    return
-        await self._app(scope, receive, send)
+    return guarded
 
 
 def _host_of(header: str) -> str:
@@ -152,22 +146,18 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class Drain:
-    """Reads what is left of a body before an answer begins, and throws it away.
+def with_drained_bodies(app: ASGIApp) -> ASGIApp:
+    """Read and discard the rest of a body before a response begins.
 
-    A connection that is closed around bytes which nobody has read is reset, and the reset overtakes the answer, so a
-    client that writes all of its body first would never learn why it was refused. One whose end is told in two ways is
-    refused, and its connection closed: a proxy may see another request where it ends (RFC 9112, 6.1).
+    A connection that is closed around bytes which nobody has read is reset, and the reset overtakes the response, so a
+    client that writes all of its body first would never learn why it was refused. A request whose length is given in
+    two ways is refused, and its connection closed: a proxy may see another request where it ends (RFC 9112, 6.1).
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not _comes_with_a_body(scope):
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
-        app = AMBIGUOUS if _has_two_ends(scope) else self._app
         is_whole = False
 
         async def noting() -> Message:
@@ -185,7 +175,9 @@ class Drain:
                             left -= len((await noting()).get("body", b""))
             await send(message)
 
-        await app(scope, noting, draining)
+        await (AMBIGUOUS if _has_two_ends(scope) else app)(scope, noting, draining)
+
+    return guarded
 
 
 def _has_two_ends(scope: Scope) -> bool:

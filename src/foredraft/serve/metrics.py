@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from foredraft.engine.frontend import StreamOutput
 from foredraft.llm import LLM
-from foredraft.serve.backend import QueuedRequest
+from foredraft.serve.queued_request import QueuedRequest
 
 OWN, ALIAS = "foredraft:", "vllm:"
 OF_VLLM = frozenset(
@@ -45,16 +45,17 @@ SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.
 LONG = (0.005, 0.025, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0)
 
 
-class Metrics:
-    """Counts what requests bring and take. One thread counts; any may read.
+class Metrics(Collector):
+    """Counters of a server with one engine process. One thread counts; any thread may read.
 
     Args:
-      model: label of everything.
+      model: label of all samples.
     """
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
         self._model = model
+        self._llms: dict[str, LLM] = {}
         self._last: dict[tuple[QueuedRequest, int, int], float] = {}
         self.running = self._gauge("num_requests_running", "Rows that are in the cache.")
         self.waiting = self._gauge("num_requests_waiting", "Requests that no step has touched yet.")
@@ -82,12 +83,34 @@ class Metrics:
         self._queue = self._histogram("request_queue_time_seconds", "From arrival to the first step.", LONG)
 
     def watch(self, llms: Sequence[LLM]) -> None:
-        """Tell of the engines of these, too."""
-        self.registry.register(_Engines(self._model, llms))
+        """Include figures of these engines, by method; they are read with every page."""
+        for llm in llms:
+            title = llm.speculative_config.title
+            self._llms[f"{title} {len(self._llms)}" if title in self._llms else title] = llm
 
     def page(self) -> bytes:
-        """What Prometheus reads."""
-        return generate_latest(_Aliased(self.registry))
+        """All samples in the text format of Prometheus."""
+        return generate_latest(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, and those that vLLM has again under its prefix."""
+        families = [*self.registry.collect(), *self._engines()]
+        yield from families
+        for family in families:
+            if family.name in OF_VLLM:
+                alias = copy(family)
+                alias.name = family.name.replace(OWN, ALIAS, 1)
+                alias.samples = [sample._replace(name=sample.name.replace(OWN, ALIAS, 1)) for sample in family.samples]
+                yield alias
+
+    def _engines(self) -> Iterator[Metric]:
+        found = {title: _figures(llm) for title, llm in self._llms.items()}
+        for kind, name, text in OF_ENGINES:
+            family = kind(OWN + name, text, labels=["model_name", "method"])
+            for title, figures in found.items():
+                if (value := figures.get(name)) is not None:
+                    family.add_metric([self._model, title], value)
+            yield family
 
     # -- by the thread of the engine -------------------------------------------------------------------------------
 
@@ -166,11 +189,11 @@ OF_ENGINES: tuple[tuple[Any, str, str], ...] = (
     (RATIO, "prefix_cache_bytes", "Keys and values left for later prompts, all methods together."),
     (COUNT, "num_preemptions", "Rows that left the cache for a while."),
 )
-"""What governors estimate and what memory holds: kind, name and text."""
+"""Families of estimates of governors and of memory: kind, name and text."""
 
 
 def _figures(llm: LLM) -> dict[str, float | None]:
-    """Those of `OF_ENGINES` by name, of one engine; None or missing where there is none."""
+    """Values of `OF_ENGINES` for one engine, by name; None or missing where there is none."""
     totals, memory = llm.governed, llm.memory
     found: dict[str, float | None] = {
         "kv_cache_bytes": memory.allocated_bytes,
@@ -190,54 +213,15 @@ def _figures(llm: LLM) -> dict[str, float | None]:
     return found
 
 
-class _Engines(Collector):
-    """Figures of engines, by method, read when they are asked for."""
-
-    def __init__(self, model: str, llms: Sequence[LLM]) -> None:
-        self._model = model
-        self._llms: dict[str, LLM] = {}
-        for llm in llms:
-            title = llm.speculative_config.title
-            self._llms[f"{title} {len(self._llms)}" if title in self._llms else title] = llm
-
-    def collect(self) -> Iterator[Metric]:
-        found = {title: _figures(llm) for title, llm in self._llms.items()}
-        for kind, name, text in OF_ENGINES:
-            family = kind(OWN + name, text, labels=["model_name", "method"])
-            for title, figures in found.items():
-                if (value := figures.get(name)) is not None:
-                    family.add_metric([self._model, title], value)
-            yield family
-
-
-class _Aliased(CollectorRegistry):
-    """What another registry collects, and what vLLM has of it again under its prefix."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        super().__init__()
-        self._registry = registry
-
-    def collect(self) -> Iterator[Metric]:
-        families = list(self._registry.collect())
-        yield from families
-        for family in families:
-            if family.name not in OF_VLLM:
-                continue
-            alias = copy(family)
-            alias.name = family.name.replace(OWN, ALIAS, 1)
-            alias.samples = [sample._replace(name=sample.name.replace(OWN, ALIAS, 1)) for sample in family.samples]
-            yield alias
-
-
 REPLICA = "replica"
 
 
-class ClusterMetrics:
-    """What the ingress counts itself, and what replicas have counted.
+class ClusterMetrics(Collector):
+    """Counters of an ingress, together with the pages of its replicas.
 
     Args:
-      model: label of everything.
-      pages: the newest page of every replica, by its name.
+      model: label of the ingress's own samples.
+      pages: returns the newest page of every replica, by the replica's name.
     """
 
     def __init__(self, model: str, pages: Callable[[], Mapping[str, bytes]] = dict) -> None:
@@ -260,22 +244,14 @@ class ClusterMetrics:
         self.pause = pause.labels(model)
 
     def page(self) -> bytes:
-        """What Prometheus reads."""
-        joined = CollectorRegistry()
-        joined.register(_Families(self._registry, self._pages()))
-        return generate_latest(joined)
-
-
-class _Families:
-    """Families of several pages in one, each sample with the name of its replica."""
-
-    def __init__(self, own: CollectorRegistry, pages: Mapping[str, bytes]) -> None:
-        self._own, self._pages = own, pages
+        """All samples in the text format of Prometheus."""
+        return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._own.collect()
+        """The ingress's own families, and those of all replicas joined, each sample with the name of its replica."""
+        yield from self._registry.collect()
         families: dict[str, Metric] = {}
-        for replica, page in sorted(self._pages.items()):
+        for replica, page in sorted(self._pages().items()):
             for family in text_string_to_metric_families(page.decode()):
                 joined = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 for sample in family.samples:

@@ -1,4 +1,4 @@
-"""What a server serves: one model under several names, each a way of drafting for it."""
+"""Served models: one model under several names, each with its way of drafting."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ is compiled: the layers of prompts of more tokens than a step has nodes, too."""
 
 
 class Served:
-    """One model in memory, and the ways of drafting for it that requests may choose from.
+    """Model in memory, and the ways of drafting that requests may choose from.
 
     Args:
-      llms: by name, the first one being the default; all of them over one target.
+      llms: `LLM` objects over one target, by name; the first is the default.
       aliases: further names of the default.
     """
 
@@ -53,12 +53,12 @@ class Served:
 
     @property
     def llms(self) -> list[LLM]:
-        """One for each way of drafting."""
+        """`LLM` objects, one for each way of drafting."""
         return list(dict.fromkeys(self.names.values()))
 
     @property
     def tokenizer(self) -> Any:
-        """Of the model.
+        """Tokenizer of the model.
 
         Raises: ApiError where it has none.
         """
@@ -71,6 +71,16 @@ class Served:
         """Limit of prompt and output together; None where the model knows none."""
         limits = [self.llm.engine_config.max_model_len, self.llm.model_info.context_length]
         return min((limit for limit in limits if limit is not None), default=None)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Number of tokens that may be generated."""
+        return self.llm.target.vocab_size
+
+    @cached_property
+    def num_embeddings(self) -> int:
+        """Number of tokens that a prompt may have."""
+        return self.llm.target.num_embeddings
 
     def encode(self, text: str, add_special_tokens: bool, *, is_cut: bool = False) -> list[int]:
         """Token ids of a prompt.
@@ -95,7 +105,7 @@ class Served:
 
     @cached_property
     def _most_characters(self) -> int | None:
-        """Of a text that may fit; None where that is not known."""
+        """Number of characters of the longest text that may fit; None where that is unknown."""
         each, limit = characters_per_token(self.llm.tokenizer), self.max_model_len
         return None if each is None or limit is None else each * limit
 
@@ -179,8 +189,7 @@ class Served:
         for llm in self.llms:
             with suppress(ConfigError):  # which the first request with a grammar is told
                 llm.prepare(SamplingParams(structured_outputs=StructuredOutputs(choice=["a"])))
-        vocab_size = self.llm.target.vocab_size
-        prompt = [token % 4 % vocab_size for token in range(1, WARM_PROMPT + 1)]
+        prompt = [token % 4 % self.vocab_size for token in range(1, WARM_PROMPT + 1)]
         params = SamplingParams(n=2, max_tokens=WARM_TOKENS, ignore_eos=True, seed=0, detokenize=False)
         for llm in self.llms:
             room = (self.max_model_len or len(prompt) * 4) - 2
@@ -226,7 +235,7 @@ class ServedModels:
     """Names that requests may ask for, read before any weight is.
 
     Args:
-      names: of the model, the first for answers too.
+      names: names of the model; answers have the first.
       draftings: further ways of drafting, by their names.
       chat_template: in place of the model's own.
     """
@@ -237,7 +246,7 @@ class ServedModels:
 
     @classmethod
     def of(cls, names: Sequence[str], given: Sequence[str] = (), chat_template: str | None = None) -> ServedModels:
-        """What a user gave.
+        """Names and ways of drafting that a user gave.
 
         Args:
           given: ``NAME=METHOD``, or JSON in place of the method.
@@ -275,7 +284,7 @@ class ServedModels:
             check_parts(config)
 
     def over(self, llm: LLM) -> Served:
-        """What is served, over a model in memory.
+        """Served models over a model in memory.
 
         Raises: ConfigError and the like for a drafting that the model does not have.
         """

@@ -24,10 +24,9 @@ from foredraft.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.prompts.templates import TemplateFailure, renderer
 from foredraft.serve.app import Application
-from foredraft.serve.backend import Backend, MetricsBackend
-from foredraft.serve.bridge import Bridge
+from foredraft.serve.bridge import Backend, Bridge
 from foredraft.serve.errors import stopping
-from foredraft.serve.guards import Numbered, is_loopback
+from foredraft.serve.guards import is_loopback, with_request_ids
 from foredraft.serve.metrics import Metrics
 from foredraft.serve.served import Served
 from foredraft.serve.settings import ServerSettings
@@ -35,35 +34,34 @@ from foredraft.serve.settings import ServerSettings
 logger = logging.getLogger("foredraft.serve")
 
 GRACE_SECONDS = 5.0
-"""For streams to tell that they have been ended, and for the step that runs."""
+"""Time for streams to send their errors, and for the current step."""
 
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 QUIET_SECONDS = 60.0
-"""Between two words that no connection can be accepted."""
+"""Least time between two warnings that no connection can be accepted."""
 
 FORCED_SECONDS = 1.0
-"""For the step that runs when a second signal has come."""
+"""Time for the current step after a second signal."""
 HEAD_SECONDS = 20.0
-"""From the begin of a connection, or the end of an answer, until the head of the next request is there."""
+"""Time limit of receiving the head of a request, from the start of a connection or the end of a response."""
 
 
-def one_engine(load: Callable[[], Sequence[LLM]], name: str) -> tuple[Backend, MetricsBackend]:
-    """An engine in this process."""
-    metrics = Metrics(name)
-    return Bridge(load, metrics), metrics
+def one_engine(load: Callable[[], Sequence[LLM]], name: str) -> Backend:
+    """Backend with one engine, in this process."""
+    return Bridge(load, Metrics(name))
 
 
 class Server(uvicorn.Server):
-    """Serves one model; listens before it is loaded, and says when it is ready.
+    """Server of one model. It listens before the model is loaded, and prints a line when it is ready.
 
-    The first signal lets requests come to their end within `ServerSettings.shutdown_timeout`; the second ends at once.
+    After the first signal requests have `ServerSettings.shutdown_timeout` to end; the second signal ends the server.
 
     Args:
-      load: makes what is served; called in the thread of the engine.
-      name: of the model.
-      say: told the one line with the address.
-      make: what decodes, and what counts, from what loads and the name.
-      wrap: put around the application.
+      load: loads the served models; called in the thread of the engine.
+      name: name of the model.
+      say: prints the line with the address.
+      make: makes the backend from the function that loads and the name.
+      wrap: middleware around the application.
     """
 
     def __init__(
@@ -75,18 +73,18 @@ class Server(uvicorn.Server):
         host: str = "127.0.0.1",
         port: int = 8000,
         say: Callable[[str], None] = print,
-        make: Callable[[Callable[[], Sequence[LLM]], str], tuple[Backend, MetricsBackend]] = one_engine,
+        make: Callable[[Callable[[], Sequence[LLM]], str], Backend] = one_engine,
         wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     ) -> None:
         self._load, self._settings, self._say = load, settings, say
         self._socket = _bound(host, port)
         self._quiet_until = 0.0
         self.address = _address(host, self._socket.getsockname()[1])
-        self.bridge, metrics = make(self._loaded, name)
-        self.application = Application(self.bridge, settings, metrics)
+        self.bridge = make(self._loaded, name)
+        self.application = Application(self.bridge, settings)
         loopback = host if is_loopback(self._socket.getsockname()[0]) else ""
         config = uvicorn.Config(
-            Numbered(wrap(self.application.build(loopback))),
+            with_request_ids(wrap(self.application.build(loopback))),
             http=TimedHeads,  # over h11, whatever else is installed: it bounds heads of requests, and knows HTTP/1.0
             ws="none",
             loop="asyncio",
@@ -169,7 +167,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
 
     def _note(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What goes wrong in the event loop. Without files for connections it says so thousands of times a second."""
+        """Log an error of the event loop. Without file descriptors it reports thousands of them a second."""
         error = context.get("exception")
         if self.should_exit and self._quiet_until and isinstance(error, ValueError):
             return  # a try that it has put off, on a socket that is closed by now

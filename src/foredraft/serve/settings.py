@@ -17,16 +17,16 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What a server allows, under vLLM's names where vLLM has one.
+    """Limits and options of a server, under vLLM's names where vLLM has one.
 
     Args:
       api_keys: any of them opens everything; without one, everything is open.
       cors_origins: web pages that may call the server from a browser; ``*`` for all of them.
-      max_body_bytes: of a request; more is refused with 413.
+      max_body_bytes: size limit of a body; larger ones are refused with 413.
       max_n, max_prompts: samples of a prompt, and prompts of a request, which also bounds all texts of it.
       max_logprobs: most likely tokens that may be asked for.
-      max_queued_requests, max_queued_tokens: that wait for a row, and tokens of their prompts; more are refused with
-        429. None for no limit.
+      max_queued_requests, max_queued_tokens: limits of waiting requests and of tokens in their prompts; more are
+        refused with 429. None for no limit.
       request_timeout: seconds after which a request ends with an error; a request may ask for less.
       keep_alive: seconds of silence after which a stream sends a comment.
       shutdown_timeout: seconds that requests have left after the first signal to end.
@@ -79,9 +79,9 @@ class ServerSettings:
 
 
 SIGN_SECONDS = 1.0
-"""Of silence, after which a replica shows that it is alive; also between news that no client waits for."""
+"""Longest silence of a replica that is alive. Output that no client waits for is sent as often."""
 LEAST_STALL_SECONDS = 2 * SIGN_SECONDS
-"""Of silence, before a replica may count as lost."""
+"""Shortest silence after which a replica may count as lost."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class FailoverSettings:
         second.
       step_timeout: seconds that one step of an engine may take, while its process is alive.
       absence_timeout: seconds after which requests that wait are refused where there is no replica at all.
-      retry_seconds: to wait before the first new try, and twice as long before each further one.
+      retry_seconds: pause before the first retry; it doubles with each further one.
     """
 
     max_failovers: int = 3

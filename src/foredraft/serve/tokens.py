@@ -18,7 +18,7 @@ from foredraft.serve.errors import ApiError
 
 MOST = sys.maxsize
 LOWEST = -9999.0
-"""What stands for minus infinity, which JSON does not have; vLLM's."""
+"""Log-probability written in place of minus infinity, which JSON does not have, as in vLLM."""
 
 Table = Mapping[int, "Logprob"]
 
@@ -72,7 +72,7 @@ class TokenNames:
         return f"token_id:{token}" if self._by_id else self.plain(token, entry)
 
     def alone(self, token: int) -> str:
-        """Of a token that has no log-probability."""
+        """Name of a token that has no log-probability."""
         return f"token_id:{token}" if self._by_id or self._tokenizer is None else str(self._tokenizer.decode([token]))
 
     def plain(self, token: int, entry: Logprob) -> str:
@@ -99,13 +99,13 @@ def _bytes_of_characters() -> dict[str, int]:
 
 
 class Offsets:
-    """Where tokens begin in the text that they add up to, in characters.
+    """Offsets of tokens in their joint text, in characters.
 
     A character that is split over tokens comes with the last of them, so that all of them begin where it does. A stop
     string counts as text, also where it is cut off in the end.
 
     Args:
-      start: of the first token.
+      start: offset of the first token.
     """
 
     def __init__(self, tokenizer: Any, start: int = 0, *, skip_special_tokens: bool = True) -> None:
@@ -113,7 +113,7 @@ class Offsets:
         self._text = None if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
 
     def read(self, ids: Sequence[int]) -> list[int]:
-        """Of the tokens that come next."""
+        """Offsets of the next tokens."""
         offsets = []
         for token in ids:
             offsets.append(self._start + (0 if self._text is None else len(self._text.text)))
@@ -123,7 +123,7 @@ class Offsets:
 
     @classmethod
     def of_prompt(cls, tokenizer: Any, ids: Sequence[int], text: str) -> list[int]:
-        """Those of a prompt; special tokens before it, which its text has not, begin where it does."""
+        """Offsets of a prompt. Special tokens before it, which its text lacks, begin where it does."""
         offsets = cls(tokenizer, skip_special_tokens=False).read(ids)
         spelled = "" if tokenizer is None else str(tokenizer.decode(ids, skip_special_tokens=False))
         surplus = len(spelled) - len(text) if spelled.endswith(text) else 0
@@ -185,7 +185,7 @@ def completion_logprobs(
 
 
 def _tops(names: TokenNames, table: Table, most: int) -> dict[str, float]:
-    """By text; of two tokens with one text, the likelier."""
+    """Log-probabilities by text; the higher one where two tokens have the same text."""
     found: dict[str, float] = {}
     for token, entry in _best(table, most):
         text = names.text(token, entry)

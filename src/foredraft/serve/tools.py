@@ -32,7 +32,7 @@ OLD = ("functions", "function_call")
 
 @dataclass(frozen=True)
 class Tools:
-    """What the model may call, or must.
+    """Tools of a request, and which of them must be called.
 
     Args:
       offered: through the template.
@@ -65,7 +65,7 @@ class Tools:
 
     @property
     def form(self) -> dict[str, Any] | None:
-        """What the output must match, as ``structured_outputs`` has it; None for anything."""
+        """Required form of the output, as ``structured_outputs`` has it; None for any output."""
         tools = self.forced or self.strict
         if not tools:
             return None
@@ -97,7 +97,7 @@ def _quoted(text: str) -> str:
 
 
 def _schema(function: dict[str, Any]) -> dict[str, Any]:
-    """Of the arguments of a function, which are an object."""
+    """Schema of the arguments of a function."""
     return {**_prepared(function)[0], "x-guidance": SPACED}
 
 
@@ -149,7 +149,7 @@ def read_tools(given: Fields, parser: str | None, template: str, tokenizer: Any)
 
 
 def _allowed(tools: list[dict[str, Any]], allowed: Any) -> tuple[list[dict[str, Any]], str]:
-    """Of the tools those that may be called, and whether one must be: all others are as if they were not offered.
+    """Allowed tools, and whether one must be called. All others are left out of the prompt.
 
     Raises: ApiError for what is no choice, or a tool that is not there.
     """
@@ -210,7 +210,7 @@ def _is_single(given: Fields, choice: Any) -> bool:
 
 
 def _forced(tools: list[dict[str, Any]], choice: Any, template: str) -> tuple[dict[str, Any], ...]:
-    """Those of the tools of which one has to be called.
+    """Tools of which one must be called.
 
     Raises: ApiError for one that is not there, or cannot be called by a grammar.
     """

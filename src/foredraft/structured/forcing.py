@@ -104,7 +104,7 @@ class Run:
         return Run(self.text[len(text) :], self.longest[len(text) :], self.matcher, self.mask, self.is_closed)
 
     def lengthened(self, vocabulary: Vocabulary) -> Run:
-        """With all bytes that are looked at, by one mask for each that is new."""
+        """The run with all bytes of its window, computed by one mask for each new byte."""
         if self.is_closed or (self.longest and len(self.text) >= _window(self.longest)):
             return self
         text, longest = bytearray(self.text), [*self.longest]
@@ -123,7 +123,7 @@ class Run:
         return Run(bytes(text), tuple(longest), matcher)
 
     def tokens(self, vocabulary: Vocabulary, last: int | None) -> tuple[int, ...]:
-        """Its tokens, without those at its end that may be written otherwise with what comes after it."""
+        """Tokens of the run, without those at its end that depend on what follows."""
         tokens = vocabulary.tokens(last, self.text)
         lengths = vocabulary.lengths(tokens)
         start = len(self.text) - sum(lengths[-NUM_CHOPPED:])
@@ -175,11 +175,6 @@ class Place:
         text = None if self._vocabulary is None or self._run is None else self._vocabulary.text(tokens)
         run = None if text is None or self._run is None else self._run.after(text)
         return Place(self._vocabulary, matcher, tokens[-1] if tokens else self.last, run)
-
-    @property
-    def has_mask(self) -> bool:
-        """Whether its mask is known."""
-        return self._mask is not None
 
     def mask(self) -> bytes:
         """Bits of the tokens that may follow, however forced text is written. The matcher may give up meanwhile."""

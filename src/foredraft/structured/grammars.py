@@ -31,10 +31,10 @@ MOST_MASKS = 1 << 13
 """Made by matchers of one compiled grammar, after which the next request compiles it anew: masks add states to what
 these share, some 20 MB by then where the grammar is bad, and 64 MB at `MAX_STATES`."""
 WHITE_SPACE = r" |\n[ \t]{0,16}"
-"""Between the parts of JSON by default, as people write it. Small models write more until their budget ends."""
+"""White space between the parts of JSON by default. Without a limit, small models write it until their budget ends."""
 STACK_BYTES = 1 << 29
-"""Of the thread that compiles. llguidance goes one call deeper for every rule that names the next, some 2 kB each, of
-which `MAX_CHARACTERS` hold 15,000; a stack of 8 MB ended the process at 5,000. Only what is used takes memory."""
+"""Stack of the thread that compiles. llguidance goes one call deeper for every rule that names the next, some 2 kB
+each, of which `MAX_CHARACTERS` hold 15,000; a stack of 8 MB ended the process at 5,000. Only used pages take memory."""
 UNFORCED = '%llguidance {"no_forcing": true}'
 """Keeps llguidance from computing forced text to its end in every mask. `Place.forced` computes what a draft needs."""
 MAX_TOKENS = "max_tokens"
@@ -55,9 +55,9 @@ class Grammars:
     whatever the grammar.
 
     Args:
-      tokenizer: of the model; None where it has none.
+      tokenizer: tokenizer of the model; None where it has none.
       vocab_size: V of the model.
-      eos_token_ids: of the model: outputs end with one of them.
+      eos_token_ids: EOS tokens of the model.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Grammars:
         self._found(wanted)
 
     def matching(self, wanted: StructuredOutputs) -> Matching:
-        """For a row that begins. Raises: as `compile`."""
+        """Matcher of a new row. Raises: as `compile`."""
         return Matching(self._found(wanted), self._eos, self._vocab_size)
 
     def _found(self, wanted: StructuredOutputs) -> Compiled:
@@ -156,7 +156,7 @@ class Grammars:
 
 
 def _on_large_stack(compile: Callable[[], LLMatcher]) -> LLMatcher:
-    """What a function gives, in a thread of its own."""
+    """Result of a function, computed in a thread of its own."""
     result: Future[LLMatcher] = Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""One output and its grammar: which tokens may follow it, and what follows for certain."""
+"""Matcher of one output and its grammar: allowed and forced tokens."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ MOST_GUESSES = 4
 NUM_BEFORE = 2
 """Tokens before a choice that make it the same as an earlier one, with what may follow."""
 FULL = "too many states"
-"""What llguidance says where an automaton has reached its limit."""
+"""Words of llguidance's error where an automaton has reached its limit."""
 MAX_STATES = 100_000
 """States of one automaton, some 64 MB."""
 
 
 class Matching:
-    """What a grammar says after the committed output of a row, and after paths of its drafts.
+    """Allowed and forced tokens after the committed output of a row, and after paths of its drafts.
 
     Every path has a place of its own, and that of the accepted path becomes the output's. EOS is no token of the
     grammar: it may come where the grammar may end, and nothing but EOS comes after it.
@@ -201,7 +201,7 @@ class Matching:
             path = (*path, token, *following)
 
     def _guess(self, path: tuple[int, ...]) -> int | None:
-        """What came the last time of the choice after a path, if it is one that was made before."""
+        """Token that followed the same choice the last time; None for a new choice."""
         if self._has_ended or self._eos.intersection(path) or (bits := self._mask(path)) is None:
             return None
         return self._chosen.get(self._choice(bits, path))
@@ -231,7 +231,7 @@ class Matching:
         return found[:most]
 
     def _choice(self, bits: np.ndarray, path: tuple[int, ...]) -> int:
-        """What is the same in all choices that are the same, by the mask after a path."""
+        """Key of a choice: the mask after a path, and the tokens before it."""
         return hash((bits.tobytes(), (*self._text[-NUM_BEFORE:], *path)[-NUM_BEFORE:]))
 
     def _before_eos(self, tokens: Sequence[int]) -> Sequence[int]:
@@ -298,7 +298,7 @@ def _gave_up(matcher: LLMatcher) -> GrammarError:
 
 
 def first_line(message: str) -> str:
-    """What a matcher says, without its state: the first line, and the error that a parser names further down."""
+    """Message of a matcher without its state: the first line, and the error that a parser names further down."""
     lines = message.split("\n<state>")[0].strip().splitlines() or ["no reason is known"]
     named = [line for line in lines[1:] if line.startswith("error: ")]
     return " ".join([lines[0], *named])[:300]

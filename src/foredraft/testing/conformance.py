@@ -93,6 +93,8 @@ class Shown:
 class _Watched(WrappingDrafter):
     """Passes everything on, and checks the contract between engine and drafter on the way.
 
+    Its state of a row is the last chunk of its prompt.
+
     Args:
       shown: counts what is drafted; may be that of other drafters, too.
     """
@@ -113,15 +115,14 @@ class _Watched(WrappingDrafter):
     def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         for row, chunk in zip(rows, chunks, strict=True):
             begins_anew = self._reads_all and not row.state and not row.index
-            told = row.state.setdefault(self, _Told(0 if begins_anew else chunk.start))
-            known = told.num_read
+            before: PromptChunk | None = row.state.get(self)
+            known = before.start + before.num_tokens if before else 0 if begins_anew else chunk.start
             require(
                 chunk.start == known or not self._reads_prompts,
                 f"start: row {row.id} goes on at {chunk.start}, but {known} tokens are read",
             )
             require(self._reads_prompts or chunk.is_last, f"{self.name} reads prompts and wants nothing of them")
-            told.num_read = chunk.start + chunk.num_tokens
-            told.has_started = told.has_started or chunk.is_last
+            row.state[self] = PromptChunk(chunk.start, chunk.num_tokens, is_last=chunk.is_last)
         super().start(rows, chunks)
 
     def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
@@ -129,7 +130,7 @@ class _Watched(WrappingDrafter):
         trees = self.drafter.propose(rows, budgets)
         require(len(trees) == len(rows), f"{self.name}: {len(trees)} drafts for {len(rows)} rows")
         for row, tokens, budget, tree in zip(rows, before, budgets, trees, strict=True):
-            has_started = self in row.state and row.state[self].has_started
+            has_started = self in row.state and row.state[self].is_last
             require(has_started, f"propose before start for row {row.id}")
             require(row.token_ids == tokens, f"{self.name} changed the tokens of row {row.id}")
             require(
@@ -149,14 +150,6 @@ class _Watched(WrappingDrafter):
             path = [result.tree.tokens[node] for node in result.path[1:]]
             require(path == list(result.emitted[: len(path)]), "observe: the accepted path is not what was emitted")
         self.drafter.observe(rows, results)
-
-
-@dataclass
-class _Told:
-    """What a drafter was told of a row: so many tokens of its prompt, and whether that was all."""
-
-    num_read: int
-    has_started: bool = False
 
 
 def require(holds: bool, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Where two texts part, and how close the distribution puts the tokens at which they do."""
+"""First differences of two rows, and how close the distribution puts the two tokens."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def token_gap(
     sample: int,
     tokens: tuple[int, int],
 ) -> float:
-    """How close two tokens are after a text; see `Divergence.gap`. ``params`` need a seed when they sample."""
+    """Gap between two tokens after a text; see `Divergence.gap`. ``params`` need a seed when they sample."""
     text = [*prompt, *output]
     logits = target.forward(Nodes.from_chains([text]), target.new_cache(1), keep=slice(len(text) - 1, len(text)))[0]
     whole = replace(params, top_p=1.0, top_k=0, min_p=0.0, typical_p=1.0)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import torch
@@ -24,7 +24,7 @@ Kernel: TypeAlias = Callable[..., torch.Tensor]
 Facts: TypeAlias = tuple[int, ...]
 
 KINDS = ("attention", "steps", "prompts", "output")
-"""What can be perturbed, by the names that `hostile_kernels` takes."""
+"""Names of the kernels that `hostile_kernels` can perturb."""
 
 MOST_ROWS_OF_STEPS = 64
 """Rows of a product up to which it counts as one of steps, and above as one of prompts."""
@@ -79,19 +79,9 @@ def hostile_kernels(*kinds: str, vocab_size: int | None = None) -> Iterator[None
         raise ConfigError(f"hostile_kernels perturbs {', '.join(KINDS)}, not {', '.join(unknown)}")
     perturb = _Perturbing(frozenset(kinds or KINDS), vocab_size)
     with ExitStack() as stack:
-        for holder, name, kernel in seams(perturb):
+        for holder, name, kernel in seams(perturb.attention, perturb.product):
             stack.enter_context(patch.object(holder, name, kernel))
         yield
-
-
-class Kernels(Protocol):
-    """What takes the place of stock kernels."""
-
-    def attention(self, run: Kernel) -> Kernel:
-        """Of `scaled_dot_product_attention`."""
-
-    def product(self, run: Kernel, first: int = 0) -> Kernel:
-        """Of a function whose arguments from ``first`` on are the two that are multiplied."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +104,7 @@ class _Perturbing:
 
         return attend
 
-    def product(self, run: Kernel, first: int = 0) -> Kernel:
+    def product(self, run: Kernel, first: int) -> Kernel:
         @functools.wraps(run)
         def multiply(*args: Any, **kwargs: Any) -> torch.Tensor:
             result = run(*args, **kwargs)
@@ -150,7 +140,7 @@ class _Perturbing:
 
 
 def _alignment(tensor: torch.Tensor) -> int:
-    """Where a tensor begins in a line of memory; 0 of one that keeps that to itself, as weights packed by oneDNN do."""
+    """Offset of a tensor in a line of memory; 0 for one that does not tell, such as weights packed by oneDNN."""
     is_dense = type(tensor) in PLAIN and tensor.layout == torch.strided
     return tensor.data_ptr() % LINE if is_dense else 0
 
@@ -158,7 +148,7 @@ def _alignment(tensor: torch.Tensor) -> int:
 @functools.lru_cache(maxsize=256)
 @torch.inference_mode(False)
 def _factors(facts: Facts, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What the last dimension of a result is multiplied by: 1, and next to 1 at some places that depend on the facts.
+    """Factors of the last dimension of a result: 1, and next to 1 at some places that depend on the facts.
 
     Never 1 everywhere, so that no two shapes agree because nothing was changed.
     """
@@ -174,21 +164,28 @@ def _factors(facts: Facts, size: int, dtype: torch.dtype, device: torch.device) 
     return (1.0 + direction.double() * torch.finfo(dtype).eps).to(dtype=dtype, device=device)
 
 
-def seams(kernels: Kernels) -> Iterator[tuple[Any, str, Kernel]]:
-    """Where stock kernels are called: the holder of each, its name there, and what is to be put in its place."""
+def seams(
+    attention: Callable[[Kernel], Kernel], product: Callable[[Kernel, int], Kernel]
+) -> Iterator[tuple[Any, str, Kernel]]:
+    """Holder and name of every place that calls a stock kernel, and the kernel to put there.
+
+    Args:
+      attention: returns a kernel to use instead of `scaled_dot_product_attention`.
+      product: returns one to use instead of a function whose arguments from a number on are the two that it multiplies.
+    """
     linear, attend = F.linear, F.scaled_dot_product_attention
-    stock: dict[Kernel, Kernel] = {linear: kernels.product(linear), attend: kernels.attention(attend)}
+    stock: dict[Kernel, Kernel] = {linear: product(linear, 0), attend: attention(attend)}
     yield F, "linear", stock[linear]
     yield F, "scaled_dot_product_attention", stock[attend]
     for name, first in {"mm": 0, "bmm": 0, "matmul": 0, "addmm": 1, "baddbmm": 1}.items():
         function = getattr(torch, name)
-        stock[function] = kernels.product(function, first)
+        stock[function] = product(function, first)
         yield torch, name, stock[function]
-        yield torch.Tensor, name, kernels.product(getattr(torch.Tensor, name), first)
-    yield torch.Tensor, "__matmul__", kernels.product(torch.Tensor.__matmul__)
+        yield torch.Tensor, name, product(getattr(torch.Tensor, name), first)
+    yield torch.Tensor, "__matmul__", product(torch.Tensor.__matmul__, 0)
     if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         packed: Any = torch.ops.mkldnn._linear_pointwise.default
-        stock[packed] = kernels.product(packed)
+        stock[packed] = product(packed, 0)
     for module in list(sys.modules.values()):  # what was bound by name when modules were imported
         if getattr(module, "__name__", "").partition(".")[0] in ("foredraft", "transformers"):
             for name, value in list(vars(module).items()):
@@ -197,5 +194,5 @@ def seams(kernels: Kernels) -> Iterator[tuple[Any, str, Kernel]]:
 
 
 def _found(stock: dict[Kernel, Kernel], value: Any) -> Kernel | None:
-    """What replaces this very function."""
+    """The kernel that replaces this very function."""
     return next((kernel for known, kernel in stock.items() if known is value), None)

@@ -159,7 +159,7 @@ def _fill(bigger: Any, model: Any) -> None:
 
 
 def _source_layer(name: str, depth: int) -> tuple[str, bool]:
-    """Where a parameter comes from: ``model.layers.7.x`` of an added layer from ``model.layers.1.x`` at depth 6."""
+    """Name of the source of a parameter: ``model.layers.1.x`` for that of an added layer 7, at depth 6."""
     parts = name.split(".")
     if parts[1] != "layers" or int(parts[2]) < depth:
         return name, False

@@ -22,7 +22,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class SmallPlan:
-    """What a drafter that is a model is made of.
+    """Layers and embeddings of a drafter that is a model.
 
     Args:
       from_layers: layers of the target that its own begin as, in this order; without any they begin at random.
@@ -88,7 +88,7 @@ def new_small_model(target: TargetParts, plan: SmallPlan, num_layers: int = NUM_
     if plan.start is not None:
         return _read(plan.start, target)
     shape = target.layer
-    if plan.from_layers and not target.layers:
+    if plan.from_layers and target.layer_tensors is None:
         raise ConfigError(
             f"the layers of {target.name} are not built as Llama's are, so no drafter can begin as some of them; leave "
             "from_layers out, and its layers begin at random"
@@ -137,8 +137,9 @@ def _begin(model: SmallModel, target: TargetParts, layers: tuple[int, ...]) -> N
     if layers and target.norm is not None:
         model.body.norm.weight.copy_(target.norm)
     for own, layer in zip(model.body.layers, layers, strict=False):
+        assert target.layer_tensors is not None
         parameters = dict(own.named_parameters())
-        for name, tensor in target.layers[layer].items():
+        for name, tensor in target.layer_tensors(layer).items():
             parameters[f"{name}.weight"].copy_(tensor)
 
 
@@ -185,12 +186,12 @@ class DraftModelRecipe(Recipe):
         self, model: SmallModel, target: TargetParts, vocabulary: DraftVocabulary, total_variation: float = 0.0
     ) -> None:
         super().__init__(model, target, vocabulary, (1.0,))
-        self._model, self._vocabulary, self._variation = model, vocabulary, total_variation
+        self._model, self._variation = model, total_variation
 
     def _parts(self, texts: Texts, streams: Streams) -> list[Part]:
         states = texts.after(self._model.states(self._embedded(texts.token_ids)), 1)[texts.places[0]]
-        target_logits = self._target_logits.along(texts, streams[self._target.num_layers])
-        rows, weights = texts.target_rows[0], self._target_logits.weights(texts)
+        target_logits = self._target_logits(texts, streams)
+        rows, weights = texts.target_rows[0], self._weights(texts)
         return distilled(states, self._output, target_logits, rows, weights, texts.counts, self._variation)
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
@@ -203,7 +204,7 @@ class DraftModelRecipe(Recipe):
     def _output(self) -> Tensor:
         """(V_d, H), rows of the drafter's own embedding or of the target's output layer."""
         own = self._model.embedding
-        return self._target_logits.kept if own is None else self._vocabulary.rows_of_layer(own)
+        return self._kept if own is None else self._vocabulary.rows_of_layer(own)
 
     def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """A whole model in transformers' layout, with the embeddings of the target where it uses these."""

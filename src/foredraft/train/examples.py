@@ -1,4 +1,4 @@
-"""What drafters are trained on: prompts with the target's own answers, as token ids."""
+"""Training data of drafters: prompts with the target's own answers, as token ids."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def is_evaluation(text: str) -> bool:
 
 
 def prompt_digest(text: str) -> str:
-    """Of a text up to blanks and capitals, as sets of prompts are told apart: 12 hexadecimal digits."""
+    """Digest of a prompt, whatever its blanks and capitals: 12 hexadecimal digits."""
     return hashlib.sha256(" ".join(text.split()).lower().encode()).hexdigest()[:12]
 
 

@@ -1,14 +1,12 @@
-"""What the target computes along examples: online, or from a cache on disk that fills as training goes on."""
+"""Features of the target along examples: computed online, or from a cache on disk that fills as training goes on."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foredraft.folders import append_lines
-from foredraft.model.capture import Wanted
 from foredraft.model.lm import CausalLM, Nodes
+from foredraft.model.nodes import Wanted
 from foredraft.train.examples import Example, key_of
 
 logger = logging.getLogger("foredraft")
@@ -30,45 +28,26 @@ Streams = dict[int, Tensor]
 after the final norm."""
 
 
-class FeatureSource(Protocol):
-    """Where features come from."""
-
-    def of(self, examples: Sequence[Example]) -> list[Streams]: ...
+Features = Callable[[Sequence[Example]], list[Streams]]
+"""Returns the features of examples."""
 
 
-@dataclass(frozen=True)
-class TargetFeatures:
-    """Features from a forward of the target, each time they are asked for.
+def target_features(target: CausalLM, layers: Sequence[int], examples: Sequence[Example]) -> list[Streams]:
+    """Features from one forward of the target over all examples.
 
     Args:
       target: on the device of training.
       layers: numbers of layers whose inputs are read; the number of layers for the last hidden state.
     """
-
-    target: CausalLM
-    layers: tuple[int, ...]
-
-    def of(self, examples: Sequence[Example]) -> list[Streams]:
-        """All of them in one forward."""
-        last = self.target.num_layers
-        wanted = Wanted(last in self.layers, tuple(sorted(set(self.layers) - {last})))
-        chains = [example.token_ids for example in examples]
-        cache = self.target.new_cache(len(chains), max(map(len, chains)))
-        output = self.target.forward_with(wanted, Nodes.from_chains(chains), cache, keep=slice(0, 0))
-        found = dict(output.layer_inputs)
-        if output.last_hidden is not None:
-            found[last] = output.last_hidden
-        return [
-            {layer: found[layer][row, : len(chain)].clone() for layer in self.layers}
-            for row, chain in enumerate(chains)
-        ]
-
-
-@dataclass
-class _Shard:
-    keys: list[str] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    parts: list[Streams] = field(default_factory=list)
+    last = target.num_layers
+    wanted = Wanted(last in layers, tuple(sorted({*layers} - {last})))
+    chains = [example.token_ids for example in examples]
+    cache = target.new_cache(len(chains), max(map(len, chains)))
+    output = target.forward_with(wanted, Nodes.from_chains(chains), cache, keep=slice(0, 0))
+    found = dict(output.layer_inputs)
+    if output.last_hidden is not None:
+        found[last] = output.last_hidden
+    return [{layer: found[layer][row, : len(chain)].clone() for layer in layers} for row, chain in enumerate(chains)]
 
 
 class FeatureCache:
@@ -80,9 +59,9 @@ class FeatureCache:
       layers: that are wanted.
     """
 
-    def __init__(self, source: FeatureSource, folder: Path, layers: Sequence[int]) -> None:
+    def __init__(self, source: Features, folder: Path, layers: Sequence[int]) -> None:
         self._source, self._folder, self._layers = source, folder, tuple(layers)
-        self._open = _Shard()
+        self._open: dict[Example, Streams] = {}  # of the shard that is not written yet
         self._places: dict[str, tuple[str, int, int]] = {}
         self._layers_in: dict[str, frozenset[str]] = {}
         self._num_read = 0
@@ -93,11 +72,12 @@ class FeatureCache:
     def __contains__(self, example: Example) -> bool:
         return example.key in self._places
 
-    def of(self, examples: Sequence[Example]) -> list[Streams]:
+    def __call__(self, examples: Sequence[Example]) -> list[Streams]:
+        """Features of examples, read where they are kept."""
         if any(example.key not in self._places for example in examples):
             self._read_index()
         missing = [example for example in examples if example.key not in self._places]
-        made = dict(zip((example.key for example in missing), self._source.of(missing) if missing else (), strict=True))
+        made = dict(zip((example.key for example in missing), self._source(missing) if missing else (), strict=True))
         if not self._is_full:
             for example in missing:
                 self._add(example, made[example.key])
@@ -113,10 +93,8 @@ class FeatureCache:
             return {layer: shard.get_slice(str(layer))[start:stop] for layer in self._layers}
 
     def _add(self, example: Example, found: Streams) -> None:
-        self._open.keys.append(example.key)
-        self._open.lengths.append(len(example.token_ids))
-        self._open.parts.append({layer: states.cpu() for layer, states in found.items()})
-        if sum(self._open.lengths) >= SHARD_TOKENS:
+        self._open[example] = {layer: states.cpu() for layer, states in found.items()}
+        if sum(len(one.token_ids) for one in self._open) >= SHARD_TOKENS:
             self._write()
 
     def _write(self) -> None:
@@ -125,16 +103,17 @@ class FeatureCache:
         Its name is made of all that it holds, so that trainings which fill the folder at the same time, each with what
         the others do not have, never replace each other's shards by others.
         """
-        shard, self._open = self._open, _Shard()
-        if not shard.keys:
+        shard, self._open = self._open, {}
+        if not shard:
             return
-        name = f"{key_of(shard.keys)}-{'-'.join(map(str, self._layers))}.safetensors"
+        name = f"{key_of(example.key for example in shard)}-{'-'.join(map(str, self._layers))}.safetensors"
         beside = self._folder / f".{name}.{os.getpid()}"
-        tensors = {str(layer): torch.cat([part[layer] for part in shard.parts]) for layer in shard.parts[0]}
+        tensors = {str(layer): torch.cat([part[layer] for part in shard.values()]) for layer in self._layers}
         start, lines = 0, []
-        for key, length in zip(shard.keys, shard.lengths, strict=True):
-            lines.append(json.dumps([key, name, start, start + length]) + "\n")
-            start += length
+        for example in shard:
+            stop = start + len(example.token_ids)
+            lines.append(json.dumps([example.key, name, start, stop]) + "\n")
+            start = stop
         try:
             save_file(tensors, beside)
             os.replace(beside, self._folder / name)

@@ -40,13 +40,13 @@ class MedusaRecipe(Recipe):
         found = []
         for head, (places, tokens) in enumerate(zip(texts.places, texts.tokens, strict=True)):
             output = self._heads.lm_heads[head] if self._heads.lm_heads else self._said
-            labels = self._target_logits.vocabulary.rows_of(tokens)
+            labels = self._vocabulary.rows_of(tokens)
             found.append(hard(output(self._heads.state(head, hidden[places])), labels))
         return found
 
     def _said(self, states: Tensor) -> Tensor:
         """The target's output layer, for the tokens that can be drafted."""
-        return nn.functional.linear(states, self._target_logits.kept.to(states.dtype))
+        return nn.functional.linear(states, self._kept.to(states.dtype))
 
     def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return write_medusa(self._heads, self._target.name)
@@ -82,9 +82,9 @@ class HydraRecipe(Recipe):
         for head, places in enumerate(texts.places):
             read.append(texts.after(embedded, 1 + head))
             states.append(self._heads.state(head, torch.cat([one[places] for one in read], dim=-1)))
-        target_logits = self._target_logits.along(texts, last)
-        rows, weights = torch.cat(texts.target_rows), self._target_logits.weights(texts)
-        return distilled(torch.cat(states), self._target_logits.kept, target_logits, rows, weights, texts.counts)
+        target_logits = self._target_logits(texts, streams)
+        rows, weights = torch.cat(texts.target_rows), self._weights(texts)
+        return distilled(torch.cat(states), self._kept, target_logits, rows, weights, texts.counts)
 
     def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return write_hydra(self._heads, self._target.name)
@@ -105,7 +105,7 @@ class _EagleRecipe(Recipe):
     @property
     def _output(self) -> Tensor:
         """(V_d, H), the head's own or the kept rows of the target's."""
-        return self._target_logits.kept if self.head.lm_head is None else self.head.lm_head.weight
+        return self._kept if self.head.lm_head is None else self.head.lm_head.weight
 
     def _streams(self, streams: Streams) -> Tensor:
         parts = [streams[layer] for layer in self.head.shape.streams]
@@ -137,8 +137,8 @@ class Eagle3Recipe(_EagleRecipe):
         embedded = self._target.embedded(texts.token_ids, self.head.dtype)
         steps = unrolled(self.head, fused, embedded, texts.entries, len(self.weights))
         outputs = torch.cat([found[places] for found, places in zip(steps, texts.places, strict=True)])
-        target_logits = self._target_logits.along(texts, streams[self._target.num_layers])
-        rows, weights = torch.cat(texts.target_rows), self._target_logits.weights(texts)
+        target_logits = self._target_logits(texts, streams)
+        rows, weights = torch.cat(texts.target_rows), self._weights(texts)
         return distilled(self.head.before_output(outputs), self._output, target_logits, rows, weights, texts.counts)
 
 
@@ -167,9 +167,9 @@ class EagleRecipe(_EagleRecipe):
         embedded = self._target.embedded(texts.token_ids, self.head.dtype)
         (outputs,) = unrolled(self.head, given + noise, embedded, texts.entries, 1)
         outputs, wanted = outputs[texts.places[0]], texts.after(given, 1)[texts.places[0]]
-        target_logits = self._target_logits.along(texts, streams[self._target.num_layers])
+        target_logits = self._target_logits(texts, streams)
         states = self.head.before_output(outputs)
-        rows, weights = texts.target_rows[0], self._target_logits.weights(texts)
+        rows, weights = texts.target_rows[0], self._weights(texts)
         (said,) = distilled(states, self._output, target_logits, rows, weights, [len(rows)])
         return [Part(feature_regression(outputs, wanted), len(rows), said.num_right), said]
 
@@ -229,7 +229,7 @@ def unrolled(head: EagleHead, features: Tensor, embedded: Tensor, entries: Tenso
       num_steps: 1 or more.
 
     Yields: by step (B x A, H), whose token in the text is t + 2 + j; of a draft whose text has ended before, anything.
-    Exactness: equals what `foredraft.drafters.parts.eagle_rows` computes for a draft along the text, up to rounding.
+    Exactness: equals what `foredraft.drafters.heads.eagle` computes for a draft along the text, up to rounding.
     """
     rows, size = embedded.shape[0], embedded.shape[1] - 2
     every = torch.arange(rows, device=features.device)[:, None]

@@ -19,7 +19,7 @@ BLOCK_ELEMENTS_ELSEWHERE = 1 << 26
 
 @dataclass(frozen=True)
 class Part:
-    """What one head, or one step of drafting, adds to the loss.
+    """Share of one head, or of one step of drafting, in the loss.
 
     Args:
       loss: sum over places, a scalar with gradients.

@@ -1,4 +1,4 @@
-"""What is to be trained, and how: the settings of one training."""
+"""Settings of one training."""
 
 from __future__ import annotations
 
@@ -18,31 +18,9 @@ FORWARD_TOKENS = 32_768
 """Tokens of a forward where nothing is said, on an accelerator: every call takes longer than few tokens do there."""
 
 
-@dataclass(frozen=True)
-class Answering:
-    """How answers are made.
-
-    Args:
-      max_new_tokens: beyond which they are cut.
-      temperature: of every second one; the others are greedy.
-      seed: of these.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 0.8
-    seed: int = 0
-
-    def params(self, number: int) -> SamplingParams:
-        if number % 2 == 0:
-            return SamplingParams(temperature=0.0, max_tokens=self.max_new_tokens)
-        return SamplingParams(
-            temperature=self.temperature, top_p=0.95, max_tokens=self.max_new_tokens, seed=self.seed + number
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is to be trained, and how.
+    """Settings of one training.
 
     Args:
       method: see `foredraft.train.recipe.METHODS`.
@@ -58,6 +36,7 @@ class Plan:
       patience: measurements without a better tau after which training ends; 0 for never.
       features: folder of kept features; None computes them each time.
       max_length: tokens at which texts are cut.
+      max_answer_tokens: tokens at which answers of the target are cut.
       raw: prompts are texts to go on with, without the chat template.
       small: what a drafter that is a model is made of.
       num_layers: of the MLP of every head, or of a draft model that begins at random; None for those of `NUM_LAYERS`.
@@ -83,13 +62,19 @@ class Plan:
     patience: int = 5
     features: Path | None = None
     max_length: int = 1024
-    answering: Answering = field(default_factory=Answering)
+    max_answer_tokens: int = 256
     raw: bool = False
     small: SmallPlan = field(default_factory=SmallPlan)
     num_layers: int | None = None
     intermediate_size: int | None = None
     input_noise: float = 0.0
     seed: int = 0
+
+    def answer_params(self, number: int) -> SamplingParams:
+        """Parameters of the answer to a prompt: every second one is sampled, the others are greedy."""
+        if number % 2 == 0:
+            return SamplingParams(temperature=0.0, max_tokens=self.max_answer_tokens)
+        return SamplingParams(temperature=0.8, top_p=0.95, max_tokens=self.max_answer_tokens, seed=self.seed + number)
 
     def check(self) -> None:
         """Raises: ConfigError."""
@@ -118,7 +103,7 @@ class Plan:
         self.small.check()
 
     def tokens_of_forward(self, device: str) -> int:
-        """Of texts side by side on a type of device; 0 for one text after the other."""
+        """Tokens of one forward on a type of device; 0 for one text after the other."""
         if self.forward_tokens is not None:
             return self.forward_tokens
         return 0 if device == "cpu" else FORWARD_TOKENS

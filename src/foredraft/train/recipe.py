@@ -1,9 +1,9 @@
-"""What a recipe of training is: a module, the features that it reads, and its losses along an example."""
+"""Recipes of training: a module, the features that it reads, and its losses along an example."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ class Texts:
 
     @property
     def counts(self) -> list[int]:
-        """How many drafts have a token at each depth."""
+        """Drafts that have a token at each depth."""
         return [len(places) for places in self.places]
 
     def noise(self, like: Tensor, widest: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ NUM_LAYERS = {"medusa": 1, "hydra": 1, "hydra++": 4, "draft_model": 4}
 
 @dataclass(frozen=True)
 class TargetParts:
-    """What recipes take of a target, frozen.
+    """Parts of a target that recipes read, frozen.
 
     Args:
       name: of the target.
@@ -110,8 +110,8 @@ class TargetParts:
       num_layers: L.
       layer: sizes of its decoder layers.
       eos_token_ids: that end a text.
-      layers: tensors of its decoder layers, by name; none where they are not built as Llama's, so that drafters begin
-        with random numbers.
+      layer_tensors: returns the tensors of a decoder layer by name; None where layers are not built as Llama's, so that
+        drafters begin with random numbers.
       context: tokens that its positions reach.
     """
 
@@ -122,7 +122,7 @@ class TargetParts:
     num_layers: int
     layer: LayerShape
     eos_token_ids: tuple[int, ...]
-    layers: Sequence[dict[str, Tensor]] = ()
+    layer_tensors: Callable[[int], dict[str, Tensor]] | None = None
     context: int = 2048
 
     @property
@@ -143,35 +143,8 @@ class TargetParts:
         return nn.functional.embedding(token_ids, self.embedding).to(dtype)
 
 
-class TargetLogits:
-    """What the target says after tokens, over a draft vocabulary.
-
-    Args:
-      output: (V, H), of the target.
-      vocabulary: tokens that can be drafted.
-    """
-
-    def __init__(self, output: Tensor, vocabulary: DraftVocabulary) -> None:
-        self.vocabulary = vocabulary
-        self.kept = vocabulary.rows_of_layer(output)
-        self._t2d = vocabulary.t2d.to(output.device)
-
-    @torch.no_grad()
-    def along(self, texts: Texts, last_hidden: Tensor) -> Tensor:
-        """Logits (M_0, V_d) after the pending tokens of drafts, which `Texts.target_rows` counts.
-
-        Args:
-          last_hidden: (B, T, H), after the final norm.
-        """
-        return texts.after(last_hidden, 1)[texts.places[0]].to(self.kept.dtype) @ self.kept.T
-
-    def weights(self, texts: Texts) -> Tensor:
-        """1 where the token that is to be drafted can be, 0 elsewhere, one depth after the other: (M,)."""
-        return self._t2d[torch.cat(texts.tokens)].float()
-
-
 class Recipe(ABC):
-    """How one kind of drafter is trained over a target.
+    """Training of one kind of drafter over a target.
 
     Args:
       module: what is trained.
@@ -197,7 +170,9 @@ class Recipe(ABC):
         self.module, self.weights = module, weights
         self.layers: tuple[int, ...] = tuple(sorted({*streams, target.num_layers}))
         self._target = target
-        self._target_logits = TargetLogits(target.output, vocabulary)
+        self._vocabulary = vocabulary
+        self._kept = vocabulary.rows_of_layer(target.output)  # (V_d, H), of the target's output layer
+        self._t2d = vocabulary.t2d.to(target.output.device)
         self._depths = depths or len(weights)
 
     def parts(self, examples: Sequence[Example], streams: Sequence[Streams]) -> list[Part]:
@@ -212,6 +187,16 @@ class Recipe(ABC):
             return []
         padded = {layer: pad_sequence([one[layer] for one in streams], True).to(device) for layer in self.layers}
         return self._parts(texts, padded)
+
+    @torch.no_grad()
+    def _target_logits(self, texts: Texts, streams: Streams) -> Tensor:
+        """Logits (M_0, V_d) of the target after the pending tokens of drafts, which `Texts.target_rows` counts."""
+        last_hidden = streams[self._target.num_layers]
+        return texts.after(last_hidden, 1)[texts.places[0]].to(self._kept.dtype) @ self._kept.T
+
+    def _weights(self, texts: Texts) -> Tensor:
+        """1 where the token that is to be drafted can be, 0 elsewhere, one depth after the other: (M,)."""
+        return self._t2d[torch.cat(texts.tokens)].float()
 
     @abstractmethod
     def _parts(self, texts: Texts, streams: Streams) -> list[Part]:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,22 @@ import torch
 from foredraft.bench.provenance import provenance
 from foredraft.config.sampling import SamplingParams
 from foredraft.errors import CheckpointError, PromptError
-from foredraft.folders import append_lines, is_no_room, keep_json
+from foredraft.folders import append_lines, is_no_room, json_lines, keep_json, keep_text
 from foredraft.heads.checkpoint import ACCEPTANCE
 from foredraft.llm import LLM
 from foredraft.loading.info import eos_token_ids
-from foredraft.model.capture import check_width
+from foredraft.model.support import check_width
 from foredraft.pictures import require_matplotlib
-from foredraft.train.answers import Gathering
-from foredraft.train.examples import example_of, is_evaluation, is_held_out, prompt_ids
-from foredraft.train.features import FeatureCache, FeatureSource, TargetFeatures
+from foredraft.train.answers import answered, asked_by_itself, to_try
+from foredraft.train.examples import (
+    TrainingPrompt,
+    example_of,
+    is_evaluation,
+    is_held_out,
+    prompt_ids,
+    read_prompts,
+)
+from foredraft.train.features import FeatureCache, Features, target_features
 from foredraft.train.plan import Plan
 from foredraft.train.start import frequent_tokens, new_recipe, parts_of
 from foredraft.train.trainer import Schedule, Trainer
@@ -35,7 +43,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a training takes, beforehand.
+    """Estimated cost of a training.
 
     Args:
       num_examples, num_tokens: that are trained on, and their answer tokens in all epochs. Where answers are still to
@@ -87,14 +95,14 @@ class Training:
     def __init__(self, llm: LLM, plan: Plan, say: Say = lambda _: None, *, is_trial: bool = False) -> None:
         plan.check()
         self.llm, self.plan, self._say = llm, plan, say
-        gathering = Gathering(llm, plan, say, is_trial)
+        self._is_trial, self._num_left_out, self._answer_seconds = is_trial, 0, 0.0
         self._eos = eos_token_ids(llm.target.shadow)
         self._target = parts_of(llm.target, self._eos)
         if plan.method != "draft_model":
             check_width(llm.target.name, llm.target.shadow)
         with writing(plan.out):
             plan.out.mkdir(parents=True, exist_ok=True)
-            asked = [one for one in gathering.prompts() if not is_evaluation(one.text)]
+            asked = [one for one in self._prompts() if not is_evaluation(one.text)]
         held = [one for one in asked if is_held_out(one.digest, plan.one_in)]
         if not asked:
             raise PromptError("every prompt is one of an evaluation set, which are never trained on; give others")
@@ -104,8 +112,8 @@ class Training:
         if len(train) < 2:
             raise PromptError(f"{len(asked)} prompts are too few to train on and to measure with; give more")
         with writing(plan.out):
-            answers = gathering.answers(train)
-        self._times, self._answer_seconds = 1 + gathering.num_left_out / len(answers), gathering.seconds
+            answers = self._answers(train)
+        self._times = 1 + self._num_left_out / len(answers)
         made = [example_of(one, llm.tokenizer, self._eos, plan.max_length, is_raw=plan.raw) for one in answers]
         self.examples = [example for example in made if example.num_answer_tokens > 2]
         if not self.examples:
@@ -130,7 +138,7 @@ class Training:
         self._measured_at = -1  # of the stretches between measurements; the first step is measured
 
     def estimate(self) -> Estimate:
-        """What the rest takes; tries two steps on copies of nothing: the run must not be gone on with afterwards."""
+        """Estimated cost of the rest, from two steps that are taken: the run must not be continued afterwards."""
         self.trainer.take_step()
         before, start = self.trainer.progress.num_tokens, time.perf_counter()
         self.trainer.take_step()
@@ -184,8 +192,47 @@ class Training:
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    def _features(self) -> FeatureSource:
-        online = TargetFeatures(self.llm.target, self._recipe.layers)
+    @property
+    def _most_tried(self) -> int:
+        """Prompts that a trial makes, and has answered: two batches."""
+        return 2 * self.llm.engine_config.max_num_seqs
+
+    def _prompts(self) -> Iterator[TrainingPrompt]:
+        """Prompts of files, then those that the target asks itself."""
+        if self.plan.prompts is not None:
+            yield from read_prompts(self.plan.prompts)
+        if self.plan.own_prompts:
+            yield from self._own_prompts(self.plan.out / "own_prompts.jsonl", self.plan.own_prompts)
+
+    def _own_prompts(self, file: Path, number: int) -> list[TrainingPrompt]:
+        if not file.exists():
+            wanted = min(number, self._most_tried) if self._is_trial else number
+            self._say(f"the target asks itself {wanted} prompts")
+            start = time.perf_counter()
+            made = list(asked_by_itself(self.llm, wanted, self.plan.seed))
+            if self._is_trial:
+                self._num_left_out += number - wanted
+                self._answer_seconds += (time.perf_counter() - start) * number / wanted
+                return made
+            keep_text(file, "".join(json.dumps({"prompt": one.text}) + "\n" for one in made))
+        return read_prompts(file)
+
+    def _answers(self, asked: list[TrainingPrompt]) -> list[TrainingPrompt]:
+        """Prompts with their answers: all, or those that a trial looks at."""
+        file, tried, num_made = self.plan.out / "answers.jsonl", asked, 0
+        if self._is_trial:
+            tried, num_made = to_try(asked, file, self._most_tried)
+            self._num_left_out += len(asked) - len(tried)
+        start = time.perf_counter()
+        found = answered(
+            self.llm, tried, self.plan, file, lambda done, total: self._say(f"{done} of {total} prompts answered")
+        )
+        if num_made:
+            self._answer_seconds += (time.perf_counter() - start) * (num_made + self._num_left_out) / num_made
+        return found
+
+    def _features(self) -> Features:
+        online = partial(target_features, self.llm.target, self._recipe.layers)
         folder = self.plan.features
         return online if folder is None else FeatureCache(online, folder, self._recipe.layers)
 
@@ -223,9 +270,9 @@ class Training:
         append_lines(self.plan.out / "metrics.jsonl", json.dumps(record) + "\n")
 
     def _remember(self) -> None:
-        """What earlier starts have measured, up to the checkpoint."""
+        """Read what earlier starts have measured, up to the checkpoint."""
         file = self.plan.out / "metrics.jsonl"
-        for record in noted(file) if file.exists() else ():
+        for record in json_lines(file):
             if "tau" not in record or record["num_tokens"] > self.trainer.progress.num_tokens:
                 continue
             self._measured_at = record["num_tokens"] // self.plan.evaluate_tokens
@@ -241,7 +288,7 @@ _METHOD = {"eagle": "eagle2"}
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What decoding with a head has shown.
+    """Acceptance measured by decoding with a drafter.
 
     Args:
       tokens_per_step: tau, the target's own token included.
@@ -296,15 +343,6 @@ def measure(llm: LLM, config: dict[str, Any], prompts: Sequence[Sequence[int]], 
     )
 
 
-def noted(metrics: Path) -> Iterator[dict[str, Any]]:
-    """The records of a run; lines that a kill or a full disk cut off are left out."""
-    for line in metrics.read_text(encoding="utf-8").splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue
-
-
 def draw(metrics: Path, file: Path) -> bool:
     """Draw tokens per step, and how often the first token is right in training, against tokens.
 
@@ -316,7 +354,7 @@ def draw(metrics: Path, file: Path) -> bool:
     """
     if find_spec("matplotlib") is None:
         return False
-    records = list(noted(metrics))
+    records = list(json_lines(metrics))
     figure = require_matplotlib().Figure(figsize=(7, 4), layout="constrained")
     left = figure.subplots()
     measured = [record for record in records if "tau" in record]

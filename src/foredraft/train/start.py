@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ _LAYER = (
 
 
 def parts_of(target: CausalLM, eos_token_ids: Sequence[int]) -> TargetParts:
-    """What recipes take of a target, in its dtype.
+    """Parts of a target that recipes read, in its dtype.
 
     Raises: UnsupportedModelError for a target whose logits are not a plain product of its last hidden states.
     """
@@ -62,7 +63,7 @@ def parts_of(target: CausalLM, eos_token_ids: Sequence[int]) -> TargetParts:
         num_layers=target.num_layers,
         layer=LayerShape.of(config),
         eos_token_ids=tuple(eos_token_ids),
-        layers=_layers(target),
+        layer_tensors=partial(_tensors_of, list(target.layers)) if _has_llama_layers(target) else None,
         context=target.context_length or 2048,
     )
 
@@ -71,28 +72,20 @@ def _is_plain(layer: Any) -> bool:
     return isinstance(layer, nn.Linear) and getattr(layer, "bias", None) is None
 
 
-class _Layers(Sequence[dict[str, Tensor]]):
-    """Decoder layers of a target, whose tensors are unpacked when they are asked for."""
-
-    def __init__(self, layers: Sequence[Any]) -> None:
-        self._layers = layers
-
-    def __len__(self) -> int:
-        return len(self._layers)
-
-    def __getitem__(self, place: Any) -> Any:
-        modules: dict[str, Any] = dict(self._layers[place].named_modules())
-        return {name: _weight(modules[name]) for name in _LAYER}
+def _tensors_of(layers: Sequence[nn.Module], place: int) -> dict[str, Tensor]:
+    """The tensors of a decoder layer, unpacked."""
+    modules: dict[str, Any] = dict(layers[place].named_modules())
+    return {name: _weight(modules[name]) for name in _LAYER}
 
 
-def _layers(target: CausalLM) -> Sequence[dict[str, Tensor]]:
-    """The tensors of the decoder layers, where they are built as Llama's are; else none."""
+def _has_llama_layers(target: CausalLM) -> bool:
+    """Whether all decoder layers are built as Llama's are."""
     for layer in target.layers:
         parts = {name: part for name, part in layer.named_modules() if not list(part.children())}
         weights = {name for name, part in parts.items() if getattr(part, "weight", None) is not None}
         if weights != set(_LAYER) or any(getattr(parts[name], "bias", None) is not None for name in _LAYER):
-            return ()
-    return _Layers(list(target.layers))
+            return False
+    return True
 
 
 def _weight(layer: Any) -> Tensor:
@@ -169,9 +162,9 @@ def begin_as(head: EagleHead, target: TargetParts) -> None:
     own: dict[str, Any] = dict(first.named_modules())
     if head.norm is not None and target.norm is not None:
         head.norm.weight.copy_(target.norm)
-    if not target.layers:
+    if target.layer_tensors is None:
         return
-    last = {name: tensor.float() for name, tensor in target.layers[-1].items()}
+    last = {name: tensor.float() for name, tensor in target.layer_tensors(-1).items()}
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
         weight = own[name].weight
         weight.normal_(0.0, 0.01)

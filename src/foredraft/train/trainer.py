@@ -17,7 +17,7 @@ import torch
 from foredraft.errors import CheckpointError, NumericsError
 from foredraft.folders import replacing
 from foredraft.train.examples import Example
-from foredraft.train.features import FeatureSource
+from foredraft.train.features import Features
 from foredraft.train.losses import Part
 from foredraft.train.recipe import Recipe
 
@@ -26,7 +26,7 @@ CHECKPOINT = "checkpoint.pt"
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a training runs.
+    """Length, batches and rates of a training.
 
     Args:
       num_tokens: answer tokens to train on; examples are gone through as often as that takes.
@@ -61,7 +61,7 @@ class Schedule:
 
 @dataclass
 class Progress:
-    """Where a training is: whatever follows is determined by this, the weights and the optimiser's state."""
+    """Progress of a training. It determines the rest, with the weights and the state of the optimiser."""
 
     step: int = 0
     num_examples: int = 0
@@ -71,7 +71,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Of one step.
+    """Metrics of one step.
 
     Args:
       loss: weighted, per answer token.
@@ -103,7 +103,7 @@ class Trainer:
     def __init__(
         self,
         recipe: Recipe,
-        features: FeatureSource,
+        features: Features,
         examples: Sequence[Example],
         schedule: Schedule,
         folder: Path,
@@ -218,7 +218,7 @@ class Trainer:
 
     def _learn(self, texts: Sequence[Example], num_tokens: int, batch: Sequence[Example]) -> list[Part]:
         """Add the gradients of texts side by side, by answer token of their batch."""
-        streams = self._features.of(texts)  # by the target, which refuses to be cast
+        streams = self._features(texts)  # by the target, which refuses to be cast
         with self._casting():
             parts = self.recipe.parts(texts, streams)
             losses = [weight * part.loss for weight, part in zip(self.recipe.weights, parts, strict=False)]

@@ -1,9 +1,9 @@
-"""Which setting is the fastest, by counts and prices; how sure that is, and why."""
+"""The choice of the fastest setting by counts and prices, with its interval and its reason."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,32 +21,14 @@ NUM_RESAMPLES = 2000
 TAIL = 0.025
 
 LITTLE = 0.03
-"""Of speed, that a simpler setting may be expected to be slower where nothing tells the two apart."""
+"""Share of speed that a simpler setting may be expected to lose where measurements do not tell the two apart."""
 
 Times = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Ranked:
-    """An arm and its speed by plain decoding.
-
-    Args:
-      low, high: 95 % interval, over prompts and measurements of the curve.
-    """
-
-    arm: SettingCounts
-    speed: float
-    low: float
-    high: float
-
-    @property
-    def setting(self) -> Setting:
-        return self.arm.setting
-
-
-@dataclass(frozen=True)
 class Choice:
-    """What is best, and what was compared.
+    """The best setting, and all that were compared.
 
     Args:
       ranked: all arms, the fastest first.
@@ -54,14 +36,14 @@ class Choice:
       ties: those that nothing tells from the fastest, the simplest first; empty where it is alone.
     """
 
-    ranked: tuple[Ranked, ...]
-    chosen: Ranked
-    ties: tuple[Ranked, ...]
+    ranked: tuple[SettingCounts, ...]
+    chosen: SettingCounts
+    ties: tuple[SettingCounts, ...]
     prices: StepCosts
     num_rows: int = 1
 
     @cached_property
-    def best(self) -> Ranked:
+    def best(self) -> SettingCounts:
         """The fastest, certain or not."""
         return self.ranked[0]
 
@@ -69,28 +51,28 @@ class Choice:
     def plain_is_best(self) -> bool:
         return self.chosen.setting is PLAIN
 
-    def of_method(self, title: str) -> Iterator[Ranked]:
+    def of_method(self, title: str) -> Iterator[SettingCounts]:
         """The arms of a method, the fastest first."""
         return (one for one in self.ranked if one.setting.title == title)
 
-    def best_of_methods(self) -> list[Ranked]:
+    def best_of_methods(self) -> list[SettingCounts]:
         """The fastest setting of every method, the fastest first; plain decoding is left out."""
-        first: dict[str, Ranked] = {}
+        first: dict[str, SettingCounts] = {}
         for one in self.ranked:
             if one.setting is not PLAIN:
                 first.setdefault(one.setting.title, one)
         return list(first.values())
 
-    def speed_at(self, one: Ranked, num_rows: int) -> float:
-        """Of an arm in a batch of so many rows, by the mean curve."""
+    def speed_at(self, one: SettingCounts, num_rows: int) -> float:
+        """Speed of an arm in a batch of this number of rows, by the mean curve."""
         curve = self.prices.mean()
         plain, drafted = (
-            sum(_seconds(arm, self.prices, curve, num_rows)) for arm in (SettingCounts(PLAIN, one.arm.counts), one.arm)
+            sum(_seconds(arm, self.prices, curve, num_rows)) for arm in (SettingCounts(PLAIN, one.counts), one)
         )
         return plain / drafted
 
     def sentence(self) -> str:
-        """What to do, and why, by numbers."""
+        """The recommendation and its reason, in numbers."""
         if self.plain_is_best:
             others = [one for one in self.ranked if one.setting is not PLAIN]
             if not others:
@@ -105,35 +87,35 @@ class Choice:
                 )
         return f"{said}.{self._tie()}"
 
-    def _brings(self, one: Ranked) -> str:
+    def _brings(self, one: SettingCounts) -> str:
         """gains 31 % (22 to 41): ..."""
         change, low, high = one.speed - 1, one.low - 1, one.high - 1
         if change < 0:
             what, change, low, high = "would lose", -change, -high, -low
         else:
             what = "would gain" if self.plain_is_best else "gains"
-        steps = f"its steps bring {_tokens(one.arm):.2f} tokens and cost {self._cost(one):.2f} plain ones"
+        steps = f"its steps bring {_tokens(one):.2f} tokens and cost {self._cost(one):.2f} plain ones"
         return (
             f"{what} {_percent(change)} % ({_percent(low)} to {_percent(high)}), since {steps} ({self._verifying(one)})"
         )
 
-    def _verifying(self, one: Ranked) -> str:
+    def _verifying(self, one: SettingCounts) -> str:
         """verify(5) / verify(1) = 1.90, at the nodes that steps with a draft have on average, and drafting."""
-        nodes = max(2, round(_drafted_nodes(one.arm)))
+        nodes = max(2, round(_drafted_nodes(one)))
         curve, rows = self.prices.mean(), self.num_rows
         said = f"verify({nodes}) / verify(1) = {curve.at(rows * nodes) / curve.at(rows):.2f}"
-        steps = [(step.levels, count) for counts in one.arm.counts for step, count in counts.steps.items()]
-        seconds = sum(count * self.prices.draft_seconds(one.arm.priced_as, levels) for levels, count in steps)
-        share = seconds / _total(one.arm.counts, "num_steps") * rows / curve.at(rows)
+        steps = [(step.levels, count) for counts in one.counts for step, count in counts.steps.items()]
+        seconds = sum(count * self.prices.draft_seconds(one.priced_as, levels) for levels, count in steps)
+        share = seconds / _total(one.counts, "num_steps") * rows / curve.at(rows)
         return f"{said} and drafting {share:.2f} of a plain step" if share >= LITTLE else said
 
-    def _cost(self, one: Ranked) -> float:
-        """Of a step, by a plain one."""
-        return _tokens(one.arm) / one.speed
+    def _cost(self, one: SettingCounts) -> float:
+        """Cost of a step relative to a plain one."""
+        return _tokens(one) / one.speed
 
     def _tie(self) -> str:
         others = [one.setting.name for one in self.ties if one is not self.chosen]
-        num_prompts = len(self.chosen.arm.counts)
+        num_prompts = len(self.chosen.counts)
         if num_prompts < MIN_PROMPTS:
             return f" With {num_prompts} prompts nothing is certain; give {MIN_PROMPTS} or more."
         if not others:
@@ -163,7 +145,7 @@ class Choice:
                     "speedup": one.speed,
                     "low": one.low,
                     "high": one.high,
-                    "tokens_per_step": _tokens(one.arm),
+                    "tokens_per_step": _tokens(one),
                     "step_cost": self._cost(one),
                 }
                 for one in self.ranked
@@ -194,7 +176,7 @@ def choose(arms: Sequence[SettingCounts], prices: StepCosts, *, num_rows: int = 
     low, high = np.quantile(drawn, (TAIL, 1 - TAIL), axis=0)
     best = int(points.argmax())
     is_tied = np.quantile(drawn[:, [best]] / drawn, TAIL, axis=0) <= 1.0
-    found = [Ranked(arm, float(points[i]), float(low[i]), float(high[i])) for i, arm in enumerate(arms)]
+    found = [replace(arm, speed=float(points[i]), low=float(low[i]), high=float(high[i])) for i, arm in enumerate(arms)]
     simplest = sorted(range(len(arms)), key=lambda i: _complexity(i, arms[i].setting, arms))
     tied = [i for i in simplest if is_tied[i]]
     chosen = next(i for i in tied if points[i] >= (1 - LITTLE) * points[best])
@@ -204,10 +186,10 @@ def choose(arms: Sequence[SettingCounts], prices: StepCosts, *, num_rows: int = 
 
 
 def _seconds(arm: SettingCounts, prices: StepCosts, curve: CostCurve, num_rows: int) -> list[float]:
-    """In which an arm writes every text. The other rows of a batch are taken to verify as many nodes."""
+    """Seconds of an arm for every text. The other rows of a batch are assumed to verify as many nodes."""
 
     def verifying(nodes: int, counts: Counts) -> float:
-        """What a step takes for one of so many rows, but for drafting."""
+        """Seconds of a step per row, without drafting."""
         of_context = curve.per_token * max(counts.context - curve.context, 0.0)
         return curve.at(num_rows * nodes) / num_rows + of_context + prices.host_seconds
 
@@ -223,7 +205,7 @@ def _seconds(arm: SettingCounts, prices: StepCosts, curve: CostCurve, num_rows: 
 
 
 def _speeds(seconds: Times) -> Times:
-    """Of all arms by the first, which is plain."""
+    """Speeds of all arms relative to the first, which is plain decoding."""
     speeds: Times = seconds[0] / seconds
     return speeds
 

@@ -1,4 +1,4 @@
-"""What drafts of every setting bring on texts that plain decoding wrote: counts, which no clock decides."""
+"""Counts of accepted tokens for every setting, on texts of plain decoding. No clock decides them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from foredraft.config.drafting import FIXED
 from foredraft.config.engine import EngineConfig
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.engine.budget import DraftSize
 from foredraft.engine.cost_model import CostCurve, CostModel
 from foredraft.engine.costs import StepCosts
 from foredraft.engine.drafter import Drafter
@@ -23,20 +22,21 @@ from foredraft.engine.governor import Governor
 from foredraft.engine.row import Row
 from foredraft.engine.stats import StepSeconds
 from foredraft.model.lm import CausalLM
+from foredraft.tree import DraftSize
 from foredraft.tune.walk import CountedStep, Counts, RecordedText, Walk, until_interrupted
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 10, 16)
 NODES = (2, 3, 4, 6, 8, 12, 16, 24)
 FEW_LENGTHS, FEW_NODES = (2, 4, 8), (4, 8, 16)
-"""Of drafters that need the target, whose every setting decodes all prompts once."""
+"""Sizes for drafters that need the target: every setting decodes all prompts once."""
 
 ROWS_AT_ONCE = 8
 TIMED_STEPS = 12
 TIMED_TEXTS = 3
-"""Of so many prompts, one by one: for the seconds of drafting, and of a step beside it."""
+"""Prompts that are timed one by one, for the seconds of drafting and of the rest of a step."""
 
 DISTURBED = 0.125
-"""Of timed steps, the dearest, that are passed over: whatever else the machine did, it did in those."""
+"""Share of the slowest timed steps, which are left out: other load of the machine falls into them."""
 
 
 @dataclass(frozen=True)
@@ -72,19 +72,24 @@ PLAIN = Setting("plain decoding", {"method": "none"})
 
 @dataclass(frozen=True)
 class SettingCounts:
-    """A setting, and the steps that every text takes with it.
+    """A setting, the steps that every text takes with it, and its speed once the settings have been compared.
 
     Args:
-      priced_as: under what its drafting is kept in `StepCosts`.
+      priced_as: key of its drafting in `StepCosts`.
+      speed: relative to plain decoding; NaN before `choose`.
+      low, high: 95 % interval of the speed, over prompts and measurements of the curve.
     """
 
     setting: Setting
     counts: tuple[Counts, ...]
     priced_as: str = ""
+    speed: float = float("nan")
+    low: float = float("nan")
+    high: float = float("nan")
 
 
 def settings_of(title: str, given: Mapping[str, Any], *, is_walked: bool) -> list[Setting]:
-    """What may be set of a method: how long drafts are, and of trees how many nodes they have.
+    """The settings of a method: lengths of drafts, and numbers of nodes of trees.
 
     Args:
       given: the speculative config, as a user writes it.
@@ -126,64 +131,48 @@ def walked(
     for setting in sorted(settings, key=lambda one: one.is_governed):  # which asks what drafting costs
         made = drafter()
         governor = Governor(CostModel(prices.mean()), made.facts) if setting.is_governed else None
-        walk = _Walked(
-            Walk(target, made, texts, None if governor is None else governor.acceptance), setting, governor, prices
-        )
-        yield SettingCounts(setting, walk.counts(len(texts)), setting.title)
+        walk = Walk(target, made, texts, None if governor is None else governor.acceptance)
+        seconds: dict[int, list[float]] = {}
+        counts = tuple(_walked(walk, setting, governor, prices, seconds) for _ in texts)
+        known = prices.drafting.setdefault(setting.title, {})
+        for levels in {SpeculativeConfig.parse(setting.config).num_speculative_tokens} & seconds.keys() - known.keys():
+            known[levels] = quantiles(seconds[levels], method="inclusive")[0]  # what disturbs only ever adds
+        yield SettingCounts(setting, counts, setting.title)
 
 
-class _Walked:
-    """One setting along the texts, one after another."""
+def _walked(
+    walk: Walk, setting: Setting, governor: Governor | None, prices: StepCosts, seconds: dict[int, list[float]]
+) -> Counts:
+    """The steps of the next text.
 
-    def __init__(self, walk: Walk, setting: Setting, governor: Governor | None, prices: StepCosts) -> None:
-        self._walk, self._setting, self._governor, self._prices = walk, setting, governor, prices
-        self._curve = prices.mean()
-        self._longest: int = SpeculativeConfig.parse(setting.config).num_speculative_tokens
-        self._seconds: dict[int, list[float]] = {}
-
-    def counts(self, num_texts: int) -> tuple[Counts, ...]:
-        """The steps of every text."""
-        found = [self._text() for _ in range(num_texts)]
-        known = self._prices.drafting.setdefault(self._setting.title, {})
-        for levels in {self._longest} & self._seconds.keys() - known.keys():
-            known[levels] = quantiles(self._seconds[levels], method="inclusive")[0]  # what disturbs only ever adds
-        return tuple(found)
-
-    def _text(self) -> Counts:
-        steps: Counter[CountedStep] = Counter()
-        num_tokens, contexts = 0, []
-        self._walk.enter(1)
-        while self._walk.rows:
-            contexts.append(len(self._walk.rows[0].token_ids))
-            step, emitted = self._step()
-            steps[step] += 1
-            num_tokens += emitted
-        return Counts(steps, num_tokens, fmean(contexts))
-
-    def _step(self) -> tuple[CountedStep, int]:
-        walk, governor = self._walk, self._governor
-        budgets = [self._within(DraftSize.of(budget)) for budget in walk.budgets()]
+    Args:
+      seconds: of drafting, by the levels that were asked for; it is added to.
+    """
+    curve, longest = prices.mean(), SpeculativeConfig.parse(setting.config).num_speculative_tokens
+    steps: Counter[CountedStep] = Counter()
+    num_tokens, contexts = 0, []
+    walk.enter(1)
+    while walk.rows:
+        contexts.append(len(walk.rows[0].token_ids))
+        (limit,) = walk.budgets()
+        budgets = [DraftSize(min(limit.depth, longest), setting.nodes or limit.nodes)]
         if governor is not None:
             budgets = governor.plan(walk.rows, budgets)
         levels = int(max(budgets))
         start = perf_counter()
         trees = walk.propose(budgets)
-        taken = perf_counter() - start
         if levels:
-            self._seconds.setdefault(levels, []).append(taken)
+            seconds.setdefault(levels, []).append(perf_counter() - start)
         if governor is not None:
             trees = governor.select(walk.rows, trees)
         outputs = walk.emit(trees)
         if governor is not None:
-            drafting = self._prices.draft_seconds(self._setting.title, levels)
-            other = self._curve.at(len(trees[0])) + self._prices.host_seconds
+            drafting = prices.draft_seconds(setting.title, levels)
+            other = curve.at(len(trees[0])) + prices.host_seconds
             governor.observe(trees, outputs, StepSeconds(max(drafting, 1e-9), other))
-        (output,) = outputs
-        step = CountedStep(len(trees[0]), levels, trees[0].depth, output.num_accepted)
-        return step, len(output.token_ids)
-
-    def _within(self, budget: DraftSize) -> DraftSize:
-        return DraftSize(min(budget.depth, self._longest), self._setting.nodes or budget.nodes)
+        steps[CountedStep(len(trees[0]), levels, trees[0].depth, outputs[0].num_accepted)] += 1
+        num_tokens += len(outputs[0].token_ids)
+    return Counts(steps, num_tokens, fmean(contexts))
 
 
 # -- with the target ---------------------------------------------------------------------------------------------------
@@ -242,7 +231,7 @@ def alone(target: CausalLM, drafter: Drafter, texts: Sequence[RecordedText], cur
 
 
 def _timed(engine: Engine, text: RecordedText, curve: CostCurve) -> list[tuple[float, float]]:
-    """Of every step but the first, which warms up, unless there is no other: drafting, and all but the forward."""
+    """Seconds of drafting, and of everything but the forward, per step. The first step warms up and is left out."""
     profile = engine.profile
     (row,) = engine.add_request(text.prompt, text.params)
     found: list[tuple[float, float]] = []
@@ -261,7 +250,7 @@ def _timed(engine: Engine, text: RecordedText, curve: CostCurve) -> list[tuple[f
 
 
 def spread(texts: Sequence[RecordedText], most: int) -> list[RecordedText]:
-    """So many of them at most, evenly, the first one among them."""
+    """At most this number of texts, evenly spread, the first one included."""
     number = min(most, len(texts))
     return [texts[place * len(texts) // number] for place in range(number)]
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from foredraft.drafters.parts.layer_set import LayerSet
 from foredraft.errors import ConfigError, NothingAcceptedError
 from foredraft.extras import install_command
-from foredraft.tune.objective import Costs, ExpectedTime, Objective, Score
+from foredraft.tune.objective import Costs, Score
 
 ATTENTION, MLP = "attention", "mlp"
 
@@ -112,40 +112,56 @@ def require_optuna() -> ModuleType:
     return module
 
 
-@dataclass(frozen=True)
-class TriedSet:
-    """One set that was tried."""
+class LayerSearch:
+    """A search for the layer set with the lowest score, and the trials that it has made.
 
-    layer_set: LayerSet
-    score: Score
-
-    @property
-    def value(self) -> float:
-        return self.score.value
-
-    @property
-    def is_of_use(self) -> bool:
-        """Whether any drafted token was accepted."""
-        return self.score.acceptance_rate > 0
-
-
-@dataclass
-class SearchResult:
-    """The results of a search so far.
+    Source: Draft & Verify (Zhang et al. 2023, arXiv:2309.08168), section on the choice of skipped layers. Deviations:
+    variables are binary, not thresholded numbers; the optimiser is Optuna's tree-structured Parzen estimator, since a
+    Gaussian process took 100 times as long per proposal (2 s against 15 ms at 60 trials of 12 variables, two cores);
+    scores are relative to plain decoding at the same time; probes fit any number of layers, and where every sublayer
+    was tried alone, the best of them are tried together.
 
     Args:
-      trials: in order, each set once.
-      is_interrupted: by Ctrl-C; resume to go on.
+      journal: file that every trial is written to as it ends; None keeps them in memory.
+      resume: continue with the trials in the journal; otherwise the file must not exist.
+      identity: facts that make trials comparable: model, prompts, objective and so on.
+      seed: seed of the optimiser.
+
+    Attributes:
+      trials: scores in order, each set once.
+      is_interrupted: Ctrl-C ended the search; resume to continue.
+
+    Raises: ConfigError when Optuna is missing, the journal exists and ``resume`` is not given, or it belongs to
+      another search.
+    Randomness: ``seed``.
     """
 
-    trials: list[TriedSet] = field(default_factory=list)
-    is_interrupted: bool = False
+    def __init__(
+        self,
+        space: Space,
+        *,
+        seed: int = 0,
+        journal: Path | None = None,
+        resume: bool = False,
+        identity: dict[str, Any] | None = None,
+    ) -> None:
+        self.space = space
+        self.trials: list[Score] = []
+        self.is_interrupted = False
+        self._optuna = require_optuna()
+        self._random = random.Random(seed)
+        self._seen: dict[tuple[bool, ...], Score] = {}
+        self._study = self._open(journal, resume)
+        self._check_identity({"num_layers": space.num_layers, "kept": sorted(space.kept), **(identity or {})})
+        self._recall()
+        seed += len(self.trials)  # a resumed search draws from another stream than the one that made them
+        self._study.sampler = self._optuna.samplers.TPESampler(seed=seed, n_startup_trials=0)
 
     @property
-    def best(self) -> TriedSet:
+    def best(self) -> Score:
         return self.ranking(1)[0]
 
-    def ranking(self, count: int) -> list[TriedSet]:
+    def ranking(self, count: int) -> list[Score]:
         """The best trials, best first; of equal ones the first.
 
         The set that leaves out nothing comes behind them, and last those under which nothing was accepted.
@@ -158,56 +174,12 @@ class SearchResult:
         """Raises: NothingAcceptedError where no set that was tried is of any use."""
         if any(trial.is_of_use for trial in self.trials):
             return
-        num_drafted = sum(trial.score.num_drafted for trial in self.trials)
-        held = next((f"; with the first of them {one.score.cuts}" for one in self.trials if one.score.cuts), "")
+        num_drafted = sum(trial.num_drafted for trial in self.trials)
+        held = next((f"; with the first of them {one.cuts}" for one in self.trials if one.cuts), "")
         raise NothingAcceptedError(
             f"none of {num_drafted} drafted tokens was accepted under any of the {len(self.trials)} sets that were "
             f"tried{held}; no set is written. Try more sets, or keep layers whole (--keep-layers)"
         )
-
-
-class LayerSearch:
-    """Looks for the layer set with the lowest score.
-
-    Source: Draft & Verify (Zhang et al. 2023, arXiv:2309.08168), section on the choice of skipped layers. Deviations:
-    variables are binary, not thresholded numbers; the optimiser is Optuna's tree-structured Parzen estimator, since a
-    Gaussian process took 100 times as long per proposal (2 s against 15 ms at 60 trials of 12 variables, two cores);
-    scores are relative to plain decoding at the same time; probes fit any number of layers, and where every sublayer
-    was tried alone, the best of them are tried together.
-
-    Args:
-      journal: file that every trial is written to as it ends; None keeps them in memory.
-      resume: go on from what the journal holds; otherwise it must not exist.
-      identity: what must be equal for trials to be comparable: model, prompts, objective and so on.
-      seed: of the optimiser.
-
-    Raises: ConfigError when Optuna is missing, the journal exists and ``resume`` is not given, or it belongs to
-      another search.
-    Randomness: ``seed``.
-    """
-
-    def __init__(
-        self,
-        space: Space,
-        objective: Objective,
-        *,
-        seed: int = 0,
-        journal: Path | None = None,
-        resume: bool = False,
-        identity: dict[str, Any] | None = None,
-    ) -> None:
-        self._optuna = require_optuna()
-        self._space = space
-        self._objective = objective
-        self._random = random.Random(seed)
-        self._result = SearchResult()
-        self._seen: dict[tuple[bool, ...], Score] = {}
-        self._study = self._open(journal, resume)
-        self._keep_costs()
-        self._check_identity({"num_layers": space.num_layers, "kept": sorted(space.kept), **(identity or {})})
-        self._recall()
-        seed += len(self._result.trials)  # a resumed search draws from another stream than the one that made them
-        self._study.sampler = self._optuna.samplers.TPESampler(seed=seed, n_startup_trials=0)
 
     def _open(self, journal: Path | None, resume: bool) -> Any:
         """A study over the journal; Optuna's, which has no types of its own here."""
@@ -224,15 +196,16 @@ class LayerSearch:
         except (ValueError, KeyError) as error:
             raise ConfigError(f"{journal} is not a journal of a search ({error}); remove it") from None
 
-    def _keep_costs(self) -> None:
-        """Compute with the costs of the journal's first search: trials by other ones would not be comparable."""
-        if not isinstance(self._objective, ExpectedTime):
-            return
+    def costs(self, measured: Costs) -> Costs:
+        """The costs that the journal's first search computed with, else these, which are kept in it.
+
+        Scores that were computed with different costs would not be comparable.
+        """
         known = self._study.user_attrs.get("costs")
         if known is None:
-            self._study.set_user_attr("costs", asdict(self._objective.costs))
-        else:
-            self._objective.costs = Costs(**{**known, "verify": tuple(known["verify"])})
+            self._study.set_user_attr("costs", asdict(measured))
+            return measured
+        return Costs(**{**known, "verify": tuple(known["verify"])})
 
     def _check_identity(self, identity: dict[str, Any]) -> None:
         known = self._study.user_attrs.get("identity")
@@ -251,36 +224,41 @@ class LayerSearch:
     def _recall(self) -> None:
         """Take in the trials of the journal."""
         for trial in self._study.get_trials(deepcopy=False, states=(self._optuna.trial.TrialState.COMPLETE,)):
-            if "score" in trial.user_attrs and all(name in trial.params for name in self._space.names):
-                self._note(trial.params, Score(**trial.user_attrs["score"]))
+            if "score" in trial.user_attrs and all(name in trial.params for name in self.space.names):
+                self._note(trial.params, Score(self.space.layer_set(trial.params), **trial.user_attrs["score"]))
 
-    def _note(self, choice: dict[str, bool], score: Score) -> None:
-        key = tuple(choice[name] for name in self._space.names)
+    def _note(self, choice: Mapping[str, bool], score: Score) -> None:
+        key = tuple(choice[name] for name in self.space.names)
         if key not in self._seen:
             self._seen[key] = score
-            self._result.trials.append(TriedSet(self._space.layer_set(choice), score))
+            self.trials.append(score)
 
-    def run(self, num_trials: int, on_trial: Callable[[SearchResult], None] = lambda _: None) -> SearchResult:
+    def run(
+        self, score: Callable[[LayerSet], Score], num_trials: int, on_trial: Callable[[], None] = lambda: None
+    ) -> None:
         """Try sets until this many different ones are known, those of the journal included.
 
-        Ctrl-C ends the search early and keeps what it found.
+        Ctrl-C ends the search early and keeps the trials so far.
+
+        Args:
+          score: decodes the prompts with a set.
+          on_trial: called after every trial.
         """
-        limit = min(num_trials, 2 ** len(self._space.names))
-        probes = self._space.probes(max(1, round(_PROBE_SHARE * num_trials)))
+        limit = min(num_trials, 2 ** len(self.space.names))
+        probes = self.space.probes(max(1, round(_PROBE_SHARE * num_trials)))
         try:
-            while len(self._result.trials) < limit:
+            while len(self.trials) < limit:
                 untried = (probe for probe in [*probes, *self._together()] if tuple(probe.values()) not in self._seen)
-                self._try(next(untried, None))
-                on_trial(self._result)
+                self._try(next(untried, None), score)
+                on_trial()
         except KeyboardInterrupt:
-            self._result.is_interrupted = True
-        return self._result
+            self.is_interrupted = True
 
     def _together(self) -> list[dict[str, bool]]:
         """The best 2, 3, 4, 6, 8, 12, .. sublayers, once each was left out alone: an optimiser needs long to find that
         few of many are to be left out."""
         alone = {key.index(True): score.value for key, score in self._seen.items() if sum(key) == 1}
-        names = self._space.names
+        names = self.space.names
         if len(alone) < len(names):
             return []
         ranked = sorted(alone, key=lambda place: alone[place])
@@ -288,38 +266,32 @@ class LayerSearch:
         chosen = [{names[place] for place in ranked[:size]} for size in sizes if size < len(names)]
         return [{name: name in several for name in names} for several in chosen]
 
-    def _try(self, probe: dict[str, bool] | None) -> None:
+    def _try(self, probe: dict[str, bool] | None, score: Callable[[LayerSet], Score]) -> None:
         """Score one set that was not tried yet."""
-        if probe is not None:
-            self._evaluate(self._ask(probe))
-            return
         for _ in range(_MAX_REPEATS):
-            trial, choice = self._ask()
-            key = tuple(choice.values())
-            if key not in self._seen:
-                self._evaluate((trial, choice))
-                return
-            self._study.tell(trial, self._seen[key].value)
-        self._evaluate(self._ask(self._neighbour()))
+            trial, choice = self._ask(probe)
+            known = self._seen.get(tuple(choice.values()))
+            if known is None:
+                break
+            self._study.tell(trial, known.value)
+        else:
+            trial, choice = self._ask(self._neighbour())
+        found = score(self.space.layer_set(choice))
+        trial.set_user_attr("score", found.figures())
+        self._study.tell(trial, found.value)
+        self._note(choice, found)
 
     def _ask(self, probe: dict[str, bool] | None = None) -> tuple[Any, dict[str, bool]]:
         if probe is not None:
             self._study.enqueue_trial(probe)
         trial = self._study.ask()
-        return trial, {name: trial.suggest_categorical(name, [False, True]) for name in self._space.names}
-
-    def _evaluate(self, asked: tuple[Any, dict[str, bool]]) -> None:
-        trial, choice = asked
-        score = self._objective.score(self._space.layer_set(choice))
-        trial.set_user_attr("score", asdict(score))
-        self._study.tell(trial, score.value)
-        self._note(choice, score)
+        return trial, {name: trial.suggest_categorical(name, [False, True]) for name in self.space.names}
 
     def _neighbour(self) -> dict[str, bool]:
         """An untried set near the best one, where the optimiser only repeats itself."""
-        choice = self._space.choice(self._result.best.layer_set)
+        choice = self.space.choice(self.best.layer_set)
         while tuple(choice.values()) in self._seen:
-            name = self._random.choice(self._space.names)
+            name = self._random.choice(self.space.names)
             choice[name] = not choice[name]
         return choice
 

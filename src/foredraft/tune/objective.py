@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -13,10 +13,9 @@ from foredraft.bench.trial import Sampling, Trial, compare, interleave
 from foredraft.bench.workload import BenchPrompt
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.drafters.parts.layer_set import LayerSet, skipping
-from foredraft.engine.budget import describe_cuts
 from foredraft.engine.costs import CONTEXT, Forward, filled_cache, median_times
 from foredraft.engine.drafter import Drafter
-from foredraft.engine.stats import RowStats
+from foredraft.engine.stats import RowStats, describe_cuts
 from foredraft.errors import ConfigError
 from foredraft.model.lm import CausalLM
 from foredraft.tune.walk import decoded_rows
@@ -26,18 +25,19 @@ DrafterOf = Callable[[LayerSet], Drafter]
 
 @dataclass(frozen=True)
 class Score:
-    """The score of one layer set.
+    """A layer set that was tried, and its score.
 
     Args:
-      value: time per token, of plain decoding; lower is better, below 1 is faster than plain.
-      acceptance_rate: accepted of drafted tokens.
+      value: time per token relative to plain decoding; below 1 is faster.
+      acceptance_rate: accepted tokens over drafted tokens.
       acceptance_length: tokens per verification of a draft, bonus included.
-      num_sublayers: how many are left out.
+      num_sublayers: number of sublayers that the set leaves out.
       low, high: 95 % interval of a measured value; of a computed one the value.
       num_drafted, num_accepted: tokens that were verified, and those of them that were kept.
       cuts: what kept others from being verified, for people; see `describe_cuts`.
     """
 
+    layer_set: LayerSet
     value: float
     acceptance_rate: float
     acceptance_length: float
@@ -53,6 +53,7 @@ class Score:
         """The score of a set with which the counters of these rows came about."""
         stats = RowStats.pooled(rows)
         return cls(
+            layer_set,
             value,
             stats.draft_acceptance_rate,
             stats.mean_acceptance_length,
@@ -64,13 +65,14 @@ class Score:
             describe_cuts(stats.num_cut_tokens, stats.num_undrafted_steps),
         )
 
+    @property
+    def is_of_use(self) -> bool:
+        """Whether any drafted token was accepted."""
+        return self.acceptance_rate > 0
 
-class Objective(ABC):
-    """Gives layer sets their scores."""
-
-    @abstractmethod
-    def score(self, layer_set: LayerSet) -> Score:
-        """Decode the prompts greedily with this set."""
+    def figures(self) -> dict[str, Any]:
+        """All fields but the layer set, as plain data."""
+        return {name: value for name, value in vars(self).items() if name != "layer_set"}
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,41 @@ class Task:
                 f"context of {context}; shorten the prompts or lower max-new-tokens"
             )
 
+    def measured(self, layer_sets: Iterable[LayerSet], repeats: int = 1) -> list[Score]:
+        """Time several sets and plain decoding in turns, prompt by prompt (A B B A).
+
+        Plain decoding is measured in every trial, so that a slow moment of the machine slows down both.
+
+        Args:
+          repeats: rounds of A B B A per prompt.
+        """
+        named = {str(place): layer_set for place, layer_set in enumerate(layer_sets)}
+        drafters = {name: self.drafter_of(layer_set) for name, layer_set in named.items()}
+        trial = beside_plain(self.target, drafters, self.prompts, self.max_new_tokens, repeats)
+        scores = []
+        for name, layer_set in named.items():
+            ratio = compare(trial, name, "plain")
+            rows = (run.stats for runs in trial.runs[name] for run in runs[:1] if run.stats is not None)
+            scores.append(Score.of(rows, layer_set, 1 / ratio.ratio, 1 / ratio.high, 1 / ratio.low))
+        return scores
+
+    def expected(self, layer_set: LayerSet, costs: Costs) -> Score:
+        """Compute the time per token from what is accepted and from the costs of forwards. No clock runs.
+
+        Every prompt is decoded once, many at a time. A step costs the forwards of its draft and one verification of its
+        width. The rest of the loop is left out.
+
+        Exactness: the same set has the same score on every machine, given the same costs.
+        """
+        params = Sampling(ignore_eos=True).params(self.max_new_tokens)
+        ids = [prompt.token_ids for prompt in self.prompts]
+        rows = decoded_rows(self.target, self.drafter_of(layer_set), ids, params, len(ids))
+        steps = [step for row in rows for step in row.trace]
+        draft, verify = costs.draft(layer_set), costs.verify
+        cost = sum(step.drafted * draft + verify[min(step.drafted, len(verify) - 1)] for step in steps)
+        value = cost / sum(row.num_output_tokens for row in rows)
+        return Score.of((row.stats for row in rows), layer_set, value, value, value)
+
 
 def beside_plain(
     target: CausalLM, drafters: Mapping[str, Drafter], prompts: Sequence[BenchPrompt], max_new_tokens: int, repeats: int
@@ -107,35 +144,6 @@ def beside_plain(
     """The prompts with every drafter and plainly ("plain"), one row, greedily, interleaved."""
     arms = [EngineArm(name, target, drafter) for name, drafter in {"plain": EmptyDrafter(), **drafters}.items()]
     return interleave(arms, prompts, Sampling(ignore_eos=True), max_new_tokens, repeats)
-
-
-class MeasuredTime(Objective):
-    """Seconds per token with the set over seconds per token without, interleaved prompt by prompt (A B B A).
-
-    Both are measured in every trial, so that what slows the machine down slows down both.
-
-    Args:
-      repeats: rounds of A B B A per prompt.
-    """
-
-    def __init__(self, task: Task, repeats: int = 1) -> None:
-        self._task = task
-        self._repeats = repeats
-
-    def score(self, layer_set: LayerSet) -> Score:
-        return self.scores({"candidate": layer_set})["candidate"]
-
-    def scores(self, layer_sets: dict[str, LayerSet]) -> dict[str, Score]:
-        """Several sets against plain decoding, all interleaved."""
-        task = self._task
-        drafters = {name: task.drafter_of(one) for name, one in layer_sets.items()}
-        trial = beside_plain(task.target, drafters, task.prompts, task.max_new_tokens, self._repeats)
-        scores = {}
-        for name, layer_set in layer_sets.items():
-            ratio = compare(trial, name, "plain")
-            rows = (run.stats for runs in trial.runs[name] for run in runs[:1] if run.stats is not None)
-            scores[name] = Score.of(rows, layer_set, 1 / ratio.ratio, 1 / ratio.high, 1 / ratio.low)
-        return scores
 
 
 @dataclass(frozen=True)
@@ -173,28 +181,3 @@ class Costs:
             tuple(seconds / one for seconds in (one, *more)),
             one,
         )
-
-
-class ExpectedTime(Objective):
-    """Time per token as it follows from what is accepted and from what forwards cost; no clock runs.
-
-    Every prompt is decoded once, many at a time. A step costs its draft's forwards and one verification of its width.
-    What the loop does besides is left out.
-
-    Exactness: the same set has the same score on every machine, given the same costs.
-    """
-
-    def __init__(self, task: Task, costs: Costs) -> None:
-        self._task = task
-        self.costs = costs
-
-    def score(self, layer_set: LayerSet) -> Score:
-        task, params = self._task, Sampling(ignore_eos=True).params(self._task.max_new_tokens)
-        ids = [prompt.token_ids for prompt in task.prompts]
-        rows = decoded_rows(task.target, task.drafter_of(layer_set), ids, params, len(ids))
-        steps = [step for row in rows for step in row.trace]
-        draft, verify = self.costs.draft(layer_set), self.costs.verify
-        cost = sum(step.drafted * draft + verify[min(step.drafted, len(verify) - 1)] for step in steps)
-        num_tokens = sum(row.num_output_tokens for row in rows)
-        value = cost / num_tokens
-        return Score.of((row.stats for row in rows), layer_set, value, value, value)

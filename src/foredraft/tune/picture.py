@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from foredraft.pictures import check_picture, keep_picture, require_matplotlib
 from foredraft.tune.choosing import Choice
-from foredraft.tune.layer_sets import SearchResult, Space
+from foredraft.tune.layer_sets import LayerSearch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ROWS = (1, 2, 4, 8, 16)
 
 
-def plot_search(result: SearchResult, space: Space, file: str | Path) -> Path:
+def plot_search(search: LayerSearch, file: str | Path) -> Path:
     """Above, the score of every trial and the best so far; below, which sublayers the best sets leave out.
 
     Raises: ConfigError, see `check_picture`.
@@ -25,16 +25,16 @@ def plot_search(result: SearchResult, space: Space, file: str | Path) -> Path:
     path = check_picture(file)
     figure = require_matplotlib().Figure(figsize=(9, 6.5), layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=(2, 1))
-    _draw_trials(above, result)
-    _draw_sets(below, result, space)
+    _draw_trials(above, search)
+    _draw_sets(below, search)
     keep_picture(figure, path)
     return path
 
 
-def _draw_trials(panel: Axes, result: SearchResult) -> None:
-    values = [trial.value for trial in result.trials]
+def _draw_trials(panel: Axes, search: LayerSearch) -> None:
+    values = [trial.value for trial in search.trials]
     numbers = range(1, len(values) + 1)
-    dots = panel.scatter(numbers, values, c=[len(trial.layer_set) for trial in result.trials], s=16, cmap="viridis")
+    dots = panel.scatter(numbers, values, c=[len(trial.layer_set) for trial in search.trials], s=16, cmap="viridis")
     panel.step(numbers, list(accumulate(values, min)), where="post", color="#c0562f", linewidth=1.2)
     panel.axhline(1.0, color="#888888", linewidth=0.8, linestyle="--")
     panel.set_xlabel("trial")
@@ -43,19 +43,19 @@ def _draw_trials(panel: Axes, result: SearchResult) -> None:
     figure.colorbar(dots, ax=panel, label="sublayers left out")
 
 
-def _draw_sets(panel: Axes, result: SearchResult, space: Space, count: int = 10) -> None:
+def _draw_sets(panel: Axes, search: LayerSearch, count: int = 10) -> None:
     """One row per sublayer kind and layer: in how many of the best sets it is left out."""
-    best = result.ranking(count)
+    best = search.ranking(count)
     shares = [
         [
             sum(layer in getattr(trial.layer_set, kind) for trial in best) / len(best)
-            for layer in range(space.num_layers)
+            for layer in range(search.space.num_layers)
         ]
         for kind in ("attention", "mlp")
     ]
     panel.imshow(shares, aspect="auto", cmap="Blues", vmin=0.0, vmax=1.0)
     panel.set_yticks([0, 1], ["attention", "MLP"])
-    panel.set_xticks(range(space.num_layers))
+    panel.set_xticks(range(search.space.num_layers))
     panel.set_xlabel(f"layer; share of the best {len(best)} sets that leave it out")
 
 

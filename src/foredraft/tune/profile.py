@@ -21,7 +21,7 @@ NUM_RESAMPLES = 400
 
 
 def share_of_drafts(texts: Sequence[Counts]) -> float:
-    """Of the steps of these texts, those that drafted."""
+    """Share of the steps of these texts that had a draft."""
     num_drafted = sum(count for text in texts for step, count in text.steps.items() if step.depth)
     return num_drafted / sum(text.num_steps for text in texts)
 
@@ -62,7 +62,7 @@ def best_length(texts: Sequence[Counts], prices: StepCosts, title: str, curve: C
 def nearest_setting(
     found: Sequence[BestLength], prompts: Sequence[BenchPrompt], max_new_tokens: int
 ) -> BestLength | None:
-    """That of one row at the context which is nearest to that of prompts halfway through their answers."""
+    """The setting of one row whose context is nearest to that of the prompts halfway through their answers."""
     context = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts) + max_new_tokens / 2
     of_one_row = [one for one in found if one.num_rows == 1]
     return min(of_one_row, key=lambda one: abs(one.context - context), default=None)

@@ -12,7 +12,6 @@ import torch
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.heads.medusa_hydra import MultiHeadDrafter
-from foredraft.drafters.parts.candidates import Parents
 from foredraft.engine.cost_model import CostCurve
 from foredraft.engine.costs import CONTEXT, forward_curve, seconds_of
 from foredraft.engine.drafter import DraftSize, Needs
@@ -20,8 +19,8 @@ from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.methods.rank_tree import MAX_SIBLINGS, Ranks, RankTree
-from foredraft.model.capture import Wanted
 from foredraft.model.lm import CausalLM, Nodes
+from foredraft.model.nodes import Wanted
 from foredraft.tree import DraftTree
 from foredraft.tune.walk import decoded_rows
 
@@ -72,7 +71,7 @@ class Hits:
 
 
 def _accepted(ranks: Ranks, paths: set[Ranks]) -> int:
-    """How far a path lies in a tree."""
+    """The length of a path inside a tree."""
     length = 0
     while length < len(ranks) and ranks[: length + 1] in paths:
         length += 1
@@ -161,7 +160,7 @@ def _ranks_in(tree: DraftTree, text: Sequence[int]) -> Ranks:
 
 @torch.inference_mode()
 def _ranks_of(target: CausalLM, drafter: MultiHeadDrafter, row: Row, num_heads: int) -> list[Ranks]:
-    """Of every place from which something that was generated can be guessed."""
+    """Ranks at every place from which a generated token can be guessed."""
     tokens, first = row.token_ids, max(0, row.num_prompt_tokens - 2)
     states = states_along(target, drafter.needs(target, target.new_cache()), tokens)
     token_ids = torch.tensor(tokens, device=states.device)
@@ -172,17 +171,15 @@ def _ranks_of(target: CausalLM, drafter: MultiHeadDrafter, row: Row, num_heads: 
             break
         logits = drafter.along(depth, states, token_ids, first)
         positions = range(first + 2 + depth, len(tokens))
-        places = Parents([row.sampler] * len(logits), [()] * len(logits), list(positions))
-        for i, (best, position) in enumerate(
-            zip(drafter.growth.ranked(logits, places, MAX_SIBLINGS), positions, strict=True)
-        ):
+        ranked = drafter.growth.ranked(logits, row.sampler, positions, MAX_SIBLINGS)
+        for i, (best, position) in enumerate(zip(ranked, positions, strict=True)):
             found[i].append(best.index(tokens[position]) if tokens[position] in best else MISS)
     return [tuple(ranks) for ranks in found if ranks]
 
 
 @torch.inference_mode()
 def states_along(target: CausalLM, needs: Needs, tokens: Sequence[int]) -> torch.Tensor:
-    """What heads read of the target after every token of a text, (T, H), read chunk by chunk."""
+    """States of the target after every token of a text, (T, H), as heads read them; computed chunk by chunk."""
     wanted, cache, parts = Wanted(needs.last_hidden, needs.layer_inputs), target.new_cache(1), []
     for start in range(0, len(tokens), _CHUNK):
         nodes = Nodes.from_chains([tokens[start : start + _CHUNK]])
@@ -196,21 +193,25 @@ def states_along(target: CausalLM, needs: Needs, tokens: Sequence[int]) -> torch
 
 @dataclass(frozen=True)
 class Sized:
-    """A size that a tree could have.
+    """A tree of some size, and what a step with it costs and brings.
 
     Args:
-      num_nodes: root included.
       tokens_per_step: counted, the bonus included.
-      cost: seconds of a step by those of a plain forward: verification and drafting.
+      cost: seconds of a step, verification and drafting, relative to those of a plain forward.
     """
 
-    num_nodes: int
+    tree: RankTree
     tokens_per_step: float
     cost: float
 
     @property
+    def num_nodes(self) -> int:
+        """Nodes, root included."""
+        return len(self.tree)
+
+    @property
     def speedup(self) -> float:
-        """Of plain decoding, as far as forwards and drafting decide it."""
+        """Speed relative to plain decoding, as far as forwards and drafting decide it."""
         return self.tokens_per_step / self.cost
 
 
@@ -254,42 +255,24 @@ def measured_costs(
     return verify.rising(), CostCurve(draft).rising()
 
 
-@dataclass(frozen=True)
-class TreeSearch:
-    """What a search for a tree has found.
-
-    Args:
-      hits: where the target's tokens stood.
-      tree: the largest that was looked at; its beginnings are the smaller ones.
-      sizes: all that were compared.
-      best: the one that is taken.
-    """
-
-    hits: Hits
-    tree: RankTree
-    sizes: tuple[Sized, ...]
-    best: Sized
-
-    @property
-    def chosen(self) -> RankTree:
-        return self.tree.first(self.best.num_nodes)
-
-
 def search(
     hits: Hits, max_nodes: int, costs_of: Callable[[RankTree], tuple[CostCurve, CostCurve]], num_nodes: int | None
-) -> TreeSearch:
+) -> tuple[Sized, list[Sized]]:
     """Grow trees from the accuracies and choose the size that brings the most tokens per second.
 
     Args:
       max_nodes: of the largest tree, root included.
       costs_of: times steps with a tree; see `measured_costs`.
       num_nodes: take this size, whatever it costs.
+
+    Returns: the best size, and all sizes that were compared.
     """
     tree = RankTree.grown(hits.accuracies, num_nodes or max_nodes)
     verify, draft = costs_of(tree)
-    sizes = tuple(
-        Sized(size, hits.tokens_per_step(tree.first(size)), (verify.at(size) + draft.at(size)) / verify.at(1))
+    sizes = [
+        Sized(small, hits.tokens_per_step(small), (verify.at(size) + draft.at(size)) / verify.at(1))
         for size in range(2, len(tree) + 1)
-    )
+        for small in [tree.first(size)]
+    ]
     best = sizes[-1] if num_nodes else max(sizes, key=lambda one: (one.speedup, -one.num_nodes))
-    return TreeSearch(hits, tree, sizes, best)
+    return best, sizes

@@ -23,7 +23,7 @@ from foredraft.tune.counting import ROWS_AT_ONCE, Setting, SettingCounts, alone,
 from foredraft.tune.walk import RecordedText, rates
 
 SHARE_OF_TEXTS = 0.25
-"""Of the budget, for decoding the prompts plainly; what drafts are tried on grows with them."""
+"""Share of the budget for decoding the prompts plainly."""
 
 
 @dataclass
@@ -48,12 +48,12 @@ class Tuning:
     _left: float = field(init=False)
 
     def measure(self, *, is_fresh: bool = False) -> None:
-        """What forwards cost, unless it is known."""
+        """Measure the costs of forwards, unless they are known."""
         self.prices = prices_of(self.llm.target, FEW, is_fresh=is_fresh, say=self.say)
         self._left = self.budget_seconds
 
     def num_prompts(self, most: int, max_new_tokens: int) -> int:
-        """As many as may be decoded in their share of the budget.
+        """The number of prompts that can be decoded in their share of the budget.
 
         Raises: ConfigError where these are too few.
         """
@@ -69,7 +69,7 @@ class Tuning:
         return number
 
     def _row_seconds(self, nodes: int) -> float:
-        """Of a step of one of several rows."""
+        """Seconds of a step, per row of a batch."""
         return self.prices.mean().at(ROWS_AT_ONCE * nodes) / ROWS_AT_ONCE
 
     def run(
@@ -150,16 +150,16 @@ class Tuning:
     # -- what is written -------------------------------------------------------------------------------------------
 
     def profile(self, choice: Choice, details: Mapping[str, Any]) -> Profile:
-        """What `generate` and others begin with: the costs, and what the chosen method gets right."""
+        """A profile for `generate` and others: the costs, and the acceptance of the chosen method."""
         curve, chosen = self.prices.mean(), choice.chosen
-        acceptance = rates(() if choice.plain_is_best else chosen.arm.counts)
+        acceptance = rates(() if choice.plain_is_best else chosen.counts)
         length = 0 if choice.plain_is_best else chosen.setting.length or len(acceptance)
         expected = BestLength(choice.num_rows, curve.context, length, chosen.speed, chosen.low, chosen.high)
         return Profile(
             str(chosen.setting.config["method"]),
             facts_of(self.llm.target),
             (curve,),
-            self.prices.drafting.get(chosen.arm.priced_as, {}),
+            self.prices.drafting.get(chosen.priced_as, {}),
             acceptance,
             (expected,),
             {**choice.as_dict(), **details},

@@ -13,15 +13,12 @@ from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.acceptance_model import AcceptanceModel
-from foredraft.engine.budget import DraftSize
 from foredraft.engine.drafter import Drafter, PromptChunk, StepResult
 from foredraft.engine.engine import Engine
-from foredraft.engine.outputs import RowOutput
-from foredraft.engine.row import Row, RowState
-from foredraft.model.cache.group import CacheGroup
+from foredraft.engine.row import Row, RowOutput, RowState
+from foredraft.model.cache.ragged import CacheGroup
 from foredraft.model.lm import CausalLM
-from foredraft.tree import DraftTree
-from foredraft.tune.accepted import by_position
+from foredraft.tree import DraftSize, DraftTree
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class RecordedText:
 
 
 class CountedStep(NamedTuple):
-    """What a step of one row has drafted and brought.
+    """The draft of one row in one step, and how much of it was accepted.
 
     Args:
       nodes: that were verified, the pending one included.
@@ -78,7 +75,21 @@ def rates(texts: Iterable[Counts]) -> tuple[float, ...]:
     for text in texts:
         for step, count in text.steps.items():
             steps[step.depth, step.accepted] += count
-    return tuple(one.rate for one in by_position((*step, count) for step, count in steps.items()))
+    return tuple(rate for _, rate in by_position((*step, count) for step, count in steps.items()))
+
+
+def by_position(steps: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, float]]:
+    """The number of drafts that came to a position, and the chance of its token, as deep as anything was tried.
+
+    Args:
+      steps: tokens drafted on a chain, accepted ones, and the number of such steps; each with a draft.
+    """
+    known = list(steps)
+    for position in range(1, max((drafted for drafted, _, _ in known), default=0) + 1):
+        reached = [(kept, count) for drafted, kept, count in known if drafted >= position and kept >= position - 1]
+        num_tested = sum(count for _, count in reached)
+        if num_tested:
+            yield num_tested, sum(count for kept, count in reached if kept >= position) / num_tested
 
 
 def decoded_rows(
@@ -167,7 +178,7 @@ class Walk:
         return bool(self.rows)
 
     def budgets(self) -> list[DraftSize]:
-        """What may be drafted for every row."""
+        """The largest draft of every row."""
         return [DraftSize(max(0, row.num_remaining_tokens - 1)) for row in self.rows]
 
     def propose(self, budgets: Sequence[DraftSize]) -> list[DraftTree]:

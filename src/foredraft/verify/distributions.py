@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -38,7 +37,7 @@ BRANCHING = 6
 """Tokens that are listed after a text, the likeliest ones; the others are pooled."""
 
 LEAST_MASS = 0.01
-"""Of a text, below which what follows it is not told apart."""
+"""Probability of a text below which its continuations are pooled."""
 
 LEAST_EXPECTED = 5.0
 """Samples that a cell is to hold on average; rarer cells are pooled."""
@@ -60,70 +59,60 @@ ProbsAfter = Callable[[Text], NDArray[np.float64]]
 """Probabilities (V,) of the token after a continuation."""
 
 
-class ReferenceDistribution:
+def reference_distribution(
+    target: CausalLM,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    chunk_size: int = EngineConfig.prefill_chunk_size,
+) -> ProbsAfter:
     """The distribution of the next token after a prompt and some output, by transformers' processors in their order.
 
     Args:
-      target: the model.
       params: how tokens are sampled: by temperature, top-k, top-p, min-p, typical-p, penalties and biases alone.
-      chunk_size: in which the prompt is read, as by the engine that is judged.
-    """
+      chunk_size: chunks in which the prompt is read, as by the engine that is judged.
 
-    def __init__(
-        self,
-        target: CausalLM,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        chunk_size: int = EngineConfig.prefill_chunk_size,
-    ) -> None:
-        self._chunk_size = chunk_size
-        self._target = target
-        self._prompt = list(prompt)
-        self._params = params
-        self._processors = LogitsProcessorList()
-        if params.repetition_penalty != 1.0:
-            self._processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-        self._warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
-        if params.top_k:
-            self._warpers.append(TopKLogitsWarper(params.top_k))
-        if params.top_p < 1.0:
-            self._warpers.append(TopPLogitsWarper(params.top_p))
-        if params.min_p:
-            self._warpers.append(MinPLogitsWarper(params.min_p))
-        if params.typical_p < 1.0:
-            self._warpers.append(TypicalLogitsWarper(params.typical_p))
+    Returns: a function of the output so far; its probabilities (V,) sum to one.
+    """
+    processors = LogitsProcessorList()
+    if params.repetition_penalty != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
+    if params.top_k:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1.0:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        warpers.append(MinPLogitsWarper(params.min_p))
+    if params.typical_p < 1.0:
+        warpers.append(TypicalLogitsWarper(params.typical_p))
+    cache = _prompt_cache(target, prompt[:-1], chunk_size)
 
     @torch.inference_mode()
-    def __call__(self, output: Text) -> NDArray[np.float64]:
-        """(V,), summing to one."""
-        logits = self._logits(output)
-        ids = torch.tensor([[*self._prompt, *output]])
-        scores = self._processors(ids, logits)
+    def probs_after(output: Text) -> NDArray[np.float64]:
+        # Read as a draft after the prompt, the output has the bits of an engine's steps. Read as a prompt, it had
+        # other ones, and where a nucleus ends, rounding moved a token across. Drafts are never committed.
+        draft = Nodes.from_trees([DraftTree.chain(prompt[-1], output)])
+        logits = target.forward(draft, cache, listed=True)[0][len(output)][None].float().cpu()
+        ids = torch.tensor([[*prompt, *output]])
+        scores = processors(ids, logits)
         for token, count in Counter(output).items():
-            scores[0, token] -= self._params.presence_penalty + count * self._params.frequency_penalty
-        for biased, bias in (self._params.logit_bias or {}).items():
+            scores[0, token] -= params.presence_penalty + count * params.frequency_penalty
+        for biased, bias in (params.logit_bias or {}).items():
             scores[0, int(biased)] += bias
-        return torch.softmax(self._warpers(ids, scores)[0].double(), dim=-1).numpy()
+        return torch.softmax(warpers(ids, scores)[0].double(), dim=-1).numpy()
 
-    def _logits(self, output: Text) -> torch.Tensor:
-        """(1, V) of the last token, read as a draft after the prompt: with the bits of an engine's steps.
+    return probs_after
 
-        Read as a prompt, the output had other ones, and where a nucleus ends, rounding moved a token across.
-        """
-        draft = DraftTree.chain(self._prompt[-1], output)
-        logits = self._target.forward(Nodes.from_trees([draft]), self._cache, listed=True)
-        return logits[0][len(output)][None].float().cpu()
 
-    @cached_property
-    def _cache(self) -> KVCache:
-        """Holds the prompt but its last token, read as an engine reads it; drafts behind it are never committed."""
-        read, size = self._prompt[:-1], self._chunk_size
-        cache = self._target.new_cache(1)
-        for start in range(0, len(read), size):
-            chunk = read[start : start + size]
-            self._target.forward(Nodes.from_chains([chunk]), cache, keep=slice(0, 0))
-            cache.commit([range(len(chunk))])
-        return cache
+@torch.inference_mode()
+def _prompt_cache(target: CausalLM, prompt: Sequence[int], chunk_size: int) -> KVCache:
+    """A cache of a prompt, read in chunks as an engine reads it."""
+    cache = target.new_cache(1)
+    for start in range(0, len(prompt), chunk_size):
+        chunk = prompt[start : start + chunk_size]
+        target.forward(Nodes.from_chains([chunk]), cache, keep=slice(0, 0))
+        cache.commit([range(len(chunk))])
+    return cache
 
 
 @dataclass(frozen=True)
@@ -174,7 +163,7 @@ def enumerate_distribution(probs_after: ProbsAfter, depth: int, eos: Iterable[in
 
 @dataclass(frozen=True)
 class DistributionTest:
-    """What a test of samples against a distribution found.
+    """The result of a test of samples against a distribution.
 
     Args:
       p_value: chance of samples as unlikely as these under the distribution, by simulation; never 0.

@@ -11,7 +11,7 @@ from foredraft.config.sampling import SamplingParams
 from foredraft.errors import ConfigError, ForedraftError
 from foredraft.model.lm import CausalLM
 from foredraft.sampling.noise import mix
-from foredraft.verify.distributions import Distribution, DistributionTest, ReferenceDistribution, judge_samples
+from foredraft.verify.distributions import Distribution, DistributionTest, judge_samples, reference_distribution
 from foredraft.verify.subjects import Answer, Sample, Subject
 from foredraft.verify.verdict import Finding, Status
 
@@ -28,7 +28,7 @@ FEWEST, MOST = 64, 4096
 FIRST_REQUEST = 7919
 """Number of the first request, by which its seed is mixed: behind all samples that anything else draws."""
 FAR = 0.1
-"""Of the level of a distribution test, below which p over both draws is no chance, however the second one came out."""
+"""Share of the level of a distribution test below which p over both draws is a fault, whatever the second one shows."""
 
 
 def begun(prompts: Sequence[list[int]], plain: Sequence[Answer], max_tokens: int) -> list[list[int]]:
@@ -46,7 +46,7 @@ def telling(subject: Subject, target: CausalLM, candidates: Sequence[list[int]],
     Where nobody counts drafts, the one after which the likeliest token is likely and not certain.
     """
     if not subject.counts_drafts:
-        probs = [ReferenceDistribution(target, prompt, SamplingParams())(()) for prompt in candidates]
+        probs = [reference_distribution(target, prompt, SamplingParams())(()) for prompt in candidates]
         return min(zip(candidates, probs, strict=True), key=lambda one: abs(float(one[1].max()) - 0.5))[0]
     params = [SamplingParams(temperature=1.0, max_tokens=DEPTH, n=4, seed=seed)] * len(candidates)
     worth = [_worth(answer) for answer in subject.generate(candidates, params)]
@@ -94,7 +94,7 @@ def _ids(sample: Sample) -> Sequence[int]:
 
 
 def _worth(answer: Answer) -> float:
-    """How much a test after this prompt tells: drafts that are kept, drafts that are not, texts that differ."""
+    """A score of a prompt for a test: accepted drafts, rejected drafts and different texts raise it."""
     mixed = min(answer.num_accepted, answer.num_drafted - answer.num_accepted)
     return mixed + 0.1 * answer.num_drafted + len({sample.token_ids for sample in answer.samples})
 
@@ -116,64 +116,21 @@ class Tested:
     test: DistributionTest
 
 
-@dataclass(frozen=True)
-class SecondDraw:
-    """What a second draw found.
+def judge_again(
+    tested: Tested, finding: Finding, subject: Subject, seed: int, *, rate: float, level: float, until: float
+) -> Finding:
+    """Draw as many samples as the first draw had, by other seeds, or as many as time allows; and judge the test anew.
+
+    A second draw that was cut short acquits nobody.
 
     Args:
-      num_samples, num_wanted: those that there was time for, and those of the first draw.
-      p_value, p_together: of them, and over both draws; without any, 1 and that of the first draw.
-      failed: why the subject gave no more; empty where it did.
-    """
-
-    num_samples: int
-    num_wanted: int
-    p_value: float
-    p_together: float
-    failed: str = ""
-
-    @property
-    def is_cut_short(self) -> bool:
-        """Whether it is smaller than the first one."""
-        return self.num_samples < self.num_wanted
-
-    def judged(self, finding: Finding, rate: float, level: float) -> Finding:
-        """The finding of a test that failed, after the second draw; one cut short acquits nobody.
-
-        Args:
-          rate: of false alarms of all distribution tests together.
-          level: of one distribution test.
-        """
-        is_fault = self.p_value <= rate or self.p_together <= FAR * level
-        is_doubtful = self.is_cut_short or self.p_together <= level
-        status: Status = "broken" if is_fault else "undecided" if is_doubtful else "holds"
-        return replace(
-            finding,
-            status=status,
-            found=f"{finding.found}; {self._described()}",
-            numbers={
-                **finding.numbers,
-                "p_value_again": self.p_value,
-                "p_value_together": self.p_together,
-                "num_samples_again": self.num_samples,
-            },
-        )
-
-    def _described(self) -> str:
-        why = self.failed or "no time was left for more"
-        if not self.num_samples:
-            return f"it was not drawn once more ({why})"
-        cut = f" ({self.num_samples} of {self.num_wanted} continuations: {why})" if self.is_cut_short else ""
-        return f"drawn once more{cut}, p = {self.p_value:.2g}, together {self.p_together:.2g}"
-
-
-def draw_again(tested: Tested, subject: Subject, seed: int, *, until: float) -> SecondDraw:
-    """As many samples as the first draw had, by other seeds, or as many as time allows.
-
-    Args:
+      tested: a test that failed.
+      finding: its finding.
+      rate: false alarms of all distribution tests together.
+      level: level of one distribution test.
       until: by `time.monotonic`.
 
-    Exactness: how many there are does not hang on what they are, so that both levels stay exact.
+    Exactness: the number of samples does not depend on their values, so that both levels stay exact.
     """
     wanted = len(tested.samples)
     again: list[Sequence[int]] = []
@@ -184,9 +141,19 @@ def draw_again(tested: Tested, subject: Subject, seed: int, *, until: float) -> 
         )
     except ForedraftError as error:
         failed = str(error)
-    if not again:
-        return SecondDraw(0, wanted, 1.0, tested.test.p_value, failed)
-    p_value, p_together = (
-        judge_samples(tested.distribution, samples, FAR, seed).p_value for samples in (again, [*tested.samples, *again])
-    )
-    return SecondDraw(len(again), wanted, p_value, p_together, failed)
+    why = failed or "no time was left for more"
+    if again:
+        p_value, p_together = (
+            judge_samples(tested.distribution, samples, FAR, seed).p_value
+            for samples in (again, [*tested.samples, *again])
+        )
+        cut = f" ({len(again)} of {wanted} continuations: {why})" if len(again) < wanted else ""
+        said = f"drawn once more{cut}, p = {p_value:.2g}, together {p_together:.2g}"
+    else:
+        p_value, p_together = 1.0, tested.test.p_value
+        said = f"it was not drawn once more ({why})"
+    is_fault = p_value <= rate or p_together <= FAR * level
+    is_doubtful = len(again) < wanted or p_together <= level
+    status: Status = "broken" if is_fault else "undecided" if is_doubtful else "holds"
+    numbers = {"p_value_again": p_value, "p_value_together": p_together, "num_samples_again": len(again)}
+    return replace(finding, status=status, found=f"{finding.found}; {said}", numbers={**finding.numbers, **numbers})

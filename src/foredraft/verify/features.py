@@ -25,7 +25,7 @@ class Feature:
 
 
 NUM_FIRST = 2
-"""Of `features`, that are looked at before everything else."""
+"""Number of `features` that are checked before everything else."""
 
 DISTRIBUTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("sampled", {}),
@@ -35,7 +35,7 @@ DISTRIBUTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 """Settings whose distribution is enumerated; the first is the one the control is caught under."""
 
 CONTROL = "broken acceptance"
-"""What the control stands under, among settings."""
+"""Name of the control among the settings."""
 
 DISTRIBUTIONS_UNKEYED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("min-p 0.1", {"min_p": 0.1}),

@@ -18,7 +18,7 @@ NO_TOKEN = 2**31 - 1
 def generation_config(
     params: SamplingParams, eos_token_ids: Sequence[int], options: Mapping[str, Any] | None = None
 ) -> GenerationConfig:
-    """What transformers' ``generate`` is told, so that it draws from the distribution that these parameters describe.
+    """A config with which transformers' ``generate`` draws from the distribution of these parameters.
 
     Args:
       params: of which it takes temperature, top-k, top-p, min-p, typical-p, the repetition penalty and the length.

@@ -1,4 +1,4 @@
-"""What is judged: this library, transformers' own generation, any function that generates, or a server."""
+"""Decoders to judge: this library, transformers' own generation, any function that generates, or a server."""
 
 from __future__ import annotations
 
@@ -353,7 +353,7 @@ class ServerSubject(Subject):
         return tuple(map(_sample, choices))
 
     def _is_of_foredraft(self, card: Mapping[str, Any]) -> None:
-        """What this library's server says of a model; of older ones nothing is known."""
+        """Read the facts that this library's server lists for a model; older servers list none."""
         size, rule = card.get("prefill_chunk_size"), RULES.get(str(card.get("rejection_sample_method")))
         self.takes |= FOREDRAFT
         self.prefill_chunk_size = size if type(size) is int and size > 0 else None
@@ -394,7 +394,7 @@ class ServerSubject(Subject):
         return answer
 
     def _opened(self, request: urllib.request.Request) -> Any:
-        """What is answered; a server that is busy is asked again, after the time that it names."""
+        """The answer of the server. A busy server is asked again, after the time that it names."""
         pauses = iter(PAUSES_SECONDS)
         while True:
             try:

@@ -1,4 +1,4 @@
-"""What was found, where texts differ among it, and what follows from all."""
+"""Findings, differences between texts, and the verdict that follows."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from foredraft.beginnings import shared_length
-from foredraft.config.sampling import SamplingParams
-from foredraft.engine.budget import counted
-from foredraft.model.lm import CausalLM
-from foredraft.testing.divergence import token_gap
-from foredraft.verify.subjects import Answer, Sample
+from foredraft.engine.stats import counted
+from foredraft.verify.subjects import Answer
 
 Status = Literal["holds", "broken", "undecided", "left out"]
 
@@ -67,7 +64,7 @@ class Verdict:
 
     @property
     def broken(self) -> list[Finding]:
-        """What does not hold."""
+        """Findings of faults."""
         return [finding for finding in self.findings if finding.status == "broken"]
 
     @property
@@ -86,7 +83,7 @@ class Verdict:
 
     @property
     def left_out(self) -> dict[str, list[str]]:
-        """What was not looked at, by the reason."""
+        """Checks that were left out, by reason."""
         found: dict[str, list[str]] = {}
         for one in self.findings:
             if one.status == "left out":
@@ -102,7 +99,7 @@ class Verdict:
 
     @property
     def exit_status(self) -> int:
-        """Of the command line: 0, 3 or 4."""
+        """Exit status of the command line: 0, 3 or 4."""
         return EXIT_STATUS[self.status]
 
     def sentence(self) -> str:
@@ -181,58 +178,22 @@ class Difference:
     gap: float
 
 
-class Differences:
-    """Compares samples over one model.
-
-    Args:
-      target: whose distribution measures gaps.
-      tokenizer: for subjects that return text alone.
-    """
-
-    def __init__(self, target: CausalLM, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> None:
-        self._target = target
-        self._tokenizer = tokenizer
-        self._prompts = prompts
-
-    def between(self, prompt: int, sample: int, params: SamplingParams, got: Sample, want: Sample) -> Difference | None:
-        """The first difference; None where the samples are the same."""
-        expected, text = list(want.token_ids or ()), want.text or ""
-        found: Sequence[int]
-        if got.token_ids is None:
-            if got.text == text:
-                return None
-            found = self._tokens_of(got.text or "", text, expected)
-        else:
-            found = got.token_ids
-        position = shared_length(list(found), expected)
-        if position < min(len(found), len(expected)):
-            tokens = found[position], expected[position]
-            context = self._prompts[prompt], expected[:position]
-            gap = token_gap(self._target, *context, params, sample, tokens)
-            return Difference(prompt, sample, position, *tokens, gap=gap)
-        if len(found) != len(expected):
-            one, other = (each[position] if position < len(each) else "(end)" for each in (found, expected))
-            return Difference(prompt, sample, position, one, other, NEVER)
-        if got.text is not None and got.text != text:
-            return Difference(prompt, sample, len(found), got.text, text, NEVER)
-        return None
-
-    def _tokens_of(self, text: str, expected_text: str, expected: list[int]) -> list[int]:
-        """Tokens of a text that came without any: the expected ones as far as the two texts agree."""
-        if self._tokenizer is None:
-            return []
-        agree = shared_length(text, expected_text)
-        kept = 0
-        while kept < len(expected) and len(self._tokenizer.decode(expected[: kept + 1])) <= agree:
-            kept += 1
-        rest = text[len(self._tokenizer.decode(expected[:kept])) if kept else 0 :]
-        return [*expected[:kept], *self._tokenizer(rest, add_special_tokens=False)["input_ids"]]
+def tokens_of(tokenizer: Any, text: str, expected_text: str, expected: list[int]) -> list[int]:
+    """Tokens of a text that came without any: the expected ones as far as the two texts agree."""
+    if tokenizer is None:
+        return []
+    agree = shared_length(text, expected_text)
+    kept = 0
+    while kept < len(expected) and len(tokenizer.decode(expected[: kept + 1])) <= agree:
+        kept += 1
+    rest = text[len(tokenizer.decode(expected[:kept])) if kept else 0 :]
+    return [*expected[:kept], *tokenizer(rest, add_special_tokens=False)["input_ids"]]
 
 
 def token_finding(
     name: str, num_samples: int, num_tokens: int, differences: Sequence[Difference], near_tie: float
 ) -> Finding:
-    """What comparing texts has shown.
+    """The finding of a comparison of texts.
 
     Args:
       differences: those of the texts that are not equal.
@@ -251,7 +212,7 @@ def token_finding(
 
 
 def logprob_finding(name: str, found: Sequence[Answer], wanted: Sequence[Answer], limit: float) -> Finding:
-    """What comparing log-probabilities of equal texts has shown, those behind rejected drafts included.
+    """The finding of a comparison of log-probabilities of equal texts, those behind rejected drafts included.
 
     Args:
       limit: difference up to which rounding explains one; 0 where the same bits are promised.

@@ -9,36 +9,39 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from foredraft.beginnings import shared_length
 from foredraft.config.sampling import SamplingParams
 from foredraft.ending import finishing
 from foredraft.errors import ConfigError, ForedraftError
 from foredraft.llm import LLM
 from foredraft.prompts.prompts import read_prompts
 from foredraft.testing import ungoverned
-from foredraft.testing.divergence import NEAR_TIES
+from foredraft.testing.divergence import NEAR_TIES, token_gap
 from foredraft.verify.distributions import (
     SHIFT,
     Distribution,
-    ReferenceDistribution,
     enumerate_distribution,
     judge_samples,
+    reference_distribution,
 )
-from foredraft.verify.draws import DEPTH, FEWEST, Tested, begun, draw, draw_again, telling
+from foredraft.verify.draws import DEPTH, FEWEST, Tested, begun, draw, judge_again, telling
 from foredraft.verify.features import CONTROL, DISTRIBUTIONS, DISTRIBUTIONS_UNKEYED, NUM_FIRST, Feature, features
-from foredraft.verify.subjects import Answer, BrokenSubject, FunctionSubject, LLMSubject, Subject, asked_for
+from foredraft.verify.subjects import Answer, BrokenSubject, FunctionSubject, LLMSubject, Sample, Subject, asked_for
 from foredraft.verify.verdict import (
     INTERRUPTED,
+    NEVER,
     Check,
-    Differences,
+    Difference,
     Finding,
     Verdict,
     holm,
     logprob_finding,
     token_finding,
+    tokens_of,
 )
 
 SHARE_OF_DISTRIBUTIONS = 0.45
-"""Of the time, for distribution tests and the control, at most: settings whose tokens are compared go first."""
+"""Largest share of the time for distribution tests and the control: settings whose tokens are compared go first."""
 
 SHARE_UNKEYED = 0.7
 """The same where sampled tokens are not compared."""
@@ -121,7 +124,6 @@ class _Work:
         self._subject = subject or LLMSubject(self._llm)
         self._is_own = subject is None
         self._prompts, self._max_tokens = prompts, max_tokens
-        self._differences = Differences(llm.target, llm.tokenizer, prompts)
         self._near_tie = 0.0 if self._is_own and self._llm.promise.keeps_bits else NEAR_TIES[llm.target.dtype]
         self._findings: list[Finding] = []
         self._tested: list[Tested] = []
@@ -207,11 +209,36 @@ class _Work:
             for index, (got, want) in enumerate(zip(answer.samples, plain.samples, strict=True)):
                 num_samples += 1
                 num_tokens += len(want.token_ids or ())
-                if found_here := self._differences.between(place, index, feature.params[place], got, want):
+                if found_here := self._difference(place, index, feature.params[place], got, want):
                     differences.append(found_here)
         self._findings.append(token_finding(feature.name, num_samples, num_tokens, differences, self._near_tie))
         if any(sample.logprobs is not None for answer in found for sample in answer.samples) and not differences:
             self._findings.append(logprob_finding(feature.name, found, wanted, self._near_tie))
+
+    def _difference(
+        self, prompt: int, sample: int, params: SamplingParams, got: Sample, want: Sample
+    ) -> Difference | None:
+        """The first difference between a sample and that of plain decoding; None where they are the same."""
+        expected, text = list(want.token_ids or ()), want.text or ""
+        found: Sequence[int]
+        if got.token_ids is None:
+            if got.text == text:
+                return None
+            found = tokens_of(self._llm.tokenizer, got.text or "", text, expected)
+        else:
+            found = got.token_ids
+        position = shared_length(list(found), expected)
+        if position < min(len(found), len(expected)):
+            tokens = found[position], expected[position]
+            context = self._prompts[prompt], expected[:position]
+            gap = token_gap(self._llm.target, *context, params, sample, tokens)
+            return Difference(prompt, sample, position, *tokens, gap=gap)
+        if len(found) != len(expected):
+            one, other = (each[position] if position < len(each) else "(end)" for each in (found, expected))
+            return Difference(prompt, sample, position, one, other, NEVER)
+        if got.text is not None and got.text != text:
+            return Difference(prompt, sample, len(found), got.text, text, NEVER)
+        return None
 
     def _expected(self, params: Sequence[SamplingParams]) -> list[Answer]:
         """Plain decoding of all prompts; what has been said before is not decoded again."""
@@ -260,7 +287,7 @@ class _Work:
                 )
                 continue
             self._progress(f"{name}: distribution of {DEPTH} tokens")
-            after = ReferenceDistribution(self._llm.target, prompt, params, self._llm.engine_config.prefill_chunk_size)
+            after = reference_distribution(self._llm.target, prompt, params, self._llm.engine_config.prefill_chunk_size)
             distribution = enumerate_distribution(after, DEPTH, self._llm.eos_token_ids)
             share = left / (len(tests) - place + (0.5 if place == 0 else 0))
             try:
@@ -314,5 +341,12 @@ class _Work:
             finding = self._findings[tested.place]
             if is_rejected and "p_value_again" not in finding.numbers:  # which an interrupted call has found already
                 self._progress(f"{finding.feature}: distribution, drawn once more")
-                second = draw_again(tested, self._subject, self._seed, until=self._ends)
-                self._findings[tested.place] = second.judged(finding, self._rate, self._rate / self._num_tests)
+                self._findings[tested.place] = judge_again(
+                    tested,
+                    finding,
+                    self._subject,
+                    self._seed,
+                    rate=self._rate,
+                    level=self._rate / self._num_tests,
+                    until=self._ends,
+                )

@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from foredraft.engine.budget import counted
+from foredraft.engine.stats import counted
 from foredraft.errors import ConfigError
 from foredraft.folders import parsed_json
 from foredraft.views.token_view import page

@@ -12,44 +12,44 @@ from foredraft.tree import DraftTree
 MAX_BRANCHES = 8
 """Rejected branches that are told of a step, the likeliest by the drafter's order first."""
 TOKENS = {"/* tokens.css */": "tokens.css", "// tokens.js": "tokens.js"}
-"""Where a page says that it takes them, and the files of this room."""
+"""Placeholders of pages, and the files of this package that replace them."""
 
 
-class Drafts:
-    """Names of drafters and texts of rejected branches, for the chunks of a step."""
+def tell_drafts(tokenizer: Any, delta: StreamOutput, part: slice) -> dict[str, Any]:
+    """The source of each of some tokens of a step, and the branches that were rejected where the draft was left.
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    Args:
+      tokenizer: makes texts of branches; None leaves them empty.
+      part: tokens of the step.
+    """
+    tree = delta.tree
+    path = _path(tree, delta.token_ids[: delta.num_accepted]) if tree is not None else [0]
+    sources = []
+    for place in range(part.start, part.stop):
+        is_drafted = tree is not None and place < delta.num_accepted and place + 1 < len(path)
+        sources.append(tree.source_of(path[place + 1]) if tree is not None and is_drafted else TARGET)
+    has_bonus = part.stop > delta.num_accepted
+    rejected = _rejected(tokenizer, tree, path) if tree is not None and has_bonus else []
+    return {"sources": sources, "rejected": rejected}
 
-    def of(self, delta: StreamOutput, part: slice) -> dict[str, Any]:
-        """Of some of the tokens of a step: each with its source, and where the draft was left, what was rejected."""
-        tree = delta.tree
-        path = _path(tree, delta.token_ids[: delta.num_accepted]) if tree is not None else [0]
-        sources = []
-        for place in range(part.start, part.stop):
-            is_drafted = tree is not None and place < delta.num_accepted and place + 1 < len(path)
-            sources.append(tree.source_of(path[place + 1]) if tree is not None and is_drafted else TARGET)
-        has_bonus = part.stop > delta.num_accepted
-        rejected = self._rejected(tree, path) if tree is not None and has_bonus else []
-        return {"sources": sources, "rejected": rejected}
 
-    def _rejected(self, tree: DraftTree, path: list[int]) -> list[dict[str, Any]]:
-        """Branches that leave the path, each from where it does."""
-        kept = set(path)
-        parents = set(tree.parents)
-        found = []
-        for leaf in range(1, len(tree)):
-            if leaf in parents or leaf in kept:
-                continue
-            branch = []
-            node = leaf
-            while node not in kept:
-                branch.append(node)
-                node = tree.parents[node]
-            tokens = [tree.tokens[each] for each in reversed(branch)]
-            text = "" if self._tokenizer is None else self._tokenizer.decode(tokens)
-            found.append({"after": path.index(node), "text": text, "token_ids": tokens, "source": tree.source_of(leaf)})
-        return found[:MAX_BRANCHES]
+def _rejected(tokenizer: Any, tree: DraftTree, path: list[int]) -> list[dict[str, Any]]:
+    """Branches that leave the path, each from where it does."""
+    kept = set(path)
+    parents = set(tree.parents)
+    found = []
+    for leaf in range(1, len(tree)):
+        if leaf in parents or leaf in kept:
+            continue
+        branch = []
+        node = leaf
+        while node not in kept:
+            branch.append(node)
+            node = tree.parents[node]
+        tokens = [tree.tokens[each] for each in reversed(branch)]
+        text = "" if tokenizer is None else tokenizer.decode(tokens)
+        found.append({"after": path.index(node), "text": text, "token_ids": tokens, "source": tree.source_of(leaf)})
+    return found[:MAX_BRANCHES]
 
 
 def _path(tree: DraftTree, tokens: Iterable[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""How Jacobi decoding arrives at a text: every iterate of every block, to look at and to train on.
+"""The iterates of Jacobi decoding, block by block, to look at and to train on.
 
 The function is ``foredraft.trajectory``.
 """
@@ -17,10 +17,10 @@ from transformers import PreTrainedTokenizerBase
 
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.iterate.jacobi import Guesses
-from foredraft.engine.budget import CAUSES, counted
 from foredraft.engine.drafter import Drafter, DrafterFacts, DraftSize, Needs, PromptChunk, StepResult
 from foredraft.engine.frontend import FrozenList
 from foredraft.engine.row import Row
+from foredraft.engine.stats import CAUSES, counted
 from foredraft.errors import ConfigError, PromptError
 from foredraft.folders import write_text
 from foredraft.llm import LLM, ModelLike
@@ -116,7 +116,7 @@ class Block:
       iterates: what they became, iteration by iteration; cut like the text where it ended inside the block.
       verified: how many of its first tokens every iteration has looked at; the others are what they were before.
       cuts: guesses that were not verified because something limits drafts, by what does
-        (`foredraft.engine.budget.CAUSES`), all iterations together.
+        (`foredraft.engine.stats.CAUSES`), all iterations together.
     """
 
     start: int

@@ -162,7 +162,7 @@ def _found(manifest: Manifest) -> Path | None:
 
 
 def _parents() -> list[Path]:
-    """Where conversions may be: the cache, and what stands in for one that cannot be written."""
+    """Folders of conversions: the cache, and its substitute where that cannot be written."""
     instead = temporary_folder("zoo")
     return [cache_folder("zoo"), *([instead] if is_private(instead.parent) else [])]
 

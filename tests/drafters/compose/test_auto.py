@@ -8,43 +8,29 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from drafting import begin
+from drafting import Says, begin
 from foredraft.config.sampling import SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters import make_drafter
-from foredraft.drafters.compose import AutoDrafter, FirstDrafter, UnionDrafter
+from foredraft.drafters.compose import FirstDrafter, UnionDrafter, auto_drafter
 from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.lookup.suffix import SuffixDrafter
 from foredraft.engine.acceptance_model import AcceptanceModel
 from foredraft.engine.cost_model import CostModel
-from foredraft.engine.drafter import ContextDrafter, DrafterFacts, DraftSize
+from foredraft.engine.drafter import DraftSize
 from foredraft.engine.engine import Engine
 from foredraft.engine.governor import Governor
 from foredraft.engine.stats import StepSeconds
 from foredraft.errors import ConfigError
 from foredraft.model.lm import CausalLM
 from foredraft.testing import toy_model
-from foredraft.tree import DraftTree
 from foredraft.tune.walk import RecordedText, Walk
 
 
-class Says(ContextDrafter):
-    """Proposes the same tokens always."""
-
-    def __init__(self, name: str, *tokens: int) -> None:
-        self.facts = DrafterFacts(name)
-        self.tokens = tokens
-        self.num_asked = 0
-
-    def propose_row(self, row: Any, budget: DraftSize) -> DraftTree:
-        self.num_asked += 1
-        return DraftTree.chain(row.token_ids[-1], self.tokens[:budget], source=self.name)
-
-
-def drafter(*parts: Says, free: int) -> AutoDrafter:
+def drafter(*parts: Says, free: int) -> UnionDrafter:
     for place, part in enumerate(parts):
         part.facts = replace(part.facts, is_free=place < free)
-    return AutoDrafter(parts)
+    return auto_drafter(parts)
 
 
 LONG = CausalLM(toy_model(max_position_embeddings=2048), execution="eager")
@@ -88,7 +74,7 @@ def test_only_the_parts_of_the_arm_are_asked_and_their_drafts_merged() -> None:
 def test_composites_among_the_parts_are_not_told_the_way_of_the_whole() -> None:
     """Their own ways have other numbers."""
     inner = UnionDrafter([SuffixDrafter(), Says("b", 2)])
-    one = AutoDrafter([SuffixDrafter(), Says("c", 3), inner])
+    one = auto_drafter([SuffixDrafter(), Says("c", 3), inner])
     assert (one.facts.arms, inner.facts.arms) == (
         ("suffix", "suffix+c", "suffix+union"),
         ("suffix", "suffix+b"),
@@ -114,7 +100,7 @@ class Seconds(NamedTuple):
 
 
 def decoded(
-    governor: Governor, one: AutoDrafter, outputs: list[list[int]], seconds: Seconds, other: float = 0.001
+    governor: Governor, one: UnionDrafter, outputs: list[list[int]], seconds: Seconds, other: float = 0.001
 ) -> list[int | None]:
     """Decode texts side by side, at costs of a drafter's ways and of every drafted node; the way of every step.
 

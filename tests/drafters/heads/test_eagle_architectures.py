@@ -60,7 +60,7 @@ def narrow() -> LLM:
 
 
 @pytest.mark.parametrize(
-    "method", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "eagle2")), "eagle3"]
+    "method", [*(pytest.param(name, marks=pytest.mark.full) for name in ("eagle", "eagle2")), "eagle3"]
 )
 def test_a_native_model_gives_the_bits_of_plain_decoding(method: str) -> None:
     head = trained(3 if method == "eagle3" else 1)

@@ -30,7 +30,7 @@ from foredraft.engine.row import Row
 from foredraft.engine.stopping import StopChecker
 from foredraft.errors import ShapeError
 from foredraft.heads.vocabulary import DraftVocabulary
-from foredraft.methods.lengths import Fixed, LengthPolicy
+from foredraft.methods.lengths import LengthPolicy
 from foredraft.model.lm import CausalLM
 from foredraft.model.nodes import Nodes
 from foredraft.native import library as native
@@ -153,7 +153,7 @@ def drafter(**options: Any) -> DraftModelDrafter:
     lm = adapter()
     if "vocabulary" in options:
         lm = reduced_model(lm, options["vocabulary"])
-    made = DraftModelDrafter(lm, **{"target_vocab_size": V, "policy": Fixed(5), **options})
+    made = DraftModelDrafter(lm, **{"target_vocab_size": V, "policy": LengthPolicy(5), **options})
     made.model.num_forwards = 0
     return made
 
@@ -193,7 +193,8 @@ def target(dtype: torch.dtype) -> CausalLM:
     return CausalLM(toy_model(V, dtype=dtype, **SIZES), execution="packed")
 
 
-@pytest.mark.parametrize("branches", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("branches", [1, 2])
 def test_every_text_stays(branches: int) -> None:
     """By the conformance suite, with a drafter that is right now and then."""
     lm = CausalLM(toy_model(V, dtype=torch.float32, seed=1, **SIZES), execution="packed", probe=False)
@@ -209,7 +210,7 @@ def test_every_text_stays(branches: int) -> None:
 def test_the_target_as_its_own_drafter_is_always_right(params: SamplingParams) -> None:
     """In single precision, where logits do not tie: positions, columns and masks are those of the text."""
     engine = Engine(
-        target(torch.float32), DraftModelDrafter(target(torch.float32), target_vocab_size=V, policy=Fixed(4))
+        target(torch.float32), DraftModelDrafter(target(torch.float32), target_vocab_size=V, policy=LengthPolicy(4))
     )
     rows = [engine.add_request(TEXT[start : start + 4], replace(params, max_tokens=20, n=1))[0] for start in (0, 9)]
     list(engine.run())
@@ -252,20 +253,26 @@ def _doubled(self: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
     return 2 * nn.functional.embedding(ids, self.weight)
 
 
-@pytest.mark.parametrize("name", ["activation", "norm", "scaling", "bias", "subclass", "sizes", "dynamic"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("activation", "scaling", "dynamic"),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("norm", "bias", "subclass", "sizes")),
+    ],
+)
 def test_what_is_unusual_is_drafted_with(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = changed(name)
     assert lm.execution.program is not None, lm.execution.why_no_program
-    found = drafts_of(DraftModelDrafter(lm, target_vocab_size=V, policy=Fixed(3)))
+    found = drafts_of(DraftModelDrafter(lm, target_vocab_size=V, policy=LengthPolicy(3)))
     monkeypatch.setattr("foredraft.model.execution.native_program.NativeProgram.is_possible", False)
-    assert drafts_of(DraftModelDrafter(changed(name), target_vocab_size=V, policy=Fixed(3))) == found
+    assert drafts_of(DraftModelDrafter(changed(name), target_vocab_size=V, policy=LengthPolicy(3))) == found
 
 
 @pytest.mark.parametrize("name", ["hook", "forward", "double", "eager"])
 def test_other_models_run_as_modules(name: str) -> None:
     lm = changed(name)
     assert lm.execution.program is None
-    assert len(drafts_of(DraftModelDrafter(lm, target_vocab_size=V, policy=Fixed(3)))) == 6
+    assert len(drafts_of(DraftModelDrafter(lm, target_vocab_size=V, policy=LengthPolicy(3)))) == 6
 
 
 def test_a_model_that_was_written_to_is_packed_again() -> None:
@@ -275,9 +282,11 @@ def test_a_model_that_was_written_to_is_packed_again() -> None:
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(-1)
     lm.refresh()
-    made = DraftModelDrafter(lm, target_vocab_size=V, policy=Fixed(4))
+    made = DraftModelDrafter(lm, target_vocab_size=V, policy=LengthPolicy(4))
     found = drafts_of(made)
-    fresh = DraftModelDrafter(CausalLM(model, execution="eager", probe=False), target_vocab_size=V, policy=Fixed(4))
+    fresh = DraftModelDrafter(
+        CausalLM(model, execution="eager", probe=False), target_vocab_size=V, policy=LengthPolicy(4)
+    )
     assert drafts_of(fresh) == found
 
 
@@ -285,7 +294,7 @@ def test_weights_that_were_released_are_those_that_were_packed() -> None:
     """Of a model that the library has loaded itself the originals are gone."""
     want = drafts_of(drafter())
     lm = adapter(release_originals=True)
-    assert drafts_of(DraftModelDrafter(lm, target_vocab_size=V, policy=Fixed(5))) == want
+    assert drafts_of(DraftModelDrafter(lm, target_vocab_size=V, policy=LengthPolicy(5))) == want
 
 
 def test_long_catching_up_runs_as_modules() -> None:
@@ -294,7 +303,7 @@ def test_long_catching_up_runs_as_modules() -> None:
     begin(made, [row])
     row.token_ids.extend(TEXT)  # more than are fed at once
     (tree,) = made.propose([row], [3])
-    other = DraftModelDrafter(adapter(execution="eager"), target_vocab_size=V, policy=Fixed(5))
+    other = DraftModelDrafter(adapter(execution="eager"), target_vocab_size=V, policy=LengthPolicy(5))
     fresh = row_of(0, [*TEXT, *TEXT])
     begin(other, [fresh])
     assert other.propose([fresh], [3])[0].tokens == tree.tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pytest
@@ -11,26 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafting import begin, made
+from drafting import made
+from drafting import started as begun
 from foredraft.drafters.lookup.nasd import NasdDrafter
 from foredraft.engine.drafter import Features, Needs, StepResult
-from foredraft.errors import ConfigError
-from foredraft.methods.lengths import Heuristic
 from foredraft.tree import DraftTree
-
-
-@dataclass
-class Row:
-    """As much of a sequence as a context drafter may use."""
-
-    id: int
-    token_ids: list[int]
-    state: dict[Any, Any] = field(default_factory=dict)
-    slot: int = -1
-
-    @property
-    def pending(self) -> int:
-        return self.token_ids[-1]
 
 
 class Ranked(Features):
@@ -50,10 +34,9 @@ def ranked(*rows: list[int]) -> Features:
 NOTHING = ranked()
 
 
-def started(drafter: NasdDrafter, tokens: list[int], features: Features = NOTHING, id: int = 1) -> Any:
+def started(drafter: NasdDrafter, tokens: list[int], features: Features = NOTHING) -> Any:
     """A row whose text after the first token came in one step, with what the target ranked high in its places."""
-    row: Any = Row(id, tokens[:1])
-    begin(drafter, [row])
+    row = begun(drafter, tokens[0])
     if tokens[1:]:
         row.token_ids += tokens[1:]
         drafter.observe([row], [StepResult(DraftTree.root(tokens[0]), (0,), tuple(tokens[1:]), text_features=features)])
@@ -213,20 +196,6 @@ def test_tree_takes_the_likeliest_paths() -> None:
 # --- rows and options ------------------------------------------------------------------------------
 
 
-def test_policy_hears_the_outcome() -> None:
-    drafter = NasdDrafter(length_policy=Heuristic(2))
-    row = started(drafter, [1, 2, 1, 2, 1, 2])
-    tree = drafter.propose([row], [9])[0]
-    assert tree.depth == 2
-    observed(drafter, row, tree, [1, 2, 1])
-    assert drafter.propose([row], [9])[0].depth == 4
-
-
-def test_no_budget_is_the_empty_draft() -> None:
-    assert proposal([1, 2, 1], budget=0).tokens == (1,)
-    assert proposal([1, 2, 1], num_speculative_tokens=0).tokens == (1,)
-
-
 def test_asks_for_as_many_as_it_learns() -> None:
     class Asked(Ranked):
         wanted: ClassVar[list[int]] = []
@@ -240,11 +209,3 @@ def test_asks_for_as_many_as_it_learns() -> None:
     assert Asked.wanted == [3]
     anything: Any = None
     assert NasdDrafter().needs(anything, anything) == Needs()
-
-
-@pytest.mark.parametrize(
-    "options", [{"ngram_size": 1}, {"filler_top_k": -1}, {"num_draft_branches": 0}, {"num_speculative_tokens": -1}]
-)
-def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
-    with pytest.raises(ConfigError):
-        made("nasd", **options)

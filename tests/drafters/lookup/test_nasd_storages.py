@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,57 +13,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from drafting import begin, end, made
-from foredraft import LLM, SamplingParams
+from drafting import StubRow, begin, end, made, started
+from foredraft import SamplingParams
 from foredraft.config.engine import EngineConfig
 from foredraft.drafters.lookup.nasd import NasdDrafter, NGramStorage
-from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import StepResult
 from foredraft.engine.engine import Engine
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.model.lm import CausalLM
-from foredraft.testing import decode, toy_model
+from foredraft.testing import toy_model
 from foredraft.tree import DraftTree
 
 VOCAB_SIZE = 64
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4), (7,), (5, 5, 5, 5, 5, 5))
-MODES = {
-    "greedy": SamplingParams(temperature=0.0, max_tokens=14),
-    "sampled": SamplingParams(temperature=0.9, max_tokens=14, seed=5),
-}
-FORMS: dict[str, dict[str, Any]] = {
-    "single": {"storage": "single", "ngram_size": 2},
-    "random": {"unknown": "random", "vocab_size": VOCAB_SIZE},
-    "shared": {"shared": True},
-    "even": {"filler_weight": 1.0, "num_draft_branches": 2},
-}
-
-
-@dataclass
-class Row:
-    """As much of a sequence as this drafter uses."""
-
-    id: int
-    token_ids: list[int]
-    seed: int = 3
-    state: dict[Any, Any] = field(default_factory=dict)
-    slot: int = -1
-
-    @property
-    def pending(self) -> int:
-        return self.token_ids[-1]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=14)
 
 
 def proposed(drafter: NasdDrafter, row: Any, budget: int = 9) -> tuple[int, ...]:
     """The drafted tokens."""
     return drafter.propose([row], [budget])[0].tokens[1:]
-
-
-def started(drafter: NasdDrafter, *tokens: int, id: int = 1, seed: int = 3) -> Any:
-    row: Any = Row(id, list(tokens), seed)
-    begin(drafter, [row])
-    return row
 
 
 # --- one level -----------------------------------------------------------------------------------------------------
@@ -103,6 +71,8 @@ def test_an_unknown_context_gets_a_token_of_seed_and_position() -> None:
     assert proposed(drafter, again) == alone  # another text of that length, in a drafter that has drafted before
     assert proposed(drafter, others) != alone
     assert proposed(drafter, started(drafter, 4, 5, 6, 7, id=4)) != alone
+    with pytest.raises(ConfigError, match="need the vocab_size of the target"):
+        made("nasd", unknown="random")
 
 
 def test_what_is_known_is_drafted_before_and_after_a_random_token() -> None:
@@ -119,15 +89,6 @@ def test_random_tokens_are_spread_over_the_vocabulary() -> None:
     drafter = random_drafter()
     drawn = {token for seed in range(200) for token in proposed(drafter, started(drafter, 1, 2, 3, seed=seed))}
     assert drawn == set(range(VOCAB_SIZE))
-
-
-def test_words_and_sizes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match="storage is 'tree'; choose one of levels, single"):
-        made("nasd", storage="tree")
-    with pytest.raises(ConfigError, match="unknown is 'guess'; choose one of stop, random"):
-        made("nasd", unknown="guess")
-    with pytest.raises(ConfigError, match="need the vocab_size of the target"):
-        made("nasd", unknown="random")
 
 
 # --- one storage for all requests ----------------------------------------------------------------------------------
@@ -150,7 +111,7 @@ def num_observations(drafter: NasdDrafter, *context: int) -> float:
 def test_a_prompt_counts_once_for_all_its_samples() -> None:
     drafter = made("nasd", 2, shared=True, filler_top_k=1)
     row = started(drafter, 1, 2, 3)
-    copy: Any = Row(2, [1, 2, 3], state={drafter: row.state[drafter].copied()})
+    copy: Any = StubRow(2, [1, 2, 3], state={drafter: row.state[drafter].copied()})
     begin(drafter, [copy])
     assert num_observations(drafter, 1) == 1
     assert proposed(drafter, copy) == ()
@@ -176,10 +137,10 @@ def test_a_prefix_that_is_reused_counts_once() -> None:
     end(first)
     known, num_tokens = kept.cut(3)
     assert num_tokens == 3
-    begin(drafter, [Row(2, [1, 2, 3, 1, 2], state={drafter: known})])
+    begin(drafter, [StubRow(2, [1, 2, 3, 1, 2], state={drafter: known})])
     assert (num_observations(drafter, 1), num_observations(drafter, 2), num_observations(drafter, 3)) == (2, 1, 2)
     drafter.reset()
-    begin(drafter, [Row(3, [1, 2, 3, 1], state={drafter: kept.cut(3)[0]})])
+    begin(drafter, [StubRow(3, [1, 2, 3, 1], state={drafter: kept.cut(3)[0]})])
     assert num_observations(drafter, 1) == 1  # what was counted then is not here any more
 
 
@@ -187,9 +148,9 @@ def test_a_text_that_goes_on_counts_once_with_what_ended_it(target: CausalLM) ->
     """The last step of a row, of which a drafter is told nothing, as well; but for its last token, in no cache."""
     drafter = made("nasd", 4, shared=True, filler_top_k=1)
     engine = Engine(target, drafter, prefixes=PrefixStore(2))
-    (first,) = engine.add_request(PROMPTS[0], MODES["greedy"])
+    (first,) = engine.add_request(PROMPTS[0], GREEDY)
     list(engine.run())
-    (second,) = engine.add_request([*first.token_ids, 7, 5], MODES["greedy"])
+    (second,) = engine.add_request([*first.token_ids, 7, 5], GREEDY)
     list(engine.run())
     assert second.num_cached_tokens >= len(first.token_ids) - 1
     known = second.token_ids[:-1]
@@ -200,10 +161,10 @@ def test_a_text_that_goes_on_counts_once_with_what_ended_it(target: CausalLM) ->
 def test_a_prompt_that_was_not_read_to_its_end_does_not_count(target: CausalLM) -> None:
     drafter = made("nasd", 4, shared=True, filler_top_k=1)
     engine = Engine(target, drafter, EngineConfig(prefill_chunk_size=4), prefixes=PrefixStore(2))
-    engine.add_request(PROMPTS[0], MODES["greedy"])
+    engine.add_request(PROMPTS[0], GREEDY)
     list(engine.run())
     before = num_observations(drafter, 3)
-    (row,) = engine.add_request([*PROMPTS[0], *[3, 8] * 10], MODES["greedy"])
+    (row,) = engine.add_request([*PROMPTS[0], *[3, 8] * 10], GREEDY)
     engine.step()
     assert 0 < row.num_prefilled < row.num_prompt_to_read
     engine.abort(row.request_id)
@@ -284,33 +245,6 @@ def test_files_of_another_vocabulary_or_of_other_ngrams_are_refused(tmp_path: Pa
         made("nasd", shared=True, state_file=path, **{"ngram_size": 3, "vocab_size": 5, **options})
 
 
-# --- in the engine -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def target() -> CausalLM:
     return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_leaves_the_text_of_a_batch_as_it_is(target: CausalLM, form: str) -> None:
-    requests = [(prompt, params) for prompt in PROMPTS for params in MODES.values()]
-    plain = decode(target, EmptyDrafter(), requests)
-    drafter = made("nasd", 4, **FORMS[form])
-    for _ in range(2):
-        assert decode(target, drafter, requests).outputs == plain.outputs
-
-
-def test_a_call_after_a_restart_drafts_from_the_file_and_changes_no_token(tmp_path: Path) -> None:
-    config = {"method": "nasd", "shared": True, "state_file": str(tmp_path / "storage")}
-    prompts = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
-    for number, params in enumerate(MODES.values()):
-        params = replace(params, n=2, temperature=params.temperature)
-        plain = LLM(toy_model(VOCAB_SIZE)).generate(prompts, params)
-        runs = [LLM(toy_model(VOCAB_SIZE), config).generate(prompts, params) for _ in range(2)]
-        for run in runs:
-            assert [[one.token_ids for one in out.outputs] for out in run] == [
-                [one.token_ids for one in out.outputs] for out in plain
-            ]
-        accepted = [sum(out.metrics.speculative_decoding["num_accepted_draft_tokens"] for out in run) for run in runs]
-        assert number or accepted[1] > accepted[0]

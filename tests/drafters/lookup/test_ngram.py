@@ -2,52 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafting import begin, made
+from drafting import StubRow, begin, made, started
 from foredraft.config.speculative import SpeculativeConfig
-from foredraft.drafters.lookup.ngram import NGramDrafter
-from foredraft.drafters.none import EmptyDrafter
-from foredraft.drafters.parts.suffix_index import continuation
-from foredraft.engine.drafter import Needs, StepResult
+from foredraft.drafters.lookup.ngram import NGramDrafter, continuation
+from foredraft.engine.drafter import StepResult
 from foredraft.errors import ConfigError
 from foredraft.methods.lengths import Heuristic
 from foredraft.methods.lookup import MATCHES
 from foredraft.tree import DraftTree
 
 
-@dataclass
-class Row:
-    """As much of a sequence as a context drafter may use."""
-
-    id: int
-    token_ids: list[int]
-    state: dict[Any, Any] = field(default_factory=dict)
-    slot: int = -1
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def pending(self) -> int:
-        return self.token_ids[-1]
-
-
-def started(drafter: NGramDrafter, tokens: list[int], id: int = 1) -> Any:
-    row: Any = Row(id, list(tokens))
-    begin(drafter, [row])
-    return row
-
-
 def proposal(tokens: list[int], budget: int = 9, **options: Any) -> DraftTree:
     drafter = made("ngram", **options)
-    return drafter.propose([started(drafter, tokens)], [budget])[0]
+    return drafter.propose([started(drafter, *tokens)], [budget])[0]
 
 
 def observed(drafter: NGramDrafter, row: Any, tree: DraftTree, path: tuple[int, ...], emitted: list[int]) -> None:
@@ -96,18 +69,6 @@ def test_draft_equals_the_scan(
     assert (tree.tokens, tree.parents) == (want.tokens, want.parents)
 
 
-@given(texts, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=6))
-def test_a_text_that_grew_equals_a_text_that_was_given(tokens: list[int], blocks: list[list[int]]) -> None:
-    drafter = made("ngram", num_prompt_lookup_candidates=3)
-    row = started(drafter, tokens)
-    for emitted in blocks:
-        tree = drafter.propose([row], [5])[0]
-        observed(drafter, row, tree, (0,), emitted)
-    grown = drafter.propose([row], [5])[0]
-    given_at_once = proposal(row.token_ids, budget=5, num_prompt_lookup_candidates=3)
-    assert (grown.tokens, grown.parents) == (given_at_once.tokens, given_at_once.parents)
-
-
 # --- literal texts ---------------------------------------------------------------------------------
 
 
@@ -129,14 +90,9 @@ def test_most_recent_occurrence_wins_among_equals_unless_the_earliest_is_asked_f
         SpeculativeConfig("ngram", prompt_lookup_match="first")
 
 
-def test_short_matches_are_left_alone() -> None:
-    tokens = [1, 5, 2, 1]
-    assert proposal(tokens).tokens == (1,)
-    assert proposal(tokens, num_speculative_tokens=2, prompt_lookup_min=1).tokens == (1, 5, 2)
-
-
 @pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3, 4], [1, 2, 1]])
 def test_nothing_found_is_the_empty_draft(tokens: list[int]) -> None:
+    """Or a match that is too short: of one token where two are wanted."""
     assert proposal(tokens).tokens == (tokens[-1],)
 
 
@@ -181,11 +137,16 @@ def test_depth_keeps_to_budget_and_policy() -> None:
 
 def test_heuristic_policy_hears_the_outcome() -> None:
     drafter = NGramDrafter(length_policy=Heuristic(2))
-    row = started(drafter, [1, 2, 3, 4, 5, 6, 7, 8, 1, 2])
+    row = started(drafter, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2)
     tree = drafter.propose([row], [9])[0]
     assert tree.tokens == (2, 3, 4)
     observed(drafter, row, tree, (0, 1, 2), [3, 4, 5])
     assert drafter.propose([row], [9])[0].tokens == (5, 6, 7, 8, 1)
+
+
+def test_bounds_that_exclude_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match="is more than prompt_lookup_max"):
+        made("ngram", prompt_lookup_min=3, prompt_lookup_max=2)
 
 
 # --- rows, cost, options ---------------------------------------------------------------------------
@@ -203,7 +164,7 @@ def test_a_step_reads_only_the_end_of_the_text() -> None:
             return item
 
     drafter = made("ngram", length=5, num_prompt_lookup_candidates=4)
-    row: Any = Row(1, Counting([7] * 20_000))
+    row: Any = StubRow(1, Counting([7] * 20_000))
     begin(drafter, [row])
     row.token_ids.read = 0
     for _ in range(10):
@@ -211,34 +172,3 @@ def test_a_step_reads_only_the_end_of_the_text() -> None:
         observed(drafter, row, tree, (0,), [7])
     assert tree.tokens == (7,) * 6
     assert row.token_ids.read < 10 * 1000
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"prompt_lookup_min": 0},
-        {"prompt_lookup_min": 3, "prompt_lookup_max": 2},
-        {"num_prompt_lookup_candidates": 0},
-        {"max_draft_nodes": 0},
-        {"num_speculative_tokens": -1},
-    ],
-)
-def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
-    with pytest.raises(ConfigError):
-        made("ngram", **options)
-
-
-def test_needs_nothing_of_the_target() -> None:
-    anything: Any = None
-    assert NGramDrafter().needs(anything, anything) == Needs()
-
-
-def test_empty_drafter_proposes_roots() -> None:
-    rows: list[Any] = [Row(1, [4, 5]), Row(2, [6])]
-    drafter = EmptyDrafter()
-    begin(drafter, rows)
-    trees = drafter.propose(rows, [3, 0])
-    assert [(tree.tokens, tree.parents, tree.source) for tree in trees] == [
-        ((5,), (-1,), "none"),
-        ((6,), (-1,), "none"),
-    ]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from threading import Thread
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,16 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafting import begin, end, made
-from foredraft import LLM, SamplingParams
+from drafting import StubRow, begin, end, made
+from foredraft import LLM
 from foredraft.drafters.lookup.suffix import SuffixDrafter
 from foredraft.engine.drafter import StepResult
 from foredraft.errors import ConfigError, DatastoreError, TokenizerMismatchError
 from foredraft.retrieval import history as history_of
 from foredraft.retrieval.automaton import SuffixAutomaton
-from foredraft.retrieval.growth import Candidate, GrowthRoot, TreeLimits, grow
+from foredraft.retrieval.growth import GrowthRoot, TreeLimits, grow
 from foredraft.retrieval.history import OutputHistory
-from foredraft.retrieval.trie import Children
+from foredraft.retrieval.trie import candidates_of
 from foredraft.tree import DraftTree
 
 TEXTS = st.integers(0, 4).flatmap(lambda top: st.lists(st.integers(0, top), min_size=1, max_size=40))
@@ -95,7 +94,7 @@ def test_of_equal_successors_the_latest_comes_first() -> None:
     automaton.extend([1, 2, 7, 1, 3, 8, 1])
     place = automaton.match()
     assert place is not None
-    assert grow(1, [GrowthRoot(automaton, place)], TreeLimits(3, 1)).tokens == (1, 3, 2)
+    assert grow(1, [GrowthRoot(automaton.candidates, place)], TreeLimits(3, 1)).tokens == (1, 3, 2)
 
 
 def test_a_period_goes_on_beyond_the_end_of_the_text() -> None:
@@ -103,7 +102,7 @@ def test_a_period_goes_on_beyond_the_end_of_the_text() -> None:
     automaton.extend([1, 2, 3] * 4)
     place = automaton.match()
     assert place is not None
-    tree = grow(3, [GrowthRoot(automaton, place)], TreeLimits(11, 10, 1))
+    tree = grow(3, [GrowthRoot(automaton.candidates, place)], TreeLimits(11, 10, 1))
     assert tree.tokens == (3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1)
 
 
@@ -128,7 +127,7 @@ def test_work_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> No
         automaton.extend([*text, 5])
         place = automaton.match()
         if place is not None:
-            grow(5, [GrowthRoot(automaton, place)], TreeLimits(16, 15))
+            grow(5, [GrowthRoot(automaton.candidates, place)], TreeLimits(16, 15))
         assert steps < 2500
 
 
@@ -147,18 +146,10 @@ def test_a_token_that_anything_may_follow_costs_no_more() -> None:
 def test_equal_proposals_of_two_sources_are_one_node() -> None:
     first = DraftTree((9, 1, 2), (-1, 0, 1), scores=(1.0, 0.5, 0.25))
     second = DraftTree((9, 1, 3), (-1, 0, 1), scores=(1.0, 0.8, 0.4))
-    roots = [GrowthRoot(Children.of_tree(tree), 0) for tree in (first, second)]
+    roots = [GrowthRoot(candidates_of(tree), 0) for tree in (first, second)]
     tree = grow(9, roots, TreeLimits(8, 4))
     assert (tree.tokens, tree.parents) == ((9, 1, 2, 3), (-1, 0, 1, 1))
     assert tree.scores == pytest.approx((1.0, 0.8, 0.4, 0.4))
-
-
-def test_equal_scores_go_to_the_most_recent() -> None:
-    class Two:
-        def candidates(self, place: int, floor: float = 0.0) -> list[Candidate]:
-            return [Candidate(0.5, 1, 7, 1), Candidate(0.5, 2, 8, 1)] if place == 0 else []
-
-    assert grow(0, [GrowthRoot(Two(), 0)], TreeLimits(2, 3)).tokens == (0, 8)
 
 
 # -- history -----------------------------------------------------------------------------------------------------------
@@ -218,7 +209,7 @@ def test_a_continuation_goes_on_beyond_the_depth() -> None:
     history.add(range(100, 140))
     spot = history.match([100, 101, 102, 103])
     assert spot is not None
-    assert grow(103, [GrowthRoot(history, spot)], TreeLimits(17, 16)).tokens == tuple(range(103, 120))
+    assert grow(103, [GrowthRoot(history.candidates, spot)], TreeLimits(17, 16)).tokens == tuple(range(103, 120))
 
 
 def test_a_history_survives_a_restart(tmp_path: Path) -> None:
@@ -253,7 +244,7 @@ def test_many_threads_may_use_one_history() -> None:
                 history.add(random.integers(0, 4, 20).tolist())
                 spot = history.match(random.integers(0, 4, 6).tolist())
                 if spot is not None:
-                    grow(0, [GrowthRoot(history, spot)], TreeLimits(12, 10))
+                    grow(0, [GrowthRoot(history.candidates, spot)], TreeLimits(12, 10))
                     history.touch(spot)
         except BaseException as error:
             failures.append(error)
@@ -272,13 +263,7 @@ def test_many_threads_may_use_one_history() -> None:
 
 
 def row(row_id: int, prompt: Sequence[int], output: Sequence[int] = ()) -> Any:
-    return SimpleNamespace(
-        id=row_id,
-        token_ids=[*prompt, *output],
-        output_ids=list(output),
-        num_prompt_tokens=len(prompt),
-        state={},
-    )
+    return StubRow(row_id, [*prompt, *output], num_output_tokens=len(output))
 
 
 def drafted(drafter: SuffixDrafter, one: Any) -> tuple[int, ...]:
@@ -308,64 +293,9 @@ def test_a_match_of_n_tokens_is_worth_so_many_drafted_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"suffix_decoding_max_tree_depth": 1},
-        {"max_draft_nodes": 1},
-        {"num_draft_branches": 0},
-        {"suffix_decoding_max_spec_factor": 0.0},
-        {"suffix_decoding_min_token_prob": 1.5},
-    ],
-)
-def test_values_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        made("suffix", **wrong)
-
-
-# -- by name -----------------------------------------------------------------------------------------------------------
-
-PARAMS = SamplingParams(max_tokens=24, temperature=0.0)
-PROMPT = "Write a story about a dog."
-
-
-def tokens(llm: LLM) -> list[int]:
-    return list(llm.generate([PROMPT], PARAMS)[0].outputs[0].token_ids)
-
-
-@pytest.mark.parametrize("method", ["suffix", "rest"])
-def test_the_zoo_runs_a_method_by_its_name_alone(method: str) -> None:
-    assert tokens(LLM("zoo:tiny", method)) == tokens(LLM("zoo:tiny", None))
-
-
-def test_a_shared_history_is_saved_and_helps_after_a_restart(tmp_path: Path) -> None:
-    config = {"method": "suffix", "shared": True, "state_file": str(tmp_path / "history.npz")}
-    first = LLM("zoo:tiny", config)
-    outputs = [first.generate([PROMPT], PARAMS)[0] for _ in range(2)]
-    assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
-    restarted = LLM("zoo:tiny", config).generate([PROMPT], PARAMS)[0]
-    assert restarted.outputs[0].token_ids == outputs[0].outputs[0].token_ids
-    steps = [output.metrics.speculative_decoding["num_steps"] for output in (*outputs, restarted)]
-    assert steps[1] < steps[0]
-    assert steps[2] < steps[0]
-
-
-def test_a_history_that_cannot_be_saved_costs_no_text(tmp_path: Path) -> None:
-    folder = tmp_path / "state"
-    folder.mkdir()
-    config = {"method": "suffix", "shared": True, "state_file": str(folder / "history.npz")}
-    llm = LLM("zoo:tiny", speculative_config=config)
-    folder.rmdir()
-    params = SamplingParams(max_tokens=8, temperature=0.0)
-    with pytest.warns(RuntimeWarning, match="cannot be saved"):
-        outputs = llm.generate(["Once", "A dog"], params)
-    assert all(len(output.outputs[0].token_ids) == 8 for output in outputs)
-
-
-@pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"method": "suffix", "state_file": "x"}, "shared=true"),
-        ({"method": "suffix", "suffix_decoding_max_spec_factor": 0}, "greater than 0"),
         ({"method": "suffix", "rejection_sample_method": "block"}, "takes chains"),
         ({"method": "rest", "num_speculative_tokens": 65}, "at most 64"),
         ({"method": "rest", "retrieval_match_min": 9, "retrieval_match_max": 3}, "1 <= min <= max"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foredraft.config.sampling import SamplingParams
-from foredraft.drafters.parts.candidates import Candidates, Parents
+from foredraft.drafters.parts.candidates import Candidates
 from foredraft.errors import ShapeError
 from foredraft.heads.vocabulary import DraftVocabulary
 from foredraft.sampling import choice
@@ -24,16 +24,16 @@ PARAMS = {
 }
 
 
-def places(names: list[str], size: int) -> Parents:
+def places(names: list[str], size: int) -> tuple[list[Sampler], list[tuple[int, ...]], list[int]]:
     samplers = [Sampler(PARAMS[name], vocab_size=size, prompt_ids=[1, 2, 3]) for name in names]
-    return Parents(samplers, [(5, 6)[: i % 3] for i in range(len(names))], [10 + i for i in range(len(names))])
+    return samplers, [(5, 6)[: i % 3] for i in range(len(names))], [10 + i for i in range(len(names))]
 
 
 @pytest.mark.parametrize("is_greedy", [False, True])
-@pytest.mark.parametrize("as_chances", [False, True])
+@pytest.mark.parametrize("power", [None, 1.5])
 @pytest.mark.parametrize(("size", "num_kept"), [(40, 17), (6000, 4000)])
 def test_a_reduced_vocabulary_has_the_children_of_the_whole_one(
-    size: int, num_kept: int, as_chances: bool, is_greedy: bool
+    size: int, num_kept: int, power: float | None, is_greedy: bool
 ) -> None:
     """All kinds of rows at once; few different logits in the small case, so that children tie."""
     generator = torch.Generator().manual_seed(size)
@@ -48,15 +48,15 @@ def test_a_reduced_vocabulary_has_the_children_of_the_whole_one(
     whole = Candidates(size, None, is_greedy=is_greedy)
     spread = vocabulary.spread(logits)
     for k in (1, 4):
-        got, want = (each.best(x, where, k, as_chances=as_chances) for each, x in ((own, logits), (whole, spread)))
+        got, want = (each.best(x, *where, k, power) for each, x in ((own, logits), (whole, spread)))
         for mine, theirs, name in zip(got, want, names, strict=True):
             assert [token for token, _ in mine] == [token for token, _ in theirs], name
             assert [score for _, score in mine] == pytest.approx([score for _, score in theirs], abs=1e-5), name
             assert all(token in vocabulary.target_ids for token, _ in mine)
-    assert own.only(logits, where) == whole.only(spread, where)
-    assert torch.allclose(own.whole(logits, where).exp(), whole.whole(spread, where).exp())
+    assert own.only(logits, *where) == whole.only(spread, *where)
+    assert torch.allclose(own.whole(logits, *where[:2]).exp(), whole.whole(spread, *where[:2]).exp())
     unprocessed = places(["greedy", "sampled"], size)
-    assert own.log_probs(logits[:2], unprocessed).shape == (2, len(vocabulary))
+    assert own.log_probs(logits[:2], *unprocessed[:2]).shape == (2, len(vocabulary))
 
 
 def test_no_child_where_there_is_no_distribution() -> None:
@@ -65,13 +65,13 @@ def test_no_child_where_there_is_no_distribution() -> None:
     where = places(["greedy", "sampled"], 40)
     for is_greedy in (False, True):
         own = Candidates(40, vocabulary, is_greedy=is_greedy)
-        assert own.best(logits, where, 3, as_chances=True) == [[], []]
-        assert own.only(logits, where) == [-1, -1]
+        assert own.best(logits, *where, 3, 1.5) == [[], []]
+        assert own.only(logits, *where) == [-1, -1]
 
 
 def test_processors_are_not_run_over_columns_that_are_no_tokens() -> None:
     with pytest.raises(ShapeError, match="spread them first"):
-        choose_siblings(torch.zeros(1, 3), places(["biased"], 40).samplers, [()], [0], 1, torch.tensor([1, 2, 3]))
+        choose_siblings(torch.zeros(1, 3), places(["biased"], 40)[0], [()], [0], 1, torch.tensor([1, 2, 3]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

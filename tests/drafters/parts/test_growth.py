@@ -14,14 +14,12 @@ from hypothesis import strategies as st
 
 from foredraft.config.sampling import SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
-from foredraft.drafters.parts.candidates import SHARPNESS
-from foredraft.drafters.parts.draft import GrowingDraft
-from foredraft.drafters.parts.growth import Growth
+from foredraft.drafters.parts.growth import SHARPNESS, GrowingDraft, Growth
 from foredraft.engine.drafter import DraftSize, StepResult
 from foredraft.engine.row import Row
 from foredraft.engine.stopping import StopChecker
 from foredraft.errors import ConfigError
-from foredraft.methods.lengths import Fixed
+from foredraft.methods.lengths import LengthPolicy
 from foredraft.sampling.distribution import Sampler
 from foredraft.sampling.noise import mix
 from foredraft.tree import DraftTree
@@ -92,7 +90,13 @@ def pool(oracle: Oracle, text: Sequence[int], depth: int, siblings: int, beam: i
 
 @pytest.mark.parametrize(("is_right", "power"), [(True, 4.0), (False, 0.5)])
 def test_the_power_of_a_distribution_follows_how_often_first_choices_are_right(is_right: bool, power: float) -> None:
-    keys = {"target_vocab_size": VOCAB_SIZE, "policy": Fixed(1), "num_branches": 2, "reranks": True, "max_nodes": 4}
+    keys = {
+        "target_vocab_size": VOCAB_SIZE,
+        "policy": LengthPolicy(1),
+        "num_branches": 2,
+        "reranks": True,
+        "max_nodes": 4,
+    }
     learned, fixed = Growth(**keys), Growth(**keys, sharpness=2.0)
     assert (learned.sharpness, fixed.sharpness) == (SHARPNESS, 2.0)
     row = row_of(0, [1, 2])
@@ -124,7 +128,7 @@ def test_reranking_keeps_the_likeliest_nodes_of_the_pool(
     oracle = Oracle(seed, dtype, spoilt)
     growth = Growth(
         target_vocab_size=VOCAB_SIZE,
-        policy=Fixed(depth),
+        policy=LengthPolicy(depth),
         num_branches=siblings,
         beam_width=beam,
         reranks=True,
@@ -152,7 +156,7 @@ def test_siblings_and_beam_are_limits_of_their_own(seed: int, siblings: int, bea
     """Without reranking, what stays is what is expanded: a beam per level, of at most so many siblings each."""
     growth = Growth(
         target_vocab_size=VOCAB_SIZE,
-        policy=Fixed(depth),
+        policy=LengthPolicy(depth),
         num_branches=siblings,
         beam_width=beam,
         sample_method="greedy",
@@ -171,7 +175,12 @@ def test_siblings_and_beam_are_limits_of_their_own(seed: int, siblings: int, bea
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_budget_is_kept_to_the_node(budget: DraftSize, reranks: bool, temperature: float) -> None:
     growth = Growth(
-        target_vocab_size=VOCAB_SIZE, policy=Fixed(9), num_branches=3, beam_width=2, reranks=reranks, max_nodes=20
+        target_vocab_size=VOCAB_SIZE,
+        policy=LengthPolicy(9),
+        num_branches=3,
+        beam_width=2,
+        reranks=reranks,
+        max_nodes=20,
     )
     draft = growth.begin(row_of(0, [1, 2, 3], temperature=temperature, seed=5), budget)
     if draft.cap:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from foredraft.engine.budget import DraftSize
 from foredraft.errors import CheckpointError, ConfigError, ForedraftError
 from foredraft.methods.rank_tree import PUBLISHED_TREES, RankTree, path_value
+from foredraft.tree import DraftSize
 
 ACCURACIES = [[0.5, 0.2, 0.1, 0.05], [0.4, 0.15, 0.1, 0.05], [0.3, 0.1, 0.05, 0.01]]
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from test_identity import PROMPTS, plain_mixed, row_modes, run_mixed
-from test_sparse_kv import SHAPES, columns_of, draft_of, model_over_kept_keys, naive_choice, view
+from test_sparse_kv import columns_of, draft_of, model_over_kept_keys, naive_choice
 
 import toys
 from architectures import VOCAB_SIZE, draft_model, target_model
-from drafting import begin, check_conforms, made
+from drafting import begin, made, view
+from drafting import sparse_model as small
 from foredraft import LLM
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters.compose import UnionDrafter
@@ -22,9 +23,8 @@ from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine, EngineConfig
 from foredraft.errors import ConfigError, ShapeError, UnsupportedModelError
-from foredraft.methods.lengths import Fixed
-from foredraft.model.cache.group import CacheGroup
 from foredraft.model.cache.prefixes import PrefixStore
+from foredraft.model.cache.ragged import CacheGroup
 from foredraft.model.cache.views import ViewCache
 from foredraft.model.lm import CausalLM
 from foredraft.testing import GREEDY, compare, decode, perturbed, toy_model
@@ -32,11 +32,6 @@ from foredraft.tree import DraftTree
 from harness import draft_adapter, first_attention, random_ids
 
 TOY = 64
-
-
-def small(model: CausalLM, selector: str = "streaming", depth: int = 4, **options: Any) -> DraftModelDrafter:
-    given: dict[str, Any] = {"target_vocab_size": model.vocab_size, "policy": Fixed(depth), **options}
-    return DraftModelDrafter(model, view=view(selector), **given)
 
 
 DRAFTERS: dict[str, Callable[[CausalLM], Drafter]] = {
@@ -52,7 +47,7 @@ DRAFTERS: dict[str, Callable[[CausalLM], Drafter]] = {
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "gemma3"))]
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt2", "gemma3"))]
 )
 def test_a_small_model_over_a_part_of_its_cache_changes_no_token(name: str, drafter: str) -> None:
     """Five ragged rows in one batch, greedy and sampled, float64, most of them longer than the budget.
@@ -61,13 +56,6 @@ def test_a_small_model_over_a_part_of_its_cache_changes_no_token(name: str, draf
     """
     made = DRAFTERS[drafter](draft_adapter(name))
     compare(run_mixed(name, made), plain_mixed(name), f"{name}, {drafter}, rows {row_modes(name)}")
-
-
-@pytest.mark.parametrize(("selector", "num_branches"), SHAPES)
-def test_small_models_over_a_view_conform(selector: str, num_branches: int) -> None:
-    check_conforms(
-        lambda depth: small(toys.small(), selector, depth, num_branches=num_branches), toys.target(), depths=(4,)
-    )
 
 
 # -- the view ------------------------------------------------------------------------------------------------------
@@ -144,7 +132,7 @@ class Watched(DraftModelDrafter):
 def test_what_a_step_reads_does_not_grow_with_the_text(selector: str) -> None:
     """Over 150 tokens: forwards run over the budget, what is kept besides, and a draft; choices come seldom."""
     own = CausalLM(perturbed(toy_model(TOY), 0.1, seed=2), execution="eager")
-    drafter = Watched(own, view=view(selector), target_vocab_size=TOY, policy=Fixed(3))
+    drafter = small(own, selector, 3, cls=Watched)
     engine = Engine(toys.target(), drafter)
     (row,) = engine.add_request(random_ids(30, 1, TOY), replace(GREEDY, max_tokens=120, ignore_eos=True))
     list(engine.run())
@@ -158,7 +146,7 @@ def test_what_a_step_reads_does_not_grow_with_the_text(selector: str) -> None:
 def test_what_was_missed_is_read_in_pieces_over_the_view() -> None:
     """A drafter that was not asked for 60 tokens reads them by `kv_refresh`, and keeps all of them when it is asked."""
     own = CausalLM(perturbed(toy_model(TOY), 0.1, seed=2), execution="eager")
-    drafter = Watched(own, view=view("streaming"), target_vocab_size=TOY, policy=Fixed(3))
+    drafter = small(own, depth=3, cls=Watched)
     text = random_ids(100, 3, TOY)
     (draft,) = started(drafter, [[token % VOCAB_SIZE for token in text[:40]]])
     draft.row.token_ids[:] = text[:41]
@@ -195,7 +183,7 @@ def test_a_step_makes_one_target_forward_and_at_most_k_of_the_small_model() -> N
 
 def test_a_budget_that_holds_the_whole_text_accepts_everything() -> None:
     """The small model is the target, and K = 3: 13 tokens after the first chunk are four steps of 4 at most."""
-    drafter = DraftModelDrafter(toys.small(0.0), view=view("streaming", 64), target_vocab_size=TOY, policy=Fixed(3))
+    drafter = small(toys.small(0.0), depth=3, view=view("streaming", 64))
     engine = Engine(toys.target(), drafter)
     rows = [
         engine.add_request([t % TOY for t in p], replace(GREEDY, max_tokens=16, ignore_eos=True))[0] for p in PROMPTS

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from foredraft.model.cache import pages
+from foredraft.model.cache import storage
 from foredraft.model.cache.ragged import KEPT_COLUMNS, KVCache
 from foredraft.model.cache.storage import RaggedLayer
 from foredraft.model.lm import Nodes
@@ -20,7 +20,7 @@ from toys import VOCAB_SIZE, target
 @pytest.fixture
 def _held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on accelerators, where every row takes as much memory as the longest."""
-    monkeypatch.setattr(pages, "IS_LAZY", False)
+    monkeypatch.setattr(storage, "IS_LAZY", False)
 
 
 def filled(num_rows: int, lengths: list[int], capacity: int = 16) -> KVCache:
@@ -158,7 +158,7 @@ def most_pages(lengths: list[int]) -> int:
     return sum(4 * (-(-length // 16) + 1) for length in lengths)
 
 
-on_linux = pytest.mark.skipif(not pages.IS_LAZY, reason="elsewhere all of a cache is held")
+on_linux = pytest.mark.skipif(not storage.IS_LAZY, reason="elsewhere all of a cache is held")
 
 
 @on_linux
@@ -233,7 +233,7 @@ def test_texts_do_not_depend_on_how_memory_is_held(monkeypatch: pytest.MonkeyPat
     lazily.swap(0, 2)
     lazily.remove(1)
     num_bytes = lazily.num_bytes
-    monkeypatch.setattr(pages, "IS_LAZY", False)
+    monkeypatch.setattr(storage, "IS_LAZY", False)
     whole = filled(3, [40, 9, 300])
     whole.swap(0, 2)
     whole.remove(1)

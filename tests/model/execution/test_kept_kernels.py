@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,28 +42,29 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-@pytest.mark.parametrize("text", ["", "kern", "kernels"])
-def test_a_file_that_was_changed_takes_all_with_it(folder: Path, text: str) -> None:
-    (folder / "deep" / "one").write_text(text)
+def _change(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "deep" / "one").write_text(text)
+
+
+def _list(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / LISTING).write_text(text)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        *map(_change, ("", "kern", "kernels")),
+        lambda folder: (folder / "three").write_text("ker"),
+        lambda folder: (folder / "deep" / "one").unlink(),
+        *map(_list, ("", "[]", "{", "null", json.dumps({"deep/one": "0"}))),
+    ],
+)
+def test_what_is_not_as_it_was_left_takes_all_with_it(folder: Path, spoil: Callable[[Path], object]) -> None:
+    """A file that was changed, is missing, or that nobody finished; and a listing that is not one."""
+    spoil(folder)
     assert left(folder) == []
     leave(folder, one="kernel")
     assert left(folder) == ["one"]
-
-
-def test_so_does_one_that_nobody_finished(folder: Path) -> None:
-    (folder / "three").write_text("ker")
-    assert left(folder) == []
-
-
-def test_and_one_that_is_missing(folder: Path) -> None:
-    (folder / "deep" / "one").unlink()
-    assert left(folder) == []
-
-
-@pytest.mark.parametrize("listing", ["", "[]", "{", "null", json.dumps({"deep/one": "0"})])
-def test_and_a_listing_that_is_not_one(folder: Path, listing: str) -> None:
-    (folder / LISTING).write_text(listing)
-    assert left(folder) == []
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])

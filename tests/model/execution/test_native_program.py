@@ -18,11 +18,10 @@ from architectures import ARCHITECTURES, but_variants, in_turns
 from foredraft.drafters.parts.layer_set import LayerSet, skipping
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.cache.views import ViewCache
-from foredraft.model.capture import Wanted
 from foredraft.model.execution import ends, native_program, tracing
 from foredraft.model.execution.native_program import NativeProgram
 from foredraft.model.lm import CausalLM
-from foredraft.model.nodes import Nodes
+from foredraft.model.nodes import Nodes, Wanted
 from foredraft.native import abi
 from foredraft.native import library as native
 from foredraft.tree import DraftTree

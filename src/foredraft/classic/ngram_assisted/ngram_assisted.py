@@ -16,8 +16,8 @@ from foredraft.classic.rounds import Decoding, Draft, ProcessorSampler
 from foredraft.classic.trace import begin_trace
 from foredraft.classic.utils import printing
 from foredraft.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor
+from foredraft.devices import makes_on_cpu
 from foredraft.errors import ConfigError, TreeError
-from foredraft.model.default_device import makes_on_cpu
 
 __all__ = ["ngram_assisted_speculative_generate"]
 

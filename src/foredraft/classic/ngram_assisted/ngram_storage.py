@@ -107,11 +107,11 @@ class _CountingStorage(INgramStorage):
 
     @abstractmethod
     def _tables(self, order: int) -> tuple[Counts, Best]:
-        """Where the n-grams of one size are written."""
+        """Tables to which n-grams of one size are written."""
 
     @abstractmethod
     def _best(self, order: int) -> Best:
-        """Where they are looked up; empty if there are none."""
+        """Table in which n-grams of one size are looked up; empty if there are none."""
 
     def next_token(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         tokens = [self._successor(row) for row in _tails(input_ids, self.n - 1)]

@@ -17,8 +17,8 @@ from foredraft.classic.rounds import Decoding, ProcessorSampler
 from foredraft.classic.trace import Step, begin_trace
 from foredraft.classic.utils import printing
 from foredraft.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor
+from foredraft.devices import makes_on_cpu
 from foredraft.errors import ConfigError, NumericsError
-from foredraft.model.default_device import makes_on_cpu
 
 __all__ = ["autoregressive_generate", "beam_search_generate"]
 

@@ -17,9 +17,9 @@ from foredraft.classic.rounds import Decoding, Draft, ProcessorSampler
 from foredraft.classic.trace import begin_trace
 from foredraft.classic.utils import printing
 from foredraft.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor
+from foredraft.devices import makes_on_cpu
 from foredraft.loading.pairing import check_vocab_sizes
 from foredraft.methods.lengths import Egag, normalised_entropy
-from foredraft.model.default_device import makes_on_cpu
 from foredraft.model.lm import fit_vocabulary
 from foredraft.sampling.precision import double_device, for_double
 

@@ -7,27 +7,33 @@ the head is sure; ``eagle3`` grows trees with the latter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.heads.loading import load_head, static_tree
-from foredraft.drafters.parts.draft import GrowingDraft
-from foredraft.drafters.parts.eagle_rows import EagleRows
-from foredraft.drafters.parts.growth import Growth
-from foredraft.drafters.parts.head_states import HeadDrafter
+from foredraft.drafters.parts.growth import GrowingDraft, Growth
+from foredraft.drafters.parts.head_drafter import HeadDrafter
 from foredraft.drafters.parts.reduced_output import chosen_vocabulary, output_of
-from foredraft.engine.drafter import DrafterFacts, Needs
+from foredraft.drafters.parts.rows import FedNodes, spans
+from foredraft.engine.drafter import DraftCache, DrafterFacts, Features, Needs, StepResult
+from foredraft.engine.row import Row
 from foredraft.heads.checkpoint import Checkpoint
 from foredraft.heads.eagle import EagleHead
 from foredraft.heads.eagle_layouts import TargetFacts, check_fits, read_eagle
+from foredraft.heads.int8 import MOST_NODES, Int8Head, is_frozen, is_plain, why_not
+from foredraft.heads.layers import AttentionContext
 from foredraft.heads.vocabulary import DraftVocabulary
-from foredraft.methods.heads import Eagle2Options, EagleHeadOptions, EagleOptions
-from foredraft.model.cache.ragged import KVCache
-from foredraft.model.execution.packing import embedding_weight
+from foredraft.methods.heads import Eagle2Options, EagleOptions
+from foredraft.model import layouts, masks
+from foredraft.model.cache import ragged
+from foredraft.model.execution import packing
 from foredraft.model.lm import CausalLM
+from foredraft.model.nodes import FlatNodes, Nodes
+from foredraft.native import library as kernels_of
 
 USUAL_ACCURACIES = [[0.75, 0.11, 0.04, 0.025, 0.015, 0.01]] * 5
 """How often the candidate of each rank is right at each depth, for the tree where none is given. First ranks are about
@@ -67,12 +73,15 @@ PUBLISHED: dict[tuple[int, int, int], dict[int, tuple[str, ...]]] = {
 Others do not fit. Provenance: the README of SafeAILab/EAGLE (2026-02-19).
 """
 
+MOST_OWED = 32
+"""Committed tokens of a row whose entries are made later, with the next draft."""
+
 LEAST_MASS = 0.05
 """Chances of the nodes of a level together, below which it has no children: a further level takes about a fiftieth of a
 step on a CPU, and would bring fewer tokens than that time does."""
 
 
-class EagleDrafter(HeadDrafter[EagleRows]):
+class EagleDrafter(HeadDrafter):
     """Drafts with a head of EAGLE, a static tree or one that takes shape by what the head is sure of.
 
     Source: EAGLE (Li et al. 2024, arXiv:2401.15077), whose tree is ``speculative_token_tree="eagle"``; EAGLE-2 (Li et
@@ -80,11 +89,20 @@ class EagleDrafter(HeadDrafter[EagleRows]):
     target draws tokens, siblings share its noise under "match" (see `Growth`); "standard" draws as published; children,
     frontier and final nodes have limits of their own.
 
+    The head has a cache of its own, which between steps has one entry per committed token of a row. Entry t is made of
+    what the target computed after token t, and of token t + 1: what a head itself has predicted never stays. Drafted
+    nodes are fed behind the entries while a draft grows, and forgotten. Where the head runs in the library's own
+    kernels, entries of steps are made as late as they are needed: with the next draft. The kernels take calls of few
+    nodes, and modules the others, but for heads in float32: their modules would keep keys in another dtype.
+
     Args:
       head: on the device of the target, in its dtype.
       target: whose features it reads.
       vocabulary: tokens that may be drafted, of a head without an output layer of its own; None for all.
       growth: arguments of `Growth`.
+
+    Attributes:
+      native: the head in the library's own kernels; None where it runs as a module.
 
     Exactness: lossless for any head, but for acceptance="typical".
     Randomness: keyed, see ``acceptance`` of `Growth`; none when greedy.
@@ -97,41 +115,293 @@ class EagleDrafter(HeadDrafter[EagleRows]):
         kept, output = output_of(head, target, vocabulary)
         self.growth = Growth(vocabulary=kept, **growth)
         self.growth.takes_trees = target.supports_trees
-        self.states = EagleRows(head, target, output, kept)
         uses = {1: "eagle2" if self.growth.tree is None else "eagle", 3: "eagle3"}
         name, validated = uses[head.shape.generation], head.first_token_acceptance
         self.facts = DrafterFacts(name, validated_acceptance={} if validated is None else {name: validated})
+        self.head, self._target = head, target
+        self._own_output = head.lm_head if head.lm_head is not None else output
+        self._names = None if kept is None or kept.is_full else kept.target_ids.contiguous()
+        self._masks = masks.Masks((masks.FULL,), None, head.dtype, target.device, is_additive=True)
+        self.native = int8_head(head, target, self._output_layer)
+        self._is_alone = head.dtype == torch.float32
+        self.cache = ragged.KVCache(head.shape.num_layers, device=target.device)
+        self._nodes_fed: FedNodes  # of drafts that grow
+        self._fed: torch.Tensor  # (M, H), of the level that was fed last
+        self._number_of: list[dict[int, int]] = []  # by draft, of the nodes of this level
 
-    def needs(self, target: CausalLM, cache: KVCache) -> Needs:
-        return self.states.needs
+    def needs(self, target: CausalLM, cache: ragged.KVCache) -> Needs:
+        shape = self.head.shape
+        dtype = self.head.dtype if self.native is None else torch.bfloat16
+        column_bytes = shape.num_layers * shape.layer.kv_numbers * dtype.itemsize
+        return Needs(
+            last_hidden=shape.reads_last_hidden,
+            layer_inputs=shape.layer_inputs,
+            partial_prompts=True,
+            caches=(DraftCache(self.cache, lambda: column_bytes, writer=lambda: self.head, lag=1),),
+        )
+
+    # -- entries of committed tokens ---------------------------------------------------------------------------
+
+    def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
+        if self.native is None:
+            super().observe(rows, results)
+        else:
+            for row, result in zip(rows, results, strict=True):
+                self._owe(row, self._inputs_of(result.committed, range(len(result.emitted))), len(result.emitted))
+            self._end(rows, results)
+
+    def _owe(self, row: Row, stream: torch.Tensor, num_emitted: int) -> None:
+        """Make the entries of the newest committed tokens later."""
+        start, state = len(row.token_ids) - 1 - num_emitted, self.state_of(row)
+        if not state.owed:
+            state.first = start
+        state.owed.append(stream.clone() if len(self.head.shape.streams) == 1 else stream)  # one is of the forward
+        if start + len(stream) - state.first >= MOST_OWED:
+            self.settle([row])
+
+    def _inputs_of(self, features: Features, nodes: Sequence[int]) -> torch.Tensor:
+        """Streams of the target at nodes, side by side: (n, streams * H of the target)."""
+        shape = self.head.shape
+        parts = [
+            features.last_hidden(nodes) if layer == shape.num_layers_of_target else features.layer_input(layer, nodes)
+            for layer in shape.streams
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def _take_in(self, rows: Sequence[Row], inputs: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
+        """Make entries of the next committed tokens of rows, side by side where they lie together."""
+        given = {}
+        for row, stream, start in zip(rows, inputs, starts, strict=True):
+            self.cache.rollback([start], row.slot)
+            given[row.slot] = row, row.token_ids[start + 1 : start + 1 + len(stream)], stream
+        for slots in spans(given):
+            chains = [given[slot][1] if slot in given else [] for slot in slots]
+            streams = [given[slot][2] if slot in given else None for slot in slots]
+            if (native := self._kernels_for(sum(map(len, chains)))) is not None:
+                for slot, output in self._made(native, slots, chains, streams):
+                    self.state_of(given[slot][0]).last = output
+                continue
+            nodes = Nodes.from_chains(chains)
+            width = len(self.head.shape.streams) * self.head.shape.target_size
+            wide = torch.zeros(len(slots), nodes.width, width, dtype=self.head.dtype, device=self._target.device)
+            for i, states_of_row in enumerate(streams):
+                if states_of_row is not None:
+                    wide[i, : nodes.counts[i]] = states_of_row
+            wide_outputs = self._run(nodes, wide, slots.start, is_true=True)
+            self.cache.commit([range(count) for count in nodes.counts], slots.start)
+            for i, slot in enumerate(slots):
+                if slot in given:
+                    self.state_of(given[slot][0]).last = wide_outputs[i, nodes.counts[i] - 1].clone()
+
+    def _made(
+        self,
+        native: Int8Head,
+        slots: range,
+        chains: Sequence[Sequence[int]],
+        streams: Sequence[torch.Tensor | None],
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Make and commit entries of neighbouring rows by the kernels, as many at a time as one call is to take.
+
+        Args:
+          chains: by row, the next tokens; none of rows that lie between.
+          streams: by row (n, streams * H of the target), of those that have tokens.
+
+        Yields: slots, and outputs (H,) of the newest entries.
+        """
+        longest = max(map(len, chains))
+        width = max(1, MOST_NODES // len(slots)) if self._is_alone else longest
+        for start in range(0, longest, width):
+            parts = [chain[start : start + width] for chain in chains]
+            wide = [stream[start : start + width] for stream in streams if stream is not None]
+            buffers = self._buffers(slots.start, len(slots), max(map(len, parts)))
+            nodes, lengths = Nodes.from_chains(parts), self.cache.row_lengths(slots.start, len(slots))
+            outputs = native.feed(
+                nodes, lengths, *buffers, wide[0] if len(wide) == 1 else torch.cat(wide), is_true=True
+            )
+            self.cache.commit([range(len(part)) for part in parts], slots.start)
+            for slot, part, end in zip(slots, parts, accumulate(map(len, parts)), strict=True):
+                if part:
+                    yield slot, outputs[end - 1]
+
+    # -- drafts ------------------------------------------------------------------------------------------------
 
     def _grow(self, drafts: Sequence[GrowingDraft]) -> None:
         if self._grows_by_rows(len(drafts)) and all(self._grows_at_once(draft) for draft in drafts):
             for draft in drafts:
-                self.states.grow(draft, self.growth.least_mass, self.growth.sharpness)
+                self.grow_at_once(draft)
             return
         try:
             self.growth.grow(drafts, self)
         finally:
-            self.states.close()
+            self._nodes_fed.close()
 
     def _grows_by_rows(self, num_rows: int) -> bool:
         """Whether reading the head anew for every row takes less than what feeding rows together costs."""
-        native = self.states.native
+        native = self.native
         return num_rows == 1 or (native is not None and native.num_bytes <= SMALL_BYTES and num_rows <= MOST_GROWN)
 
     def _grows_at_once(self, draft: GrowingDraft) -> bool:
         """Whether a draft can be grown by the library's own kernels: by the head and by noise alone."""
         has_room = draft.cap <= MOST_CAP and self.growth.is_unconditional
-        return self.states.native is not None and has_room and self.growth.ranks_by_scores(draft.row.sampler)
+        return self.native is not None and has_room and self.growth.ranks_by_scores(draft.row.sampler)
+
+    def grow_at_once(self, draft: GrowingDraft) -> None:
+        """Grow the draft of a row in one call of the library's own kernels, which makes entries that are owed."""
+        assert self.native is not None
+        row, slot, count = draft.row, draft.row.slot, 0
+        state, owed = self.state_of(row), None
+        if state.owed and self.cache.lengths[slot] == state.first:
+            streams = state.taken()
+            state.last = torch.empty(self.head.shape.layer.hidden_size)
+            owed, count = (row.token_ids[state.first + 1 : state.first + 1 + len(streams)], streams), len(streams)
+        self.settle([row])
+        assert state.last is not None
+        draft.tokens, draft.parents, draft.scores = self.native.grow(
+            self.cache.lengths[slot] + count,
+            row.pending,
+            state.last if owed is not None else state.last.float(),
+            *self._buffers(slot, 1, count + (draft.cap - 1) * draft.beam_width),
+            self._names,
+            owed=owed,
+            depth=draft.cap,
+            branches=draft.num_branches,
+            beam=draft.beam_width,
+            most=draft.max_nodes,
+            power=self.growth.sharpness,
+            least_mass=self.growth.least_mass,
+            least=draft.least,
+            sampler=row.sampler,
+            position=len(row.token_ids),
+        )
+        self.cache.commit([range(count)], slot)
 
     def open(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
-        """What follows the pending tokens was computed when these became known; the output layer is missing."""
-        return self.states.logits(self.states.open(drafts))
+        """Logits after the pending tokens, of states that were made when these became known."""
+        return self.logits(self.first(drafts))
 
     def expand(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         """Feed the frontier of every draft, each node with the output of its parent."""
-        return self.states.logits(self.states.feed(drafts, are_chains=self.growth.drafts_chains))
+        return self.logits(self.feed(drafts, are_chains=self.growth.drafts_chains))
+
+    def first(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
+        """Begin drafts, in the order of their slots: the outputs (B, H) of the entries that hold the pending tokens."""
+        rows = [draft.row for draft in drafts]
+        self.settle(rows)
+        self._nodes_fed = FedNodes(self.cache, drafts)
+        dtype = self.head.dtype if self.native is None else torch.float32
+        self._fed = self.last_of(rows).to(dtype)
+        self._number_of = [{0: number} for number in range(len(rows))]
+        return self._fed
+
+    def feed(self, drafts: Sequence[GrowingDraft], *, are_chains: bool = False) -> torch.Tensor:
+        """Run the frontier of every draft, each node with the output of its parent: outputs (M, H), draft by draft."""
+        counts = [len(draft.frontier) for draft in drafts]
+        width = max(1, *counts)
+        above = [
+            [number_of[draft.parents[node]] for node in draft.frontier]
+            for draft, number_of in zip(drafts, self._number_of, strict=True)
+        ]
+        fed = self._nodes_fed
+        if (native := self._kernels_for(len(drafts) * width)) is not None:
+            buffers = self._buffers(fed.first, fed.num_rows, width)
+            nodes = fed.nodes(drafts, are_chains=False)
+            features = self._fed[[number for row in above for number in row]]
+            lengths = self.cache.row_lengths(fed.first, fed.num_rows)
+            self._fed = native.feed(nodes, lengths, *buffers, features, is_true=False)
+        else:
+            nodes = fed.nodes(drafts, are_chains=are_chains)
+            padded = torch.zeros(fed.num_rows, width, dtype=torch.long)
+            for draft, numbers in zip(drafts, above, strict=True):
+                padded[draft.row.slot - fed.first, : len(numbers)] = torch.tensor(numbers)
+            features = self._fed[padded.to(self._fed.device)].to(self.head.dtype)
+            self._fed = fed.listed(self._run(nodes, features, fed.first, is_true=False), drafts)
+        fed.commit(width)
+        starts = accumulate(counts, initial=0)
+        self._number_of = [
+            {node: start + j for j, node in enumerate(draft.frontier)}
+            for draft, start in zip(drafts, starts, strict=False)
+        ]
+        return self._fed
+
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """(..., H) -> (..., V_d)."""
+        if (native := self._kernels_for(outputs.shape[:-1].numel())) is not None:
+            return native.logits(outputs)
+        with torch.inference_mode():
+            found: torch.Tensor = self._output_layer(self.head.before_output(outputs.to(self.head.dtype)))
+        return found
+
+    @property
+    def _output_layer(self) -> torch.nn.Module:
+        own = self._own_output
+        layer: torch.nn.Module = self._target.shadow.get_output_embeddings() if own is None else own
+        return layer
+
+    def _kernels_for(self, num_nodes: int) -> Int8Head | None:
+        """The kernels, where a call of so many nodes is for them."""
+        return self.native if num_nodes > 0 and (self._is_alone or num_nodes <= MOST_NODES) else None
+
+    def _buffers(self, first_row: int, num_rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of neighbouring rows for the kernels, with room for so many more columns."""
+        self.cache.open(first_row, num_rows, max(width, 1))
+        (layer,) = self.cache.layers
+        if not layer.is_initialized:
+            sizes = self.head.shape.layer
+            blank = torch.zeros(1, sizes.num_kv_heads, 1, sizes.head_dim, dtype=torch.bfloat16)
+            layer.lazy_initialization(blank, blank)
+        rows = slice(first_row, first_row + num_rows)
+        return layer.keys[rows], layer.values[rows]
+
+    def _run(self, nodes: Nodes, given: torch.Tensor, first_row: int, *, is_true: bool) -> torch.Tensor:
+        """Run nodes behind the committed columns of neighbouring rows.
+
+        Args:
+          given: (B, N, ...), streams of the target where ``is_true``, else features that the head predicted.
+        Returns: (B, N, H); of padding anything.
+        """
+        with torch.inference_mode():
+            return self._outputs(nodes, given, first_row, is_true)
+
+    def _outputs(self, nodes: Nodes, given: torch.Tensor, first_row: int, is_true: bool) -> torch.Tensor:
+        num_rows, width = nodes.tokens.shape
+        device = self._target.device
+        trunks = [length - nodes.num_fed for length in self.cache.row_lengths(first_row, num_rows)]
+        nodes, starts, _, own, counts = layouts.placed(nodes, trunks, None, device)
+        is_padded = num_rows > 1 and nodes.num_real < num_rows * width
+        flat = FlatNodes(nodes.counts, width, device) if is_padded else None
+        columns = self.cache.open(first_row, num_rows, width, flat, starts + nodes.num_fed)
+        visible = None if nodes.is_one_token else self._masks.visible(nodes, starts, columns, counts)
+        mask = None if visible is None else self._masks.formatted(visible)
+        tokens = nodes.tokens
+        # what is not finite would stay in the cache behind the columns that count, where 0 * NaN is NaN
+        given = torch.nan_to_num(given)
+        if flat is not None:
+            tokens, own, given = (flat.listed(values)[None] for values in (tokens, own, given))
+        placed = AttentionContext(*self.head.place(own), mask, self.cache, flat)
+        features = self.head.features(given) if is_true else given
+        outputs = self.head(self._embedded(tokens), features, placed)
+        return outputs if flat is None else flat.spread(outputs[0])
+
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        own = self.head.embed_tokens
+        if own is None:
+            return packing.embedding_rows(self._target.shadow.get_input_embeddings(), tokens)
+        return packing.embedding_rows(own, tokens.clamp(max=own.num_embeddings - 1))
+
+
+def int8_head(head: EagleHead, target: CausalLM, output: torch.nn.Module) -> Int8Head | None:
+    """The head as the kernels run it; None where it runs as a module.
+
+    Heads that were made in memory run as modules, since their weights may still change; so do those of eager targets.
+    """
+    if target.execution.kind == "eager" or not is_frozen(head) or target.device.type != "cpu":
+        return None
+    own = head.embed_tokens
+    table = packing.embedding_weight(target.shadow.get_input_embeddings() if own is None else own)
+    kernels = kernels_of.library()
+    if kernels is None or why_not(head, table, kernels) is not None or not is_plain(output):
+        return None
+    return Int8Head(head, table, output, kernels)
 
 
 def build(options: EagleOptions | Eagle2Options, context: DrafterContext) -> EagleDrafter:
@@ -148,7 +418,7 @@ def build(options: EagleOptions | Eagle2Options, context: DrafterContext) -> Eag
     return EagleDrafter(head, target, vocabulary=vocabulary, **growth)
 
 
-def eagle_head(options: EagleHeadOptions, context: DrafterContext, generation: int) -> EagleHead:
+def eagle_head(options: EagleOptions | Eagle2Options, context: DrafterContext, generation: int) -> EagleHead:
     """The head of this generation that the config names, fitted to the target.
 
     Raises: ConfigError, CheckpointError; see `load_head`.
@@ -176,5 +446,5 @@ def _facts(context: DrafterContext) -> TargetFacts:
         vocab_size=target.vocab_size,
         num_layers=target.num_layers,
         eos_token_ids=() if eos is None else (int(eos),),
-        embedding=embedding_weight(target.shadow.get_input_embeddings()),
+        embedding=packing.embedding_weight(target.shadow.get_input_embeddings()),
     )

@@ -13,12 +13,12 @@ from foredraft.drafters.context import DrafterContext
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.heads.checkpoint import Checkpoint, read_checkpoint
 from foredraft.heads.layers import MLP, Attention
-from foredraft.methods import CheckpointFacts, methods, recognized_in
+from foredraft.methods import methods, recognized_in
 from foredraft.methods.heads import HeadOptions
 from foredraft.methods.rank_tree import RankTree
-from foredraft.model.capture import check_width
 from foredraft.model.execution import forwards, packing
 from foredraft.model.lm import CausalLM
+from foredraft.model.support import check_width
 
 DEFAULT_NODES = {"float32": 8, "half": 16, "accelerator": 64}
 """Nodes of the tree, root included, where nothing is said: as many as are cheap to verify. On a CPU a forward over 16
@@ -146,7 +146,7 @@ def check_kind(found: Checkpoint, method: str) -> None:
 
     Raises: ConfigError, naming the method of that head.
     """
-    known = recognized_in(CheckpointFacts(found.config, frozenset(found.tensors)))
+    known = recognized_in(found.config, frozenset(found.tensors))
     if known is not None and known.head != methods()[method].head:
         raise ConfigError(
             f"{found.name} holds heads of {known.head!r}, and method {method!r} drafts with those of "

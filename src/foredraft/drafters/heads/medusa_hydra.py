@@ -7,26 +7,26 @@ piece; those of Hydra++ are deeper, and read what a layer of their own makes of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.heads.loading import load_head, static_tree
-from foredraft.drafters.parts.draft import GrowingDraft
-from foredraft.drafters.parts.growth import Growth
-from foredraft.drafters.parts.head_states import HeadDrafter, HeadStates, PrefixStates, last_hidden
+from foredraft.drafters.parts.growth import GrowingDraft, Growth
+from foredraft.drafters.parts.head_drafter import HeadDrafter
 from foredraft.drafters.parts.reduced_output import chosen_vocabulary, rows_of_output
-from foredraft.engine.drafter import DrafterFacts, Features, Needs
+from foredraft.drafters.parts.rows import spans
+from foredraft.engine.drafter import DraftCache, DrafterFacts, Features, Needs
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
 from foredraft.heads.checkpoint import Checkpoint
 from foredraft.heads.layers import LayerShape
-from foredraft.heads.medusa_hydra import HydraHeads, MedusaHeads, MultiHeads, OutputLayer
+from foredraft.heads.medusa_hydra import HydraHeads, MedusaHeads, MultiHeads, OutputLayer, PrefixLayer
 from foredraft.heads.medusa_hydra_layouts import read_hydra, read_medusa
 from foredraft.heads.vocabulary import DraftVocabulary
 from foredraft.methods.heads import HydraOptions, MedusaOptions
-from foredraft.model.cache.ragged import KVCache
+from foredraft.model.cache import ragged
 from foredraft.model.lm import CausalLM
 
 MEDUSA_ACCURACIES = [
@@ -61,7 +61,7 @@ PUBLISHED = {
 """(hidden size, layers, vocabulary) of targets -> hub ids of heads for one of this size; others do not fit."""
 
 
-class MultiHeadDrafter(HeadDrafter[HeadStates]):
+class MultiHeadDrafter(HeadDrafter):
     """A static tree from heads that each guess one of the next tokens.
 
     Source: Medusa (Cai et al. 2024, arXiv:2401.10774); Hydra (Ankner et al. 2024, arXiv:2402.05109), with its prefix
@@ -86,10 +86,7 @@ class MultiHeadDrafter(HeadDrafter[HeadStates]):
         self.reach = heads.num_heads
         self.growth = Growth(vocabulary=heads.vocabulary, **growth)
         self._layer = num_target_layers - heads.offset if heads.offset else None
-        take = last_hidden if self._layer is None else partial(_layer_input, self._layer)
-        self.states: HeadStates = (
-            HeadStates(take) if heads.prefix is None else PrefixStates(heads.prefix, take, heads.device)
-        )
+        self.cache = ragged.KVCache(1, device=heads.device)  # of the prefix layer; column t holds token t
         self._embed: Any = None
         self._output: OutputLayer | None = None
         self._inputs: torch.Tensor  # (M, (depth + 1) H), of the level that was fed last
@@ -108,29 +105,72 @@ class MultiHeadDrafter(HeadDrafter[HeadStates]):
         contexts, embedded = self.heads.contexts(states)[first:-1], self._embed(token_ids)[first:-1]
         return self.heads.along(depth, contexts, embedded, self._output)
 
-    def needs(self, target: CausalLM, cache: KVCache) -> Needs:
+    def needs(self, target: CausalLM, cache: ragged.KVCache) -> Needs:
         self.growth.takes_trees = target.supports_trees
         self._embed = target.shadow.get_input_embeddings()
         self._output = target.shadow.get_output_embeddings()
         if self.heads.needs_output_layer and self.heads.vocabulary is not None:
             self._output = rows_of_output(target.shadow.get_output_embeddings(), self.heads.vocabulary)
+        own = []
+        if (prefix := self.heads.prefix) is not None:
+            column_bytes = prefix.shape.kv_numbers * self.heads.dtype.itemsize
+            own.append(DraftCache(self.cache, lambda: column_bytes, writer=lambda: prefix, lag=0))
         return Needs(
             last_hidden=self._layer is None,
             layer_inputs=() if self._layer is None else (self._layer,),
             partial_prompts=True,
-            caches=self.states.caches,
+            caches=tuple(own),
         )
+
+    # -- states ------------------------------------------------------------------------------------------------
+
+    def _inputs_of(self, features: Features, nodes: Sequence[int]) -> torch.Tensor:
+        """Hidden states of the target, the last ones or earlier ones: (n, H)."""
+        return features.last_hidden(nodes) if self._layer is None else features.layer_input(self._layer, nodes)
+
+    def _take_in(self, rows: Sequence[Row], inputs: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
+        """Keep the last states; with a prefix layer, what it makes of them."""
+        prefix = self.heads.prefix
+        if prefix is None:
+            super()._take_in(rows, inputs, starts)
+            return
+        given = {}
+        for row, hidden, start in zip(rows, inputs, starts, strict=True):
+            self.cache.rollback([start], row.slot)
+            given[row.slot] = row, hidden
+        for slots in spans(given, max_gap=0):
+            outputs = self._prefixed(prefix, [given[slot][1] for slot in slots], slots[0])
+            for slot, output in zip(slots, outputs, strict=True):
+                self.state_of(given[slot][0]).last = output
+
+    def _prefixed(self, prefix: PrefixLayer, states: Sequence[torch.Tensor], first_slot: int) -> list[torch.Tensor]:
+        """Feed the next states of neighbouring rows to the prefix layer; the last output (H,) of each."""
+        counts = list(map(len, states))
+        width = max(counts)
+        device = self.cache.device
+        hidden = torch.nn.utils.rnn.pad_sequence(list(states), batch_first=True)  # (B, width, H)
+        # what is not finite would stay in the cache behind the columns that count, where 0 * NaN is NaN
+        hidden = torch.nan_to_num(hidden)
+        starts = torch.tensor(self.cache.row_lengths(first_slot, len(states)), device=device)[:, None]
+        positions = starts + torch.arange(width, device=device)  # (B, width)
+        num_columns = self.cache.open(first_slot, len(states), width)
+        mask = torch.arange(num_columns, device=device) <= positions[:, :, None]
+        outputs = prefix(hidden, prefix.placed(positions, hidden.dtype, mask[:, None], self.cache))
+        self.cache.commit([range(count) for count in counts], first_slot)
+        return [output[count - 1].clone() for output, count in zip(outputs, counts, strict=True)]
+
+    # -- drafts ------------------------------------------------------------------------------------------------
 
     def _grow(self, drafts: Sequence[GrowingDraft]) -> None:
         if self.heads.sees_path:
             self.growth.grow(drafts, self)
             return
-        hidden = self.states.of([draft.row for draft in drafts])
+        hidden = self.last_of([draft.row for draft in drafts])
         self.growth.fill(drafts, self.heads(hidden, max(draft.cap for draft in drafts), self._output))
 
     def open(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
         """What the first head says after the pending tokens."""
-        self._inputs = self.states.of([draft.row for draft in drafts])
+        self._inputs = self.last_of([draft.row for draft in drafts])
         self._number_of = [{-1: number} for number in range(len(drafts))]
         return self.expand(drafts)
 
@@ -145,10 +185,6 @@ class MultiHeadDrafter(HeadDrafter[HeadStates]):
             self._number_of[i][node] = number
         _, draft, node = nodes[0]
         return self.heads.logits(draft.depths[node], self._inputs, self._output)
-
-
-def _layer_input(layer: int, features: Features, nodes: Sequence[int]) -> torch.Tensor:
-    return features.layer_input(layer, nodes)
 
 
 def build(options: MedusaOptions | HydraOptions, context: DrafterContext) -> MultiHeadDrafter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 from foredraft.drafters.context import DrafterContext
@@ -18,22 +18,14 @@ from foredraft.sampling import noise
 from foredraft.tree import DraftTree
 
 
-class PromptTokens:
-    """Tokens of a row's prompt, drawn at random, as many as are asked for.
+def prompt_tokens(row: Row) -> Iterator[int]:
+    """Tokens of a row's prompt, drawn at random, without end.
 
     Randomness: the draft stream of the row's seed, apart from every number that decides what is emitted.
     """
-
-    def __init__(self, row: Row) -> None:
-        self._tokens = row.token_ids
-        self._num_tokens = row.num_prompt_tokens
-        self._seed = row.seed
-        self._draws = count()
-
-    def next(self) -> int:
-        """One more token."""
-        key = noise.stream_key(self._seed, next(self._draws), 0, noise.Purpose.DRAFT)
-        return self._tokens[int(noise.uniform(key) * self._num_tokens)]
+    for draw in count():
+        key = noise.stream_key(row.seed, draw, 0, noise.Purpose.DRAFT)
+        yield row.token_ids[int(noise.uniform(key) * row.num_prompt_tokens)]
 
 
 def random_token(seed: int, vocab_size: int, position: int, node: int = 0) -> int:
@@ -101,7 +93,7 @@ class Guesses:
 
     def __init__(self, row: Row, initial_guess: str, vocab_size: int = 0) -> None:
         self._row = row
-        self._prompt_tokens = PromptTokens(row) if initial_guess == "prompt" else None
+        self._prompt_tokens = prompt_tokens(row) if initial_guess == "prompt" else None
         self._vocab_size = vocab_size if initial_guess == "random" else None
         self._tokens: list[int] = []
 
@@ -125,7 +117,7 @@ class Guesses:
 
     def _initial(self, place: int) -> int:
         if self._prompt_tokens is not None:
-            return self._prompt_tokens.next()
+            return next(self._prompt_tokens)
         if self._vocab_size is not None:
             return random_token(self._row.seed, self._vocab_size, len(self._row.token_ids) + place)
         return self._tokens[-1] if self._tokens else self._row.pending

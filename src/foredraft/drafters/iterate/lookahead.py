@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from foredraft.drafters.context import DrafterContext
-from foredraft.drafters.iterate.jacobi import PromptTokens
-from foredraft.drafters.parts.draft import GrowingDraft
+from foredraft.drafters.iterate.jacobi import prompt_tokens
+from foredraft.drafters.parts.growth import GrowingDraft
 from foredraft.engine.drafter import ContextDrafter, DrafterFacts, DraftSize, Needs, PromptChunk, StepResult
 from foredraft.engine.row import Row
 from foredraft.methods.iterate import LookaheadOptions
@@ -47,44 +46,38 @@ class LookaheadDrafter(ContextDrafter):
 
     def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         for row in rows:
-            pool = NgramPool(self.options.num_speculative_tokens, self.options.guess_set_size)
-            row.state[self] = _Guessing(pool, self._new_window(row))
+            pool = row.state[self] = NgramPool(self.options.num_speculative_tokens, self.options.guess_set_size)
+            pool.window = self._new_window(row)
             self._learn(row, len(row.token_ids))
 
     def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
-        draft, state = GrowingDraft(row, budget.depth), row.state[self]
-        for guess in state.pool.continuations(row.pending):
+        draft, pool = GrowingDraft(row, budget.depth), row.state[self]
+        for guess in pool.continuations(row.pending):
             draft.add_path(guess, self._max_guess_nodes)
         if budget.arm == 0:
-            state.window = None
+            pool.window = None
             return draft.tree(self.name)
-        state.window = state.window or self._new_window(row)
-        state.window.add_to(draft)
+        pool.window = pool.window or self._new_window(row)
+        pool.window.add_to(draft)
         return draft.tree(self.name, is_whole=True)
 
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
-            window, pool = row.state[self].window, row.state[self].pool
-            if window is not None:
-                for ngram in window.advance(result.tree, result.features.choices):
+            pool: NgramPool = row.state[self]
+            if pool.window is not None:
+                for ngram in pool.window.advance(result.tree, result.features.choices):
                     pool.add(ngram[0], ngram[1:])
             self._learn(row, len(result.emitted))
 
     def _new_window(self, row: Row) -> GuessWindow:
         ends = frozenset((*row.sampler.eos_token_ids, *(row.params.stop_token_ids or ())))
-        return GuessWindow(self.options.window_size, self.options.num_speculative_tokens, PromptTokens(row).next, ends)
+        return GuessWindow(
+            self.options.window_size, self.options.num_speculative_tokens, prompt_tokens(row).__next__, ends
+        )
 
     def _learn(self, row: Row, num_new_tokens: int) -> None:
         if self.options.pool_from_prompt:
-            row.state[self].pool.add_text(row.token_ids, len(row.token_ids) - num_new_tokens)
-
-
-@dataclass(eq=False)
-class _Guessing:
-    """State of a row: its pool, and its window unless that rests."""
-
-    pool: NgramPool
-    window: GuessWindow | None  # None while it rests
+            row.state[self].add_text(row.token_ids, len(row.token_ids) - num_new_tokens)
 
 
 class GuessWindow:
@@ -174,7 +167,12 @@ class NgramPool:
 
     Source: the pool of lookahead decoding (Fu et al. 2024, arXiv:2402.02057): seen again means most recent, and the
     least recent leaves first.
+
+    Attributes:
+      window: fills the pool; None while it rests.
     """
+
+    window: GuessWindow | None = None
 
     def __init__(self, length: int, limit: int) -> None:
         self._length = length

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from foredraft.drafters.context import DrafterContext
-from foredraft.drafters.parts.draft import GrowingDraft
-from foredraft.drafters.parts.growth import Growth
+from foredraft.drafters.parts.growth import GrowingDraft, Growth, growing
 from foredraft.drafters.parts.reduced_output import chosen_vocabulary, reduced_model
-from foredraft.drafters.parts.rows import FedNodes, chains_by_slot, growing, known_tokens, reach, spans
+from foredraft.drafters.parts.rows import FedNodes, chains_by_slot, known_tokens, reach, spans
 from foredraft.drafters.parts.sparse_view import SparseView
 from foredraft.engine.drafter import (
     DraftCache,
@@ -24,9 +23,9 @@ from foredraft.engine.drafter import (
     StepResult,
 )
 from foredraft.engine.memory import bytes_per_token
-from foredraft.engine.row import Row, RowState
+from foredraft.engine.row import Row
 from foredraft.errors import ConfigError
-from foredraft.methods.lengths import Fixed, LengthPolicy
+from foredraft.methods.lengths import LengthPolicy
 from foredraft.methods.lm import DraftModelOptions
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM, Nodes
@@ -72,7 +71,7 @@ class DraftModelDrafter(Drafter):
     ) -> None:
         self.facts = replace(self.facts, name=name)
         self.growth = Growth(
-            target_vocab_size=target_vocab_size, policy=policy or Fixed(num_speculative_tokens), **growth
+            target_vocab_size=target_vocab_size, policy=policy or LengthPolicy(num_speculative_tokens), **growth
         )
         self.growth.takes_trees = model.supports_trees
         self.model = model
@@ -101,7 +100,7 @@ class DraftModelDrafter(Drafter):
             if not chunk.is_last:
                 end = min(end, first + chunk.num_tokens)
             elif self._view is not None:
-                row.state[self._view] = _Viewed(self._view)
+                row.state[self._view] = self._view
             texts[row.slot] = row.token_ids[first:end] if self._fits(row) else []
         self._feed(texts)
 
@@ -217,17 +216,6 @@ class DraftModelDrafter(Drafter):
                 kept = draft.columns_along(result.tree.tokens[node] for node in result.path[1:])
                 self._seen.commit([kept], row.slot)
             self.growth.end(row, result)
-
-
-@dataclass(frozen=True, eq=False)
-class _Viewed(RowState):
-    """Mark of a row that is drafted for over a view."""
-
-    view: SparseView
-
-    def ended(self, row: Row, *, is_kept: bool) -> None:
-        if is_kept:
-            self.view.give_back(row)
 
 
 def build(options: DraftModelOptions, context: DrafterContext) -> DraftModelDrafter:

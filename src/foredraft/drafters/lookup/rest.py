@@ -12,7 +12,7 @@ from foredraft.methods.lookup import RestOptions
 from foredraft.retrieval.automaton import SuffixAutomaton
 from foredraft.retrieval.datastore import Datastore
 from foredraft.retrieval.growth import GrowthRoot, TreeLimits, grow
-from foredraft.retrieval.trie import Children
+from foredraft.retrieval.trie import candidates_of
 from foredraft.tree import DraftTree
 
 _OWN_FLOOR = 0.02
@@ -58,7 +58,7 @@ class RestDrafter(PlannedDrafter[SuffixAutomaton | None]):
         own = self._own_text(row)
         if own is None:
             return retrieved
-        return grow(row.token_ids[-1], [own, GrowthRoot(Children.of_tree(retrieved), 0)], shape, self.name)
+        return grow(row.token_ids[-1], [own, GrowthRoot(candidates_of(retrieved), 0)], shape, self.name)
 
     def _retrieved(self, row: Row, shape: TreeLimits) -> DraftTree:
         """Draft the continuations that the datastore has for the end of the text."""
@@ -73,7 +73,7 @@ class RestDrafter(PlannedDrafter[SuffixAutomaton | None]):
             return None
         text.extend(row.token_ids)
         place = text.match()
-        return None if place is None else GrowthRoot(text, place)
+        return None if place is None else GrowthRoot(text.candidates, place)
 
 
 def build(options: RestOptions, context: DrafterContext) -> RestDrafter:

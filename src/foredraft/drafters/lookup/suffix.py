@@ -74,12 +74,12 @@ class SuffixDrafter(PlannedDrafter["_Known"]):
         roots, longest = [], 0
         place = text.match()
         if place is not None:
-            roots.append(GrowthRoot(text, place))
+            roots.append(GrowthRoot(text.candidates, place))
             longest = place.length
         if self.history is not None:
             spot = self.history.match(row.token_ids)
             if spot is not None:
-                roots.append(GrowthRoot(self.history, spot))
+                roots.append(GrowthRoot(self.history.candidates, spot))
                 longest = max(longest, len(spot.string) // 4)
                 known.spot = spot
         options = self.options

@@ -9,13 +9,13 @@ from weakref import WeakSet
 
 from foredraft.drafters.context import DrafterContext
 from foredraft.drafters.parts.adjacency import AdjacencyMatrix
-from foredraft.drafters.parts.draft import GrowingDraft
+from foredraft.drafters.parts.growth import GrowingDraft
 from foredraft.drafters.parts.state_file import check_writable, warned
 from foredraft.engine.drafter import ContextDrafter, DrafterFacts, DraftSize, Needs, PromptChunk, StepResult
 from foredraft.engine.features import top_ids_of
 from foredraft.engine.row import Row, RowState
 from foredraft.methods.lookup import TokenRecyclingOptions
-from foredraft.methods.rank_tree import RankTree, TreeShape
+from foredraft.methods.rank_tree import RankTree
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM
 from foredraft.tree import DraftTree
@@ -58,7 +58,7 @@ class TokenRecyclingDrafter(ContextDrafter):
         self.options = options = options or TokenRecyclingOptions()
         num_candidates = min(options.num_candidates, vocab_size)
         max_nodes = options.max_draft_nodes or DEFAULT_NODES
-        self._shape = TreeShape.of(best_tree(max_nodes, options.num_speculative_tokens, num_candidates).paths)
+        self._shape = best_tree(max_nodes, options.num_speculative_tokens, num_candidates)
         self._learns_vocabulary = options.initial_state == "vocabulary"
         self._state_file = None if options.state_file is None else Path(options.state_file).expanduser()
         if matrix is None and self._state_file is not None:
@@ -162,7 +162,7 @@ def best_tree(num_nodes: int, max_depth: int, num_candidates: int, shares: Seque
     return RankTree.grown([shares] * max_depth, num_nodes, num_candidates, "best tree")
 
 
-def filled(row: Row, shape: TreeShape, max_depth: int, matrix: AdjacencyMatrix) -> GrowingDraft:
+def filled(row: Row, shape: RankTree, max_depth: int, matrix: AdjacencyMatrix) -> GrowingDraft:
     """The tree below a pending token with what the matrix knows, as deep as allowed; nothing follows the unknown."""
     draft = GrowingDraft(row, max_depth, shape=shape)
     for _ in range(max_depth):

@@ -3,52 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from foredraft.heads.vocabulary import DraftVocabulary
 from foredraft.model import lm
 from foredraft.sampling import choice, distribution, precision
-from foredraft.tree import DraftTree
-
-SHARPNESS = 1.5
-"""Power to which a drafter's distribution is raised, and normalised, where it is to say how likely tokens are to be
-taken by a greedy target, until outcomes show which is right. Such a target takes its likeliest token however flat its
-distribution is, so the first choice of a good drafter is right more often than its distribution says; that of a poor
-one is not."""
-RATE = 0.05  # of the sharpness, by the difference of an outcome from what was said of it
-FLATTEST, SHARPEST = 0.5, 4.0
+from foredraft.sampling.processors import Sampler
 
 Scored = list[tuple[int, float]]
 """Tokens and their scores, the best one first."""
 
 
-@dataclass(frozen=True)
-class Parents:
-    """M nodes that get children.
-
-    Args:
-      samplers: those of their rows.
-      paths: draft tokens up to each node, its own included.
-      positions: of the tokens that follow.
-    """
-
-    samplers: Sequence[distribution.Sampler]
-    paths: Sequence[tuple[int, ...]]
-    positions: Sequence[int]
-
-    def of(self, rows: Sequence[int]) -> Parents:
-        """Some of them."""
-        return Parents(
-            [self.samplers[row] for row in rows],
-            [self.paths[row] for row in rows],
-            [self.positions[row] for row in rows],
-        )
+Path = tuple[int, ...]
+"""Draft tokens up to a node, its own included."""
 
 
 class Candidates:
-    """Ranks what may follow nodes.
+    """Ranks the tokens that may follow M nodes, each with the sampler of its row, its path and the next position.
 
     A drafter with a reduced vocabulary has logits of its own tokens alone. They are used as they are, unless a row has
     processors, which name tokens of the target: logits are spread over the whole vocabulary then.
@@ -57,22 +29,13 @@ class Candidates:
       target_vocab_size: V; other widths are cut or padded to it.
       vocabulary: of the drafter, where it knows some of the target's tokens only.
       is_greedy: rank by the drafter's distribution alone, in sampled rows too.
-      sharpness: see `SHARPNESS`; `follow` changes it.
     """
 
-    def __init__(
-        self,
-        target_vocab_size: int,
-        vocabulary: DraftVocabulary | None,
-        *,
-        is_greedy: bool,
-        sharpness: float = SHARPNESS,
-    ) -> None:
+    def __init__(self, target_vocab_size: int, vocabulary: DraftVocabulary | None, *, is_greedy: bool) -> None:
         self._vocab_size = target_vocab_size
         self._vocabulary = None if vocabulary is None or vocabulary.is_full else vocabulary
         self._ids = None if self._vocabulary is None else self._vocabulary.target_ids
         self._is_greedy = is_greedy
-        self.sharpness = sharpness
 
     @property
     def columns(self) -> tuple[int, torch.Tensor | None]:
@@ -81,39 +44,54 @@ class Candidates:
             return self._vocab_size, None
         return len(self._vocabulary), self._vocabulary.target_ids
 
-    def log_probs(self, logits: torch.Tensor, parents: Parents) -> torch.Tensor:
+    def log_probs(self, logits: torch.Tensor, samplers: Sequence[Sampler], paths: Sequence[Path]) -> torch.Tensor:
         """The processed distribution after each node (M, V), for users of its shape: a reduced one stays reduced."""
-        logits, _ = self._processable(logits, parents)
-        return distribution.log_probs(logits, parents.samplers, parents.paths)
+        logits, _ = self._processable(logits, samplers)
+        return distribution.log_probs(logits, samplers, paths)
 
-    def whole(self, logits: torch.Tensor, parents: Parents) -> torch.Tensor:
+    def whole(self, logits: torch.Tensor, samplers: Sequence[Sampler], paths: Sequence[Path]) -> torch.Tensor:
         """The processed distribution after each node over all of the target's tokens (M, V)."""
-        return precision.for_double(distribution.log_probs(self._spread(logits), parents.samplers, parents.paths))
+        return precision.for_double(distribution.log_probs(self._spread(logits), samplers, paths))
 
-    def best(self, logits: torch.Tensor, parents: Parents, k: int, *, as_chances: bool) -> list[Scored]:
+    def best(
+        self,
+        logits: torch.Tensor,
+        samplers: Sequence[Sampler],
+        paths: Sequence[Path],
+        positions: Sequence[int],
+        k: int,
+        power: float | None = None,
+    ) -> list[Scored]:
         """Up to k children of every node; equal ones in the order of their ids, none where there is no distribution.
 
         Args:
-          as_chances: scores are logarithms of how likely children are to be right, comparable among nodes of all
-            depths; else how far each is behind the best.
+          power: with one, scores are logarithms of how likely children are to be right, comparable among nodes of all
+            depths, where a greedy row takes tokens by the distribution raised to this power. Without one, scores say
+            how far each is behind the best.
         """
-        logits, columns = self._processable(logits, parents)
-        found: list[Scored] = [[] for _ in parents.samplers]
+        logits, columns = self._processable(logits, samplers)
+        found: list[Scored] = [[] for _ in samplers]
+        # scores that only rank greedy rows need no distribution
+        by_likelihood = [self._is_greedy or (sampler.is_greedy and power is not None) for sampler in samplers]
         for is_certain in (True, False):
-            # scores that only rank greedy rows need no distribution
-            by_likelihood = [self._is_greedy or (sampler.is_greedy and as_chances) for sampler in parents.samplers]
             rows = [i for i, is_one in enumerate(by_likelihood) if is_one == is_certain]
-            if rows:
-                some = logits if len(rows) == len(found) else logits[rows]
-                rank = self._by_likelihood if is_certain else self._by_noise
-                for i, scored in zip(rows, rank(some, parents.of(rows), k, columns, as_chances), strict=True):
-                    found[i] = scored
+            if not rows:
+                continue
+            some = logits if len(rows) == len(found) else logits[rows]
+            chosen = [samplers[i] for i in rows], [paths[i] for i in rows]
+            if is_certain:
+                ranked = self._by_likelihood(some, *chosen, k, columns, power)
+            else:
+                ranked = _by_noise(some, *chosen, [positions[i] for i in rows], k, columns, power is not None)
+            for i, scored in zip(rows, ranked, strict=True):
+                found[i] = scored
         return found
 
-    def only(self, logits: torch.Tensor, parents: Parents) -> list[int]:
+    def only(
+        self, logits: torch.Tensor, samplers: Sequence[Sampler], paths: Sequence[Path], positions: Sequence[int]
+    ) -> list[int]:
         """The best child of every node, -1 where there is no distribution."""
-        logits, columns = self._processable(logits, parents)
-        samplers, paths, positions = parents.samplers, parents.paths, parents.positions
+        logits, columns = self._processable(logits, samplers)
         if self._is_greedy:
             return _named(distribution.argmax(distribution.log_probs(logits, samplers, paths)), columns).tolist()
         if columns is None:
@@ -121,45 +99,32 @@ class Candidates:
         best, _ = distribution.choose_siblings(logits, samplers, paths, positions, 1, columns)
         return best[:, 0].tolist()
 
-    def follow(self, tree: DraftTree, emitted: int) -> None:
-        """Sharpen the distribution if first choices are right more often than their scores say, else flatten it."""
-        if tree.scores is not None:
-            first = max(tree.children[0], key=tree.scores.__getitem__)
-            error = (emitted == tree.tokens[first]) - tree.scores[first]
-            self.sharpness = min(max(self.sharpness + RATE * error, FLATTEST), SHARPEST)
-
-    # -- one kind of rows ------------------------------------------------------------------------------------------
-
     def _by_likelihood(
-        self, logits: torch.Tensor, parents: Parents, k: int, columns: torch.Tensor | None, as_chances: bool
+        self,
+        logits: torch.Tensor,
+        samplers: Sequence[Sampler],
+        paths: Sequence[Path],
+        k: int,
+        columns: torch.Tensor | None,
+        power: float | None,
     ) -> list[Scored]:
         k = min(k, logits.shape[-1])
-        if all(sampler.is_argmax for sampler in parents.samplers):  # softmax keeps the order of logits
-            found, scores = choice.likeliest(logits, k, self.sharpness) if as_chances else choice.largest(logits, k)
+        if all(sampler.is_argmax for sampler in samplers):  # softmax keeps the order of logits
+            found, scores = choice.largest(logits, k) if power is None else choice.likeliest(logits, k, power)
         else:
-            log_probs = precision.for_double(distribution.log_probs(logits, parents.samplers, parents.paths))
+            log_probs = precision.for_double(distribution.log_probs(logits, samplers, paths))
             found, scores = choice.largest(log_probs, k)
-            if as_chances:
-                powers = [self.sharpness if sampler.is_greedy else 1.0 for sampler in parents.samplers]
+            if power is not None:
+                powers = [power if sampler.is_greedy else 1.0 for sampler in samplers]
                 chances = torch.log_softmax(log_probs * torch.tensor(powers, device=log_probs.device)[:, None], dim=-1)
                 scores = chances.gather(1, found.clamp(min=0)).double()
         return _paired(_named(found, columns), scores.where(found >= 0, -torch.inf))
 
-    def _by_noise(
-        self, logits: torch.Tensor, parents: Parents, k: int, columns: torch.Tensor | None, as_chances: bool
-    ) -> list[Scored]:
-        """By the noise that the target draws with.
-
-        The token that wins here wins there unless another comes near: the chance of each is its share by its distance
-        to the winner.
-        """
-        samplers, paths, positions = parents.samplers, parents.paths, parents.positions
-        found, gaps = distribution.choose_siblings(logits, samplers, paths, positions, k, columns)
-        return _paired(found, gaps - gaps.logsumexp(-1, keepdim=True) if as_chances else gaps)
-
-    def _processable(self, logits: torch.Tensor, parents: Parents) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _processable(
+        self, logits: torch.Tensor, samplers: Sequence[Sampler]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits that the samplers of nodes can process, and the tokens of their columns; None for their numbers."""
-        if self._ids is None or any(sampler.is_processed for sampler in parents.samplers):
+        if self._ids is None or any(sampler.is_processed for sampler in samplers):
             return self._spread(logits), None
         self._ids = self._ids.to(logits.device)  # once, not with every call
         return logits, self._ids
@@ -169,6 +134,24 @@ class Candidates:
         if self._vocabulary is not None:
             return self._vocabulary.spread(logits)
         return lm.fit_vocabulary(logits, self._vocab_size)
+
+
+def _by_noise(
+    logits: torch.Tensor,
+    samplers: Sequence[Sampler],
+    paths: Sequence[Path],
+    positions: Sequence[int],
+    k: int,
+    columns: torch.Tensor | None,
+    as_chances: bool,
+) -> list[Scored]:
+    """Children by the noise that the target draws with.
+
+    The token that wins here wins there unless another comes near: the chance of each is its share by its distance to
+    the winner.
+    """
+    found, gaps = distribution.choose_siblings(logits, samplers, paths, positions, k, columns)
+    return _paired(found, gaps - gaps.logsumexp(-1, keepdim=True) if as_chances else gaps)
 
 
 def _named(found: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:

@@ -1,27 +1,189 @@
-"""Grows drafts level by level with whatever can say what follows a node: a smaller model, the target itself, heads."""
+"""Drafts that grow level by level, with whatever can say what follows a node: a smaller model, the target, heads."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, islice
-from math import inf, log
+from math import exp, inf, log
 from typing import Protocol
 
 import torch
 
 from foredraft.config.acceptance import RULES
-from foredraft.drafters.parts.candidates import SHARPNESS, Candidates, Parents, Scored
-from foredraft.drafters.parts.draft import GrowingDraft
+from foredraft.drafters.parts.candidates import Candidates, Path, Scored
 from foredraft.engine.drafter import DraftSize, StepResult
 from foredraft.engine.row import Row
 from foredraft.heads.vocabulary import DraftVocabulary
-from foredraft.methods.lengths import NOTHING, Fixed, LengthPolicy
-from foredraft.methods.rank_tree import RankTree, TreeShape
+from foredraft.methods.lengths import NOTHING, LengthPolicy
+from foredraft.methods.rank_tree import RankTree
 from foredraft.sampling import noise
 from foredraft.sampling.processors import Sampler
 from foredraft.tree import DraftPlan, DraftTree
+
+SHARPNESS = 1.5
+"""Power to which a drafter's distribution is raised, and normalised, where it is to say how likely tokens are to be
+taken by a greedy target, until outcomes show which is right. Such a target takes its likeliest token however flat its
+distribution is, so the first choice of a good drafter is right more often than its distribution says; that of a poor
+one is not."""
+RATE = 0.05  # of the sharpness, by the difference of an outcome from what was said of it
+FLATTEST, SHARPEST = 0.5, 4.0
+
+
+@dataclass(eq=False)
+class GrowingDraft:
+    """The tree of one row in the making.
+
+    Args:
+      row: whose text goes on; node 0 is its pending token.
+      cap: levels below the root at most; 0 for no draft.
+      plan: plan of the length policy; None without one.
+      max_nodes: root included.
+      num_branches: siblings per node at most.
+      beam_width: nodes of a level that are expanded at most.
+      least: score from which on nodes are expanded.
+      shape: static tree of which every node is filled; None for a draft that takes shape as it grows.
+
+    Attributes:
+      tokens, parents, depths: of the nodes.
+      scores: of the nodes, the higher the likelier; of a path the sum, so never above the parent's.
+      probs: by node, the distribution (V,) that its children were drawn from, where the acceptance rule needs it.
+      frontier: nodes that are to be expanded next, the best one first.
+      spots: of a static tree, the node of the shape that every node fills.
+      child_of: by parent and token, the node.
+      column_of: number of columns behind the text of the row, by node that was fed to a model; see `FedNodes`.
+    """
+
+    row: Row
+    cap: int
+    max_nodes: int = sys.maxsize
+    num_branches: int = 1
+    beam_width: int = 1
+    least: float = -inf
+    shape: RankTree | None = None
+    plan: DraftPlan | None = None
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=lambda: [-1])
+    depths: list[int] = field(default_factory=lambda: [0])
+    scores: list[float] = field(default_factory=lambda: [0.0])
+    probs: dict[int, torch.Tensor] = field(default_factory=dict)
+    frontier: list[int] = field(default_factory=lambda: [0])
+    spots: list[int] = field(default_factory=lambda: [0])
+    child_of: dict[tuple[int, int], int] = field(default_factory=dict)
+    column_of: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tokens = [self.row.pending]
+
+    @property
+    def room(self) -> int:
+        """How many more nodes there may be."""
+        return self.max_nodes - len(self.tokens)
+
+    def width(self, node: int) -> int:
+        """How many children a node may have."""
+        return self.num_branches if self.shape is None else len(self.shape.children[self.spots[node]])
+
+    def add(self, parent: int, token: int, score: float = 0.0) -> int:
+        """Add a child; ``score`` is its own, at most 0."""
+        self.child_of[parent, token] = len(self.tokens)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        self.scores.append(self.scores[parent] + score)
+        return len(self.tokens) - 1
+
+    def child(self, parent: int | None, token: int) -> int | None:
+        """The child that carries a token, new or old; None where it would be too deep, or in the air."""
+        if parent is None or self.depths[parent] >= self.cap:
+            return None
+        node = self.child_of.get((parent, token))
+        return self.add(parent, token) if node is None else node
+
+    def add_path(self, tokens: Iterable[int], max_nodes: int = sys.maxsize) -> None:
+        """One continuation of the root, as far as ``max_nodes`` in all allow; what is there already counts once."""
+        node: int | None = 0
+        for token in tokens:
+            if len(self.tokens) >= max_nodes and (node, token) not in self.child_of:
+                return
+            node = self.child(node, token)
+
+    def fill(self, parent: int, tokens: Iterable[int]) -> None:
+        """Give a node of a static tree its children, the best first; those that have any are to be expanded in turn."""
+        if self.shape is not None:
+            for spot, token in zip(self.shape.children[self.spots[parent]], tokens, strict=False):
+                node = self.add(parent, token)
+                self.spots.append(spot)
+                if self.shape.children[spot]:
+                    self.frontier.append(node)
+
+    def take_frontier(self) -> list[int]:
+        """The nodes that are to be expanded, whose children make the next frontier."""
+        frontier, self.frontier = self.frontier, []
+        return frontier
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from below the root to ``node``."""
+        nodes = []
+        while node > 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return nodes[::-1]
+
+    def path_tokens(self, node: int) -> tuple[int, ...]:
+        return tuple(self.tokens[i] for i in self.path(node))
+
+    def columns_along(self, tokens: Iterable[int]) -> list[int]:
+        """Columns, counted from the end of the text, of the fed nodes along a path of tokens from the root."""
+        node, columns = 0, []
+        for token in tokens:
+            node = self.child_of.get((node, token), -1)
+            if node not in self.column_of:
+                break
+            columns.append(self.column_of[node])
+        return columns
+
+    def can_gain(self, least_mass: float) -> bool:
+        """Whether children of the frontier could be among the best nodes, and are as likely as this together.
+
+        A child has at most the score of its parent, and of equal ones the earlier stay: where the best of the frontier
+        is no better than the last of the best nodes so far, nothing that comes can be among these.
+        """
+        scores = [self.scores[node] for node in self.frontier]
+        if sum(map(exp, scores)) < least_mass:
+            return False
+        ranked = sorted(self.scores[1:], reverse=True)
+        return len(ranked) < self.max_nodes - 1 or self.max_nodes < 2 or max(scores) > ranked[self.max_nodes - 2]
+
+    def best(self, max_nodes: int) -> list[int]:
+        """The nodes with the highest scores, root included, ascending; of equal ones those that came first.
+
+        A node's score is never above its parent's, and parents come first: what is chosen is a tree.
+        """
+        others = sorted(range(1, len(self.tokens)), key=self.scores.__getitem__, reverse=True)
+        return [0, *sorted(others[: max_nodes - 1])]
+
+    def tree(self, source: str, *, has_chances: bool = False, is_whole: bool = False) -> DraftTree:
+        """All of it, as the engine takes it.
+
+        Args:
+          has_chances: scores are logarithms of how likely paths are to be accepted.
+          is_whole: it must not be cut.
+        """
+        table = None
+        scores = tuple(map(exp, self.scores)) if has_chances else None
+        if self.probs:
+            blank = torch.zeros_like(next(iter(self.probs.values())))
+            table = torch.stack([self.probs.get(node, blank) for node in range(max(self.probs) + 1)])
+        return DraftTree(
+            tuple(self.tokens), tuple(self.parents), table, scores, source, plan=self.plan, is_whole=is_whole
+        )
+
+
+def growing(drafts: Sequence[GrowingDraft]) -> list[GrowingDraft]:
+    """Drafts that may have tokens, in the order of their slots."""
+    return sorted((draft for draft in drafts if draft.cap > 0), key=lambda draft: draft.row.slot)
 
 
 class Expander(Protocol):
@@ -66,6 +228,9 @@ class Growth:
       sharpness: power to which the drafter's distribution is raised where chances are those of a greedy target; None
         learns by which the first choices of drafts are right as often as they are said to be.
 
+    Attributes:
+      sharpness: the power at present.
+
     Source: beams of siblings as in SpecInfer (Miao et al. 2023, arXiv:2305.09781); reranking by the probability of the
     path as in EAGLE-2 (Li et al. 2024, arXiv:2406.16858); static trees as in Medusa (Cai et al. 2024,
     arXiv:2401.10774); Gumbel-top-k (Kool et al. 2019, arXiv:1903.06059) for siblings. Deviation: where the target draws
@@ -90,7 +255,7 @@ class Growth:
         sharpness: float | None = None,
     ) -> None:
         rule = RULES[acceptance]
-        self.policy = policy or Fixed(0)
+        self.policy = policy or LengthPolicy(0)
         self.tree = tree
         self.takes_trees = True
         self.least_mass = least_mass
@@ -103,15 +268,9 @@ class Growth:
         self._is_greedy = sample_method == "greedy" or not (rule.shares_noise or rule.needs_probs)
         self._needs_probs = rule.needs_probs and not self._is_greedy
         self._shares_noise = rule.shares_noise
-        self._candidates = Candidates(
-            target_vocab_size, vocabulary, is_greedy=self._is_greedy, sharpness=sharpness or SHARPNESS
-        )
-        self._shapes: dict[tuple[int, int, bool], TreeShape] = {}
-
-    @property
-    def sharpness(self) -> float:
-        """Power to which the drafter's distribution is raised at present."""
-        return self._candidates.sharpness
+        self._candidates = Candidates(target_vocab_size, vocabulary, is_greedy=self._is_greedy)
+        self.sharpness = sharpness or SHARPNESS
+        self._shapes: dict[tuple[int, int, bool], RankTree] = {}
 
     @property
     def columns(self) -> tuple[int, torch.Tensor | None]:
@@ -153,7 +312,7 @@ class Growth:
             least=log(allowed.least) if self._reranks and allowed.least > 0.0 else -inf,
         )
 
-    def _shape(self, tree: RankTree, budget: DraftSize, reach: int) -> TreeShape:
+    def _shape(self, tree: RankTree, budget: DraftSize, reach: int) -> RankTree:
         """What of a static tree there is room for."""
         depth = min(budget.depth, reach, tree.depth if self._max_depth is None else self._max_depth)
         key = min(depth, tree.depth), min(budget.max_nodes(self._max_nodes), len(tree))
@@ -194,7 +353,14 @@ class Growth:
         """Take in the outcome of a step."""
         self.policy.update(row, result.tree.depth, result.num_accepted)
         if self._learns and len(result.tree) > 1 and row.sampler.is_greedy:
-            self._candidates.follow(result.tree, result.emitted[0])
+            self._follow(result.tree, result.emitted[0])
+
+    def _follow(self, tree: DraftTree, emitted: int) -> None:
+        """Sharpen the distribution if first choices are right more often than their scores say, else flatten it."""
+        if tree.scores is not None:
+            first = max(tree.children[0], key=tree.scores.__getitem__)
+            error = (emitted == tree.tokens[first]) - tree.scores[first]
+            self.sharpness = min(max(self.sharpness + RATE * error, FLATTEST), SHARPEST)
 
     # -- one level ---------------------------------------------------------------------------------------------
 
@@ -229,7 +395,8 @@ class Growth:
         if not growing or not self.policy.looks(level):
             return growing
         picks = [_Pick.of(drafts[i], drafts[i].frontier[0], starts[i]) for i in growing]
-        of_picks = self._candidates.log_probs(_picked(logits, picks), _parents(picks))
+        samplers, paths, _ = _places(picks)
+        of_picks = self._candidates.log_probs(_picked(logits, picks), samplers, paths)
         for i, log_probs in zip(growing, of_picks, strict=True):
             draft = drafts[i]
             if draft.plan is not None:
@@ -289,27 +456,28 @@ class Growth:
 
     def _best(self, picks: Sequence[_Pick], logits: torch.Tensor) -> list[tuple[Scored, None]]:
         """By the target's own noise, or the likeliest."""
-        parents = _parents(picks)
+        places = _places(picks)
         if self.drafts_chains:
-            return [([(token, 0.0)] if token >= 0 else [], None) for token in self._candidates.only(logits, parents)]
+            return [([(token, 0.0)] if token >= 0 else [], None) for token in self._candidates.only(logits, *places)]
         most = self._num_branches if self.tree is None else max(pick.width for pick in picks)
-        found = self._candidates.best(logits, parents, most, as_chances=self._reranks)
+        found = self._candidates.best(logits, *places, most, self.sharpness if self._reranks else None)
         return [(scored[: pick.width], None) for pick, scored in zip(picks, found, strict=True)]
 
     def _drawn(self, picks: Sequence[_Pick], logits: torch.Tensor) -> list[tuple[Scored, torch.Tensor]]:
         """Draws without replacement from the drafter's own distribution, from a stream that the target never uses."""
         found = []
-        for pick, log_probs in zip(picks, self._candidates.whole(logits, _parents(picks)), strict=True):
+        samplers, paths, _ = _places(picks)
+        for pick, log_probs in zip(picks, self._candidates.whole(logits, samplers, paths), strict=True):
             row, probs = pick.draft.row, log_probs.exp()
             own = noise.KeyedNoise(row.seed, row.num_steps, len(row.token_ids))
             tokens = own.draft(pick.depth, probs, min(pick.width, pick.draft.room), pick.branch)
             found.append(([(token, 0.0) for token in tokens], probs))
         return found
 
-    def ranked(self, logits: torch.Tensor, parents: Parents, k: int) -> list[list[int]]:
-        """The k best successors of nodes, best first, as they would fill a tree."""
-        found = self._candidates.best(logits, parents, k, as_chances=False)
-        return [[token for token, _ in scored] for scored in found]
+    def ranked(self, logits: torch.Tensor, sampler: Sampler, positions: Sequence[int], k: int) -> list[list[int]]:
+        """The k best successors of places in the text of a row, best first, as they would fill a tree."""
+        places = [sampler] * len(positions), [()] * len(positions), positions
+        return [[token for token, _ in scored] for scored in self._candidates.best(logits, *places, k)]
 
 
 _Candidate = tuple[float, int, int, float]
@@ -348,8 +516,8 @@ def _picked(logits: torch.Tensor, picks: Sequence[_Pick]) -> torch.Tensor:
     return logits if len(picks) == len(logits) else logits[[pick.index for pick in picks]]
 
 
-def _parents(picks: Sequence[_Pick]) -> Parents:
+def _places(picks: Sequence[_Pick]) -> tuple[list[Sampler], list[Path], list[int]]:
     """Samplers and paths of the picked nodes, and the positions of the tokens that follow them."""
     rows = [pick.draft.row for pick in picks]
     positions = [len(row.token_ids) + pick.depth for row, pick in zip(rows, picks, strict=True)]
-    return Parents([row.sampler for row in rows], [pick.path for pick in picks], positions)
+    return [row.sampler for row in rows], [pick.path for pick in picks], positions

@@ -208,7 +208,13 @@ class SwiftSearch:
         self._best = frozenset(self._first()) if start is None else self._members(start)
         self.best_score = -1.0
         self._random = random.Random(seed)
-        self._proposals = _Proposals(self._free, seed) if find_spec("optuna") else None
+        self._names = [f"{kind}.{index}" for kind, index in self._free]
+        self._study: Any = None  # of Bayesian proposals
+        if find_spec("optuna"):
+            import optuna
+
+            optuna.logging.set_verbosity(optuna.logging.ERROR)
+            self._study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
         self.num_trials = 0
         self._num_stale = 0
 
@@ -234,8 +240,8 @@ class SwiftSearch:
         """The next set to be scored; the start comes first."""
         if self.num_trials == 0:
             self._tried = self._best
-        elif self._proposals is not None and self.num_trials % PROPOSAL_INTERVAL == 0:
-            self._tried = self._proposals.next(len(self._best))
+        elif self._study is not None and self.num_trials % PROPOSAL_INTERVAL == 0:
+            self._tried = self._proposed()
         else:
             self._tried = self._exchanged()
         return self._as_set(self._tried)
@@ -244,6 +250,22 @@ class SwiftSearch:
         left_out = sorted(self._best)
         remaining = [sublayer for sublayer in self._free if sublayer not in self._best]
         return self._best - {self._random.choice(left_out)} | {self._random.choice(remaining)}
+
+    def _proposed(self) -> frozenset[Sublayer]:
+        """A set of Bayesian optimisation: the sublayers with the largest of one number each."""
+        import optuna
+
+        drawn = self._study.ask(dict.fromkeys(self._names, optuna.distributions.FloatDistribution(0.0, 1.0))).params
+        order = sorted(range(len(self._free)), key=lambda i: -drawn[self._names[i]])
+        return frozenset(self._free[i] for i in order[: len(self._best)])
+
+    def _trial(self, score: float) -> Any:
+        """The candidate and its score, as a trial of Bayesian optimisation."""
+        import optuna
+
+        params = {name: float(each in self._tried) for name, each in zip(self._names, self._free, strict=True)}
+        distributions: Any = dict.fromkeys(self._names, optuna.distributions.FloatDistribution(0.0, 1.0))
+        return optuna.trial.create_trial(params=params, distributions=distributions, value=score)
 
     def tell(self, score: float, score_again: Callable[[LayerSet], float] | None = None) -> None:
         """The share of the tokens that the candidate predicted.
@@ -254,8 +276,8 @@ class SwiftSearch:
         if score > self.best_score and self.num_trials and score_again is not None:
             self.best_score = score_again(self.best)
         self.num_trials += 1
-        if self._proposals is not None:
-            self._proposals.tell(self._tried, score)
+        if self._study is not None:
+            self._study.add_trial(self._trial(score))
         if score > self.best_score:
             self._best, self.best_score, self._num_stale = self._tried, score, 0
         else:
@@ -264,28 +286,3 @@ class SwiftSearch:
     def _as_set(self, sublayers: frozenset[Sublayer]) -> LayerSet:
         kinds = {kind: tuple(sorted(i for k, i in sublayers if k == kind)) for kind in ("attention", "mlp")}
         return LayerSet(kinds["attention"], kinds["mlp"], self._num_layers)
-
-
-class _Proposals:
-    """Bayesian proposals of sets of one size: the sublayers with the largest of one number each."""
-
-    def __init__(self, free: list[Sublayer], seed: int) -> None:
-        import optuna
-
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        self._optuna: Any = optuna
-        self._free = free
-        self._names = [f"{kind}.{index}" for kind, index in free]
-        self._range = optuna.distributions.FloatDistribution(0.0, 1.0)
-        self._study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
-
-    def next(self, size: int) -> frozenset[Sublayer]:
-        trial = self._study.ask(dict.fromkeys(self._names, self._range))
-        order = sorted(range(len(self._free)), key=lambda i: -trial.params[self._names[i]])
-        return frozenset(self._free[i] for i in order[:size])
-
-    def tell(self, sublayers: frozenset[Sublayer], score: float) -> None:
-        params = {name: float(sublayer in sublayers) for name, sublayer in zip(self._names, self._free, strict=True)}
-        distributions = dict.fromkeys(self._names, self._range)
-        trial = self._optuna.trial.create_trial(params=params, distributions=distributions, value=score)
-        self._study.add_trial(trial)

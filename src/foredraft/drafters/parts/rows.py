@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from foredraft.drafters.parts.draft import GrowingDraft
+from foredraft.drafters.parts.growth import GrowingDraft
 from foredraft.engine.row import Row
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM, Nodes
@@ -97,11 +97,6 @@ class FedNodes:
             return flat
         pairs = zip(self._places, counts, strict=True)
         return flat[[place * width + j for place, count in pairs for j in range(count)]]
-
-
-def growing(drafts: Sequence[GrowingDraft]) -> list[GrowingDraft]:
-    """Drafts that may have tokens, in the order of their slots."""
-    return sorted((draft for draft in drafts if draft.cap > 0), key=lambda draft: draft.row.slot)
 
 
 def chains_by_slot(drafts: Sequence[GrowingDraft], texts: Sequence[list[int]]) -> list[list[int]]:

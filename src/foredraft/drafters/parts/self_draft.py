@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from foredraft.drafters.parts.draft import GrowingDraft
-from foredraft.drafters.parts.growth import Growth
+from foredraft.drafters.parts.growth import GrowingDraft, Growth, growing
 from foredraft.drafters.parts.layer_set import LayerSet, quantized, skipping
-from foredraft.drafters.parts.rows import FedNodes, chains_by_slot, growing, reach
+from foredraft.drafters.parts.rows import FedNodes, chains_by_slot, reach
 from foredraft.drafters.parts.sparse_view import SparseView
 from foredraft.engine.drafter import Drafter, DrafterFacts, DraftSize, Needs, StepResult
 from foredraft.engine.memory import bytes_per_token

@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from foredraft.drafters.parts.draft import GrowingDraft
+from foredraft.drafters.parts.growth import GrowingDraft
 from foredraft.engine.drafter import DraftCache
-from foredraft.engine.row import Row
+from foredraft.engine.row import Row, RowState
 from foredraft.methods.selfdraft import SNAPKV, SparseKVOptions
 from foredraft.model.cache.ragged import KVCache
-from foredraft.model.cache.views import Columns, Piece, ViewCache
+from foredraft.model.cache.views import Columns, ViewCache
 from foredraft.model.lm import CausalLM
 from foredraft.model.masks import FULL
 from foredraft.model.votes import SnapKVScorer
 
 
-class SparseView:
+class SparseView(RowState):
     """A view of a cache that follows its rows: constant in size, however long they are.
 
     The cache is the target's, which grows by what the target commits, or one of a drafter's own. Its rows grow in the
@@ -25,7 +25,8 @@ class SparseView:
 
     A row that is not longer than the budget is kept whole. One that is gets as many columns as the budget has;
     tokens that are committed later are kept besides, until there are as many as ``refresh``, and then columns are
-    chosen anew. Sliding layers keep their last columns under every selection.
+    chosen anew. Sliding layers keep their last columns under every selection. As the state of a row, a view gives back
+    what was read in it when the row ends.
 
     Args:
       budget: columns that are chosen.
@@ -83,13 +84,13 @@ class SparseView:
 
     def follow(self, drafts: Sequence[GrowingDraft]) -> None:
         """Bring the rows of drafts up to date."""
-        pieces = []
+        spans = {}
         for draft in drafts:
             slot = draft.row.slot
             if not self.renew(draft.row):
                 end, length = self.cache.end(slot), self._source.lengths[slot]
-                pieces.append(Piece(slot, end, max(end, length)))
-        self.cache.append(self._source, pieces)
+                spans[slot] = range(end, max(end, length))
+        self.cache.append(self._source, spans)
 
     def renew(self, row: Row) -> bool:
         """Choose the columns of a row anew where it would hold too many; whether it was necessary."""
@@ -102,6 +103,10 @@ class SparseView:
         self.cache.choose(slot, self._source, self._chosen(row, length))
         self.num_choices += 1
         return True
+
+    def ended(self, row: Row, *, is_kept: bool) -> None:
+        if is_kept:
+            self.give_back(row)
 
     def give_back(self, row: Row) -> None:
         """Put what was read in the view behind what the whole cache holds of a row."""

@@ -20,7 +20,7 @@ from foredraft.errors import ConfigError, UnsupportedModelError
 from foredraft.methods.selfdraft import LayerSkipOptions
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM, Nodes, fit_vocabulary
-from foredraft.model.sublayers import SkippableLayers, Sublayers
+from foredraft.model.sublayers import SkippableLayers, sublayers
 from foredraft.sampling import distribution
 from foredraft.tree import DraftTree
 
@@ -124,7 +124,7 @@ def build(options: LayerSkipOptions, context: DrafterContext) -> SelfDrafter:
     """Leaves out what is given, what a target of the zoo brings along, or what a search finds meanwhile."""
     target = context.target
     for layer in target.layers:
-        Sublayers.of(layer)  # refuse layers that are built differently now, not later
+        sublayers(layer)  # refuse layers that are built differently now, not later
     if target.shares_keys:
         raise UnsupportedModelError(
             f"method 'layer_skip' leaves out layers, and layers of {target.name} attend to keys and values of earlier "

@@ -17,7 +17,7 @@ from foredraft.drafters.parts.sparse_view import SparseView
 from foredraft.errors import ConfigError
 from foredraft.methods.selfdraft import SNAPKV, SparseKVOptions
 from foredraft.model.execution.rounding import quantizable
-from foredraft.model.sublayers import Sublayers
+from foredraft.model.sublayers import sublayers
 from foredraft.model.votes import SnapKVScorer
 
 USUAL_ACCEPTANCE = 0.85
@@ -39,7 +39,7 @@ def build(options: SparseKVOptions, context: DrafterContext) -> SelfDrafter | Dr
     layer_set = LayerSet.given(options, target.num_layers)
     if layer_set is not None:
         for layer in target.layers:
-            Sublayers.of(layer)
+            sublayers(layer)
         layer_set.check(target.num_layers, target.name)
     if options.quantize_draft:
         quantizable(target.execution.model, options.quantization_group_size)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
+from typing import Any
 
-from foredraft.beginnings import bytes_of, memory_bytes, shared_length
+from foredraft.beginnings import bytes_of, shared_length
 from foredraft.errors import ConfigError
 from foredraft.model.cache.ragged import KVCache, RowStates
 
@@ -17,6 +18,7 @@ class Prefix:
     """The beginning of a text, copies of keys and values of its first columns, and what a drafter knew of it.
 
     Args:
+      memory: of the drafter, with its ``num_bytes``; None where it kept nothing.
       owner: the drafter that has left the memory; None where there is none, which every engine has a use for.
       salt: of its request, the only ones that it is handed out to; None for those without.
     """
@@ -24,14 +26,14 @@ class Prefix:
     token_ids: tuple[int, ...]
     num_columns: int
     states: RowStates
-    memory: object = None
+    memory: Any = None
     owner: object = None
     salt: object = None
 
     @property
     def num_bytes(self) -> int:
         """Of the copies, and of what the drafter knew."""
-        return bytes_of(self.states) + memory_bytes(self.memory)
+        return bytes_of(self.states) + (0 if self.memory is None else int(self.memory.num_bytes))
 
     def covers(self, token_ids: tuple[int, ...], num_columns: int, salt: object = None) -> bool:
         """Whether another text of the same salt is its beginning, with as many columns or fewer."""

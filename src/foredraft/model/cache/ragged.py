@@ -1,26 +1,25 @@
-"""Keys and values of many rows of different length, written by unmodified models.
+"""Keys and values of many rows of different length, written by unmodified models; and all caches of an engine.
 
-This is the only file that owns lengths, commit and rollback.
+This is the only file that owns lengths, commit and rollback. A row has one slot in all caches of an engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeAlias
 
 import torch
 from transformers.cache_utils import Cache
 
 from foredraft.errors import ShapeError
-from foredraft.model.cache import pages
+from foredraft.model.cache import storage
 from foredraft.model.cache.storage import (
     SMALL_COLUMNS,
     SMALL_ROWS,
     Device,
-    Moves,
     RaggedLayer,
     Rounded,
-    Slabs,
     Window,
     enlarged,
     fitting,
@@ -73,8 +72,9 @@ class KVCache(Cache):  # type: ignore[misc]
         self._needed_columns = self._needed_rows = 0  # at most since `shrink`
         self.memory = object()
         self._held = [0] * self.num_slots  # columns that have memory, where it is lazy
-        self._moves = Moves()
-        self._slabs = Slabs()
+        self.addresses: Any = None  # of the buffers, as the native program keeps them
+        self._movable: list[Any] = []  # the buffers, as columns of them are moved
+        self._movable_memory: object = None
 
     @property
     def num_rows(self) -> int:
@@ -83,7 +83,7 @@ class KVCache(Cache):  # type: ignore[misc]
     @property
     def is_lazy(self) -> bool:
         """Whether rows take memory for their own columns alone; else each takes as much as the longest."""
-        return pages.IS_LAZY and self.device.type == "cpu"
+        return storage.IS_LAZY and self.device.type == "cpu"
 
     @property
     def num_bytes(self) -> int:
@@ -178,7 +178,7 @@ class KVCache(Cache):  # type: ignore[misc]
         """A row ends here now: what has been held behind it is given back, where that is more than drafts need."""
         if self.is_lazy and self._held[row] > length + KEPT_COLUMNS * (length > 0):
             for buffer in self._buffers():
-                pages.give_back(buffer, row, length)
+                storage.give_back(buffer, row, length)
             self._held[row] = length
         self._held[row] = max(self._held[row], length)
 
@@ -191,11 +191,11 @@ class KVCache(Cache):  # type: ignore[misc]
         self.capacity, self.num_slots = self._least
         self._held = [0] * self.num_slots
         self._needed_columns = self._needed_rows = 0
-        self._moves, self._slabs = Moves(), Slabs()
+        self._movable = []
         return True
 
     def _resize(self, capacity: int, num_slots: int) -> None:
-        self._moves, self._slabs = Moves(), Slabs()  # the others would keep the old buffers
+        self._movable = []  # else the old buffers would be kept
         try:
             for layer in self.layers:
                 layer.resize(num_slots, capacity)
@@ -217,14 +217,27 @@ class KVCache(Cache):  # type: ignore[misc]
                     rows.append(row)
                     sources.append(length + node)
                     targets.append(length + i)
-        if rows and self.device.type != "cpu":
-            self._slabs.run(self, self.layers, rows, sources, targets)
-        elif rows:
-            self._moves.run(self.memory, list(self._buffers()), rows, sources, targets)
+        if rows:
+            self._move_columns(rows, sources, targets)
         for row, path in enumerate(paths, first_row):
             self.lengths[row] += len(path)
             if self.lengths[row] > self._held[row]:
                 self._held[row] = self.lengths[row]
+
+    @torch.inference_mode()
+    def _move_columns(self, rows: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None:
+        if self._movable_memory is not self.memory or not self._movable:
+            self._movable = []  # else the old buffers would be kept
+            if self.device.type == "cpu":
+                self._movable += storage.arrays_of(self._buffers())
+            else:  # done when a draft first leaves columns to be moved, and again after the cache has grown
+                self._movable += storage.slabs_of(self.layers)
+                self.memory = object()
+            self._movable_memory = self.memory
+        if self.device.type == "cpu":
+            storage.move_columns(self._movable, rows, sources, targets)
+        else:
+            storage.move_in_slabs(self._movable, rows, sources, targets)
 
     def rollback(self, lengths: Sequence[int], first_row: int = 0) -> None:
         """Forget everything after the given lengths. Costs nothing.
@@ -236,14 +249,31 @@ class KVCache(Cache):  # type: ignore[misc]
                 raise ShapeError(f"row {row} holds {self.lengths[row]} committed columns; cannot roll back to {length}")
         self.lengths[first_row : first_row + len(lengths)] = lengths
 
-    def kept(self, row: int, first_column: int, last_column: int) -> KeptColumns:
+    @torch.inference_mode()
+    def kept(self, row: int, first_column: int, last_column: int) -> ExitStack:
         """Let the block write over columns ``first_column`` to ``last_column - 1`` of a row, and put them back.
 
         Inside, the row ends at ``first_column``, so that a forward writes there; afterwards it is as long as before.
 
-        Raises: ShapeError for columns that are not all committed, when the block begins.
+        Raises: ShapeError for columns that are not all committed.
         """
-        return KeptColumns(self, row, first_column, last_column)
+        length = self.lengths[row]
+        if not 0 <= first_column <= last_column <= length:
+            raise ShapeError(
+                f"columns {first_column}..{last_column - 1} of row {row} cannot be kept: it holds {length} columns"
+            )
+        columns = slice(first_column, last_column)
+        saved = [buffer[row, :, columns].clone() for buffer in self._buffers()]
+        stack = ExitStack()  # a generator that Ctrl-C leaves suspended would write them when it is collected
+        stack.callback(self._put_back, row, columns, saved, length)
+        self.lengths[row] = first_column
+        return stack
+
+    @torch.inference_mode()
+    def _put_back(self, row: int, columns: slice, saved: Sequence[torch.Tensor], length: int) -> None:
+        for buffer, states in zip(self._buffers(), saved, strict=True):
+            buffer[row, :, columns] = states
+        self.lengths[row] = length
 
     # -- rows --------------------------------------------------------------------------------------------------
 
@@ -270,7 +300,7 @@ class KVCache(Cache):  # type: ignore[misc]
         rows = range(self.num_slots) if row is None else (row,)
         for buffer in self._buffers():
             for each in rows:
-                pages.erase(buffer, each, first_column)
+                storage.erase(buffer, each, first_column)
         for each in rows:
             self._held[each] = min(self._held[each], first_column)
 
@@ -353,33 +383,68 @@ class KVCache(Cache):  # type: ignore[misc]
         self.lengths[target], self.offsets[target] = length, self.offsets[row]
         self._hold(target, length)
 
-    def _buffers(self) -> Iterable[torch.Tensor]:
-        for layer in self.layers:
-            if layer.is_initialized:
-                yield layer.keys
-                yield layer.values
+    def _buffers(self) -> list[torch.Tensor]:
+        initialized = (layer for layer in self.layers if layer.is_initialized)
+        return [buffer for layer in initialized for buffer in (layer.keys, layer.values)]
 
 
-class KeptColumns:
-    """See `KVCache.kept`. A class: a generator that Ctrl-C leaves suspended would write them when it is collected."""
+class CacheGroup:
+    """All caches of an engine: adds, moves, copies and removes rows in all of them. Their lengths differ.
 
-    def __init__(self, cache: KVCache, row: int, first_column: int, last_column: int) -> None:
-        self._cache = cache
-        self._row = row
-        self._columns = slice(first_column, last_column)
+    Args:
+      caches: without rows, or with as many rows as the others; the target's comes first.
+    """
 
-    def __enter__(self) -> None:
-        first, last, self._length = self._columns.start, self._columns.stop, self._cache.lengths[self._row]
-        if not 0 <= first <= last <= self._length:
-            raise ShapeError(
-                f"columns {first}..{last - 1} of row {self._row} cannot be kept: it holds {self._length} columns"
-            )
-        with torch.inference_mode():
-            self._saved = [buffer[self._row, :, self._columns].clone() for buffer in self._cache._buffers()]
-        self._cache.lengths[self._row] = first
+    def __init__(self, caches: Sequence[KVCache]) -> None:
+        self.caches = tuple(caches)
 
-    def __exit__(self, *_: object) -> None:
-        with torch.inference_mode():
-            for buffer, columns in zip(self._cache._buffers(), self._saved, strict=True):
-                buffer[self._row, :, self._columns] = columns
-        self._cache.lengths[self._row] = self._length
+    def __iter__(self) -> Iterator[KVCache]:
+        return iter(self.caches)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that all buffers hold."""
+        return sum(cache.num_bytes for cache in self.caches)
+
+    def add(self) -> int:
+        """Append an empty row; its slot."""
+        slots = [cache.add_rows() for cache in self.caches]
+        return slots[0] if slots else -1
+
+    def fork(self, slot: int) -> int:
+        """Append a copy of a row; its slot."""
+        slots = [cache.fork(slot) for cache in self.caches]
+        return slots[0] if slots else -1
+
+    def swap(self, slot: int, other: int) -> None:
+        """Exchange two rows."""
+        for cache in self.caches:
+            cache.swap(slot, other)
+
+    def move(self, slot: int, target: int) -> None:
+        """Put a row in the place of another, which leaves; its own is free."""
+        for cache in self.caches:
+            cache.move(slot, target)
+
+    def remove(self, slot: int) -> None:
+        """Drop a row; the last row takes its place."""
+        for cache in self.caches:
+            cache.remove(slot)
+
+    def erase(self, slot: int | None = None) -> None:
+        """Zero all columns of a row, or of all rows, which may hold what is not finite."""
+        for cache in self.caches:
+            cache.erase(slot)
+
+    def clear(self) -> None:
+        """Drop all rows."""
+        for cache in self.caches:
+            cache.clear()
+
+    def shrink(self) -> bool:
+        """Give back what no row has needed since the last call; whether there was anything."""
+        return sum(cache.shrink() for cache in self.caches) > 0
+
+    def release(self) -> bool:
+        """Give back all memory of caches without rows; whether there was any."""
+        return sum(cache.release() for cache in self.caches) > 0

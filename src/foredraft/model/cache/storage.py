@@ -1,33 +1,30 @@
-"""The memory of a cache: keys and values of one layer, and the place where a forward writes them."""
+"""The memory of a cache: keys and values of one layer, and the place where a forward writes them.
+
+On Linux, memory of the CPU holds only what was written: pages that nobody has touched read as zeros and take none. A
+rectangle of rows and columns then costs what its rows hold, however long the longest of them is. Elsewhere, and on
+accelerators, all of a rectangle is held.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeAlias
+import mmap
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from math import prod
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from foredraft.model.cache import pages
+from foredraft.devices import upload
 from foredraft.model.nodes import FlatNodes
 from foredraft.native.abi import SCALE_BYTES
-from foredraft.upload import upload
 
 Device: TypeAlias = torch.device | str
 Rounded: TypeAlias = torch.dtype | None
 """What a cache rounds keys and values to; None for nothing."""
-
-
-class Owner(Protocol):
-    """What layers ask of their cache: size, dtype, where the running forward writes; and they tell of new memory."""
-
-    num_slots: int
-    capacity: int
-    lengths: list[int]
-    dtype: Rounded
-    window: Window
-    memory: object
 
 
 def stored(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -55,16 +52,17 @@ def restored(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer: two buffers (rows, heads, capacity, head_dim), zero where never written.
 
-    On Linux's processors they hold the pages that were written (`foredraft.model.cache.pages`).
-
     Where the cache has a dtype of its own, they hold states as `stored`, and a forward is given them `restored`.
     Garbage in a masked column must stay finite, since 0 * NaN is NaN: hence zeros, not empty memory.
+
+    Args:
+      cache: the `KVCache` that it is a layer of, which has its rows, columns, dtype and window.
     """
 
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, cache: Owner) -> None:
+    def __init__(self, cache: Any) -> None:
         super().__init__()
         self._cache = cache
 
@@ -81,7 +79,7 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @staticmethod
     def _allocate(like: torch.Tensor, num_slots: int, capacity: int) -> torch.Tensor:
-        return pages.zeros((num_slots, like.shape[1], capacity, like.shape[3]), like.dtype, like.device)
+        return zeros((num_slots, like.shape[1], capacity, like.shape[3]), like.dtype, like.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -140,7 +138,7 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._cache.window.view_length, 0
 
     def get_seq_length(self) -> int:
-        return self._cache.window.offset
+        return int(self._cache.window.offset)
 
     def get_max_length(self) -> int:
         return -1
@@ -236,74 +234,49 @@ WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Whole numbers by their bytes."""
 
 
-class Moves:
-    """Moves columns within the rows of buffers on the CPU, through numpy: it takes a fifth of the time of torch."""
+def arrays_of(buffers: Iterable[torch.Tensor]) -> list[np.ndarray]:
+    """Buffers of the CPU as arrays of whole numbers, in whose rows `move_columns` moves columns."""
+    return [buffer.view(WHOLE[buffer.element_size()]).numpy() for buffer in buffers]
 
-    def __init__(self) -> None:
-        self._memory: object = None
-        self._arrays: list[np.ndarray] = []
 
-    @torch.inference_mode()
-    def run(
-        self,
-        memory: object,
-        buffers: Sequence[torch.Tensor],
-        rows: Sequence[int],
-        sources: Sequence[int],
-        targets: Sequence[int],
-    ) -> None:
-        """In buffers (R, H, T, D), move ``sources[i]`` of row ``rows[i]`` to ``targets[i]``, ascending in a row.
+def move_columns(
+    arrays: Sequence[np.ndarray], rows: Sequence[int], sources: Sequence[int], targets: Sequence[int]
+) -> None:
+    """In arrays (R, H, T, D), move column ``sources[i]`` of row ``rows[i]`` to ``targets[i]``, ascending in a row.
 
-        Args:
-          memory: another object whenever the buffers are others.
-        """
-        if self._memory is not memory:
-            self._memory = memory
-            self._arrays = [buffer.view(WHOLE[buffer.element_size()]).numpy() for buffer in buffers]
-        for array in self._arrays:
-            for row, source, target in zip(rows, sources, targets, strict=True):
-                array[row, :, target] = array[row, :, source]  # ascending, so nothing is read after it was written
+    Numpy takes a fifth of the time of torch.
+    """
+    for array in arrays:
+        for row, source, target in zip(rows, sources, targets, strict=True):
+            array[row, :, target] = array[row, :, source]  # ascending, so nothing is read after it was written
 
 
 SLAB_BYTES = 1 << 28
 """Largest size of one slab: the memory that a cache takes besides, for a moment, while its buffers are put together."""
 
 
-class Slabs:
-    """Moves columns within the rows of the buffers of a cache on an accelerator: of many buffers in one operation.
+def slabs_of(layers: Sequence[RaggedLayer]) -> list[torch.Tensor]:
+    """The buffers of layers on an accelerator, those of one shape in one tensor (buffers, R, H, T, D).
 
-    Buffers of one shape come to lie in one tensor (buffers, R, H, T, D), the slab. That is done when a draft first
-    leaves columns to be moved, and again after the cache has grown. Chains move nothing.
+    Columns of many buffers then move in one operation. The buffers of the layers become parts of these tensors.
     """
+    return [_put_together(places) for places in _alike(layers)]
 
-    def __init__(self) -> None:
-        self._slabs: list[torch.Tensor] = []
-        self._memory: object = None
 
-    @torch.inference_mode()
-    def run(
-        self,
-        cache: Owner,
-        layers: Sequence[RaggedLayer],
-        rows: Sequence[int],
-        sources: Sequence[int],
-        targets: Sequence[int],
-    ) -> None:
-        """Move column ``sources[i]`` of row ``rows[i]`` to ``targets[i]`` in the buffers of all layers.
+def move_in_slabs(
+    slabs: Sequence[torch.Tensor], rows: Sequence[int], sources: Sequence[int], targets: Sequence[int]
+) -> None:
+    """Move column ``sources[i]`` of row ``rows[i]`` to ``targets[i]`` in all `slabs_of` layers.
 
-        Sources are read before targets are written, so that the order of the moves does not matter.
-        """
-        if self._memory is not cache.memory:
-            self._slabs = []  # else the old buffers would be kept
-            self._slabs = [_put_together(places) for places in _alike(layers)]
-            self._memory = cache.memory = object()
-        if not self._slabs:
-            return
-        moves = torch.tensor([rows, sources, targets], device="cpu")
-        (there,) = upload([moves], self._slabs[0].device)
-        of_rows, old, new = there
-        for slab in self._slabs:
-            slab[:, of_rows, :, new] = slab[:, of_rows, :, old]  # (moves, buffers, heads, head_dim)
+    Sources are read before targets are written, so that the order of the moves does not matter.
+    """
+    if not slabs:
+        return
+    moves = torch.tensor([rows, sources, targets], device="cpu")
+    (there,) = upload([moves], slabs[0].device)
+    of_rows, old, new = there
+    for slab in slabs:
+        slab[:, of_rows, :, new] = slab[:, of_rows, :, old]  # (moves, buffers, heads, head_dim)
 
 
 def _put_together(places: Sequence[tuple[RaggedLayer, str]]) -> torch.Tensor:
@@ -325,3 +298,82 @@ def _alike(layers: Sequence[RaggedLayer]) -> Iterator[list[tuple[RaggedLayer, st
         size = max(1, SLAB_BYTES // getattr(*places[0]).nbytes)
         for first in range(0, len(places), size):
             yield places[first : first + size]
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+IS_LAZY = sys.platform == "linux"
+"""Whether pages of the processor's memory come when they are written, and can be given back alone."""
+
+NO_RESERVE = 0x4000
+"""Flag of mmap (MAP_NORESERVE), which Python does not name everywhere: memory is not reserved beforehand."""
+
+
+def _whole_pages(first: int, last: int) -> tuple[int, int]:
+    """Bounds of the whole pages within bytes ``first`` to ``last - 1``; the first is not below the second for none."""
+    return -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros of this shape; on Linux's processors they take memory page by page, as they are written.
+
+    Raises: MemoryError where the process may not have as much.
+    """
+    if not IS_LAZY or device.type != "cpu" or not prod(shape):
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    num_bytes = prod(shape) * dtype.itemsize
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+    except OSError as error:
+        raise MemoryError(f"cannot allocate {num_bytes} bytes of keys and values ({error})") from None
+    with suppress(OSError):  # of kernels without huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)  # else a byte holds 2 MB
+    found = torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+    found.pages = memory  # type: ignore[attr-defined]
+    return found
+
+
+def is_lazy(buffer: torch.Tensor) -> bool:
+    """Whether it was made by `zeros` and holds its pages alone."""
+    return isinstance(getattr(buffer, "pages", None), mmap.mmap)
+
+
+def give_back(buffer: torch.Tensor, row: int, first_column: int) -> None:
+    """Give back what columns of a row (R, H, T, D) hold, from the first one on; the part of a page stays as it is."""
+    memory: mmap.mmap = buffer.pages  # type: ignore[attr-defined]
+    for first, last in _heads(buffer, row, first_column):
+        start, end = _whole_pages(first, last)
+        if start >= end:
+            continue
+        try:
+            memory.madvise(mmap.MADV_DONTNEED, start, end - start)
+        except OSError:  # of memory that the process has locked
+            memory[start:end] = bytes(end - start)
+
+
+@torch.inference_mode()
+def erase(buffer: torch.Tensor, row: int, first_column: int) -> None:
+    """Zero columns of a row (R, H, T, D), from the first one on, without taking more memory."""
+    if not is_lazy(buffer):
+        buffer[row, :, first_column:] = 0
+        return
+    there = buffer.view(-1).view(torch.uint8)
+    give_back(buffer, row, first_column)
+    for first, last in _heads(buffer, row, first_column):
+        start, end = _whole_pages(first, last)
+        if start >= end:
+            there[first:last] = 0
+        else:
+            there[first:start] = 0
+            there[end:last] = 0
+
+
+def _heads(buffer: torch.Tensor, row: int, first_column: int) -> list[tuple[int, int]]:
+    """Bytes of the columns of a row, from the first one on, head by head; all columns are one span."""
+    _, num_heads, num_columns, size = buffer.shape
+    line = size * buffer.element_size()
+    if first_column == 0:
+        return [(row * num_heads * num_columns * line, (row + 1) * num_heads * num_columns * line)]
+    heads = range(row * num_heads, (row + 1) * num_heads)
+    return [((head * num_columns + first_column) * line, (head + 1) * num_columns * line) for head in heads]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -14,20 +13,6 @@ from foredraft.model.cache.storage import RaggedLayer
 
 Columns: TypeAlias = torch.Tensor | tuple[range, ...]
 """Columns of one layer that are kept: int64 (heads, kept), ascending for every head, or ranges for all heads."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Neighbouring columns of a row of another cache, which that row of a view is to have behind its own.
-
-    Args:
-      row: number of the row in both caches.
-      first, last: from and to, the last one not included.
-    """
-
-    row: int
-    first: int
-    last: int
 
 
 class ViewCache(KVCache):
@@ -69,30 +54,31 @@ class ViewCache(KVCache):
         self.offsets[row] = source.lengths[row] - size
 
     @torch.inference_mode()
-    def append(self, source: KVCache, pieces: Sequence[Piece]) -> None:
+    def append(self, source: KVCache, spans: Mapping[int, range]) -> None:
         """Copy further columns of rows of the other cache behind what rows of the view hold, one operation a buffer.
 
-        Raises: ShapeError for a piece that does not begin where its row of the view ends.
+        Args:
+          spans: neighbouring columns by row; a row has one number in both caches.
+        Raises: ShapeError for columns that do not begin where their row of the view ends.
         """
-        for piece in pieces:
-            if piece.first != self.end(piece.row):
-                raise ShapeError(f"row {piece.row} of the view ends at {self.end(piece.row)}, not at {piece.first}")
-        pieces = [piece for piece in pieces if piece.last > piece.first]
-        if not pieces:
+        for row, span in spans.items():
+            if span.start != self.end(row):
+                raise ShapeError(f"row {row} of the view ends at {self.end(row)}, not at {span.start}")
+        spans = {row: span for row, span in spans.items() if span}
+        if not spans:
             return
-        self.reserve(max(self.lengths[piece.row] + piece.last - piece.first for piece in pieces))
-        spans = [(piece, range(piece.first, piece.last)) for piece in pieces]
-        rows = self._index(piece.row for piece, span in spans for _ in span)
-        targets = self._index(self.lengths[piece.row] + i for piece, span in spans for i in range(len(span)))
-        sources = self._index(column for _, span in spans for column in span)
+        self.reserve(max(self.lengths[row] + len(span) for row, span in spans.items()))
+        rows = self._index(row for row, span in spans.items() for _ in span)
+        targets = self._index(self.lengths[row] + i for row, span in spans.items() for i in range(len(span)))
+        sources = self._index(column for span in spans.values() for column in span)
         for own, other in zip(self.layers, source.layers, strict=True):
             if other.is_initialized:
                 self._begin(own, other)
                 own.keys[rows, :, targets] = other.keys[rows, :, sources]  # (columns, heads, head_dim)
                 own.values[rows, :, targets] = other.values[rows, :, sources]
-        for piece, span in spans:
-            self.lengths[piece.row] += len(span)
-            self._hold(piece.row, self.lengths[piece.row])
+        for row, span in spans.items():
+            self.lengths[row] += len(span)
+            self._hold(row, self.lengths[row])
 
     @torch.inference_mode()
     def give_back(self, row: int, target: KVCache) -> None:

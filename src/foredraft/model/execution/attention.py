@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
@@ -24,31 +25,19 @@ from foredraft.model.nodes import FlatNodes, RowGroup, folded
 GROUPED_SDPA = "foredraft_sdpa"
 
 Seen: TypeAlias = Callable[..., torch.Tensor | None]
-_seen_by: ContextVar[Seen | None] = ContextVar("seen_by", default=None)
+SEEN_BY: ContextVar[Seen | None] = ContextVar("seen_by", default=None)
+"""The function that sees the arguments of attention, set by `seen_by`."""
 
 
-class seen_by:
-    """Inside, call a function first with what `grouped_sdpa` is given, and take its result if it has one.
-
-    A class: a generator that Ctrl-C leaves suspended would end what a later block sees, when it is collected.
+def seen_by(function: Seen) -> ExitStack:
+    """Inside the block, call a function first with the arguments of `grouped_sdpa`, and take its result if it has one.
 
     Args:
       function: of the module, query, key, value and mask, and of the other arguments by name.
     """
-
-    def __init__(self, function: Seen) -> None:
-        self._function = function
-
-    def __enter__(self) -> None:
-        self._token = _seen_by.set(self._function)
-
-    def __exit__(self, *_: object) -> None:
-        _seen_by.reset(self._token)
-
-
-def is_seen() -> bool:
-    """Whether somebody asked to see what attention is given."""
-    return _seen_by.get() is not None
+    stack = ExitStack()  # a generator that Ctrl-C leaves suspended would end a later block when it is collected
+    stack.callback(SEEN_BY.reset, SEEN_BY.set(function))
+    return stack
 
 
 class NotPassedOnError(Exception):
@@ -86,7 +75,7 @@ def grouped_sdpa(
     Exactness: equals `sdpa_attention_forward` within the rounding of the dtype.
     """
     options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
-    see = _seen_by.get()
+    see = SEEN_BY.get()
     if see is not None and (seen := see(module, query, key, value, attention_mask, **options)) is not None:
         return seen, None
     flat, kind = getattr(attention_mask, "stands_for", (None, ""))

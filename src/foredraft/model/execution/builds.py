@@ -57,6 +57,8 @@ def _plain(value: Any) -> Any:
         return value.to_json_string()
     if isinstance(value, PackedLinear):
         return "packed"
+    if isinstance(value, LeftOut):
+        return "left out", value.result.__name__
     of = value if hasattr(value, "__qualname__") else type(value)
     return of.__module__, of.__qualname__, getattr(getattr(of, "__code__", None), "co_code", None)
 

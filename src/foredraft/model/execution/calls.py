@@ -48,32 +48,55 @@ class LayerCall:
         return replace(self, args=tuple(args), kwargs=kwargs)
 
 
-class Calls:
-    """Arguments and results of every layer in one forward."""
+class Recording:
+    """How a model calls its layers, as seen in two forwards of its modules.
 
-    def __init__(self, num_layers: int) -> None:
-        self.of_layers: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((), {})] * num_layers
-        self.outputs: list[Any] = [None] * num_layers
-        self.attention: list[tuple[nn.Module, dict[str, Any]] | None] = [None] * num_layers
-        self.cache_index: list[int | None] = [None] * num_layers
+    Args:
+      layers: all of the decoder layers.
+      forward: runs so many nodes through the model, and gives logits (1, S, V).
+
+    Attributes:
+      calls: their common forms, by layer.
+      attention: module and arguments of the attention of every layer; None without attention.
+      cache_index: of the keys and values of every layer; None without attention.
+      of_layers, outputs, logits: arguments and results of every layer in the second forward, and its logits, until
+        `keep_forms`.
+
+    Raises: NotTraceableError where calls have no common form.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], forward: Callable[[int], torch.Tensor]) -> None:
+        with unmultiplied(packed_layers(layers)):  # of the first forward sizes are compared, and no numbers
+            self._see(layers, forward, NUM_NODES[0])
+        first = self.of_layers
+        self._see(layers, forward, NUM_NODES[1])
+        self.calls = [call_of(*each) for each in zip(first, self.of_layers, strict=True)]
+
+    def keep_forms(self) -> None:
+        """Drop the tensors that were in the calls."""
+        self.of_layers.clear()
+        self.outputs.clear()
+        del self.logits
+        self.calls = [call.emptied() for call in self.calls]
+
+    def _see(self, layers: Sequence[nn.Module], forward: Callable[[int], torch.Tensor], num_nodes: int) -> None:
+        self.of_layers: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((), {})] * len(layers)
+        self.outputs: list[Any] = [None] * len(layers)
+        self.attention: list[tuple[nn.Module, dict[str, Any]] | None] = [None] * len(layers)
+        self.cache_index: list[int | None] = [None] * len(layers)
         self._running = 0
-
-    @classmethod
-    def seen(cls, layers: Sequence[nn.Module], forward: Callable[[], object]) -> Calls:
-        calls = cls(len(layers))
         handles = []
         for number, layer in enumerate(layers):
-            handles.append(layer.register_forward_pre_hook(calls._enter(number), with_kwargs=True))
-            handles.append(layer.register_forward_hook(calls._leave(number)))
+            handles.append(layer.register_forward_pre_hook(self._enter(number), with_kwargs=True))
+            handles.append(layer.register_forward_hook(self._leave(number)))
         try:
-            with seen_by(calls._see_attention):
-                forward()
+            with seen_by(self._see_attention):
+                self.logits = forward(num_nodes)
         finally:
             for handle in handles:
                 handle.remove()
-        if not all(args or kwargs for args, kwargs in calls.of_layers):
+        if not all(args or kwargs for args, kwargs in self.of_layers):
             raise NotTraceableError("some layers were not called")
-        return calls
 
     def _enter(self, number: int) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -109,36 +132,6 @@ class Calls:
         if len(owners) != 1:
             raise NotTraceableError("its attention does not read the cache")
         self.cache_index[number] = owners[0]
-
-
-class Recording:
-    """What the layers of a model are called with, as seen in two forwards of its modules.
-
-    Args:
-      layers: all of the decoder layers.
-      forward: runs so many nodes through the model, and gives logits (1, S, V).
-
-    Attributes:
-      seen, logits: of the second forward what was in its calls, and the logits, until these are let go.
-
-    Raises: NotTraceableError where calls have no common form.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module], forward: Callable[[int], torch.Tensor]) -> None:
-        self.logits: list[torch.Tensor] = []
-        with unmultiplied(packed_layers(layers)):  # of the first forward sizes are compared, and no numbers
-            first = Calls.seen(layers, lambda: forward(NUM_NODES[0]))
-        second = Calls.seen(layers, lambda: self.logits.append(forward(NUM_NODES[1])))
-        self.calls = [call_of(*each) for each in zip(first.of_layers, second.of_layers, strict=True)]
-        self.attention = first.attention
-        self.cache_index = first.cache_index
-        self.seen: Calls | None = second
-
-    def keep_forms(self) -> None:
-        """Let go of what was in the calls."""
-        self.seen = None
-        self.logits.clear()
-        self.calls = [call.emptied() for call in self.calls]
 
 
 def _place_of(args: Sequence[Any], kwargs: dict[str, Any], kind: type) -> Any:

@@ -97,26 +97,14 @@ class LayerGraph:
         return cls(before, compiled(second, [output], source_of), tracer.in_tuple, num_threads)
 
 
-class BoundSegment:
-    """A segment with the inputs that belong to one layer.
+def bound(segment: Segment, fixed: Callable[[Source], Any]) -> Callable[[Mapping[Source, Any]], Sequence[torch.Tensor]]:
+    """A segment with the inputs that belong to one layer, as a function of the other inputs.
 
     Args:
       fixed: gives the inputs that are the same in every call, and None for others.
     """
-
-    def __init__(self, segment: Segment, fixed: Callable[[Source], Any]) -> None:
-        self._run = segment.run
-        self._sources = segment.sources
-        self._template = [fixed(source) for source in segment.sources]
-
-    def __call__(self, known: Mapping[Source, Any]) -> Sequence[torch.Tensor]:
-        """Run it.
-
-        Args:
-          known: the other inputs.
-        """
-        pairs = zip(self._template, self._sources, strict=True)
-        return self._run([known[source] if value is None else value for value, source in pairs])
+    places = [(fixed(source), source) for source in segment.sources]
+    return lambda known: segment.run([known[source] if value is None else value for value, source in places])
 
 
 class CompiledLayer(StandIn):
@@ -147,8 +135,8 @@ class CompiledLayer(StandIn):
         self._tensors = [getattr(module, name) for module, name in tracer.tensors]
         self._in_tuple = graph.in_tuple
         self._num_threads = graph.num_threads
-        self._before = None if graph.before is None else BoundSegment(graph.before, self._fixed)
-        self._after = BoundSegment(graph.after, self._fixed)
+        self._before = None if graph.before is None else bound(graph.before, self._fixed)
+        self._after = bound(graph.after, self._fixed)
         segments = [graph.after] if graph.before is None else [graph.before, graph.after]
         self._needed = sorted({key for segment in segments for kind, key in segment.sources if kind == "input"} | {0})
 
@@ -221,13 +209,12 @@ class CompiledLayers:
         """
         start = time.perf_counter()
         self.layers = [None] * len(layers)
-        assert recording.seen is not None
         for index, layer in enumerate(layers):
             try:
                 with self._one_at_a_time:
                     compiled = self._compile(layer, recording, index)
-                args, kwargs = recording.seen.of_layers[index]
-                want, got = recording.seen.outputs[index], compiled(*args, **kwargs)
+                args, kwargs = recording.of_layers[index]
+                want, got = recording.outputs[index], compiled(*args, **kwargs)
                 want, got = (output[0] if isinstance(output, tuple) else output for output in (want, got))
                 check(want, args[0] if args else kwargs["hidden_states"], got, layer.modules())
             except Exception as error:  # of inductor, a C++ compiler, a full disk, the code of a model

@@ -29,6 +29,7 @@ from foredraft.model.execution.lowering import (
 )
 from foredraft.model.execution.operators import product
 from foredraft.model.execution.packing import PackedLinear, PackedRows
+from foredraft.model.execution.sharing import unmultiplied
 from foredraft.model.execution.tracing import (
     LayerProgram,
     Place,
@@ -106,13 +107,11 @@ def trace_ends(model: PreTrainedModel, layers: Sequence[LayerProgram], forward: 
 
     def see(_: nn.Module, __: Any, arguments: dict[str, Any]) -> None:
         seen.update(arguments)
-        raise _SeenError  # nothing else is wanted of the forward
 
     handle = model.register_forward_pre_hook(see, with_kwargs=True)
     try:
-        forward()
-    except _SeenError:
-        pass
+        with unmultiplied(linears(model)):
+            forward()
     finally:
         handle.remove()
     tracer = _Tracer(model, layers, seen)
@@ -123,10 +122,6 @@ def trace_ends(model: PreTrainedModel, layers: Sequence[LayerProgram], forward: 
         if key is not None:
             _forms[key] = form
     return replace(form, places=tracer.places, runners=tracer.runners)
-
-
-class _SeenError(Exception):
-    """Ends a forward that has been seen to begin."""
 
 
 class _Tracer:

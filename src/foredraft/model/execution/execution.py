@@ -192,8 +192,7 @@ class Execution:
             ends = trace_ends(self.model, programs, lambda: forward(NUM_NODES[0]))
             dtype = compute_dtype(self.model)
             program = NativeProgram(self.model, programs, ends, windows, self.kernels, dtype, context_length)
-            assert recording.seen is not None
-            program.check(recording.seen, recording.logits[-1])
+            program.check(recording)
         except Exception as error:  # of the code of a model, or of torch
             self._say_why(error)
             return
@@ -303,7 +302,11 @@ class Execution:
         """
         if self.program is not None:
             self.program.look_again()
-        return sum(product.refresh() for product in self._products) > 0
+        has_changed = False
+        for product in self._products:
+            if not product.is_released and product.refresh():
+                has_changed = True
+        return has_changed
 
     @property
     def products(self) -> Sequence[PackedProduct]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import threading
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,20 +23,22 @@ from transformers import PreTrainedModel
 
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.cache.storage import RaggedLayer
-from foredraft.model.capture import Recorder
-from foredraft.model.execution.attention import is_seen
+from foredraft.model.execution.attention import SEEN_BY
 from foredraft.model.execution.builds import TOLERANCE, check, native_matrix, rounding_in
-from foredraft.model.execution.calls import Calls
+from foredraft.model.execution.calls import Recording
 from foredraft.model.execution.ends import Ends, Table, modules_around
-from foredraft.model.execution.forwards import changed_forward, linears, replacement
+from foredraft.model.execution.forwards import StandIn, changed_forward, linears, replacement
 from foredraft.model.execution.lowering import NotTraceableError, Program
 from foredraft.model.execution.packing import PackedProduct, PackedRows
 from foredraft.model.execution.tracing import LayerProgram
-from foredraft.model.nodes import FlatNodes, Logits, NodeLogits, Nodes
+from foredraft.model.nodes import NOTHING, FlatNodes, Logits, NodeLogits, Nodes
 from foredraft.model.state import version_of
 from foredraft.native import abi
 from foredraft.native.library import CACHE_KINDS, KINDS, Library
 from foredraft.native.packed_matmul import PackedMatrix
+
+if TYPE_CHECKING:
+    from foredraft.model.recorder import Recorder
 
 logger = logging.getLogger("foredraft")
 
@@ -209,10 +211,15 @@ class _Tables:
 
 
 class _Store:
-    """Where a cache keeps its keys and values, as long as its memory is the same."""
+    """Addresses of the keys and values of a cache, as long as its memory is the same.
 
-    def __init__(self, cache: KVCache) -> None:
-        self.memory = cache.memory
+    Attributes:
+      kv_sizes: of the layers that write there.
+      is_taken: whether kernels read keys and values as they lie there.
+    """
+
+    def __init__(self, cache: KVCache, kv_sizes: object, dtype: torch.dtype) -> None:
+        self.memory, self.kv_sizes = cache.memory, kv_sizes
         layers: list[Any] = list(cache.layers)
         has = [type(layer) is RaggedLayer and layer.is_initialized for layer in layers]
         buffers: list[Any] = [
@@ -224,18 +231,12 @@ class _Store:
         ]
         found = [buffer for pair in buffers for buffer in pair if buffer is not None]
         columns, dtypes = {buffer.shape[2] for buffer in found}, {buffer.dtype for buffer in found}
-        self.ready = {index for index, ready in enumerate(has) if ready}
-        self.is_even = len(columns) <= 1 and len(dtypes) <= 1 and all(buffer.is_contiguous() for buffer in found)
-        self.dtype = next(iter(dtypes), torch.float32)
-        kind = CACHE_KINDS.get(self.dtype, abi.FLOAT32)
+        is_even = len(columns) <= 1 and len(dtypes) <= 1 and all(buffer.is_contiguous() for buffer in found)
+        stored = next(iter(dtypes), torch.float32)
+        self.is_taken = is_even and (stored in (dtype, torch.int8) or (dtype, stored) == READ_BESIDE)
+        kind = CACHE_KINDS.get(stored, abi.FLOAT32)
         self._fields = abi.Store(*map(ctypes.addressof, self._arrays), next(iter(columns), 0), kind)
         self.address = ctypes.addressof(self._fields)
-
-
-class _Known(threading.local):
-    """What one thread has found out for its calls."""
-
-    store: _Store | None = None
 
 
 class NativeProgram:
@@ -276,7 +277,6 @@ class NativeProgram:
         self._linears = linears(model)  # they are products
         of_linears = set(self._linears)
         self._forwards = [(each, changed_forward(each)) for each in self._watched if each not in of_linears]
-        self._known = _Known()
         self._age = 0
         self._seen: tuple[int, int] | None = None  # hooks ever registered, and age, when modules were looked at
         self._is_unchanged = False
@@ -305,19 +305,25 @@ class NativeProgram:
 
     @property
     def is_possible(self) -> bool:
-        """Whether nobody sees, or has changed, what modules do."""
-        state = RemovableHandle.next_id, self._age
-        if self._seen != state:
-            self._is_unchanged = not torch_modules._has_any_global_hook() and all(  # type: ignore[no-untyped-call]
-                not module._forward_hooks and not module._forward_pre_hooks for module in self._watched
-            )
-            self._is_unchanged &= all(changed_forward(module) is forward for module, forward in self._forwards)
-            self._seen = state if self._is_unchanged else None  # hooks may be taken away again
-            if self._is_unchanged and not self._layout.still_holds():
-                self._layout = _Layout(self.layers, self.ends, self._windows, self._dtype)
-            if not self._tables.still_hold():
-                self._tables = self._tables_of(self._tables.num_positions)
-        return self._is_unchanged and not is_seen()
+        """Whether nobody sees, or has changed, the code that modules run."""
+        if self._seen != (RemovableHandle.next_id, self._age):
+            self._look()
+        return self._is_unchanged and SEEN_BY.get() is None
+
+    def _look(self) -> None:
+        """See whether modules or weights have changed."""
+        has_hooks = torch_modules._has_any_global_hook() or any(  # type: ignore[no-untyped-call]
+            module._forward_hooks or module._forward_pre_hooks for module in self._watched
+        )
+        self._is_unchanged = not has_hooks
+        for module, forward in self._forwards:
+            found = vars(module).get("forward")
+            self._is_unchanged &= (None if isinstance(found, StandIn) else found) is forward
+        self._seen = (RemovableHandle.next_id, self._age) if self._is_unchanged else None  # hooks may be taken away
+        if self._is_unchanged and not self._layout.still_holds():
+            self._layout = _Layout(self.layers, self.ends, self._windows, self._dtype)
+        if not self._tables.still_hold():
+            self._tables = self._tables_of(self._tables.num_positions)
 
     def takes(self, counts: Iterable[int]) -> bool:
         """Whether so many nodes of every row are run here."""
@@ -334,20 +340,22 @@ class NativeProgram:
           recorder: of features.
         Returns: logits as of `CausalLM.forward`.
         """
-        if nodes.num_real < 1 or not self.takes(nodes.counts):
+        counts, width = nodes.counts, nodes.tokens.shape[1]
+        if not 0 < max(counts) <= abi.MOST_NODES or not self.is_possible:
             return None
         if (opened := self._open(nodes, cache, first_row)) is None:
             return None
-        flat = of_kept = FlatNodes(nodes.counts, nodes.width, nodes.tokens.device)
+        flat = of_kept = FlatNodes(counts, width, nodes.tokens.device)
         numbers = None
-        if len(kept) < nodes.width:
+        if len(kept) < width:
             numbers, of_kept = flat.kept(kept)
-        found = self._compute(self._layout, *opened, numbers, len(of_kept), torch.get_num_threads())
+        found = self._compute(self._layout, *opened, numbers, sum(of_kept.counts), torch.get_num_threads())
         if found is None:
             return None
         self.num_runs += 1
         states, read, logits = found
-        recorder.take(flat, states, read)
+        if recorder.wanted is not NOTHING:
+            recorder.take(flat, states, read)
         return NodeLogits(logits, of_kept.counts) if listed and kept else of_kept.spread(logits)
 
     def _open(
@@ -355,13 +363,15 @@ class NativeProgram:
     ) -> tuple[_Tables, _Store, abi.Nodes] | None:
         """Tables and memory for nodes and so many more of a row behind them; None where a cache is kept otherwise."""
         lengths = cache.row_lengths(first_row, len(nodes.counts))
-        offsets = cache.row_offsets(first_row, len(nodes.counts))
+        offsets = cache.row_offsets(first_row, len(nodes.counts)) if any(cache.offsets) else None
         end = max(map(int.__add__, lengths, nodes.counts)) + more
         store = self._store(self._layout, cache, end, first_row + len(nodes.counts))
         if store is None:
             return None
-        last = max(lengths) + nodes.width + more + (0 if offsets is None else max(offsets))
-        return self._tables_for(last), store, nodes.fields(lengths, offsets, first_row)
+        last = max(lengths) + nodes.tokens.shape[1] + more + (0 if offsets is None else max(offsets))
+        if last > self._tables.num_positions:
+            self._grow_tables(last)
+        return self._tables, store, nodes.fields(lengths, offsets, first_row)
 
     def _compute(
         self,
@@ -410,9 +420,9 @@ class NativeProgram:
         if not self.takes(nodes.counts) or (opened := self._open(nodes, cache, first_row, most - 1)) is None:
             return None
         tables, store, fields = opened
-        tokens, wanted = (abi.Integer * (most * len(depths)))(), abi.array_of(depths)
+        tokens, wanted = (abi.Integer * (most * len(depths)))(), array("q", depths)
         drafts = abi.Drafts(
-            ctypes.addressof(wanted),
+            wanted.buffer_info()[0],
             most,
             min(num_columns, self._layout.num_logits),
             self._vocab_size,
@@ -427,13 +437,12 @@ class NativeProgram:
         rows = [tokens[row * most : (row + 1) * most] for row in range(len(depths))]
         return [row[: row.index(-1)] if -1 in row else row for row in rows], num_forwards
 
-    def check(self, seen: Calls, logits: torch.Tensor) -> None:
+    def check(self, seen: Recording) -> None:
         """See that every layer, and what comes behind them, compute within rounding what modules have computed.
 
-        Args:
-          logits: (1, S, V) of the forward that was seen.
         Raises: NotTraceableError where one does not.
         """
+        logits = seen.logits  # (1, S, V)
         num_nodes, first = logits.shape[1], len(self.ends.tables)
         inner = torch.empty(num_nodes, self._layout.width, dtype=self._dtype)
         holder = nn.Module()  # of what a layer is given, which it looks up by token
@@ -464,28 +473,25 @@ class NativeProgram:
 
     def _store(self, layout: _Layout, cache: KVCache, capacity: int, num_slots: int) -> _Store | None:
         """The memory of a cache, with room for so many columns; None where it is not kept as this takes it."""
-        layers = cache.layers
         cache.reserve(capacity, num_slots)
-        for index, (heads, size, value_size) in layout.kv_sizes.items():
-            layer: Any = layers[index] if index < len(layers) else None
-            if type(layer) is not RaggedLayer:
-                return None
-            if not layer.is_initialized:
-                layer.lazy_initialization(
-                    *(torch.zeros(1, heads, 1, each, dtype=self._dtype) for each in (size, value_size))
-                )
-        store = self._known.store
-        if store is None or store.memory is not cache.memory or not store.ready >= layout.kv_sizes.keys():
-            store = self._known.store = _Store(cache)
-        is_read = store.dtype in (self._dtype, torch.int8) or (self._dtype, store.dtype) == READ_BESIDE
-        return store if store.is_even and is_read else None
+        store: _Store | None = cache.addresses
+        if store is None or store.memory is not cache.memory or store.kv_sizes is not layout.kv_sizes:
+            for index, (heads, size, value_size) in layout.kv_sizes.items():
+                layer: Any = cache.layers[index] if index < len(cache.layers) else None
+                if type(layer) is not RaggedLayer:
+                    return None
+                if not layer.is_initialized:
+                    layer.lazy_initialization(
+                        *(torch.zeros(1, heads, 1, each, dtype=self._dtype) for each in (size, value_size))
+                    )
+            store = cache.addresses = _Store(cache, layout.kv_sizes, self._dtype)
+        return store if store.is_taken else None
 
-    def _tables_for(self, end: int) -> _Tables:
-        """Those with rows for positions before this one, as far as the model has any."""
-        tables = self._tables
-        if end > tables.num_positions and tables.num_positions != self._context_length:
-            tables = self._tables = self._tables_of(max(2 * tables.num_positions, -(-end // TABLE_BLOCK) * TABLE_BLOCK))
-        return tables
+    def _grow_tables(self, end: int) -> None:
+        """Have rows for positions before this one, as far as the model has any."""
+        known = self._tables.num_positions
+        if known != self._context_length:
+            self._tables = self._tables_of(max(2 * known, -(-end // TABLE_BLOCK) * TABLE_BLOCK))
 
     def release_tables(self) -> None:
         """Replace tables that long rows have made grow."""

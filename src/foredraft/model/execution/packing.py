@@ -97,6 +97,9 @@ class PackedProduct:
       dtype: that it takes and gives; by default that of the weights.
       leaving: weights that are freed once they are packed (`release`): pages of a file a piece of a weight at a time.
 
+    Attributes:
+      is_released: whether weights of its layers are gone.
+
     Exactness: equals ``F.linear`` within the rounding of the dtype; by the library's own kernels a row has the same
     bits among any number of rows.
     """
@@ -115,13 +118,13 @@ class PackedProduct:
         earlier: PackedProduct | None = None,
         codes: Callable[[nn.Module], Codes | Unrounded | StoredCodes] | None = None,
         dtype: torch.dtype | None = None,
-        leaving: memory.Leaving | None = None,
+        leaving: memory.PageReleaser | None = None,
     ) -> None:
         self.layers = tuple(layers)
         self._codes = codes
         weight: torch.Tensor = layers[0].weight  # type: ignore[assignment]
         self._dtype = dtype or weight.dtype
-        self._is_released = False
+        self.is_released = False
         self._shared: tuple[torch.Tensor, tuple[torch.Tensor, ...], set[int]] | None = None
         if earlier is None or not earlier._holds(self._tensors()):
             self._pack(leaving)
@@ -156,7 +159,7 @@ class PackedProduct:
         product.layers, product.matrix, product.sizes = tuple(layers), matrix, list(sizes)
         product._codes = product._shared = None
         product._dtype, product._weight_dtype, product._sums = dtype, weight_dtype, list(sums)
-        product._is_released = is_released
+        product.is_released = is_released
         product.settle()
         cls.num_packed += 1
         return product
@@ -185,7 +188,7 @@ class PackedProduct:
 
     def refresh(self) -> bool:
         """Pack again when a weight or bias was written since; True when it was."""
-        if self._is_released or self._versions == tuple(map(version_of, self._tensors())):
+        if self.is_released or self._versions == tuple(map(version_of, self._tensors())):
             return False
         self._pack()
         return True
@@ -196,7 +199,7 @@ class PackedProduct:
             replace_forward(layer, PackedLinear(self, index))
         return self
 
-    def release(self, leaving: memory.Leaving | None = None) -> None:
+    def release(self, leaving: memory.PageReleaser | None = None) -> None:
         """Free the weights that were packed, for every module that shares the parameters.
 
         A NaN of the same shape stays, so that code which reads the weight past the layer is noticed.
@@ -207,7 +210,7 @@ class PackedProduct:
         freed = [weight for weight in self._weights() if leaving is None or weight in leaving]
         if freed:
             release(freed, self._dtype, leaving)
-            self._is_released = True
+            self.is_released = True
 
     def settle(self) -> None:
         """Take tensors that the library itself has converted for those that were packed."""
@@ -236,7 +239,7 @@ class PackedProduct:
         once, as a step does, and takes a fifth of the time of packing it.
         """
         mine = self._tensors()
-        same = len(tensors) == len(mine) and all(map(operator.is_, tensors, mine)) and not self._is_released
+        same = len(tensors) == len(mine) and all(map(operator.is_, tensors, mine)) and not self.is_released
         return (
             same
             and self._weight_dtype == tensors[0].dtype
@@ -252,11 +255,6 @@ class PackedProduct:
     def weight_dtype(self) -> torch.dtype:
         """Of what was packed."""
         return self._weight_dtype
-
-    @property
-    def is_released(self) -> bool:
-        """Whether weights of its layers are gone."""
-        return self._is_released
 
     @property
     def all_sums(self) -> Sequence[torch.Tensor]:
@@ -282,7 +280,7 @@ class PackedProduct:
         biases: list[torch.Tensor] = [layer.bias for layer in self.layers if layer.bias is not None]  # type: ignore[misc]
         return [*self._weights(), *biases]
 
-    def _pack(self, leaving: memory.Leaving | None = None) -> None:
+    def _pack(self, leaving: memory.PageReleaser | None = None) -> None:
         tensors = self._tensors()
         self._versions = tuple(map(version_of, tensors))
         self._weight_dtype = tensors[0].dtype
@@ -400,13 +398,13 @@ def embedding_rows(embedding: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return forward(ids) if isinstance(forward, PackedRows) else F.embedding(ids, embedding.weight)  # type: ignore[arg-type]
 
 
-def release(weights: Iterable[torch.Tensor], dtype: torch.dtype, leaving: memory.Leaving | None = None) -> None:
+def release(weights: Iterable[torch.Tensor], dtype: torch.dtype, leaving: memory.PageReleaser | None = None) -> None:
     """Free the memory of weights, which may be among those that are leaving: a NaN of its shape stays of each."""
     given = []
     for weight in weights:
         given.append(weight.data)
         weight.data = torch.full((), torch.nan, dtype=dtype).expand(weight.shape)
-    (leaving or memory.Leaving(given)).whole(given)
+    (leaving or memory.PageReleaser(given)).whole(given)
 
 
 def packed_products(model: nn.Module) -> list[PackedProduct]:

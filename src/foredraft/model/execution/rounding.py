@@ -6,8 +6,9 @@ A step reads a half of what it reads of bfloat16, or less.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -32,27 +33,13 @@ from foredraft.model.independence import has_plain_weight
 from foredraft.native.codes import Kind, StoredCodes, Unrounded
 from foredraft.native.packed_matmul import CodesMatrix
 
+Rounding: TypeAlias = Callable[[torch.Tensor], Unrounded]
+"""How a weight (out, in) is rounded."""
 
-@dataclass(frozen=True)
-class Rounding:
-    """How weights are rounded.
-
-    Args:
-      bits: of a weight.
-      group: inputs of an output that share a scale; 0 for all.
-      has_zeros: groups have a zero point, too.
-    """
-
-    bits: int
-    group: int = 0
-    has_zeros: bool = False
-
-    def __call__(self, layer: nn.Module) -> Unrounded:
-        """The weight of a linear layer, still to be rounded."""
-        return Unrounded.of(dense_weight(layer), self.bits, self.group, has_zeros=self.has_zeros)
-
-
-ROUNDINGS = {"int8": Rounding(8), "int4": Rounding(4, 32, has_zeros=True)}
+ROUNDINGS: dict[str, Rounding] = {
+    "int8": partial(Unrounded.of, bits=8),
+    "int4": partial(Unrounded.of, bits=4, group=32, has_zeros=True),
+}
 """By name; output embeddings are rounded to 8 bits by any."""
 
 STORED = "stored"
@@ -115,7 +102,8 @@ def quantize_weights(
     made = []
     for group in groups(model, layers) if layers else []:
         rounding = rounding_of(model, group[0], name)
-        made.append(PackedProduct(group, known.get(id(group[0].weight)), rounding, dtype, leaving).put_in())
+        earlier_product = known.get(id(group[0].weight))
+        made.append(PackedProduct(group, earlier_product, _rounder(rounding), dtype, leaving).put_in())
     if tied is not None:
         read_rows(model, tied)
     if dtype is not None:
@@ -180,7 +168,7 @@ def round_weights(model: PreTrainedModel, name: str) -> None:
     shared = shared_storages(model) - (set() if tied is None else {tied.weight.data_ptr()})
     for layer in list(roundable(model)):
         weight: nn.Parameter = layer.weight  # type: ignore[assignment]
-        dense = rounding_of(model, layer, name)(layer).codes().dense().to(weight.dtype)
+        dense = rounding_of(model, layer, name)(dense_weight(layer)).codes().dense().to(weight.dtype)
         dense = dense.t() if isinstance(layer, Conv1D) else dense
         if weight.data_ptr() in shared:
             layer.weight = nn.Parameter(dense.contiguous(), requires_grad=False)
@@ -200,6 +188,11 @@ def roundable(model: nn.Module) -> Iterator[nn.Module]:
 def rounding_of(model: PreTrainedModel, layer: nn.Module, name: str) -> Rounding:
     """How a layer is rounded. The rounding of an output embedding falls on the logits unsmoothed."""
     return ROUNDINGS["int8" if layer is model.get_output_embeddings() else name]
+
+
+def _rounder(rounding: Rounding) -> Callable[[nn.Module], Unrounded]:
+    """The weight of a linear layer, still to be rounded, as `PackedProduct` takes it."""
+    return lambda layer: rounding(dense_weight(layer))
 
 
 def _convert(model: PreTrainedModel, dtype: torch.dtype) -> None:

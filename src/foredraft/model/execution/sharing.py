@@ -136,7 +136,7 @@ def gives_rows(embedding: Any) -> bool:
     return type(embedding) is nn.Embedding and embedding.max_norm is None and replacement(embedding) is None
 
 
-def make_ready(model: PreTrainedModel, layers: Iterable[nn.Module], tied: Any) -> memory.Leaving:
+def make_ready(model: PreTrainedModel, layers: Iterable[nn.Module], tied: Any) -> memory.PageReleaser:
     """Move what stays when the weights of layers go out of the file that it is mapped from.
 
     Args:
@@ -149,7 +149,7 @@ def make_ready(model: PreTrainedModel, layers: Iterable[nn.Module], tied: Any) -
     weights: list[torch.Tensor] = [layer.weight for layer in layers]  # type: ignore[misc]
     move_out(model, [weight for weight in weights if weight.data_ptr() not in shared])
     shared = shared_storages(model) - given
-    return memory.Leaving(weight for weight in weights if weight.data_ptr() not in shared)
+    return memory.PageReleaser(weight for weight in weights if weight.data_ptr() not in shared)
 
 
 def read_rows(model: PreTrainedModel, embedding: nn.Module) -> None:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,17 +36,6 @@ from foredraft.model.sublayers import LeftOut
 
 one_trace_at_a_time = threading.RLock()
 """While torch traces or compiles, functions of its own are replaced for all threads."""
-
-
-class _Passing:
-    """Stands in for a cache while a layer is traced: hands on what it is given."""
-
-    def __init__(self) -> None:
-        self.given: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
-        self.given = key_states, value_states
-        return key_states, value_states
 
 
 class Tracer:
@@ -141,13 +131,19 @@ class Tracer:
         args, kwargs = list(call.args), dict(call.kwargs)
         for place, tensor in zip(call.inputs, inputs, strict=True):
             put(args, kwargs, place, tensor)
-        cache, mask = _Passing(), None if call.mask is None else value_at(args, kwargs, (call.mask, None))
-        put(args, kwargs, (call.cache, None), cache)
+        mask = None if call.mask is None else value_at(args, kwargs, (call.mask, None))
+        written: list[torch.Tensor] = []  # keys and values that attention has not read yet
+
+        def update(keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> Any:
+            written[:] = keys, values
+            return keys, values
+
+        put(args, kwargs, (call.cache, None), SimpleNamespace(update=update))
 
         def attend(_: Any, query: Any, key: Any, value: Any, given: Any, **__: Any) -> torch.Tensor:
-            if cache.given is None or key is not cache.given[0] or value is not cache.given[1] or given is not mask:
+            if not written or key is not written[0] or value is not written[1] or given is not mask:
                 raise NotTraceableError("its attention takes other keys, values or masks than those that it was given")
-            cache.given = None
+            written.clear()
             return attention(query, key, value)  # type: ignore[no-any-return]
 
         forwards = {linear: self._stand_in(linear, numbers) for linear in self._linears}

@@ -1,4 +1,4 @@
-"""Which replica a request goes to: one that has read its beginning, unless that one is ahead of the others."""
+"""Choice of a replica: one that has read the prefix of the prompt, unless its load is far above the others'."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Affinity:
     Args:
       block: ids of a block.
       balance: 1 is the strictest, for fewest hits.
-      max_blocks: that are remembered; the ones that were used longest ago are forgotten.
+      max_blocks: number of remembered blocks; the least recently used are forgotten.
     """
 
     def __init__(self, block: int = 64, balance: float = 1.3, max_blocks: int = 1 << 18) -> None:
@@ -62,7 +62,7 @@ class Affinity:
             self._reader_of.popitem(last=False)
 
     def _keys(self, ids: Sequence[int], session: str, salt: str) -> Iterator[Hashable]:
-        """One for each whole block, which names all ids up to its end; the session's last."""
+        """Keys of all prefixes in whole blocks, then that of the session."""
         key = hash(salt) if salt else 0
         for end in range(self._block, len(ids) + 1, self._block):
             key = hash((key, *ids[end - self._block : end]))
@@ -71,7 +71,7 @@ class Affinity:
             yield session
 
     def _idlest(self, loads: Mapping[str, int]) -> str:
-        """Of several, each in its turn."""
+        """Replica with the lowest load; equal ones in turn."""
         least = min(loads.values())
         idle = [name for name, load in loads.items() if load == least]
         self._turn += 1

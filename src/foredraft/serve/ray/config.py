@@ -1,4 +1,4 @@
-"""What a cluster serves, and on what, as plain data: a YAML file's ``args``."""
+"""Configuration of a cluster as plain data: the ``args`` of a YAML file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ClusterConfig:
     """Options of `foredraft.serve.ray.build`.
 
     Args:
-      model: as for `foredraft.LLM`; every machine must be able to load it.
+      model: model, as for `foredraft.LLM`; every machine must be able to load it.
       speculative_config: how to draft.
       drafting: further ways, ``NAME=METHOD`` or ``NAME=JSON``.
       served_model_name: names of the model in requests, by default what was given as the model.
@@ -26,11 +26,11 @@ class ClusterConfig:
       server: fields of `ServerSettings`.
       failover: fields of `FailoverSettings`.
       routing: arguments of `Affinity`.
-      num_replicas: of the engine; with ``autoscaling``, its fields min_replicas and max_replicas count.
+      num_replicas: number of engines; with ``autoscaling``, its min_replicas and max_replicas count instead.
       num_ingresses: processes that take HTTP; not for the command line, which is one itself.
-      num_cpus, num_gpus: of each replica; also its number of threads.
+      num_cpus, num_gpus: resources of each replica; num_cpus is also its number of threads.
       autoscaling: fields of Ray Serve's ``autoscaling_config``.
-      drain_seconds: that requests have on a replica that is to go; what then runs goes on elsewhere.
+      drain_seconds: time that requests have on a replica that is removed; then they continue elsewhere.
     """
 
     model: str

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -16,17 +14,17 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
-from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from foredraft.errors import ForedraftError, described
 from foredraft.serve.app import Application
-from foredraft.serve.guards import Numbered
+from foredraft.serve.guards import with_request_ids
 from foredraft.serve.metrics import ClusterMetrics
 from foredraft.serve.ray.config import ClusterConfig
-from foredraft.serve.ray.failover import Called, ClusterBridge
-from foredraft.serve.ray.messages import Distant, Facts, Failed, Message, ReplicaRequest, Route
+from foredraft.serve.ray.failover import ClusterBridge, with_callers
+from foredraft.serve.ray.fleet import RayFleet
+from foredraft.serve.ray.messages import DistantServed, Message, ReplicaRequest
 from foredraft.serve.ray.replica import Replica
 from foredraft.serve.ray.router import PrefixRouter
 from foredraft.serve.ray.watchdog import start_watchdog
@@ -36,15 +34,14 @@ COLLECTOR = "foredraft-figures"
 NUM_CHECKS = 3
 """Checks of its health that a replica must miss in a row before Ray replaces it; together they are one stall."""
 CHECK_SECONDS = 2.0
-"""Between one check and the next."""
+"""Interval of health checks."""
 MIN_PAUSE_SECONDS = 0.01
 MAX_PAUSE_SECONDS = 0.05
-"""From one question to full replicas whether they have room to the next: each costs both ends some of a processor."""
+"""Pauses between attempts to find a free row on full replicas: each attempt costs processor time at both ends."""
 PUSH_SECONDS = 1.0
 PAGE_SECONDS = 2.0
-"""In which the collector must have answered; without it a page shows the ingress alone."""
+"""Time limit of the collector; without its answer a page shows the ingress alone."""
 STALE_SECONDS = 10.0
-DESCRIBE_SECONDS = 600.0
 MANY = 10_000
 """Requests that an ingress holds at once: all, since limits are told by its application and not by Ray."""
 
@@ -70,7 +67,7 @@ class Collector:
         self._pages[replica] = (time.monotonic(), page)
 
     def pages(self) -> dict[str, bytes]:
-        """Of the replicas that have been heard of lately."""
+        """Pages of replicas that have reported lately."""
         now = time.monotonic()
         self._pages = {name: told for name, told in self._pages.items() if now - told[0] < STALE_SECONDS}
         return {name: page for name, (_, page) in self._pages.items()}
@@ -119,12 +116,12 @@ class Engine:
             async for message in messages:
                 yield message
 
-    async def describe(self) -> Facts:
-        return self._replica.facts
+    async def describe(self) -> DistantServed:
+        return self._replica.description
 
     def record_replica_metadata(self) -> dict[str, str]:
-        """What the router knows of a replica."""
-        return {"weights": self._replica.facts.weights, "fingerprint": self._replica.facts.fingerprint}
+        """Facts of a replica for the router."""
+        return {name: getattr(self._replica.description, name) for name in ("weights", "fingerprint")}
 
     def check_health(self) -> None:
         """Raises: where no request would be answered any more; Ray then replaces the replica."""
@@ -158,69 +155,6 @@ def engines(config: ClusterConfig) -> serve.Application:
     return deployment.bind(config)
 
 
-class RayFleet:
-    """The engines behind a handle, once there is one.
-
-    Attributes:
-      facts: what they serve, once they have said so.
-      when_changed: told of it where that has become something else.
-    """
-
-    def __init__(self) -> None:
-        self.facts: Facts | None = None
-        self.when_changed: Callable[[Facts], None] = lambda facts: None
-
-    def adopt(self, facts: Facts) -> None:
-        """Other weights were deployed."""
-        self.facts = facts
-        self.when_changed(facts)
-
-    def connect(self, handle: DeploymentHandle) -> None:
-        """Ask these engines from now on."""
-        self._describe = handle.options(method_name="describe")
-        self._generate = handle.options(method_name="generate", stream=True)
-
-    async def generate(self, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
-        """One of them does it.
-
-        Raises: Failed, for all that is not the fault of the request.
-        """
-        route = Route()
-        answer = self._generate.remote(replace(work, route=route))
-        try:
-            async with aclosing(merged(route, answer)) as messages:
-                async for message in messages:
-                    yield message
-        except (RayError, RayServeException) as error:
-            raise Failed(f"a replica was lost ({type(error).__name__})") from None
-        finally:
-            answer.cancel()
-
-    def learn(self) -> Facts:
-        """Ask one of them what it serves, from a thread that may wait."""
-        self.facts = self._describe.remote().result(timeout_s=DESCRIBE_SECONDS)
-        return self.facts
-
-
-async def merged(route: Route, answer: AsyncIterator[Message]) -> AsyncGenerator[Message, None]:
-    """Where a request was sent, until a replica answers; then what that one says."""
-    first, sent = asyncio.ensure_future(anext(answer)), asyncio.ensure_future(route.sent())
-    try:
-        while not first.done():
-            await asyncio.wait([first, sent], return_when=asyncio.FIRST_COMPLETED)
-            if sent.done():
-                yield sent.result()
-                sent = asyncio.ensure_future(route.sent())
-        yield first.result()
-    except StopAsyncIteration:
-        return
-    finally:
-        first.cancel()
-        sent.cancel()
-    async for message in answer:
-        yield message
-
-
 # -- ingresses -----------------------------------------------------------------------------------------------------
 
 
@@ -230,17 +164,15 @@ class Ingress:
     def __init__(self, config: ClusterConfig, handle: DeploymentHandle) -> None:
         fleet = RayFleet()
         fleet.connect(handle)
-        metrics = ClusterMetrics(config.name, pages)
-        bridge = ClusterBridge(fleet, metrics, config.limits)
-        self._application = Application(bridge, config.settings, metrics)
+        bridge = ClusterBridge(fleet, ClusterMetrics(config.name, pages), config.limits)
+        self._application = fleet.application = Application(bridge, config.settings)
         self._has_keys = bool(config.settings.api_keys)
-        fleet.when_changed = partial(Distant.serve, self._application)
         # Ray sends requests here once this has returned: a rolling update keeps the old ingress as long
         with ThreadPoolExecutor(1, "foredraft-facts") as pool:
-            self._application.served = Distant(pool.submit(fleet.learn).result())
+            pool.submit(fleet.learn).result()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return Numbered(Called(self._application.build(), self._has_keys))
+        return with_request_ids(with_callers(self._application.build(), self._has_keys))
 
 
 def build(app_config: Mapping[str, Any]) -> serve.Application:

@@ -1,7 +1,7 @@
-"""The ingress's end of every request: what was delivered, and where it goes on when a replica is lost.
+"""Requests of an ingress on their way over replicas: delivered output, and failover when a replica is lost.
 
 A token depends on the seed, the position and the ids before it alone, so another replica that is given the seed and
-what was delivered goes on to the same text. Only whole steps are delivered, with their ids and their text.
+the delivered output continues the same text. Only whole steps are delivered, with their ids and their text.
 """
 
 from __future__ import annotations
@@ -9,47 +9,52 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from threading import Thread
-from typing import Any, NamedTuple, cast
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from foredraft.config.sampling import SamplingParams
+from foredraft.engine.frontend import CompletionOutput, FrozenList, Logprob, RequestOutput, StreamOutput
+from foredraft.engine.stats import RowStats
 from foredraft.llm import LLM
 from foredraft.prompts.prompts import seeded
-from foredraft.serve.backend import QueuedRequest, check_tokens
-from foredraft.serve.errors import ApiError, ModelChanged
-from foredraft.serve.fair import PROMPT_COST, FairQueue
+from foredraft.serve.errors import ApiError, model_changed
+from foredraft.serve.fair import OUTPUT_COST, PROMPT_COST, FairQueue, Turn
 from foredraft.serve.guards import ALLOWED_ID, REQUEST_ID
 from foredraft.serve.metrics import ClusterMetrics
-from foredraft.serve.ray.journal import FailoverState, Journal
+from foredraft.serve.queued_request import QueuedRequest, check_tokens
 from foredraft.serve.ray.messages import (
-    Accepted,
     Delta,
+    DistantServed,
     Failed,
     Finished,
-    Fleet,
     Message,
-    OtherWeights,
-    Rejected,
+    OutputIds,
     ReplicaRequest,
     Routed,
     Started,
 )
 from foredraft.serve.settings import FailoverSettings
 
+if TYPE_CHECKING:
+    from foredraft.serve.ray.fleet import RayFleet
+
 logger = logging.getLogger("foredraft.serve")
 
 
 class Caller(NamedTuple):
-    """Who sent a request.
+    """Sender of a request.
 
     Args:
-      request_id: for logs.
-      session: that the client has named, or nothing.
-      client: whose requests take turns with those of others.
+      request_id: id for logs.
+      session: session that the client has named, or nothing.
+      client: key or address. Clients take turns.
     """
 
     request_id: str = ""
@@ -59,31 +64,194 @@ class Caller(NamedTuple):
 
 NOBODY = Caller()
 CALLER: ContextVar[Caller] = ContextVar("foredraft_caller", default=NOBODY)
-"""Of the request that is being answered."""
+"""Sender of the request that is being answered."""
 
 SILENT_SECONDS = 60.0
-"""For which a replica that was silent is avoided, at least: by then Ray has replaced it, or it runs again."""
+"""Time for which a silent replica is avoided, at least: by then Ray has replaced it, or it runs again."""
 MOST_LATE = 1.0
 """Seconds by which a timer may be late; by more, this process was stopped, and others may have spoken meanwhile."""
 
 
-class ClusterBridge:
-    """What `foredraft.serve.bridge.Bridge` is to one engine, to a fleet of them.
+@dataclass
+class Text:
+    """Delivered output of one sample."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class Journal:
+    """Delivered output of a request. It stands for `foredraft.engine.frontend.Stream`, as far as answers read that.
 
     Args:
-      load: starts what the fleet needs; called in a thread.
-      metrics: told of failovers.
+      params: parameters of each prompt, with a seed.
+    """
+
+    def __init__(self, params: Sequence[SamplingParams]) -> None:
+        self.texts = [[Text() for _ in range(one.n)] for one in params]
+        self.is_waiting = True
+        self._before = RowStats()
+        self._now = RowStats()
+        self._cached = 0
+        self._outputs: list[RequestOutput] = []
+
+    @property
+    def output_ids(self) -> tuple[OutputIds, ...]:
+        """Output that the next replica continues; nothing where nothing was delivered."""
+        if not any(text.token_ids for texts in self.texts for text in texts):
+            return ()
+        return tuple(tuple(tuple(text.token_ids) for text in texts) for texts in self.texts)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(text.token_ids) for texts in self.texts for text in texts)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self._cached
+
+    @property
+    def finish_reasons(self) -> list[str | None]:
+        return [text.finish_reason for texts in self.texts for text in texts]
+
+    @property
+    def stats(self) -> RowStats:
+        """Counters of all replicas together."""
+        pooled = RowStats()
+        pooled.add(self._before)
+        pooled.add(self._now)
+        return pooled
+
+    def take(self, news: Delta) -> list[StreamOutput]:
+        """Add the output of a replica; returns the deltas that are new."""
+        self._now, self._cached = news.stats or self._now, news.num_cached_tokens
+        return [delta for delta in news.deltas if self._append(delta)]
+
+    def _append(self, delta: StreamOutput) -> bool:
+        text = self.texts[delta.prompt_index][delta.index]
+        if text.finish_reason is not None:  # on another replica, which this one repeats
+            return False
+        text.token_ids += delta.token_ids
+        text.logprobs += delta.logprobs or ()
+        text.finish_reason = delta.finish_reason
+        return True
+
+    def turn(self) -> None:
+        """Keep the counters of the replica, which is lost."""
+        self._before.add(self._now)
+        self._now = RowStats()
+
+    def end(self, ended: Finished) -> None:
+        self._now, self._cached = ended.stats, ended.num_cached_tokens
+        pairs = zip(ended.outputs, self.texts, strict=True)
+        self._outputs = [replace(output, outputs=_whole(output.outputs, texts)) for output, texts in pairs]
+
+    def outputs(self) -> list[RequestOutput]:
+        """Results, once the request has ended, as if one replica had written them."""
+        return self._outputs
+
+
+def _whole(outputs: Sequence[CompletionOutput], texts: Sequence[Text]) -> FrozenList[CompletionOutput]:
+    """Samples with the log-probabilities of all their tokens."""
+    return FrozenList(
+        output if output.logprobs is None else _with_logprobs(output, text.logprobs)
+        for output, text in zip(outputs, texts, strict=True)
+    )
+
+
+def _with_logprobs(output: CompletionOutput, logprobs: list[dict[int, Logprob]]) -> CompletionOutput:
+    total = sum(table[token].logprob for token, table in zip(output.token_ids, logprobs, strict=True))
+    return replace(output, logprobs=logprobs, cumulative_logprob=total)
+
+
+class FailoverState:
+    """Request on its way over replicas."""
+
+    def __init__(
+        self,
+        ticket: QueuedRequest,
+        journal: Journal,
+        work: ReplicaRequest,
+        metrics: ClusterMetrics,
+        queue: FairQueue,
+        turn: Turn,
+    ) -> None:
+        self.ticket, self.journal, self.work = ticket, journal, work
+        self._metrics, self._queue, self._turn = metrics, queue, turn
+        self.replica = ""
+        """Replica that has the request; empty while it waits for one."""
+        self._has_begun = False
+        self._is_paused = False
+        self._last = perf_counter()
+
+    def avoid(self, silent: Iterable[str]) -> None:
+        """Prefer other replicas than these from now on."""
+        self.replica = ""
+        if not self.work.avoided.issuperset(silent):
+            self.work = replace(self.work, avoided=self.work.avoided.union(silent))
+
+    def accept(self, replica: str) -> None:
+        """A replica has the request."""
+        self.replica = replica
+        self.ticket.is_queued = False
+        self._queue.begin(self._turn)
+
+    def begin(self, begun: Started) -> None:
+        """An engine has the request."""
+        if self._has_begun:
+            is_same = begun.fingerprint == self.work.fingerprint
+            self.ticket.notes["failover"]["is_same_fingerprint"] &= is_same
+            return
+        if begun.fingerprint != self.work.fingerprint:
+            self.ticket.notes["replica_fingerprint"] = begun.fingerprint
+            self.work = replace(self.work, fingerprint=begun.fingerprint)
+        self._has_begun = True
+        self.ticket.deliver([])
+
+    def deliver(self, news: Delta) -> None:
+        """Send new deltas to the client."""
+        deltas = self.journal.take(news)
+        if not deltas:
+            return
+        if self._is_paused:
+            self._metrics.pause.observe(perf_counter() - self._last)
+        self._is_paused, self._last = False, perf_counter()
+        self._queue.charge(self._turn, OUTPUT_COST * sum(len(delta.token_ids) for delta in deltas))
+        self.journal.is_waiting = False
+        self.ticket.deliver(deltas)
+
+    def lose(self) -> None:
+        """Continue on another replica from here."""
+        self.journal.turn()
+        avoided = self.work.avoided | ({self.replica} if self.replica else set())
+        self.work = replace(self.work, output_ids=self.journal.output_ids, avoided=avoided)
+        if self._has_begun:
+            told = self.ticket.notes.setdefault("failover", {"count": 0, "is_same_fingerprint": True, "at_tokens": []})
+            told["count"] += 1
+            told["at_tokens"].append(self.journal.num_tokens)
+            self._is_paused = True
+            self._metrics.failovers.inc()
+
+
+class ClusterBridge:
+    """Backend that sends requests to a fleet of replicas, as `foredraft.serve.bridge.Bridge` does to one engine.
+
+    Args:
+      fleet: replicas.
+      metrics: counters of failovers.
+      load: starts the replicas; called in a thread.
     """
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: RayFleet,
         metrics: ClusterMetrics,
         settings: FailoverSettings | None = None,
         load: Callable[[], Sequence[LLM]] = tuple,
     ) -> None:
         self.error: BaseException | None = None
-        self._fleet, self._metrics, self._load = fleet, metrics, load
+        self._fleet, self.metrics, self._load = fleet, metrics, load
         self._settings = settings or FailoverSettings()
         self._open: dict[QueuedRequest, asyncio.Task[None]] = {}
         self._client_of: dict[QueuedRequest, str] = {}
@@ -164,36 +332,36 @@ class ClusterBridge:
             ticket.deliver(None)
 
     async def _see_through(self, ticket: QueuedRequest) -> None:
-        facts = self._fleet.facts
-        assert facts is not None
+        served = self._fleet.served
+        assert served is not None
         params = tuple(seeded(one, None, 0) for one in ticket.params)
         ticket.params = list(params)
         journal = Journal(params)
         ticket.stream = cast("Any", journal)
         request_id, session, client = CALLER.get()
-        name = next((name for name, llm in facts.llms.items() if llm is cast("Any", ticket.llm)), None)
+        name = next((name for name, llm in served.names.items() if llm is ticket.llm), None)
         if name is None:
-            raise ModelChanged
+            raise model_changed()
         work = ReplicaRequest(
             request_id,
             name,
             tuple(ticket.prompts),
             params,
-            facts.weights,
-            facts.fingerprint,
+            served.weights,
+            served.fingerprint,
             session=session,
             wants_trees=ticket.wants_trees,
             wants_news=ticket.wants_news,
         )
         if self._queue is None:
-            self._queue = FairQueue(facts.num_rows)
+            self._queue = FairQueue(served.num_rows)
         with self._queue.entered(client) as turn:
             await turn.granted
             self._queue.charge(turn, PROMPT_COST * ticket.num_prompt_tokens)
-            await self._try(FailoverState(ticket, journal, work, self._metrics, self._queue, turn))
+            await self._try(FailoverState(ticket, journal, work, self.metrics, self._queue, turn))
 
     async def _try(self, course: FailoverState) -> None:
-        """One replica after the other, until one brings the request to its end."""
+        """Send the request to one replica after the other, until one finishes it."""
         request_id, journal = course.work.request_id, course.journal
         for attempt in range(self._settings.max_failovers + 1):
             try:
@@ -207,7 +375,7 @@ class ClusterBridge:
                 await asyncio.sleep(self._settings.retry_seconds * 2**attempt)
 
     async def _attempt(self, course: FailoverState) -> None:
-        """One replica's part of a request.
+        """Send the request to one replica.
 
         Raises: Failed; ApiError where the request is to blame, or nothing answers it.
         """
@@ -217,11 +385,11 @@ class ClusterBridge:
         async with aclosing(self._fleet.generate(course.work)) as messages:
             async for message in self._in_time(messages, course):
                 match message:
+                    case Routed(has_accepted=True):
+                        self._silent.pop(message.replica, None)
+                        course.accept(message.replica)
                     case Routed():
                         course.replica = message.replica
-                    case Accepted():
-                        self._silent.pop(message.replica, None)
-                        course.take(message)
                     case Started():
                         course.begin(message)
                     case Delta():
@@ -229,15 +397,15 @@ class ClusterBridge:
                     case Finished():
                         course.journal.end(message)
                         return
-                    case OtherWeights() if course.journal.num_tokens:
-                        raise Failed(f"{message.replica} has other weights than the request was begun on")
-                    case OtherWeights():
-                        self._fleet.adopt(message.facts)
-                        raise ModelChanged
-                    case Rejected() if message.may_work_elsewhere:
+                    case DistantServed() if course.journal.num_tokens:
+                        raise Failed("a replica has other weights than the request was begun on")
+                    case DistantServed():
+                        self._fleet.adopt(message)
+                        raise model_changed()
+                    case ApiError(status=503):
                         raise Failed(f"a replica refused the request ({message.message})")
-                    case Rejected():
-                        raise message.error
+                    case ApiError():
+                        raise message
         raise Failed("a replica ended the stream before its end")
 
     async def _in_time(self, messages: AsyncGenerator[Message, None], course: FailoverState) -> AsyncIterator[Message]:
@@ -283,25 +451,22 @@ def _unavailable(reason: str) -> ApiError:
     return ApiError(503, f"no replica could finish the request: {reason}; try again", code="replicas_lost")
 
 
-class Called:
-    """Notes the id of every request, which it has by then, its ``x-session-id``, and who sends it.
+def with_callers(app: ASGIApp, has_keys: bool) -> ASGIApp:
+    """Set `CALLER` for every request: its id, its ``x-session-id``, and its client.
 
     Args:
       has_keys: whether clients are told apart by their keys; otherwise by their addresses.
     """
 
-    def __init__(self, app: ASGIApp, has_keys: bool) -> None:
-        self._app, self._has_keys = app, has_keys
+    async def noted(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = dict(scope["headers"])
+            key = headers.get(b"authorization", b"").decode("latin-1") if has_keys else ""
+            client = key or (scope.get("client") or ("",))[0]
+            CALLER.set(Caller(_told(headers.get(REQUEST_ID)), _told(headers.get(b"x-session-id")), client))
+        await app(scope, receive, send)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        key = headers.get(b"authorization", b"").decode("latin-1") if self._has_keys else ""
-        client = key or (scope.get("client") or ("",))[0]
-        CALLER.set(Caller(_told(headers.get(REQUEST_ID)), _told(headers.get(b"x-session-id")), client))
-        await self._app(scope, receive, send)
+    return noted
 
 
 def _told(header: bytes | None) -> str:

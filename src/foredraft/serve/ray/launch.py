@@ -9,17 +9,16 @@ from functools import partial
 
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
-from foredraft.serve.backend import Backend, MetricsBackend
+from foredraft.serve.bridge import Backend
 from foredraft.serve.metrics import ClusterMetrics
 from foredraft.serve.ray.config import ClusterConfig
-from foredraft.serve.ray.failover import Called, ClusterBridge
-from foredraft.serve.ray.messages import Distant
+from foredraft.serve.ray.failover import ClusterBridge, with_callers
 from foredraft.serve.served import Served
 from foredraft.serve.server import Server
 
 APPLICATION = "foredraft"
 STORE_BYTES = 100_000_000
-"""Of Ray's object store; nothing of a request is large."""
+"""Size of Ray's object store; messages are small."""
 
 
 def start_ray(address: str | None, num_cpus: float) -> None:
@@ -62,8 +61,9 @@ def serve_cluster(
     from ray import serve
 
     from foredraft.serve.ray import deployment
+    from foredraft.serve.ray.fleet import RayFleet
 
-    fleet = deployment.RayFleet()
+    fleet = RayFleet()
 
     def load() -> Served:
         serve.start(proxy_location="Disabled")
@@ -73,16 +73,15 @@ def serve_cluster(
         except RuntimeError as error:
             raise ConfigError(f"the replicas did not start: {error}") from None
         fleet.connect(handle)
-        return Distant(fleet.learn())
+        return fleet.learn()
 
-    def make(loaded: Callable[[], Sequence[LLM]], name: str) -> tuple[Backend, MetricsBackend]:
-        metrics = ClusterMetrics(name, deployment.pages)
-        return ClusterBridge(fleet, metrics, config.limits, loaded), metrics
+    def make(loaded: Callable[[], Sequence[LLM]], name: str) -> Backend:
+        return ClusterBridge(fleet, ClusterMetrics(name, deployment.pages), config.limits, loaded)
 
-    wrap = partial(Called, has_keys=bool(config.settings.api_keys))
+    wrap = partial(with_callers, has_keys=bool(config.settings.api_keys))
     try:
         server = Server(load, config.name, config.settings, host=host, port=port, say=say, make=make, wrap=wrap)
-        fleet.when_changed = partial(Distant.serve, server.application)
+        fleet.application = server.application
         server.run_until_end()
     finally:
         serve.shutdown()

@@ -1,4 +1,4 @@
-"""One engine of a cluster: the thread of `foredraft.serve.bridge`, asked in messages instead of HTTP."""
+"""One engine of a cluster: the thread of `foredraft.serve.bridge`, reached by messages instead of HTTP."""
 
 from __future__ import annotations
 
@@ -16,21 +16,11 @@ from prometheus_client import Gauge
 
 from foredraft.engine.frontend import StreamOutput
 from foredraft.llm import LLM
-from foredraft.serve.backend import QueuedRequest
 from foredraft.serve.bridge import Bridge
 from foredraft.serve.errors import ApiError
 from foredraft.serve.metrics import OWN, Metrics
-from foredraft.serve.ray.messages import (
-    Accepted,
-    Delta,
-    Facts,
-    Finished,
-    Message,
-    OtherWeights,
-    Rejected,
-    ReplicaRequest,
-    Started,
-)
+from foredraft.serve.queued_request import QueuedRequest
+from foredraft.serve.ray.messages import Delta, DistantServed, Finished, Message, ReplicaRequest, Routed, Started
 from foredraft.serve.served import Served
 from foredraft.serve.settings import SIGN_SECONDS
 
@@ -43,16 +33,19 @@ steps have brought one of them travels together."""
 
 
 class Replica:
-    """A model in memory that takes requests of an ingress.
+    """Models in memory that take requests of an ingress.
 
     Args:
-      load: makes what is served; called in the thread of the engine.
-      model: label of its figures.
-      name: of the replica.
-      step_timeout: seconds that a step may take; after a longer one the replica says that it is not alive.
-      message_seconds: between its messages.
+      load: loads the models; called in the thread of the engine.
+      model: label of the metrics.
+      name: name of the replica.
+      step_timeout: seconds that a step may take; during a longer step the replica counts as not alive.
+      message_seconds: least time between messages of one request.
 
-    Raises: what has kept the model from being loaded.
+    Attributes:
+      description: served models, as an ingress gets them.
+
+    Raises: whatever error kept the models from being loaded.
     """
 
     def __init__(
@@ -75,12 +68,12 @@ class Replica:
         if self._bridge.error is not None:
             raise self._bridge.error
         info = Gauge(OWN + "replica_info", "Where a replica runs.", INFO, registry=self._metrics.registry)
-        info.labels(model, str(os.getpid()), platform.node(), self.facts.fingerprint).set(1)
+        info.labels(model, str(os.getpid()), platform.node(), self.description.fingerprint).set(1)
 
     def _loaded(self) -> Sequence[LLM]:
         self._served = self._load()
         self._served.warm()
-        self.facts = Facts.of(self._served)
+        self.description = DistantServed(self._served)
         return self._served.llms
 
     @property
@@ -89,15 +82,15 @@ class Replica:
 
     @property
     def page(self) -> bytes:
-        """What Prometheus reads."""
+        """All samples in the text format of Prometheus."""
         return self._metrics.page()
 
     async def generate(self, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
         """Do a request from where it stands; ending early ends it in the engine before the next step."""
-        if work.weights != self.facts.weights:
-            yield OtherWeights(self.name, self.facts)
+        if work.weights != self.description.weights:
+            yield self.description
             return
-        yield Accepted(self.name)
+        yield Routed(self.name, has_accepted=True)
         self._num_open += 1
         try:
             async with aclosing(self._generate(work)) as messages:
@@ -112,7 +105,7 @@ class Replica:
         while not (await asyncio.wait([prepared], timeout=SIGN_SECONDS))[0]:
             yield Delta()
         if (error := prepared.exception()) is not None:
-            yield Rejected.of(error)
+            yield ApiError.of(error)
             return
         ticket = QueuedRequest(llm, work.continued, work.params)
         logger.info("request %s: taken in by %s after %d tokens", work.request_id, self.name, _num_delivered(work))
@@ -134,7 +127,7 @@ class Replica:
                 await asyncio.wait([awaited], timeout=max(0.0, due - now()) if came else SIGN_SECONDS)
                 if not awaited.done() and not came:
                     if not self.is_alive:
-                        yield Rejected.of(ApiError(503, f"a step takes longer than {self._step_timeout:g} seconds"))
+                        yield ApiError(503, f"a step takes longer than {self._step_timeout:g} seconds")
                         return
                     yield Delta()
                 if awaited.done():
@@ -143,11 +136,11 @@ class Replica:
                     except Exception as error:
                         if came:
                             yield _news(ticket, work, came)
-                        yield Rejected.of(error)
+                        yield ApiError.of(error)
                         return
                     if not has_begun:
                         has_begun = True
-                        yield Started(self.name, self.facts.fingerprint)
+                        yield Started(self.description.fingerprint)
                     if news is None:
                         break
                     came += news

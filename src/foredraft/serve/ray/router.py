@@ -63,14 +63,14 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
 
 def _work(request: PendingRequest | None) -> ReplicaRequest | None:
-    """What it asks for; nothing where it is no request for tokens."""
+    """Argument of a request for tokens; None for other requests."""
     work = request.args[0] if request is not None and request.args else None
     return work if isinstance(work, ReplicaRequest) else None
 
 
 def _tell(request: PendingRequest, replica: str) -> None:
     if (work := _work(request)) is not None and work.route is not None:
-        work.route.tell(replica)
+        work.route(replica)
 
 
 def suitable(work: ReplicaRequest, candidates: list[RunningReplica]) -> list[RunningReplica]:

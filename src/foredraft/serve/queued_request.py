@@ -1,12 +1,12 @@
-"""What takes requests in, and a request on its way through it."""
+"""State of one request in whatever decodes it, and delivery of its output."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from time import perf_counter
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from foredraft.config.sampling import SamplingParams
 from foredraft.engine.frontend import RequestOutput, Stream, StreamOutput
@@ -14,41 +14,7 @@ from foredraft.llm import LLM
 from foredraft.serve.errors import ApiError
 
 News: TypeAlias = "list[StreamOutput] | Exception | None"
-"""What has come for a request; an error that ends it; None at its end."""
-
-
-class Backend(Protocol):
-    """Takes requests in, and brings news of them until they have ended or are abandoned."""
-
-    error: BaseException | None
-
-    def start(self, when_loaded: Callable[[], None]) -> None:
-        """Begin to load; ``when_loaded`` is called in another thread when that has come to an end, well or not."""
-
-    def check_room(self, num_prompt_tokens: int, max_requests: int | None, max_tokens: int | None) -> None:
-        """Raises: ApiError (429) where as many requests, or tokens of their prompts, wait as may."""
-
-    def submit(self, ticket: QueuedRequest) -> None:
-        """Take a request in."""
-
-    def abandon(self, ticket: QueuedRequest) -> None:
-        """End a request; one that has ended stays as it is."""
-
-    def abort_all(self, error: ApiError) -> None:
-        """End everything with an error."""
-
-    def stop(self, timeout: float) -> bool:
-        """Work no more; say whether nothing of this process computes any more, after `timeout` seconds at most."""
-
-
-class MetricsBackend(Protocol):
-    """What is counted of all requests."""
-
-    rejected: Any
-    """Counter of requests that were refused because too many waited."""
-
-    def page(self) -> bytes:
-        """What Prometheus reads."""
+"""New output of a request, an error that ends it, or None at its end."""
 
 
 def check_tokens(waiting: Sequence[QueuedRequest], num_prompt_tokens: int, max_tokens: int | None) -> None:
@@ -60,15 +26,15 @@ def check_tokens(waiting: Sequence[QueuedRequest], num_prompt_tokens: int, max_t
 
 
 class QueuedRequest:
-    """One request on its way through the engine, which brings news of it step by step.
+    """Request in a backend, which delivers its output step by step.
 
     Args:
-      llm, prompts, params: what is asked for; prompts hold token ids.
+      llm, prompts, params: model, prompts with token ids, and parameters of each prompt.
 
     Attributes:
-      wants_news: whether anybody waits for what single steps bring, or for the end alone.
-      wants_trees: whether its client is shown drafts.
-      notes: fields of the answer that tell how it came about.
+      wants_news: whether the client gets the output of single steps, or the results at the end.
+      wants_trees: whether the client gets drafts.
+      notes: further fields of the answer.
     """
 
     def __init__(self, llm: LLM, prompts: Sequence[dict[str, Any]], params: Sequence[SamplingParams]) -> None:

@@ -1,10 +1,17 @@
-"""Small arrays of the host, brought to an accelerator in one transfer."""
+"""Devices of tensors: small arrays of the host are brought to an accelerator in one transfer, and tensors for which no
+device is named are made on the CPU, whatever default device a caller has set."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 ALIGNMENT = 8
 """Bytes: every array begins where one of 64-bit numbers may begin."""
@@ -32,3 +39,24 @@ def upload(arrays: Sequence[torch.Tensor], device: torch.device) -> list[torch.T
         there[start : start + array.nbytes].view(array.dtype).view(array.shape)
         for start, array in zip(starts, arrays, strict=True)
     ]
+
+
+def cpu_by_default() -> AbstractContextManager[object]:
+    """Make tensors on the CPU inside the block where no device is named.
+
+    Kernels are given addresses of such tensors. After ``torch.set_default_device("cuda")`` or "meta" these would have
+    none that kernels can read.
+    """
+    context: AbstractContextManager[object] = torch.device("cpu")
+    return nullcontext() if torch.get_default_device().type == "cpu" else context
+
+
+def makes_on_cpu(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function run inside `cpu_by_default`."""
+
+    @wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        with cpu_by_default():
+            return function(*args, **kwargs)
+
+    return wrapped
