@@ -15,14 +15,15 @@ from tau import Found, kept, of_record
 from foredraft import LLM, SamplingParams
 from foredraft.bench.trial import Sampling
 from foredraft.engine.stats import RowStats
+from foredraft.tree import DraftTree
 
 
 def test_tau_positions_and_kinds_of_counts() -> None:
     found = Found(["chat", "maths"])
-    first, second = RowStats(), RowStats()
+    first, second, draft = RowStats(), RowStats(), DraftTree.chain(0, [1, 2, 3])
     for accepted in (0, 2, 1):
-        first.record(3, accepted, accepted + 1)
-    second.record(3, 3, 4)
+        first.record(draft, range(1, accepted + 1), accepted + 1)
+    second.record(draft, range(1, 4), 4)
     found.add([first, second])
     found.draft_seconds, found.step_seconds = [0.002, 0.001, 0.004], [0.03, 0.02, 0.05]
     record = found.record()

@@ -347,11 +347,17 @@ def test_a_text_is_kept_once() -> None:
     assert len(store) == 0
 
 
+class Memory(str):
+    """What a drafter has left, which takes no memory."""
+
+    num_bytes = 0
+
+
 def test_memories_are_handed_to_their_owners_alone() -> None:
     """The longest beginning for whom that serves, else the longest that its own engine has left."""
     store, cache = PrefixStore(4), cache_with(6, 0)
     heads, others = object(), object()
-    store.keep((1, 2, 3), cache, 0, 3, lambda: "of heads", heads)
+    store.keep((1, 2, 3), cache, 0, 3, lambda: Memory("of heads"), heads)
     store.keep((1, 2, 3, 4, 5, 6), cache, 0, 6, lambda: None, others)  # nothing to remember: for everybody
     asked: list[object] = []
 
@@ -366,11 +372,11 @@ def test_memories_are_handed_to_their_owners_alone() -> None:
     assert store.load((1, 2, 3, 4, 9), cache, 1, lambda memory, count: asked.append(memory) or count, owner=others) == 4
     assert set(asked) == {None}
     assert store.load((1, 2, 3), cache, 1, recall, owner=heads) == 3  # of two that are as long, its own
-    store.keep((1, 2, 3, 4, 5, 6), cache, 0, 6, lambda: "more of heads", heads)  # in place of both
+    store.keep((1, 2, 3, 4, 5, 6), cache, 0, 6, lambda: Memory("more of heads"), heads)  # in place of both
     assert (len(store), store.num_tokens) == (1, 6)
     assert store.load((1, 2, 3, 4, 9), cache, 1, recall, owner=heads) == 4
     store.keep((1, 2), cache, 0, 2, lambda: pytest.fail("known already"), heads)
-    store.keep((1, 2), cache, 0, 2, lambda: "of others", others)  # who know nothing of the longer text
+    store.keep((1, 2), cache, 0, 2, lambda: Memory("of others"), others)  # who know nothing of the longer text
     assert (len(store), store.num_tokens) == (2, 8)
 
 

@@ -134,7 +134,7 @@ class RowFeatures(Features):
         return choices if nodes is None else tuple([choices[node] for node in nodes])
 
     def at(self, nodes: Sequence[int]) -> RowFeatures:
-        if self._nodes is None and list(nodes) == list(range(len(nodes))):
+        if self._nodes is None and self._choices is None and list(nodes) == list(range(len(nodes))):
             return self
         return RowFeatures(self._output, self._row, self._choices, self._in_forward(nodes))
 

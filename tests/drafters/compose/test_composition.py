@@ -145,7 +145,7 @@ def test_a_merged_tree_says_who_proposed_what() -> None:
 
 
 def test_compositions_are_chosen_by_name_and_results_say_what_each_drafter_has_brought() -> None:
-    params = SamplingParams(max_tokens=24, temperature=0.0)
+    params = SamplingParams(max_tokens=40, temperature=0.0)
     plain = LLM("zoo:tiny", dtype="float32")
     text = ["One day a little girl went to the park."]
     expected = plain.generate(text, params)[0].outputs[0].token_ids

@@ -303,7 +303,7 @@ def governed(drafter: Any, node: float) -> Costed:
     governor = Costed(drafter, node)
     engine = Engine(target(), drafter, EngineConfig(max_num_seqs=1), governor=governor)
     for prompt in PROMPTS:
-        engine.add_request(prompt, replace(GREEDY, max_tokens=60))
+        engine.add_request(prompt, replace(GREEDY, max_tokens=60, seed=0))  # of the windows
     list(engine.run())
     return governor
 
