@@ -73,10 +73,10 @@ class Rate:
         self.hits = num_trials * prior
         self.last = 0
 
-    def add(self, outcome: float, now: int) -> None:
-        """Count an outcome."""
+    def add(self, outcome: float, now: int, weight: float = 1.0) -> None:
+        """Count an outcome, as so much of a trial."""
         self.last = now
-        self.trials += 1.0
+        self.trials += weight
         self.hits += outcome
         if self.trials > MEMORY:
             self.trials *= 0.5
@@ -214,22 +214,13 @@ class AcceptanceModel:
         if parent == 0 and self._validated:
             self._compare(tree, hit is not None)
         expected, above = 0.0, 1.0 if scores is None else scores[parent]
-        for node in children:  # as `Rate.add` does, without a call for every node
+        for node in children:
             rate, is_hit = rates[node], node == hit
             expected += rate.hits / rate.trials
-            rate.last = now
-            rate.trials += 1.0
-            rate.hits += is_hit
-            if rate.trials > MEMORY:
-                rate.trials *= 0.5
-                rate.hits *= 0.5
+            rate.add(is_hit, now)
             if scores is not None and above > 0.0:
-                trust, score = self._trust[tree.source if sources is None else sources[node]], scores[node] / above
-                trust.trials += score if score < 1.0 else 1.0
-                trust.hits += is_hit
-                if trust.trials > MEMORY:
-                    trust.trials *= 0.5
-                    trust.hits *= 0.5
+                trust = self._trust[tree.source if sources is None else sources[node]]
+                trust.add(is_hit, now, min(scores[node] / above, 1.0))
         if sources is None or sources[children[0] if hit is None else hit] not in OF_REQUESTS:
             self._whole(draft.drafter, depth).add(hit is not None, now)
         self._num_outcomes += 1

@@ -343,7 +343,7 @@ class _Levels:
         self._fitted = None
 
     def seconds(self, num_levels: int) -> float:
-        """Of so many levels, from those that were seen of late, often if any were: on a line through them."""
+        """Seconds of so many levels, on a line through those that were seen of late, and often if any were."""
         self._fitted = self._fitted or self._fit()
         sure, seen, (first, least, slope) = self._fitted
         if num_levels in sure:

@@ -323,13 +323,13 @@ class Drafts:
 
     def _proposed(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[Any]:
         """Something for each of the rows."""
-        drafts: Any = self._drafter.propose(rows, budgets)
-        if type(drafts) is not list and not has_items(drafts):
-            raise TreeError(f"propose returned {type(drafts).__name__}; give a list of DraftTree, one for each row")
-        drafts = list(drafts)
+        proposed: Any = self._drafter.propose(rows, budgets)
+        if type(proposed) is not list and not has_items(proposed):
+            raise TreeError(f"propose returned {type(proposed).__name__}; give a list of DraftTree, one for each row")
+        drafts = list(proposed)
         if len(drafts) != len(rows):
             raise TreeError(f"{len(drafts)} drafts for {len(rows)} rows")
-        return list(drafts)
+        return drafts
 
     def _fitting(self, row: Row, draft: Any) -> DraftTree:
         """The draft of a row where it fits, else the empty one."""

@@ -233,7 +233,7 @@ class Governor:
       acceptance: of the engine.
 
     Attributes:
-      costs: of steps, and of drafting in each way.
+      costs: seconds of steps, and of drafting in each way.
       totals: counts of all steps.
 
     Source: cost-aware draft lengths; for rates that fall with the rank, the n nodes with the largest products along

@@ -54,7 +54,7 @@ class NGramDrafter(PlannedDrafter["SuffixIndex"]):
 
 
 class SuffixIndex:
-    """Where every n-gram of a growing text ends, for n in ``orders``.
+    """Places where every n-gram of a growing text ends, for n in ``orders``.
 
     An n-gram counts from the moment its next token is known, so the end of the text never matches itself.
 

@@ -36,7 +36,7 @@ class GrowingDraft:
     """The tree of one row in the making.
 
     Args:
-      row: whose text goes on; node 0 is its pending token.
+      row: row that is drafted for; node 0 is its pending token.
       cap: levels below the root at most; 0 for no draft.
       plan: plan of the length policy; None without one.
       max_nodes: root included.
@@ -47,10 +47,10 @@ class GrowingDraft:
 
     Attributes:
       tokens, parents, depths: of the nodes.
-      scores: of the nodes, the higher the likelier; of a path the sum, so never above the parent's.
+      scores: by node, the sum along its path, the higher the likelier; never above that of the parent.
       probs: by node, the distribution (V,) that its children were drawn from, where the acceptance rule needs it.
       frontier: nodes that are to be expanded next, the best one first.
-      spots: of a static tree, the node of the shape that every node fills.
+      spots: by node, the node of the static tree that it fills.
       child_of: by parent and token, the node.
       column_of: number of columns behind the text of the row, by node that was fed to a model; see `FedNodes`.
     """
@@ -78,11 +78,11 @@ class GrowingDraft:
 
     @property
     def room(self) -> int:
-        """How many more nodes there may be."""
+        """Number of nodes that may be added."""
         return self.max_nodes - len(self.tokens)
 
     def width(self, node: int) -> int:
-        """How many children a node may have."""
+        """Largest number of children of a node."""
         return self.num_branches if self.shape is None else len(self.shape.children[self.spots[node]])
 
     def add(self, parent: int, token: int, score: float = 0.0) -> int:
