@@ -19,7 +19,7 @@ from foredraft.config.acceptance import MATCH
 from foredraft.config.engine import Promise
 from foredraft.config.keywords import takes_aliases
 from foredraft.config.sampling import SamplingParams
-from foredraft.config.speculative import SpeculativeConfig
+from foredraft.config.speculative import SpeculativeConfig, SpeculativeLike
 from foredraft.config.structured import StructuredOutputs
 from foredraft.devices import makes_on_cpu
 from foredraft.engine.drafter import Drafter
@@ -55,7 +55,6 @@ from foredraft.prompts.prompts import Prompts, chat_prompt, conversations_of, re
 from foredraft.structured.grammars import Grammars
 
 ModelLike: TypeAlias = str | os.PathLike[str] | PreTrainedModel
-SpeculativeLike: TypeAlias = SpeculativeConfig | Mapping[str, Any] | str | None
 ParamsLike: TypeAlias = SamplingParams | Mapping[str, Any] | Iterable[SamplingParams | Mapping[str, Any]] | None
 
 
@@ -194,7 +193,7 @@ class LLM:
         self._lock = forking.lock()
         self.logs_low_gain = True
         self._speculate(drafts)
-        title = None if speculative_config is None else drafts.title
+        title = None if speculative_config is None else self.drafting.config.drafters_title
         kept = self.promise if drafts.is_speculative and drafts.rule.keeps_tokens else None
         announce(
             self.model_info,
@@ -207,7 +206,7 @@ class LLM:
         )
         announce_defaults(self.sampling_defaults, self.model_info.name)
         if is_zoo(model):
-            announce_notes(str(model), [part.method for part in drafts.parts])
+            announce_notes(str(model), [part.method for part in self.drafting.config.parts])
 
     @makes_on_cpu
     def with_speculative_config(self, speculative_config: SpeculativeLike) -> LLM:

@@ -202,7 +202,7 @@ def test_json_is_one_object_per_answer() -> None:
     assert answer["token_ids"] == again["token_ids"]
     assert answer["prompt"] == again["prompt"] == QUESTIONS[0]
     assert answer["chat_template"]
-    assert (answer["method"], again["method"], again["identical"]) == ("draft_model", "none", True)
+    assert (answer["method"], again["method"], again["identical"]) == ("auto", "none", True)
     assert (answer["num_cached_tokens"], again["num_cached_tokens"]) == (0, answer["num_prompt_tokens"] - 1)
     assert stats["stats"]["num_turns"] == 1
 

@@ -20,12 +20,13 @@ from foredraft.cli.comparison import WARM_UP, Lane
 from foredraft.cli.options import DEFAULTS, DraftingOptions
 from foredraft.cli.running import choose_model, respell
 from foredraft.engine.frontend import Stream
-from foredraft.loading.defaults import default_keys
+from foredraft.loading.companions import drafters_beside
 from foredraft.native.abi import MOST_NODES
 
 STORY = "Once upon a time there was a"
 TINY = ["--model", "zoo:tiny"]
 SHORT = [*TINY, "--max-new-tokens", "12", "--dtype", "float32"]
+DRAFTED = [*SHORT, "--method", "draft_model"]
 
 
 def run(*arguments: str, stdin: str | None = None) -> Result:
@@ -65,7 +66,7 @@ def test_piped_output_is_the_text_and_nothing_else(plain: LLM) -> None:
 
 def test_json_is_one_object_per_prompt_in_order(plain: LLM) -> None:
     prompts = [STORY, "A lion and a", "Who", "The end of"]
-    result = run("generate", *prompts, *SHORT, "--temperature", "1", "--seed", "5", "--json")
+    result = run("generate", *prompts, *DRAFTED, "--temperature", "1", "--seed", "5", "--json")
     lines = records(result)
     outputs = plain.generate(prompts, SamplingParams(temperature=1, seed=5, max_tokens=12))
     assert [line["prompt"] for line in lines] == prompts
@@ -145,11 +146,11 @@ def test_chat_uses_the_template(plain: LLM) -> None:
 
 
 def test_a_terminal_shows_who_proposed_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = run("generate", STORY, *SHORT).stdout
+    expected = run("generate", STORY, *DRAFTED).stdout
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    coloured = run("generate", STORY, *SHORT).stdout
+    coloured = run("generate", STORY, *DRAFTED).stdout
     assert "\x1b[32m" in coloured
     assert coloured.replace("\x1b[32m", "").replace("\x1b[0m", "") == expected
 
@@ -203,31 +204,29 @@ def test_other_tools_names_of_the_draft_length(name: str) -> None:
     assert respell(["--", f"--{name}"]) == ["--", f"--{name}"]
 
 
-def test_the_default_method_is_what_comes_with_the_model_else_auto() -> None:
-    def method(model: str, **given: Any) -> SpeculativeConfig:
-        return DraftingOptions(**given).config(model)
+def test_the_default_method_is_auto() -> None:
+    def method(**given: Any) -> SpeculativeConfig:
+        return DraftingOptions(**given).config()
 
-    assert method("zoo:tiny").method == "draft_model"
-    assert method("zoo:smollm2").title == "suffix+eagle3"
-    assert method("zoo:smollm2", num_speculative_tokens=3).title == "suffix+eagle3"
-    assert method("some/model").method == "auto"
-    assert method("some/model", draft_model="d").method == "draft_model"
-    assert method("zoo:tiny", method="none").method == "none"
-    assert method("zoo:tiny", num_speculative_tokens=3).num_speculative_tokens == 3
-    assert method("zoo:tiny", speculative_config='{"method": "nasd", "ngram_size": 3}').ngram_size == 3
+    assert method().method == "auto"
+    assert method(num_speculative_tokens=3).parts[0].num_speculative_tokens == 3
+    assert method(draft_model="d").method == "draft_model"
+    assert method(method="none").method == "none"
+    assert method(speculative_config='{"method": "nasd", "ngram_size": 3}').ngram_size == 3
 
 
-def test_a_head_inside_a_models_folder_is_found(tmp_path: Path) -> None:
-    """As ``foredraft train --out MODEL/eagle3`` leaves it; what else lies there is passed over."""
+def test_drafters_that_come_with_a_model_are_found(tmp_path: Path) -> None:
+    """As ``foredraft train --out MODEL/eagle3`` leaves them; what else lies there is passed over."""
+    assert drafters_beside("zoo:tiny") == [{"method": "draft_model"}, {"method": "eagle3"}]
+    assert drafters_beside("zoo:smollm2") == [{"method": "eagle3"}]
+    assert drafters_beside("some/model") == []
     for name in ("draft", "notes"):
         (tmp_path / name).mkdir()
     shutil.copytree(zoo.path("tiny", "draft"), tmp_path / "draft", dirs_exist_ok=True)
-    assert default_keys(tmp_path) == {"method": "auto"}
+    assert drafters_beside(tmp_path) == []
     for name in ("medusa", "eagle3"):
         shutil.copytree(zoo.asset("tiny", name), tmp_path / f"my {name}")
-    assert default_keys(str(tmp_path)) == {"method": "suffix+eagle3", "model": str(tmp_path / "my eagle3")}
-    config = DraftingOptions().config(str(tmp_path))
-    assert (config.title, config.parts[1].model) == ("suffix+eagle3", str(tmp_path / "my eagle3"))
+    assert drafters_beside(str(tmp_path)) == [{"method": "eagle3", "model": str(tmp_path / "my eagle3")}]
 
 
 def test_the_default_model_is_a_real_one_where_it_is_installed(
@@ -256,7 +255,7 @@ def test_version_and_help() -> None:
     text = run("--help").stdout
     for verb in ("generate", "chat", "demo", "info", "bench"):
         assert verb in text
-        assert ("suffix+HEAD" in run(verb, "--help").stdout) == (verb != "bench")  # the default
+        assert ("By default auto." in " ".join(run(verb, "--help").stdout.split())) == (verb != "bench")
 
 
 def test_help_flows_at_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -401,9 +401,14 @@ class TestSpeculativeConfig:
         with pytest.raises(ConfigError, match=r"'model' has no meaning for method 'ngram', only for draft_model"):
             SpeculativeConfig.parse({"method": "ngram", "model": "m"})
 
+    def test_without_a_method_and_its_keys_it_is_auto(self) -> None:
+        assert SpeculativeConfig().method == SpeculativeConfig.parse("default").method == "auto"
+        config = SpeculativeConfig.parse({"num_speculative_tokens": 3})
+        assert (config.method, config.parts[0].num_speculative_tokens) == ("auto", 3)
+
     def test_method_that_does_not_follow(self) -> None:
         with pytest.raises(ConfigError, match="add method"):
-            SpeculativeConfig.parse({"num_speculative_tokens": 3})
+            SpeculativeConfig.parse({"length_policy": "fixed"})
 
     @pytest.mark.parametrize(
         ("method", "key", "value"),

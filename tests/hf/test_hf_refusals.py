@@ -234,7 +234,7 @@ def test_a_processor_that_returns_nan_is_named() -> None:
         ({"method": "ngram", "stop_strings": "x"}, "tokenizer"),
         ({"method": "ngrm"}, "did you mean 'ngram'"),
         ({"method": "ngram", "num_speculative_token": 3}, "num_speculative_tokens"),
-        ({}, "method"),
+        ({"method": {"method": "ngram"}, "num_speculative_tokens": 3}, "beside it"),
     ],
 )
 def test_speculate_refuses_at_once(options: dict[str, Any], words: str) -> None:

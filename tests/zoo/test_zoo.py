@@ -311,7 +311,7 @@ def test_a_damaged_conversion_is_made_again(site: Site, caplog: pytest.LogCaptur
 
 
 def test_what_a_killed_process_left_is_removed(site: Site) -> None:
-    folder = cache_folder("zoo", conversion._folder_name(site.manifest))
+    folder = cache_folder("zoo", conversion.folder_name(site.manifest))
     scrap = folder.parent / f".{folder.name}.abc123"
     scrap.mkdir(parents=True)
     (scrap / "model.safetensors").write_bytes(b"half")

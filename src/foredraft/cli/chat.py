@@ -66,7 +66,7 @@ def chat(
         name = model.chosen()
         llm = load_llm(
             name,
-            drafting.config(name, loading.profile_file),
+            drafting.config(loading.profile_file),
             gguf_file=model.gguf_file,
             **vars(loading),
             max_model_len=max_model_len,

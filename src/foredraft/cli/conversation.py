@@ -9,10 +9,10 @@ from typing import Any
 from foredraft.cli.writers import fates, pooled, ratio
 from foredraft.config.keywords import check_unicode
 from foredraft.config.sampling import SamplingParams
-from foredraft.config.speculative import SpeculativeConfig
+from foredraft.config.speculative import SpeculativeConfig, SpeculativeLike
 from foredraft.engine.frontend import RequestOutput, StreamOutput
 from foredraft.errors import ConfigError, ContextLengthError
-from foredraft.llm import LLM, SpeculativeLike
+from foredraft.llm import LLM
 
 PLAIN = "none"
 Put = Callable[[StreamOutput], None]

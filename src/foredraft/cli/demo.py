@@ -64,7 +64,7 @@ def demo(
         for place, question in enumerate(questions or ()):
             check_text(question, place, raw=raw)
         name = model.chosen()
-        config = drafting.config(name, loading.profile_file)
+        config = drafting.config(loading.profile_file)
         params = sampling.params(max_tokens=max_new_tokens, seed=seed)
         own = questions_for(name)
         status.update(f"loading {name}")

@@ -93,12 +93,12 @@ def generate(
             unused = {"--json": as_json, "--trace": trace is not None}
             if given := [option for option, is_given in unused.items() if is_given]:
                 raise typer.BadParameter(f"{', '.join(given)}: not with --out, whose lines are results as JSON alone")
-            job = Job(name, drafting.config(name, loading.profile_file), options, params, read, chat, raw)
+            job = Job(name, drafting.config(loading.profile_file), options, params, read, chat, raw)
             run_job(job, out, replicas=replicas, address=ray_address)
             return
         if replicas is not None or ray_address is not None:
             raise typer.BadParameter("--replicas and --ray-address are for jobs; give --out")
-        llm = load_llm(name, drafting.config(name, loading.profile_file), **options)
+        llm = load_llm(name, drafting.config(loading.profile_file), **options)
         params = params.filled(llm.sampling_defaults)
         asked = ask(llm.tokenizer, name, read, chat=chat, raw=raw)
         if llm.tokenizer is None and not as_json:

@@ -79,7 +79,7 @@ def info(
                 show_machine(found)
             return
         name = model.chosen()
-        llm = load_llm(name, drafting.config(name), gguf_file=model.gguf_file, **vars(loading))
+        llm = load_llm(name, drafting.config(), gguf_file=model.gguf_file, **vars(loading))
         report = {**describe(llm, context, repeats), "notes": _notes(name)}
         if as_json:
             put_json(report)

@@ -17,7 +17,6 @@ from foredraft.config.speculative import SpeculativeConfig
 from foredraft.config.structured import StructuredOutputs
 from foredraft.config.written import by_comma, tuned
 from foredraft.errors import ConfigError
-from foredraft.loading.defaults import RULE, default_keys
 from foredraft.methods import methods
 
 N = TypeVar("N")
@@ -236,14 +235,14 @@ class DraftingOptions:
             help="A smaller model with the same tokenizer, or a head. Aliases: --assistant-model, --model-draft, ...",
         ),
     ] = None
-    method: Annotated[str | None, typer.Option(help=f"{', '.join(methods())}; a+b is both. By default {RULE}.")] = None
+    method: Annotated[str | None, typer.Option(help=f"{', '.join(methods())}; a+b is both. By default auto.")] = None
     num_speculative_tokens: NumSpeculativeTokens = None
     speculative_config: Annotated[
         str | None, typer.Option(metavar="JSON|@FILE", help="All keys of speculation, as in vLLM.")
     ] = None
 
-    def config(self, model: str, profile_file: str | None = None) -> SpeculativeConfig:
-        """One config for drafting for ``model``; see `default_keys` for the default.
+    def config(self, profile_file: str | None = None) -> SpeculativeConfig:
+        """Config of drafting; method `auto` by default.
 
         Args:
           profile_file: output of ``foredraft tune``, if any: its choice goes before the default.
@@ -263,8 +262,6 @@ class DraftingOptions:
         chosen = None if profile_file is None or given.keys() - {"num_speculative_tokens"} else tuned(profile_file)
         if chosen is not None:
             return SpeculativeConfig.parse({**chosen, **given})
-        if self.method is None and self.draft_model is None:  # what a drafter is says what it is for
-            given |= default_keys(model)
         return SpeculativeConfig.parse(given)
 
 

@@ -19,7 +19,8 @@ from foredraft.config.foreign import aliases
 from foredraft.errors import ConfigError, ForedraftError, described
 
 if TYPE_CHECKING:
-    from foredraft.llm import LLM, SpeculativeLike
+    from foredraft.config.speculative import SpeculativeLike
+    from foredraft.llm import LLM
 
 _LINE_ENDS = re.compile("[\u0085\u2028\u2029]")
 

@@ -164,7 +164,7 @@ def serve(
         )
         template = None if chat_template is None else read_text(chat_template)
         offer = ServedModels.of(names, drafting_setting or (), template)
-        config = drafting.config(chosen, loading.profile_file)
+        config = drafting.config(loading.profile_file)
         chunk_size = _chunk_size(loading.device) if prefill_chunk_size is None else prefill_chunk_size
         kept = {
             "num_cached_prefixes": num_cached_prefixes,

@@ -75,7 +75,7 @@ def verify(
         check_template(chat, raw)
         name = model.named(target).chosen()
         given = None if prompts_file is None else read_prompts((), prompts_file, raw=raw)
-        config = "none" if against is not None else drafting.config(name, loading.profile_file)
+        config = "none" if against is not None else drafting.config(loading.profile_file)
         llm = load_llm(name, config, gguf_file=model.gguf_file, **vars(loading))
         asked = ask(llm.tokenizer, name, (given or _questions(name))[:num_prompts], chat=chat, raw=raw)
         subject = None if against is None else _subject(against, llm, name, drafting)

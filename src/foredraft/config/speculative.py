@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from foredraft.config.acceptance import RULES, AcceptanceRule, TypicalLimits
 from foredraft.config.foreign import METHODS_NOT_HERE, method_not_here
@@ -31,7 +31,8 @@ class SpeculativeConfig:
 
     Args:
       method: a name such as "ngram", or several as in "ngram+suffix". Left out, it follows from the other keys: a
-        folder with a head means the method of that head, any other model ``draft_model``, a key of one method that one.
+        folder with a head means the method of that head, any other model ``draft_model``, a key of one method that one,
+        no key at all ``auto``.
       options: to start from, of the same method; other keys go before them.
       keys: of the method, under their own names or an alias. A key that is left out, or None, takes its default.
 
@@ -118,6 +119,13 @@ class SpeculativeConfig:
         """The method as one would write it: ``ngram``, ``suffix+draft_model``."""
         sign = self.definition.sign
         return sign.join(part.title for part in self.parts) if sign else self.method
+
+    @property
+    def drafters_title(self) -> str:
+        """The title, and for ``auto`` the drafters that it chooses from: ``auto (suffix, eagle3)``."""
+        if not self.definition.combines or self.definition.sign:
+            return self.title
+        return f"{self.title} ({', '.join(part.title for part in self.parts)})"
 
     def as_dict(self) -> dict[str, Any]:
         """The method and every key that has a value."""
@@ -215,7 +223,12 @@ def method_named(name: str) -> Method:
 
 
 def _inferred(given: Mapping[str, Any]) -> Method:
-    """The one method that a key belongs to, or the only one that has all of them; a folder may hold a head."""
+    """The one method that a key belongs to, or the only one that has all of them; a folder may hold a head.
+
+    Without a key, or with nothing but a draft length, it is `auto`.
+    """
+    if given.keys() <= {"num_speculative_tokens"}:
+        return methods()["auto"]
     found = recognized(given["model"]) if "model" in given else None
     if found is not None:
         return found
@@ -260,3 +273,7 @@ def _check_available(name: str) -> None:
 
 def _shown(value: Any) -> str:
     return value.__name__ if isinstance(value, type) else repr(value)
+
+
+SpeculativeLike: TypeAlias = SpeculativeConfig | Mapping[str, Any] | str | None
+"""A config, or what `SpeculativeConfig.parse` reads."""

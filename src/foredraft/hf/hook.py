@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -22,7 +22,7 @@ from foredraft import forking
 from foredraft.config.engine import EngineConfig
 from foredraft.config.keywords import strings
 from foredraft.config.sampling import SamplingParams
-from foredraft.config.speculative import SpeculativeConfig
+from foredraft.config.speculative import SpeculativeConfig, SpeculativeLike
 from foredraft.devices import makes_on_cpu
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.engine import Engine
@@ -42,7 +42,7 @@ from foredraft.model.support import check_unwrapped
 
 
 def speculate(
-    method: str | None = None,
+    method: SpeculativeLike = None,
     *,
     streamer: Any = None,
     tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
@@ -58,7 +58,9 @@ def speculate(
     configuration, logits processors, stopping criteria and results are those of the plain loop.
 
     Args:
-      method: how to draft; see `SpeculativeConfig`, whose other keys are taken too.
+      method: how to draft, by default "auto", which chooses by measured time between plain decoding, `suffix` and the
+        drafters that come with the model; see `SpeculativeConfig`, whose other keys are taken too. A mapping or a
+        config is taken as well.
       streamer: gets the prompt and every token, and is ended; ``generate(streamer=...)`` works as well.
       tokenizer: tokenizer of the target, for stop strings and to check that a draft model shares it.
       stop_strings: end a row at the token that completes one. ``generate`` cannot hand its own to a callable.
@@ -77,12 +79,26 @@ def speculate(
     check_quantization(quantization)
     check_kv_cache_dtype(kv_cache_dtype)
     return Speculation(
-        SpeculativeConfig(method=method, **speculative_config),
+        _config(method, speculative_config),
         streamer=streamer,
         tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
         stop_strings=stop_strings,
         runs_by=(execution, quantization, kv_cache_dtype),
     )
+
+
+def _config(method: SpeculativeLike, keys: Mapping[str, Any]) -> SpeculativeConfig:
+    """Config of a method by name with keys of its own, or a whole config.
+
+    Raises: ConfigError, also for keys beside a whole config.
+    """
+    if method is None or isinstance(method, str):
+        return SpeculativeConfig(method=method, **keys)
+    if keys:
+        raise ConfigError(
+            f"speculate got a config and {', '.join(map(repr, keys))} beside it; put these into the config"
+        )
+    return SpeculativeConfig.parse(method)
 
 
 class Speculation:

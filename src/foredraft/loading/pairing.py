@@ -19,16 +19,13 @@ from foredraft.engine.costs import facts_of
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.profiles import Profile
 from foredraft.errors import ConfigError, ForedraftError, TokenizerMismatchError
+from foredraft.loading.companions import drafters_beside
 from foredraft.loading.info import Loaded, ModelInfo, describe
 from foredraft.loading.models import adapter_of, load_model, tokenizer_beside
 from foredraft.methods import Method, methods, recognized
 from foredraft.methods.compose import FREE
 from foredraft.model.execution.execution import Execution
 from foredraft.model.lm import CausalLM
-
-FREE_PARTS = tuple(SpeculativeConfig(name).as_dict() for name in FREE)
-BROUGHT = {"draft": "draft_model", "eagle3": "eagle3"}
-"""Parts that targets of the zoo include, and the method that drafts with each."""
 
 _PADDING_MULTIPLES = (8, 16, 32, 64, 128, 256, 512)
 
@@ -38,6 +35,7 @@ class Drafting:
     """A way of drafting, ready to start.
 
     Args:
+      config: with the drafters that method ``auto`` chooses from; without the model of ``draft_model``.
       new_drafter: makes a drafter without state, as often as one is needed.
       model, info: of the method ``draft_model``.
       heads: names of the heads that draft, of methods that have one.
@@ -45,6 +43,7 @@ class Drafting:
       profile: with which they begin.
     """
 
+    config: SpeculativeConfig
     new_drafter: DrafterFactory
     model: CausalLM | None = None
     info: ModelInfo | None = None
@@ -101,36 +100,36 @@ class Pairing:
         """
         if self.profile is not None:  # of another model: refused where nothing is governed, too
             self.profile.difference(facts_of(self.target))
-        config = self._with_what_is_on_board(config)
-        context = DrafterContext(self.target, tokenizer=self.tokenizer, zoo_name=self.zoo_name)
+        config = self._with_companions(config)
+        zoo_name = self.zoo_name or zoo.name_of(self.loaded.model.name_or_path)
+        context = DrafterContext(self.target, tokenizer=self.tokenizer, zoo_name=zoo_name)
         part = config.model_part
-        name = None if part is None else part.model if part.model is not None else self._own_drafter
-        heads = head_names(config, self.zoo_name)
+        name = None if part is None else part.model if part.model is not None else self._own_drafter(zoo_name)
+        heads = head_names(config, zoo_name)
         if part is None or name is None:
-            return Drafting(
-                drafter_factory(config, context), heads=heads, is_governed=config.is_governed, profile=self.profile
-            )
+            make = drafter_factory(config, context)
+            return Drafting(config, make, heads=heads, is_governed=config.is_governed, profile=self.profile)
         check_no_head(name, part)
         draft = self._load(name, part)
         self._check(draft)
         lm = adapter_of(draft, self.execution)
         nameless = config.without_model()  # what is kept must not keep the user's model alive
         make = drafter_factory(nameless, replace(context, draft_model=lm))
-        return Drafting(make, lm, describe(draft, lm), heads, config.is_governed, self.profile)
+        return Drafting(nameless, make, lm, describe(draft, lm), heads, config.is_governed, self.profile)
 
-    def _with_what_is_on_board(self, config: SpeculativeConfig) -> SpeculativeConfig:
-        """The config, with parts that a target of the zoo includes among the choices of method auto."""
-        if config.method != "auto" or self.zoo_name is None:
+    def _with_companions(self, config: SpeculativeConfig) -> SpeculativeConfig:
+        """The config, for method ``auto`` with the drafters that come with the model unless the user named others."""
+        if config.method != "auto" or config.model is not None:
             return config
-        if config.model is not None or tuple(part.as_dict() for part in config.parts) != FREE_PARTS:
+        if tuple(part.method for part in config.parts) != FREE:
             return config
-        brought = [method for what, method in BROUGHT.items() if zoo.brings(self.zoo_name, what)]
-        return SpeculativeConfig(**{**config.as_dict(), "drafters": [*config.parts, *brought]}) if brought else config
+        folder = self.loaded.model.name_or_path
+        others = drafters_beside(self.zoo_name or zoo.name_of(folder) or folder)
+        return SpeculativeConfig(**{**config.as_dict(), "drafters": [*config.parts, *others]}) if others else config
 
-    @property
-    def _own_drafter(self) -> str | None:
-        """The name under which the target of the zoo brings its drafter, if it does."""
-        return self.zoo_name if self.zoo_name is not None and zoo.brings(self.zoo_name, "draft") else None
+    def _own_drafter(self, zoo_name: str | None) -> str | None:
+        """Name under which a target of the zoo includes its drafter, if it does."""
+        return zoo_name if zoo_name is not None and zoo.brings(zoo_name, "draft") else None
 
     def _load(self, name: Any, config: SpeculativeConfig) -> Loaded:
         if isinstance(name, torch.nn.Module):

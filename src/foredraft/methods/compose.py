@@ -15,14 +15,15 @@ from foredraft.methods import Method, recognized
 HANDED_ON = ("model", "revision", "dtype", "num_speculative_tokens")
 """Keys that are passed on to those of the parts that know them."""
 
-FREE = ("suffix", "token_recycling")
-"""What is chosen from where nothing is named: text that repeats, and what mostly follows a token."""
+FREE = ("suffix",)
+"""Drafters that `auto` uses where none is named: they need no model, and look up the text that repeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompositeOptions(DraftOptions, ModelOptions):
     """Drafters, each with keys of its own; a model or length that is given beside them is passed on to them."""
 
+    fewest: ClassVar[int] = 2
     drafters: Any = option(anything("list of names, mappings or configs"), help="what is combined, most trusted first")
 
     def check(self) -> None:
@@ -33,7 +34,9 @@ class CompositeOptions(DraftOptions, ModelOptions):
         super().check()
         name = self.method
         if isinstance(self.drafters, (str, Mapping)) or not isinstance(self.drafters, Sequence):
-            raise ConfigError(f"method {name!r} needs drafters, a list of two or more; got {self.drafters!r}")
+            raise ConfigError(
+                f"method {name!r} needs drafters, a list of names, mappings or configs; got {self.drafters!r}"
+            )
         handed_on = {key: getattr(self, key) for key in HANDED_ON if getattr(self, key) not in (None, 0)}
         parts = tuple(_part(part, handed_on) for part in self.drafters)
         rules = [self.rule, *(part.rule for part in parts)]
@@ -42,9 +45,9 @@ class CompositeOptions(DraftOptions, ModelOptions):
             raise ConfigError(
                 f"method {name!r} is exact under rejection_sample_method='match' only; it got {', '.join(other)}"
             )
-        if len(parts) < 2 or any(part.method == "none" for part in parts):
-            names = ", ".join(part.method for part in parts)
-            raise ConfigError(f"method {name!r} combines two or more drafters; got {names or 'none'}")
+        if len(parts) < self.fewest or any(part.method == "none" for part in parts):
+            names, fewest = ", ".join(part.method for part in parts), "two" if self.fewest > 1 else "one"
+            raise ConfigError(f"method {name!r} combines {fewest} or more drafters; got {names or 'none'}")
         object.__setattr__(self, "drafters", parts)
         object.__setattr__(self, "num_speculative_tokens", max(part.num_speculative_tokens for part in parts))
 
@@ -62,12 +65,14 @@ def _part(value: Any, handed_on: Mapping[str, Any]) -> SpeculativeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AutoOptions(CompositeOptions):
-    """Keys of choosing by measured time."""
+    """Keys of choosing by measured time, where plain decoding is one more choice."""
 
     method: ClassVar[str] = "auto"
+    fewest: ClassVar[int] = 1
     drafters: Any = option(
         anything("list of names, mappings or configs"),
-        help="what is chosen from; suffix, token_recycling and the model that is given, if any, by default",
+        help="drafters to choose from; by default suffix, and the draft model or head that is given or comes with "
+        "the model",
     )
     max_draft_nodes: int = node_limit(32)
 
@@ -111,6 +116,7 @@ METHODS = (
         AutoOptions,
         "foredraft.drafters.compose:auto",
         summary="with whichever of several methods makes tokens in the least time, as measured while it runs",
+        aliases=("default",),
     ),
     Method(
         FirstOptions,

@@ -30,6 +30,7 @@ __all__ = [
     "is_available",
     "load",
     "manifest",
+    "name_of",
     "names",
     "path",
     "stored_file",
@@ -97,6 +98,24 @@ def path(name: str, part: str = "target") -> Path:
     described = manifest(name)
     part = _known(part, sorted(_PARTS), f"part of zoo:{described.name}")
     return _located(described, part)
+
+
+def name_of(folder: str) -> str | None:
+    """Name of the model of the zoo whose target lies in a folder, as `path` returns it; None for another folder.
+
+    Example:
+        >>> name_of(str(path("tiny")))
+        'zoo:tiny'
+    """
+    for name in names():
+        described = manifest(name)
+        if described.package is None:
+            found: Path | None = root() / name / described.brings["target"]
+        else:
+            found = conversion.found(described) if conversion.folder_name(described) in folder else None
+        if found is not None and Path(folder) == found:
+            return PREFIX + name
+    return None
 
 
 def stored_file(name: str) -> Path | None:

@@ -47,7 +47,7 @@ LONGEST_WAIT_SECONDS = 600
 
 def why_missing(manifest: Manifest) -> str | None:
     """The reason why the model cannot be loaded on this machine, with the command that helps; None when it can be."""
-    if _found(manifest) is not None:
+    if found(manifest) is not None:
         return None
     package = _package(manifest)
     if weights_file(package) is None:
@@ -67,14 +67,14 @@ def converted(manifest: Manifest) -> Path:
 
     Raises: CheckpointError.
     """
-    found = _found(manifest)
-    if found is not None:
-        return found
+    existing = found(manifest)
+    if existing is not None:
+        return existing
     reason = why_missing(manifest)
     if reason is not None:
         raise CheckpointError(reason)
     package = _package(manifest)
-    folder = _writable_parent(manifest) / _folder_name(manifest)
+    folder = _writable_parent(manifest) / folder_name(manifest)
     _check_space(folder.parent, package, manifest)
     with locked(folder.parent / f".{folder.name}.lock", LONGEST_WAIT_SECONDS) as is_alone:
         if is_converted(folder):  # another process was faster
@@ -151,13 +151,14 @@ def _package(manifest: Manifest) -> Package:
     return manifest.package
 
 
-def _folder_name(manifest: Manifest) -> str:
+def folder_name(manifest: Manifest) -> str:
+    """Name of the folder of a conversion: it changes with the file and with the format."""
     return f"{manifest.name}-{_package(manifest).sha256[:12]}-{FORMAT}"
 
 
-def _found(manifest: Manifest) -> Path | None:
+def found(manifest: Manifest) -> Path | None:
     """A conversion that exists, even in a read-only cache."""
-    name = _folder_name(manifest)
+    name = folder_name(manifest)
     return next((parent / name for parent in _parents() if is_converted(parent / name)), None)
 
 

@@ -88,8 +88,8 @@ def test_where_only_chains_are_verified_what_is_left_drafts_alone() -> None:
     """Its one part that drafts chains was once refused as one drafter where several are combined."""
     target = CausalLM(toy_model(), execution="eager")
     target.supports_trees = False
-    made = make_drafter(SpeculativeConfig("auto"), DrafterContext(target))
-    assert isinstance(made, SuffixDrafter)
+    config = SpeculativeConfig("auto", drafters=["suffix", "token_recycling"])
+    assert isinstance(make_drafter(config, DrafterContext(target)), SuffixDrafter)
 
 
 class Seconds(NamedTuple):
@@ -197,9 +197,9 @@ def test_a_union_of_free_parts_and_others_drafts_with_all_unless_told() -> None:
 
 
 def test_a_model_that_is_given_is_one_more_to_choose_from() -> None:
-    assert [part.method for part in SpeculativeConfig("auto").parts] == ["suffix", "token_recycling"]
+    assert [part.method for part in SpeculativeConfig("auto").parts] == ["suffix"]
     config = SpeculativeConfig("auto", model="zoo:tiny")
-    assert [part.method for part in config.parts] == ["suffix", "token_recycling", "draft_model"]
+    assert [part.method for part in config.parts] == ["suffix", "draft_model"]
     assert config.parts[-1].model == "zoo:tiny"
     assert config.title == "auto"
 
