@@ -51,7 +51,6 @@ from foredraft.engine.row import Row
 from foredraft.engine.stats import StepProfile
 from foredraft.engine.stopping import StopChecker
 from foredraft.folders import keep_json
-from foredraft.loading.defaults import default_keys
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM, Nodes
 from foredraft.retrieval.build import from_tokens
@@ -737,10 +736,8 @@ class Parts:
 
     @property
     def default_method(self) -> str:
-        """A drafter beside the target drafts; else the method that the command line would take."""
-        if self.drafter is not None:
-            return "draft_model"
-        return str(default_keys(self.pair.zoo_name)["method"])
+        """A drafter beside the target drafts; else the method that the command line takes by default."""
+        return "auto" if self.drafter is None else "draft_model"
 
     def prompts(self, context: int | None, *, is_asked_again: bool = False) -> list[BenchPrompt]:
         """Prompts that leave room for the output."""
