@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -361,9 +362,13 @@ def test_threads_share_a_model_on_any_number_of_threads(least_shared: int, monke
 
 @pytest.mark.parametrize("fault", ["a code", "the last states", "an input"])
 @torch.inference_mode()
-def test_a_program_that_computes_something_else_is_not_taken(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: without the fault the same model has one."""
+def test_a_program_that_computes_something_else_is_not_taken(
+    fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nor is it stored. The control: without the fault the same model has one."""
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
     monkeypatch.setattr(tracing, "_programs", {})
+    monkeypatch.setattr(ends, "_forms", {})
     if fault == "a code":
         monkeypatch.setitem(abi.CODES, "rsqrt", abi.CODES["sqrt"])
     elif fault == "an input":
@@ -371,7 +376,7 @@ def test_a_program_that_computes_something_else_is_not_taken(fault: str, monkeyp
 
         def wrong(self: Any, *given: Any) -> None:
             take(self, *given)
-            given[0].inputs = (0, *sorted(given[0].inputs[1:], reverse=True))  # sines for cosines
+            given[1].inputs = (0, *sorted(given[1].inputs[1:], reverse=True))  # sines for cosines
 
         monkeypatch.setattr(tracing.LayerProgram, "__init__", wrong)
     else:
@@ -381,8 +386,10 @@ def test_a_program_that_computes_something_else_is_not_taken(fault: str, monkeyp
         )
     lm = CausalLM(llama(), execution="packed", probe=False)
     assert lm.execution.program is None
+    assert not [*tmp_path.glob("programs/*")]
     monkeypatch.undo()
     monkeypatch.setattr(tracing, "_programs", {})
+    monkeypatch.setattr(ends, "_forms", {})
     assert recorded(llama())
 
 

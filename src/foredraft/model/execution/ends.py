@@ -30,13 +30,47 @@ from foredraft.model.execution.lowering import (
 from foredraft.model.execution.operators import product
 from foredraft.model.execution.packing import PackedLinear, PackedRows
 from foredraft.model.execution.sharing import unmultiplied
+from foredraft.model.execution.stored_programs import TorchCalls, store, stored
 from foredraft.model.execution.tracing import (
     LayerProgram,
     Place,
     held,
-    part_of,
     traced,
 )
+
+
+@dataclass(frozen=True)
+class PositionRows:
+    """Computes a table's rows from positions.
+
+    Args:
+      sources: sources of the inputs of the calls; None for the positions.
+      calls: operators that compute the rows.
+    """
+
+    sources: Sequence[Source | None]
+    calls: TorchCalls
+
+    def __call__(self, places: Sequence[Place], positions: torch.Tensor) -> torch.Tensor:
+        """Rows of positions (1, S), from the tensors in places."""
+
+        def value(source: Source | None) -> Any:
+            if source is None:
+                return positions
+            kind, key = source
+            return positions.shape[1] if kind == "nodes" else getattr(*places[key])
+
+        return self.calls(*map(value, self.sources))  # type: ignore[no-any-return]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Content for a file."""
+        return {"sources": self.sources, "calls": self.calls.as_dict()}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> PositionRows:
+        """Make what `as_dict` has written."""
+        sources = [None if source is None else (source[0], source[1]) for source in content["sources"]]
+        return cls(sources, TorchCalls.from_dict(content["calls"]))
 
 
 @dataclass(frozen=True)
@@ -51,7 +85,7 @@ class Table:
     """
 
     embedding: int | None
-    rows: Callable[[Sequence[Place], torch.Tensor], torch.Tensor] | None
+    rows: PositionRows | None
     node_dim: int
     read: Sequence[int] = ()
 
@@ -68,8 +102,8 @@ class Ends:
       head: gives logits of that.
       kinds: of attention, of every layer.
       inputs_of: of every layer, the number of the model's input for each of its own.
-      layers: programs of the layers, which a key may name by their ids as long as they are held.
       places, runners: tensors and products of this model, by number; empty of the form that models built alike share.
+      key: structure of the model; None for one that runs code which is not its classes' own.
     """
 
     tables: Sequence[Table]
@@ -79,9 +113,42 @@ class Ends:
     head: Program
     kinds: Sequence[str | None]
     inputs_of: Sequence[Mapping[int, int]]
-    layers: Sequence[Program]
     places: Sequence[Place] = ()
     runners: Sequence[Any] = ()
+    key: Any = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Content for a file.
+
+        Raises: NotStorableError where a table is computed by something that has no stable form.
+        """
+        programs = {
+            name: None if program is None else program.as_dict()
+            for name, program in (("before", self.before), ("behind", self.behind), ("head", self.head))
+        }
+        tables = [
+            {**vars(table), "rows": None if table.rows is None else table.rows.as_dict()} for table in self.tables
+        ]
+        inputs_of = [list(numbers.items()) for numbers in self.inputs_of]
+        return {**programs, "tables": tables, "first": self.first, "kinds": self.kinds, "inputs_of": inputs_of}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Ends:
+        """Make what `as_dict` has written."""
+        before = content["before"]
+        tables = [
+            Table(**{**table, "rows": None if table["rows"] is None else PositionRows.from_dict(table["rows"])})
+            for table in content["tables"]
+        ]
+        return cls(
+            tables,
+            None if before is None else Program.from_dict(before),
+            content["first"],
+            Program.from_dict(content["behind"]),
+            Program.from_dict(content["head"]),
+            content["kinds"],
+            [{int(key): int(number) for key, number in numbers} for numbers in content["inputs_of"]],
+        )
 
 
 _forms: dict[Any, Ends] = {}
@@ -118,10 +185,22 @@ def trace_ends(model: PreTrainedModel, layers: Sequence[LayerProgram], forward: 
     key = tracer.build()
     form = _forms.get(key)
     if form is None:
-        form = tracer.form()
+        form = None if key is None else stored(("ends", key), Ends.from_dict)
+        form = form or tracer.form()
         if key is not None:
             _forms[key] = form
-    return replace(form, places=tracer.places, runners=tracer.runners)
+    return replace(form, places=tracer.places, runners=tracer.runners, key=key)
+
+
+def store_traced(layers: Sequence[LayerProgram], ends: Ends) -> None:
+    """Store the programs that were traced in this process, after they were found to compute what the modules do."""
+    for layer in layers:
+        if not layer.program.is_stored:
+            layer.program.is_stored = True
+            store(("layer", layer.key), layer.program.as_dict)
+    if ends.key is not None and not ends.head.is_stored:
+        ends.head.is_stored = True
+        store(("ends", ends.key), ends.as_dict)
 
 
 class _Tracer:
@@ -161,7 +240,7 @@ class _Tracer:
                 return None
             parts.append((path, type(module), plain_attributes(module)))
             parts.append((type(leaves.get(module)).__name__, _dtype_of(leaves.get(module))))
-        parts += [(id(layer.program), layer.call.inputs, layer.call.mask) for layer in self._layers]
+        parts += [(layer.key, layer.call.inputs, layer.call.mask) for layer in self._layers]
         return tuple(parts)
 
     def form(self) -> Ends:
@@ -187,7 +266,6 @@ class _Tracer:
             self._program([logits], {read: 0}),
             self._kinds,
             [{key: numbers[given[place]] for key, place in keys.items()} for keys in self._inputs_of],
-            [layer.program for layer in self._layers],
         )
 
     def _looked_up(self, given: Sequence[fx.Node]) -> list[fx.Node]:
@@ -231,24 +309,12 @@ class _Tracer:
         read = [key for kind, key in sources if kind == "tensor"]
         return Table(None, self._function_of_positions(model, node), node_dim, read)
 
-    def _function_of_positions(self, model: fx.GraphModule, wanted: fx.Node) -> Callable[..., torch.Tensor]:
+    def _function_of_positions(self, model: fx.GraphModule, wanted: fx.Node) -> PositionRows:
         """Of the places of tensors, and positions (1, S)."""
         needed = {wanted, *ancestors(wanted)}
         inputs = [node for node in model.graph.nodes if node.op == "placeholder" and node in needed]
         body = [node for node in model.graph.nodes if node.op != "placeholder" and node in needed]
-        graph = part_of(body, inputs, [wanted])
-        run, sources = fx.GraphModule(model, graph).forward, [self._source_of.get(node) for node in inputs]
-
-        def rows(places: Sequence[Place], positions: torch.Tensor) -> torch.Tensor:
-            def value(source: Source | None) -> Any:
-                if source is None:
-                    return positions
-                kind, key = source
-                return positions.shape[1] if kind == "nodes" else getattr(*places[key])
-
-            return run(*map(value, sources))[0]  # type: ignore[no-any-return]
-
-        return rows
+        return PositionRows([self._source_of.get(node) for node in inputs], TorchCalls.of(model, inputs, body))
 
     def _program(self, outputs: Sequence[fx.Node], leaves: Mapping[fx.Node, int]) -> Program:
         dtypes = [_dtype_of(run) for run in self.runners]

@@ -23,7 +23,7 @@ from foredraft.machine import available_memory_bytes
 from foredraft.model.execution.attention import use_grouped_sdpa
 from foredraft.model.execution.calls import NUM_NODES, Recording
 from foredraft.model.execution.compiled_layers import CompiledLayers, worth_compiling
-from foredraft.model.execution.ends import Ends, trace_ends
+from foredraft.model.execution.ends import Ends, store_traced, trace_ends
 from foredraft.model.execution.forwards import Rowwise, linears, replace_forward, replacement
 from foredraft.model.execution.lowering import NotTraceableError
 from foredraft.model.execution.native_program import NativeProgram
@@ -196,6 +196,7 @@ class Execution:
         except Exception as error:  # of the code of a model, or of torch
             self._say_why(error)
             return
+        store_traced(programs, ends)
         recording.keep_forms()
         self._recorded = recording, ends
         self.program = program

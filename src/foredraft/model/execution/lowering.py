@@ -10,11 +10,12 @@ products take and give are rounded to the dtype of the model.
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -60,6 +61,7 @@ class Program:
       given: sources of what steps read beside inputs: weights and matrices, and the constants of the graph.
       heads: of its attention; None without.
       output_sizes: numbers of a node in each of its outputs.
+      is_stored: whether a file contains it; see `stored_programs`.
       in_tuple: how long the tuple is in which a layer returns its output; None for no tuple.
     """
 
@@ -82,6 +84,7 @@ class Program:
         self.heads = heads
         self.output_sizes = tuple(output_sizes)
         self.in_tuple: int | None = None
+        self.is_stored = False
         self._kept = (
             (abi.Base * len(bases))(*bases),
             (abi.Operation * len(operations))(*operations),
@@ -91,6 +94,45 @@ class Program:
             *[ctypes.addressof(each) for each in self._kept], len(bases), len(steps), scratch, memory
         )
         self.address = ctypes.addressof(self._fields)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Content for a file; see `from_dict`."""
+        arrays = [base64.b64encode(bytes(each)).decode() for each in self._kept]
+        return {
+            "arrays": arrays,
+            "scratch": self._fields.scratch,
+            "memory": self._fields.memory,
+            "inputs": self.inputs,
+            "given": self.given,
+            "constants": base64.b64encode(self.constants.numpy().tobytes()).decode(),
+            "heads": None if self.heads is None else astuple(self.heads),
+            "output_sizes": self.output_sizes,
+            "in_tuple": self.in_tuple,
+        }
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Program:
+        """Make the program that `as_dict` has written."""
+        kinds = abi.Base, abi.Operation, abi.Step
+        arrays: list[Any] = []
+        for kind, text in zip(kinds, content["arrays"], strict=True):
+            data = base64.b64decode(text)
+            arrays.append((kind * (len(data) // ctypes.sizeof(kind))).from_buffer_copy(data))
+        bases, operations, steps = arrays
+        program = cls(
+            bases,
+            operations,
+            steps,
+            content["scratch"],
+            content["memory"],
+            content["inputs"],
+            [(kind, key) for kind, key in content["given"]],
+            torch.frombuffer(bytearray(base64.b64decode(content["constants"])), dtype=torch.float32),
+            None if content["heads"] is None else Heads(*content["heads"]),
+            content["output_sizes"],
+        )
+        program.in_tuple, program.is_stored = content["in_tuple"], True
+        return program
 
 
 @dataclass(frozen=True)

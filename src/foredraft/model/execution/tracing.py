@@ -32,6 +32,7 @@ from foredraft.model.execution.forwards import Rowwise, linears, replaced, repla
 from foredraft.model.execution.lowering import NODES_HINT, Lowering, NotTraceableError, Program, Source
 from foredraft.model.execution.operators import attention, product
 from foredraft.model.execution.packing import PackedLinear
+from foredraft.model.execution.stored_programs import stored
 from foredraft.model.sublayers import LeftOut
 
 one_trace_at_a_time = threading.RLock()
@@ -290,6 +291,7 @@ class LayerProgram:
     """A decoder layer as a program.
 
     Args:
+      key: structure of the layer; layers with the same one share the program.
       tensors, runners: where it finds its weights and its products, by number.
       module: of a shadow.
       call: how the model calls it.
@@ -297,6 +299,7 @@ class LayerProgram:
       scaling: of its scores; None for 1/sqrt(D).
     """
 
+    key: Any
     program: Program
     tensors: Sequence[Place]
     runners: Sequence[Any]
@@ -322,13 +325,13 @@ def layer_program(recording: Recording, layer: nn.Module, index: int) -> LayerPr
     key = build_of(layer, tracer), layout_of(call)
     program = _programs.get(key)
     if program is None:
-        program = _programs[key] = tracer.program()
+        program = _programs[key] = stored(("layer", key), Program.from_dict) or tracer.program()
     attends = program.heads is not None
     if attends and attention is None:
         raise NotTraceableError("its attention was not seen")
     cache_index = recording.cache_index[index] if attends else None
     scaling = attention[1].get("scaling") if attention is not None and attends else None
-    return LayerProgram(program, tracer.tensors, tracer.runners, layer, call, cache_index, scaling)
+    return LayerProgram(key, program, tracer.tensors, tracer.runners, layer, call, cache_index, scaling)
 
 
 _programs: dict[Any, Program] = {}
