@@ -84,11 +84,20 @@ QUICK = frozenset({"test_execution", "test_inflate", "test_model_state"})
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one architecture are slow ones, but for a covering few; `make test` runs them all."""
+    """Mark tests of rare architectures as slow, and settings that `sample` leaves out as full."""
+    sampled: dict[str, list[pytest.Item]] = {}
     for item in items:
         name = item.callspec.params.get("name") if hasattr(item, "callspec") else None
         if name in RARE and item.path.stem not in QUICK:
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("sample") and not item.get_closest_marker("full"):
+            sampled.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for settings in sampled.values():
+        (number,) = settings[0].get_closest_marker("sample").args  # type: ignore[union-attr]
+        kept = {round((place + 0.5) * len(settings) / number - 0.5) for place in range(number)}
+        for place, item in enumerate(settings):
+            if place not in kept and len(settings) > number:
+                item.add_marker(pytest.mark.full)
 
 
 @pytest.fixture(autouse=True)

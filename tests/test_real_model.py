@@ -67,6 +67,7 @@ def study(dtype: str) -> Study:
     return Study("zoo:smollm2", prompts=prompts, dtype=dtype, max_num_seqs=3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("method", "dtype", "mode"),
     [

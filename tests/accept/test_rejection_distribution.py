@@ -112,6 +112,7 @@ def p_value_of(drafter: Drafter, acceptance: str, num_samples: int = NUM_SAMPLES
     return float(chisquare(observed, wanted).pvalue)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "acceptance"),
     [
@@ -194,6 +195,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "acceptance", "fault", "num_samples"), FAULTS)
 def test_a_broken_rule_is_found_out(
     kind: str, acceptance: str, fault: Any, num_samples: int, monkeypatch: pytest.MonkeyPatch

@@ -238,6 +238,7 @@ def test_a_method_whose_tokens_differ_gets_no_figures(methods: Methods, monkeypa
     assert advise(found).config["method"] != "ngram"
 
 
+@pytest.mark.full
 def test_partings_are_counted_up_to_a_near_tie(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parting at a gap that rounding explains is counted where tokens are promised up to rounding."""
     methods = Methods("zoo:tiny", "bfloat16", replace(SETTINGS, execution="eager"))
@@ -338,6 +339,7 @@ def test_a_difference_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no speed is shown" in " ".join(found.stdout.split())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "arguments",
     [["--methods", "ngrm"], ["--methods", "ngram", "--kinds", "poetry"], ["--prompts-file", "/nowhere"]],

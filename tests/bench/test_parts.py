@@ -106,6 +106,7 @@ SMALL = ["--model", "zoo:tiny", "--dtype", "float32", "--num-prompts", "1", "--m
 ROWS = {"efficiency": 4, "profile": 2, "drafting": len(parts.CONFIGS), "accepted": 6}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("part", parts.SHOWN)
 def test_every_part_prints_a_table_and_keeps_it(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,6 +63,7 @@ def test_casting_keeps_the_frequencies_of_rotations() -> None:
 # -- GGUF --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "error"), [("f32", 1e-4), ("q8_0", 0.5)])
 def test_a_converted_checkpoint_computes_what_it_did(tmp_path: Path, kind: str, error: float) -> None:
     """Read back by this library's own reader. A wrong order of rotated channels moves logits by several units."""

@@ -86,6 +86,7 @@ def test_end_tokens_that_are_none(call: Any, eos: Any) -> None:
         call(PROMPT, eos_tokens_id=eos)
 
 
+@pytest.mark.sample(9)
 @every_call
 @pytest.mark.parametrize("eos", [-1, 64, [-1, 10**9], torch.tensor(-1)])
 def test_end_tokens_that_the_model_cannot_say_end_nothing(call: Any, eos: Any) -> None:

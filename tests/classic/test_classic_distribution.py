@@ -79,12 +79,14 @@ def cells() -> list[Any]:
     ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "temperature"), cells())
 @pytest.mark.parametrize("run", [speculative, ngram])
 def test_every_output_has_its_probability(run: Any, name: str, temperature: float, monkeypatch: Any) -> None:
     assert distribution_difference(run, MAKERS[name](temperature), monkeypatch) < 1e-12
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("run", "options"),
     [
@@ -164,6 +166,7 @@ def p_value(run: Callable[[], list[int]], processor: Any, num_samples: int = NUM
 OFTEN = [(speculative, "top-k", 1.0), (ngram, "multinomial", 0.5)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("run", "name", "temperature"),
     [
@@ -177,6 +180,7 @@ def test_samples_of_the_loop_have_the_distribution(run: Any, name: str, temperat
     assert p_value(lambda: run(processor, VOCAB_SIZE, LENGTH, use_cache=True), processor) > 1e-3
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_samples_through_a_processor_of_ones_own_have_the_distribution(monkeypatch: Any) -> None:
     remember_logits(monkeypatch)
@@ -184,6 +188,7 @@ def test_samples_through_a_processor_of_ones_own_have_the_distribution(monkeypat
     assert p_value(lambda: speculative(processor, VOCAB_SIZE, LENGTH, use_cache=True), processor) > 1e-3
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_processor_that_declares_what_it_does_not_do_is_found_out(monkeypatch: Any) -> None:
     """The chi-square test has teeth: 1e-9 for a ``sample`` that leans towards the likely."""

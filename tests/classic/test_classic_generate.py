@@ -62,6 +62,7 @@ def check_pair(seed: int, use_cache: bool) -> None:
 QUICK = ((0, False), (11, True), (30, True))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("seed", "use_cache"),
     [*QUICK, *(pytest.param(seed, cache, marks=pytest.mark.full) for seed in range(50) for cache in (False, True))],
@@ -84,6 +85,7 @@ def test_greedy_finds_the_argmax_that_softmax_hides() -> None:
     assert torch.equal(GreedyProcessor()(logits), logits.softmax(-1))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", FUNCTIONS)
 @pytest.mark.parametrize("processor", [MultinomialProcessor(0.9), TopKProcessor(1.2, 8)], ids=["all", "top-k"])
 def test_use_cache_changes_no_sample_and_the_seed_repeats_all(kind: str, processor: LogitsProcessor) -> None:
@@ -156,6 +158,7 @@ def test_a_drafter_with_a_shorter_context_stops_drafting_and_the_target_goes_on(
     assert max(step.position + step.gamma for step in trace.steps[:3]) > 62
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_half_precision_runs_through_every_processor(dtype: torch.dtype) -> None:
     """Distributions are computed in float32; a target that drafts for itself is accepted nearly always."""
@@ -219,6 +222,7 @@ def test_models_are_left_as_they_were() -> None:
 # -- EGAG --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("bounds", [(1, 4), (2, 2), (0, 6)])
 @pytest.mark.parametrize("beta", [0.0, 0.9])
 def test_egag_changes_lengths_and_no_token(bounds: tuple[int, int], beta: float) -> None:

@@ -63,6 +63,7 @@ def test_shapes_that_4_bit_kernels_do_not_take_are_named() -> None:
     assert "groups of 32" in str(reasons(LLM(model))["quantized_self"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("as_json", [True, False])
 def test_info_tells_which_methods_apply(as_json: bool, tmp_path: Any) -> None:
     model = toy_model(64, dtype=torch.float32)

@@ -44,6 +44,7 @@ def test_a_question_is_answered(plain: LLM) -> None:
     assert (answer["prompt"], answer["chat_template"], answer["finish_reason"]) == (QUESTION, True, "stop")
 
 
+@pytest.mark.full
 def test_a_conversation_remembers() -> None:
     result = run("chat", *SHORT, "--json", stdin=f"{QUESTION}\nAnd of Spain?\n/plain\n")
     first, second, again = [json.loads(line) for line in result.stdout.splitlines()]
@@ -53,6 +54,7 @@ def test_a_conversation_remembers() -> None:
     assert second["num_cached_tokens"] >= first["num_prompt_tokens"]
 
 
+@pytest.mark.full
 def test_the_demo_ends_where_the_answer_ends() -> None:
     report = record("demo", QUESTION, "Repeat this word for word: The old bakery on Mill Street reopened last week.")
     assert report["model"].startswith("zoo:smollm2")

@@ -268,6 +268,7 @@ def test_a_tree_is_grown_from_what_was_decoded(
         assert "interrupted" in result.stdout
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("number", "form"), [(12, []), (12, ["--json"]), (0, [])])
 def test_a_profile_is_of_what_was_decoded(
     number: int, form: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -286,6 +287,7 @@ def test_a_profile_is_of_what_was_decoded(
         assert "check" not in found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_a_choice_is_told_where_it_cannot_be_written(form: list[str], tmp_path: Path) -> None:
     """It took minutes, and was lost for a full disk."""

@@ -29,6 +29,7 @@ def run(site: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_package_adds_a_method_by_its_entry_point(tmp_path: Path) -> None:
     pytest.importorskip("hatchling")

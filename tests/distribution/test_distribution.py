@@ -370,6 +370,7 @@ class TestTruncation:
 
 
 class TestDistribution:
+    @pytest.mark.sample(2)
     @pytest.mark.parametrize(
         ("values", "key"),
         [

@@ -39,6 +39,7 @@ class Probing(Drafter):
             self.seen.append((before, result, result.features.top_ids(3, range(len(result.tree)))))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "repetition_penalty": 1.3}])
 @pytest.mark.parametrize("acceptance", ["match", "standard"])
 def test_choices_are_what_plain_decoding_would_emit_after_every_node(params: dict[str, float], acceptance: str) -> None:

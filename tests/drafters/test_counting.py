@@ -77,6 +77,7 @@ KINDS = (
 )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("kind", "depth", "batch_size", "temperature"),
     [

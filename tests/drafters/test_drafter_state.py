@@ -194,6 +194,7 @@ def sharing(method: str, **keys: Any) -> LLM:
     return LLM(toy_model(VOCAB_SIZE), speculative_config={"method": method, "shared": True, **keys})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", LEARNING)
 def test_nothing_passes_from_one_call_to_the_next_unless_asked(method: str) -> None:
     """Where requests share what is learned, it helps the next call and changes no token."""

@@ -299,6 +299,7 @@ def alone(name: str) -> list[tuple[Any, ...]]:
     return [counts(run(KNOWING[name](), [request]))[0] for request in REQUESTS]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("method", KNOWING)
 def test_neighbours_and_predecessors_change_no_draft(method: str) -> None:
     """A row drafts the same number of tokens alone, in a batch, and with a drafter that has had the batch before."""
@@ -329,6 +330,7 @@ def test_rows_that_start_together_are_told_apart(method: str) -> None:
     assert counts(run(KNOWING[method](), [samples])) == counts(run(OneByOne(KNOWING[method]()), [samples]))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("method", [*KNOWING, *OTHERS])
 def test_nothing_is_left_of_rows_that_have_ended(method: str) -> None:
     """Neither state nor ids, in a drafter that lives on, its parts and their policies; one of the rows is aborted."""

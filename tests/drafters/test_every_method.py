@@ -72,6 +72,7 @@ def marked(*cell: object) -> object:
 CELLS = list(product(METHODS, MODES, BATCHES))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.skipif(not has_kernels, reason="no kernels here")
 @pytest.mark.parametrize(("method", "mode", "batch_size"), [marked(*cell) for cell in CELLS])
 def test_the_promise_is_native(method: str, mode: str, batch_size: int) -> None:
@@ -96,6 +97,7 @@ def elsewhere(way: str) -> Study:
     return study(*WAYS[way])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("way", "method", "mode"),
     [
@@ -116,6 +118,7 @@ def test_the_promise_is_that_of_near_ties(way: str, method: str, mode: str) -> N
     check(elsewhere(way).cell(method, MODES[mode], max(BATCHES)), "near-ties")
 
 
+@pytest.mark.full
 def test_experts_are_promised_near_ties() -> None:
     model = target_model("qwen3-moe", dtype=torch.float32)
     prompts = [random_ids(length, length) for length in (70, 5, 20)] + [[5, 6, 7] * 4]

@@ -118,6 +118,7 @@ ALIKE = frozenset(
 """Drafters whose rows are fed as those of others in the table."""
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "method", [pytest.param(name, marks=pytest.mark.full if name in ALIKE else ()) for name in DRAFTERS]
 )
@@ -126,6 +127,7 @@ def test_rows_that_lie_apart_are_drafted_for_as_alone(method: str) -> None:
         check(method, undrafted, params)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "layer_skip"])
 def test_rows_that_are_taken_for_neighbours_are_noticed(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were the slots between forgotten, texts would stay what they are, and drafts would be worse or none."""
@@ -160,6 +162,7 @@ def tiny() -> LLM:
     return LLM("zoo:tiny", None, dtype="float32")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ("eagle3", "layer_skip") else pytest.mark.full) for name in CONFIGS]
 )

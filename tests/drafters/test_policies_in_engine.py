@@ -70,6 +70,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "acceptance"), CELLS)
 def test_outputs_have_the_distribution_of_the_target(kind: str, acceptance: str) -> None:
     assert p_value_of(early(kind, acceptance), acceptance) > 1e-3

@@ -332,6 +332,7 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 @full
 @pytest.mark.usefixtures("_small")
+@pytest.mark.full
 def test_the_gpu_check_runs_and_its_controls_fail(tmp_path: Path) -> None:
     arms = ["--arms", "plain", "ngram", "suffix+eagle3", "draft_model", "oracle", "transformers"]
     status = gpu_check.main([*SMALL, *arms, "--budget", "3000", "--out", str(tmp_path)])
@@ -367,6 +368,7 @@ def test_texts_are_drafted_for_in_half_precision() -> None:
 
 
 @full
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_decodes(name: str) -> None:
     """In float64: ragged rows, trees, windows, several kinds of masks."""
@@ -404,6 +406,7 @@ def test_the_hook_gives_tensors_of_the_device(method: str) -> None:
         assert do_sample or found.sequences.tolist() == plain.tolist()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("processor", "uses_cache"),
     [

@@ -151,6 +151,7 @@ def places(llm: LLM) -> list[tuple[Any, str, int]]:
     return [*verbs, (drafter, "start", 1), (Drafts, "end", 1), *forwards]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("config", entries())
 def test_who_only_waited_finishes_with_the_plain_tokens(
     config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -174,6 +175,7 @@ def test_who_only_waited_finishes_with_the_plain_tokens(
     assert tokens(llm.generate(prompts[:3], TOY_PARAMS)) == wanted[:3]
 
 
+@pytest.mark.full
 def test_whoever_steps_is_spared_the_error_of_others() -> None:
     """The processor of the first call raises while the second one, which waits, steps the engine."""
     llm = plain().with_speculative_config("draft_model")

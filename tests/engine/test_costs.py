@@ -62,6 +62,7 @@ def test_a_curve_is_measured_once_and_kept(folder: Path, monkeypatch: pytest.Mon
     assert costs.cost_curve(target(seed=1)) == first  # of the same shapes
 
 
+@pytest.mark.full
 def test_on_a_busy_machine_some_processes_measure_and_the_next_takes_what_they_found(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -169,6 +169,7 @@ VERBS = ("start", "propose", "observe")
 STATE_VERBS = ("copied", "cut", "ended")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fault", KINDS_OF_FAULTS)
 def test_an_exception_of_any_kind_stays_in_the_rows_of_its_call(fault: str) -> None:
     for verb in VERBS:
@@ -329,6 +330,7 @@ def test_a_state_may_begin_anew_with_every_sample_and_every_prompt() -> None:
     assert drafter.num_read["4"] == len(TEXTS[4]) - 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("verb", ["cut", "cut again"])
 def test_a_wrong_return_of_cut_is_a_fault_of_its_row(verb: str) -> None:
     """What a row leaves is looked at when it ends, and what another one takes over when that begins."""
@@ -491,6 +493,7 @@ def test_a_tree_that_cannot_be_is_refused_when_it_is_made(name: str) -> None:
         WRONG[name](5, (6, 7))
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize(
     ("name", "is_governed"), by_turns([*sorted(OF_THE_VICTIM), "texts", "fewer parents"], (False, True))
 )
@@ -530,6 +533,7 @@ WRONG_DISTRIBUTIONS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("name", "rule"), by_turns(WRONG_DISTRIBUTIONS, ("standard", "block")))
 def test_a_draft_with_a_wrong_distribution_ends_drafting_for_its_row(name: str, rule: str) -> None:
     """They ended the whole call: rules read distributions after the drafter has been left."""

@@ -73,6 +73,7 @@ PHASES: dict[str, Callable[[Engine, str], bool]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("config", METHODS)
 def test_aborts_in_every_phase_harm_nobody(config: Any, tmp_path: Path) -> None:
     llm = base().with_speculative_config(completed(config, tmp_path))
@@ -139,6 +140,7 @@ def test_an_engine_does_not_abort_inside_of_its_own_step() -> None:
     assert all("EngineBusyError" in row.stats.drafter_error for row in rows)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("config", METHODS)
 def test_limits_are_reached_exactly(config: Any, tmp_path: Path) -> None:
     """Up to the last position of the context, one token, the end with the first token, and what is refused."""

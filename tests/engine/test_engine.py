@@ -74,6 +74,7 @@ def plain_outputs() -> tuple[tuple[int, ...], ...]:
 # -- steps that break off --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["nasd", "tree"])
 def test_an_engine_whose_step_broke_off_goes_on_like_a_new_one(kind: str) -> None:
     """Cut off at lines all over its steps: its rows end, nothing of them stays, and all later tokens are right."""
@@ -104,6 +105,7 @@ def absolute_model(context: int, vocab_size: int = 64) -> PreTrainedModel:
     return strengthen(GPT2LMHeadModel(config)).double().eval()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["chain", "tree"])
 @pytest.mark.parametrize("context", [24, 20])
 def test_nothing_looks_behind_the_end_of_a_context(context: int, kind: str) -> None:

@@ -62,6 +62,7 @@ def failing(drafter: Drafter, verb: str, number: int, fault: BaseException, *, a
     return drafter
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("verb", ["start", "propose", "observe", "ended"])
 @pytest.mark.parametrize("method", kinds_of("layer-skip", "token-recycling"))
 def test_a_failing_drafter_changes_no_token_and_rows_that_it_did_not_touch_are_drafted_for(

@@ -76,6 +76,7 @@ def run() -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system forks no processes")
 def test_forked_processes_say_the_same() -> None:
     assert run()[0] == "0 0 True"

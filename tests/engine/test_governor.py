@@ -44,6 +44,7 @@ def best_fixed(draft: Draft, curve: Mapping[int, float], level: float, num_rows:
 # -- one way of drafting -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("rate", "curve", "level", "num_rows"),
     [
@@ -65,6 +66,7 @@ def test_no_fixed_length_is_much_better_in_hindsight(
     assert speed > 0.93 * best_fixed(draft, curve, level, num_rows)  # learning from nothing included
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("num_rows", [1, 4, 8])
 def test_a_busy_machine_does_not_drive_a_good_drafter_away(num_rows: int) -> None:
     """Times that vary by a third, and a pause in every twentieth step."""
@@ -81,6 +83,7 @@ def test_a_drafter_that_turns_good_is_found_again() -> None:
     assert speed > 0.8 * World(chains(0.9), FLAT, 4.4).run(None, length=4)  # what it takes to notice included
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("level", [0.01, 2.2])
 def test_a_curve_that_makes_drafts_too_dear_is_not_believed_for_long(is_whole: bool, level: float) -> None:
@@ -277,6 +280,7 @@ def plain(kind: str) -> list[list[int]]:
     return texts(Engine(target(), EmptyDrafter(), EngineConfig(max_num_seqs=1)), kind)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("_clock")
 @pytest.mark.parametrize(
     ("method", "num_rows", "curve", "kind"),
@@ -316,6 +320,7 @@ class Moody(Governor):
         return drafts
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "layer_skip"])
 def test_resting_at_any_time_changes_no_token(method: str) -> None:
     rows: list[Row] = []
@@ -425,6 +430,7 @@ def test_a_row_in_doubt_has_a_step_without_a_draft() -> None:
 # -- what it begins with -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seconds", [0.0, 100.0])
 def test_reading_prompts_counts_as_loss(seconds: float) -> None:
     """A head that reads long prompts for short answers loses more than its drafts bring."""

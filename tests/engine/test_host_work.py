@@ -266,6 +266,7 @@ def check_flat(short: Work, long: Work) -> None:
     assert long.numbers - short.numbers < 0.25 * grown + 0.5 * short.numbers, (short, long)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "method", [pytest.param(name, marks=[] if name in FAST else pytest.mark.full) for name in DRAFTERS]
 )
@@ -297,6 +298,7 @@ def test_nor_does_the_governor(monkeypatch: pytest.MonkeyPatch) -> None:
     check_flat(short, long)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "waste",
     [

@@ -152,6 +152,7 @@ ALONE = but_variants(
 )
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("name", "drafter"), BATCHED)
 def test_drafting_changes_no_token(name: str, drafter: str) -> None:
     """Five ragged rows in one batch: greedy and seeded, with and without processors, with and without EOS."""
@@ -159,6 +160,7 @@ def test_drafting_changes_no_token(name: str, drafter: str) -> None:
     compare(drafted(trace), plain_mixed(name), f"{name}, {drafter}, rows {row_modes(name)}")
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(("name", "drafter", "row"), ALONE)
 def test_a_row_alone_gives_the_tokens_it_gives_in_a_batch(name: str, drafter: str, row: int) -> None:
     """Batch 1; every mode on each architecture, every drafter in each mode."""
@@ -167,6 +169,7 @@ def test_a_row_alone_gives_the_tokens_it_gives_in_a_batch(name: str, drafter: st
     assert alone.reasons["0.0"] == plain_mixed(name).reasons[f"{row}.0"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "drafter",
     [
@@ -251,6 +254,7 @@ def test_draft_depth_and_width_change_no_token(name: str, num_branches: int, dep
 # -- the controls, and plain decoding itself --------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "num_branches"), [("llama", 1), ("gemma2", 3), ("mistral-filled", 1), ("deepseek-v3", 3)]
 )
@@ -259,6 +263,7 @@ def test_a_greedy_drafter_of_a_sampling_target_changes_no_token(name: str, num_b
     compare(drafted(run(name, drafter, "sampled")), plain(name, "sampled"), f"{name}, greedy drafts")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.every_version
 @pytest.mark.parametrize(
     ("name", "mode"),
@@ -292,6 +297,7 @@ def test_plain_decoding_equals_generate(name: str, mode: str) -> None:
         assert ours.outputs[f"{row}.0"] == tuple(text[0, len(prompt) :].tolist())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_drafts_are_both_accepted_and_rejected(drafter: str) -> None:
     """The drafters of this file are right and wrong often enough to exercise both ways."""

@@ -91,6 +91,7 @@ def in_vain(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, logits_processors=[in_turn], ignore_eos=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["jacobi", "ngram"])
 def test_an_llm_says_it_once_when_a_request_has_ended(caplog: pytest.LogCaptureFixture, method: str) -> None:
     llm = LLM(toy_model(), method)

@@ -156,6 +156,7 @@ def run_out_of_memory() -> None:
     assert [row.output_ids for row in rows[:3]] == [row.output_ids for row in few]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not hold this limit")
 def test_where_memory_ends_the_step_breaks_off_and_a_plan_keeps_within_it() -> None:

@@ -111,6 +111,7 @@ def test_64_requests_under_a_plan_for_8_finish_as_without_one(method: str) -> No
 SAMPLES = [(text(1, 90), params(1, 20, n=5)), (text(2, 30), params(2, 20))]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("requests", "cells", "is_lazy", "num_rows"),
     [

@@ -37,6 +37,7 @@ def held(engine: Engine) -> int:
     return engine.memory().allocated_bytes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_an_engine_without_rows_gives_everything_back_and_goes_on(method: str) -> None:
     """The texts after it are those before it, in the same memory."""

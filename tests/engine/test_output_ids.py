@@ -48,6 +48,7 @@ def params_of(kind: str) -> SamplingParams:
     return PARAMS[kind] if kind in PARAMS else replace(GREEDY, prediction=whole("greedy").outputs[0].text)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("method", "kind"),
     [

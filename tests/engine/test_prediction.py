@@ -69,6 +69,7 @@ def counts(output: RequestOutput) -> tuple[int, int]:
     return metrics["accepted_prediction_tokens"], metrics["rejected_prediction_tokens"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("method", "kind"),
     [

@@ -67,6 +67,7 @@ def traced(drafter: Drafter, chunk: int) -> tuple[list[Row], list[tuple[int, int
     return rows, steps, drafted
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("method", "chunk"),
     [

@@ -65,6 +65,7 @@ def fed(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # -- conversations ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "kind", ["none", "chain", *(pytest.param(name, marks=pytest.mark.full) for name in ("ngram", "tree"))]
 )
@@ -94,6 +95,7 @@ def test_only_new_text_is_fed(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert sum(of_drafter) >= len(TURN)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kind", "prompt_logprobs"), [("none", 1), ("ngram", None), ("chain", 1)])
 def test_samples_without_a_slot_do_not_read_their_prompt_again(
     kind: str, prompt_logprobs: int | None, monkeypatch: pytest.MonkeyPatch
@@ -132,6 +134,7 @@ def narrow_llm(size: int) -> LLM:
     return LLM("zoo:tiny", max_num_seqs=2, prefill_chunk_size=size)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("method", "size", "num_again"),
     [

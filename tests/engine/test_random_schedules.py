@@ -140,6 +140,7 @@ def run_schedule(seed: int, lm: CausalLM, config: EngineConfig | None = None) ->
     return requests
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=() if seed in (1, 6, 10) else pytest.mark.full) for seed in range(60)]
 )

@@ -28,6 +28,7 @@ def soaked(num_requests: int, folder: Path, fault_rate: float, seed: int, method
     return soak
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_requests", "fault_rate", "seed", "rates"),
     [

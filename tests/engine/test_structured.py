@@ -140,6 +140,7 @@ def check_matches(name: str, output: RequestOutput) -> None:
             assert text.text in (WANTED["choice"].choice or ())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("method", "kind", "name"),
     [
@@ -223,6 +224,7 @@ def grammars() -> Grammars:
     return Grammars(base().tokenizer, base().target.vocab_size, base()._eos_token_ids)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", WANTED)
 def test_masks_on_a_tree_are_those_of_its_paths(name: str) -> None:
     """Asked for in any order, again and again, between outputs that grow."""
@@ -301,6 +303,7 @@ REPEATING = StructuredOutputs(
 )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("method", "kind"),
     [
@@ -407,6 +410,7 @@ def test_a_draft_at_which_a_grammar_gives_up_is_no_fault(monkeypatch: pytest.Mon
     assert "the grammar gave up" in str(matching.fault)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["masks", "tokens", "forced"])
 def test_what_others_asked_for_ends_no_text(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Rows of a grammar share an automaton: when it was full, no text of this grammar came any more, for good."""
@@ -739,6 +743,7 @@ print("alive", refused)
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_no_grammar_ends_the_process(tmp_path: Path) -> None:
     """Chains of 5,000 rules and the integer -2**63 overran the stack of llguidance and ended the server."""

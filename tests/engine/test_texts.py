@@ -180,6 +180,7 @@ def test_complete_characters_stay_where_bytes_after_them_form_none(script: list[
     assert detokenizer.rest() == detokenizer.finish() == ""
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("end", ["budget", "eos", "stop token", "stop string", "stop string that is not said"])
 @pytest.mark.parametrize("method", ["ngram", pytest.param(None, marks=pytest.mark.full)])
 def test_streamed_and_final_text_are_one_wherever_an_answer_ends(method: str | None, end: str) -> None:

@@ -61,6 +61,7 @@ def loaded(file: Path, weights: str | None) -> tuple[PreTrainedModel | None, For
         return None, error
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("num_files", [4, pytest.param(60, marks=pytest.mark.full)])
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lie_in_the_header_is_refused_by_name_or_does_no_harm(lie: str, num_files: int, tmp_path: Path) -> None:
@@ -131,6 +132,7 @@ TINY = 4096
 """Tokens of zoo:tiny."""
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize(
     ("entry", "value", "refusal"),
     [
@@ -183,6 +185,7 @@ def changed(entry: str, place: int, value: Any) -> dict[str, Any]:
     return {key: values}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("metadata", "refusal"),
     [

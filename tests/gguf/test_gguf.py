@@ -60,6 +60,7 @@ STORED = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.Q8_0: torch.bfl
 MORE = (Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q6_K)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", [*STORED, *(pytest.param(kind, marks=pytest.mark.full) for kind in MORE)])
 def test_logits_are_those_of_the_same_weights_from_safetensors(kind: Kind, tmp_path: Path) -> None:
     """Bit for bit, in float32 and bfloat16; with a separate output layer, which the tied files below lack."""
@@ -167,6 +168,7 @@ def split_by(pre: str, tmp_path: Path, text: str) -> list[str]:
     return [text[slice(*span)] for _, span in backend.pre_tokenizer.pre_tokenize_str(text)]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("pre", "pieces"),
     [

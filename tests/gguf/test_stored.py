@@ -64,6 +64,7 @@ QUICK = (Kind.Q4_0, Kind.Q5_1, Kind.Q4_K, Kind.Q6_K)
 """Types with and without zeros, in small and large blocks; the codes of every type are tested above."""
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(Kind(number), marks=() if number in QUICK else pytest.mark.full) for number in TYPES],
@@ -164,6 +165,7 @@ def test_the_command_line_takes_them(tmp_path: Path) -> None:
     assert "stored (8 of Q4_0), 4.50 bits each" in " ".join(result.stdout.split())
 
 
+@pytest.mark.full
 @needs_kernels
 @pytest.mark.skipif(not zoo.is_available("smollm2"), reason="smollm2 is not installed")
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])

@@ -111,6 +111,7 @@ def test_a_product_of_bytes_is_the_product_within_the_rounding_of_bytes(rows: in
     assert not torch.equal(found, exact.float())
 
 
+@pytest.mark.sample(4)
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
@@ -168,6 +169,7 @@ SAMPLINGS = {
 GROWTHS: dict[str, dict[str, Any]] = {"beam": {}, "wide": {"num_branches": 5, "beam_width": 2, "max_nodes": 30}}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(*pairwise(name=["eagle3", "eagle"], growth=GROWTHS, sampling=SAMPLINGS))
 def test_a_draft_in_one_call_is_the_draft_level_by_level(
     name: str, growth: str, sampling: str, monkeypatch: pytest.MonkeyPatch
@@ -194,6 +196,7 @@ def test_a_draft_in_one_call_is_the_draft_level_by_level(
         assert found.scores == pytest.approx([math.exp(score) for score in wanted.scores], abs=1e-4)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     *pairwise(is_small=[True, False], name=["eagle3", "eagle"], params=[GREEDY, SAMPLED], dtype=[HALF, torch.float32])
 )

@@ -547,6 +547,7 @@ def test_the_hook_takes_heads_and_the_classic_functions_say_that_they_do_not(tmp
         speculative_generate([1, 2, 3], random_head(3), model())
 
 
+@pytest.mark.full
 def test_a_head_that_disappoints_is_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -578,6 +579,7 @@ def test_a_head_that_disappoints_is_named_once(
             )
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3", pytest.param("eagle", marks=pytest.mark.full)])
 def test_a_right_head_is_not_named_on_text_unlike_its_training(

@@ -80,6 +80,7 @@ def check(model: PreTrainedModel, inputs: dict[str, torch.Tensor], hook: Any, **
     return ours
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_batch_and_two_of_its_rows(config: str) -> None:
     """Alone and beside others, padded; the draft model is often wrong."""

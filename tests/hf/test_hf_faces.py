@@ -209,6 +209,7 @@ def test_preparing_refuses_what_a_call_would_refuse() -> None:
         speculate("layer_skip").prepare(toy_model())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("change", ["in place", "replaced", "other dtype", "other attention", "loaded"])
 def test_changes_of_the_model_are_seen(change: str) -> None:
     model, other = toy_model(dtype=torch.float32), toy_model(seed=1, dtype=torch.float32)

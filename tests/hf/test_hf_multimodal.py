@@ -85,6 +85,7 @@ MASK[0, :5] = 0
 ASKED = {"input_ids": IDS, "attention_mask": MASK, "max_new_tokens": 12, "do_sample": False}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "make",
     [llava, gemma3, qwen2_vl, *(pytest.param(one, marks=pytest.mark.full) for one in (mistral3, smolvlm, qwen3_vl))],

@@ -48,6 +48,7 @@ def sample(hook: Any, seed: int = 1, **options: Any) -> Any:
     return model.generate(**batch(), do_sample=True, max_new_tokens=20, custom_generate=hook, **options)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_method_says_the_same_under_one_seed(setting: str) -> None:
     plain = sample(speculate("none"), **SETTINGS[setting])
@@ -110,6 +111,7 @@ def small(rows: int) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
     return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["match", "standard"])
 def test_the_distribution_is_that_of_generate(method: str) -> None:

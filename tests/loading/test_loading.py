@@ -103,6 +103,7 @@ def test_what_is_no_name_is_refused(model: Any) -> None:
 # -- damage ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
@@ -421,6 +422,7 @@ def test_a_loaded_model_is_not_converted_silently() -> None:
 # -- end of sequence -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("eos", "ids"), [(None, ()), (5, (5,)), ([5, 7], (5, 7))], ids=str)
 def test_eos_ids_come_from_the_generation_config(eos: Any, ids: tuple[int, ...]) -> None:
     model = toy_model()

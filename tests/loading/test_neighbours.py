@@ -123,6 +123,7 @@ SAYS = "import sys, {}; from os import environ; print(*map(environ.get, {}), 'to
 VARIABLES = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("modules", "chosen", "said"),
     [

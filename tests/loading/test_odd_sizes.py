@@ -101,6 +101,7 @@ def check_logits(model: PreTrainedModel, wanted: PreTrainedModel, random: Random
     assert float((got - want).norm() / want.norm()) < 1e-2
 
 
+@pytest.mark.sample(1)
 @needs_kernels
 @pytest.mark.parametrize("seed", seeds("models"))
 def test_models_of_odd_sizes_are_rounded_on_loading(seed: int, tmp_path: Path) -> None:
@@ -174,6 +175,7 @@ def draw_layer(
     return parts, (numbers.float() - wide_zeros) * wide_scales
 
 
+@pytest.mark.sample(3)
 @needs_kernels
 @pytest.mark.parametrize(("method", "seed"), [*seeds(METHOD), *seeds("gptq"), *seeds("awq")])
 def test_checkpoints_of_odd_sizes_are_read_or_refused(method: str, seed: int, tmp_path: Path) -> None:

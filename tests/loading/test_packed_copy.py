@@ -92,6 +92,7 @@ def assert_same(one: LLM, other: LLM) -> None:
     assert one.eos_token_ids == other.eos_token_ids
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "way"),
     [
@@ -120,6 +121,7 @@ def test_a_copy_is_the_model(tmp_path: Path, name: str, way: dict[str, str], cap
     assert_same(made, plain)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", [{}, pytest.param({"quantization": "int8"}, marks=pytest.mark.full)])
 def test_a_model_of_the_zoo_and_its_drafter(way: dict[str, str], cache: Path) -> None:
     plain = LLM("zoo:tiny", "draft_model", **way)

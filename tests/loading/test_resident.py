@@ -42,6 +42,7 @@ def is_mapped(file: Path) -> bool:
     return str(file) in Path("/proc/self/maps").read_text()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("execution", "is_tied"),
     [("packed", True), ("packed", False), pytest.param("compiled", True, marks=pytest.mark.full)],

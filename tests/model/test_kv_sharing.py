@@ -52,6 +52,7 @@ def prompt(length: int) -> list[int]:
     return torch.randint(5, 59, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["Gemma3n", "Gemma4"])
 @pytest.mark.parametrize(
     "method", ["ngram", *(pytest.param(each, marks=pytest.mark.slow) for each in ("token_recycling", "sparse_kv"))]
@@ -71,6 +72,7 @@ def test_texts_are_those_of_transformers(name: str, method: str) -> None:
     assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["Gemma3n", "Gemma4"])
 def test_drafts_keep_the_tokens_of_plain_decoding_by_the_kernels(name: str) -> None:
     model = made(name, torch.float32)

@@ -71,6 +71,7 @@ WHOLE = {"hook, eager", "LLM with prefixes"}
 """That stand in the whole matrix alone, as the hook, packed, and prefixes, eager, stand in every run."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "face",  # with prefixes an LLM does all that it does without
     [pytest.param(face, marks=pytest.mark.full if face in WHOLE else ()) for face in FACES if face != "LLM"],
@@ -248,6 +249,7 @@ def _change_cells() -> list[Any]:
     ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("face", "change"), _change_cells())
 def test_every_change_is_followed(face: str, change: str) -> None:
     torch.manual_seed(0)
@@ -284,6 +286,7 @@ def test_classic_and_hook_keep_one_adapter_through_changes() -> None:
     assert hook(model)() == classic(model)() == plain(model)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("other", ["hook", "classic", "LLM"])
 def test_a_stream_of_an_llm_goes_on_as_it_began(other: str) -> None:
     """Other faces decode with the model as it has become, and the stream with that of its call."""

@@ -126,6 +126,7 @@ def test_a_state_keeps_nothing_alive() -> None:
 
 
 # longrope's generate leaves the frequencies of its last length behind, in transformers 5.9
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [each for each in kinds_of(OF_EACH_CACHE) if each.values[0] != "phi3-longrope"])
 def test_generating_leaves_a_model_as_it_was(name: str) -> None:
     """Otherwise every call of the hook after a plain one would make a new shadow."""

@@ -21,6 +21,7 @@ CASES = [
 """Trees of all, and chains where architectures differ in kind."""
 
 
+@pytest.mark.sample(8)
 @pytest.mark.every_version
 @pytest.mark.parametrize(("name", "attention", "is_tree"), CASES)
 def test_node_logits_equal_those_of_plain_text(name: str, attention: str, is_tree: bool) -> None:
@@ -34,6 +35,7 @@ def packed(name: str, attention: str) -> CausalLM:
     return CausalLM(target_model(name, attention, torch.float32), execution="packed")
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     ("name", "attention", "is_tree"),
     [pytest.param(*case.values, marks=() if case.values[0] in ALWAYS else pytest.mark.full) for case in CASES],

@@ -72,6 +72,7 @@ def outputs(lm: CausalLM, drafter: Drafter, config: EngineConfig) -> tuple[list[
     return [row.output_ids for row in rows], num_empty
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", DRAFTERS)
 def test_an_untrained_token_that_no_row_has_spoils_none(method: str) -> None:
     """Ragged prompts in chunks, and ragged drafts."""

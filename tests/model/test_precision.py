@@ -105,6 +105,7 @@ ALONE = (0, 1)
 """Neighbours, hence one greedy row and one sampled."""
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "precision"),
     but_variants(in_turns(["single", "half"])),

@@ -81,6 +81,7 @@ def draw_tokens(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
 # -- no false verdict ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "dtype"), EVERYWHERE)
 def test_a_sound_model_is_found_sound(name: str, dtype: str) -> None:
     """Strong weights and those of the class, one of them eager and the other packed, by turns."""
@@ -99,6 +100,7 @@ def test_a_sound_model_is_found_sound_with_any_weights(name: str, dtype: str) ->
                 assert_right(load(model, kind))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "dtype", "seeds"),
     [
@@ -131,6 +133,7 @@ def trained(name: str, dtype: torch.dtype) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(zoo.path(name, *part), dtype=dtype).eval()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("depth", [pytest.param(24, marks=pytest.mark.slow), pytest.param(64, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("name", "dtype"), [("llama", "bfloat16"), ("qwen3-moe", "float16"), ("gpt2", "bfloat16"), ("llama", "float32")]
@@ -198,6 +201,7 @@ NOT_SEEN_AT_LOAD = {
 """Faults of other lists, which no comparison of logits at load time can show, and why; their own tests find them."""
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [pytest.param(*cell.values, marks=() if cell.values[0] in ALWAYS else pytest.mark.full) for cell in EVERYWHERE],
@@ -253,6 +257,7 @@ def check_faults(
                     load(model, kind)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fault", [shows_siblings, shifts_positions_behind_the_prefix])
 def test_faults_are_found_in_packed_execution(fault: Patch, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,6 +305,7 @@ def with_counted_positions(self: Execution, **options: Any) -> Any:
     return RUN(self, **options)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_strong", [True, False])
 def test_a_graph_that_ignores_its_masks_is_found(is_strong: bool, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,6 +316,7 @@ def test_a_graph_that_ignores_its_masks_is_found(is_strong: bool, dtype: str, mo
         load(model, "packed")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("dtype", "is_strong"), [*((dtype, True) for dtype in DTYPES), ("float32", False)])
 def test_a_graph_that_ignores_its_positions_loses_trees(
     is_strong: bool, dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -53,6 +53,7 @@ def check(rows: list[Said], wanted: list[Said]) -> None:
         assert not row.difference(want), f"row {number}: {row.difference(want)}"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("dtype", "chunk_size"), [(torch.float32, 512), (torch.bfloat16, 80), (torch.float16, 33), (torch.bfloat16, 512)]
 )
@@ -64,6 +65,7 @@ def test_prompts_are_read_together_and_in_pieces(dtype: torch.dtype, chunk_size:
     assert sum(row.counts["num_accepted_draft_tokens"] for row in rows) > 0
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("dtype", "chunk_size"), [(torch.float32, 33), (torch.bfloat16, 64), (torch.float16, 80), (torch.bfloat16, 512)]
 )
@@ -82,6 +84,7 @@ def test_what_was_kept_of_an_earlier_request_is_what_would_be_read(dtype: torch.
     assert all(len(later) > len(earlier) for earlier, later in pairwise(turns))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_that_had_to_leave_goes_on_with_the_same_bits(dtype: torch.dtype) -> None:
     """Rows are sent back for want of memory; what they had said is replayed by the kernels that said it."""

@@ -170,6 +170,7 @@ def with_wrapped_weights(linear: nn.Linear) -> nn.Linear:
 # -- accepted ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("new", "dtype"), [(Quantised, torch.bfloat16), (with_wrapped_weights, torch.float32)])
 def test_quantised_weights_run_as_they_are(new: Callable[[nn.Linear], nn.Module], dtype: torch.dtype) -> None:
     """And linears beside them are packed as ever. The first version packed what only looked like floats."""
@@ -188,6 +189,7 @@ def test_inputs_that_every_row_rounds_for_itself_are_accepted() -> None:
     assert_decoded_as_it_is(replaced(dense_model(torch.bfloat16), RoundedByRow))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("new", [RoundedByRow, Quantised])
 def test_who_rounds_inputs_is_held_to_that_rounding_and_says_so(new: type[Quantised]) -> None:
     """Held to that of float32, it depended on the machine whether some input was moved by a step."""

@@ -168,6 +168,7 @@ def assert_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
     assert before == after
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "execution"),
     but_variants(in_turns(["eager", "packed"])),

@@ -69,6 +69,7 @@ def said(llm: LLM, prompts: list[list[int]], count: int) -> list[list[int]]:
 # -- longrope --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", ["none", "ngram", "suffix", "token_recycling", "layer_skip", "sparse_kv"])
 def test_prompts_over_the_border_have_the_long_factors_throughout(method: str) -> None:
     """Beside shorter ones in one batch, with prompts that are read in chunks, and drafts that are trees."""
@@ -89,6 +90,7 @@ def test_beginnings_of_short_and_of_long_prompts_are_kept_apart() -> None:
         assert said(llm, [ids], 8) == [plain(model, ids, 8)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("execution", ["auto", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_over_the_border_are_those_of_the_model(execution: str, dtype: torch.dtype) -> None:

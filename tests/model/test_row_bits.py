@@ -85,6 +85,7 @@ PROMPTS = [random_ids(length, 40 + length) for length in BORDERS]
 LONG = ("llama", "gpt2", "qwen3", "gemma3", "mistral-filled", "gpt-neox", "olmo2", "granite")
 
 
+@pytest.mark.sample(2)
 @needs_kernels
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -103,6 +104,7 @@ def test_logits_are_those_of_plain_decoding(name: str, dtype: torch.dtype, param
     check_bits(lm, PROMPTS, params, DEFAULT)
 
 
+@pytest.mark.sample(2)
 @needs_kernels
 @pytest.mark.parametrize(
     ("name", "dtype"), list(product(["llama", "gpt2"], [torch.bfloat16, torch.float16, torch.float32])), ids=str

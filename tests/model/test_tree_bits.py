@@ -156,6 +156,7 @@ def check_drafts(lm: CausalLM, num_rounds: int = 2) -> None:
             pending[row] += 40  # the bonus
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(*pairwise(name=NAMES, dtype=DTYPES, kernels=SETS), ids=str, indirect=["kernels"])
 def test_every_node_of_a_ragged_batch_is_plain_decoding(name: str, dtype: torch.dtype, kernels: str) -> None:
     lm = CausalLM(model(name, dtype))
@@ -163,6 +164,7 @@ def test_every_node_of_a_ragged_batch_is_plain_decoding(name: str, dtype: torch.
     assert kernels in lm.execution.describe()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     *pairwise(name=["llama", "gemma3", "gpt2"], rounded=ROUNDED, kernels=SETS), ids=str, indirect=["kernels"]
 )

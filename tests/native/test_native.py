@@ -216,6 +216,7 @@ STEPS = [
 
 
 class TestDecodeAttention:
+    @pytest.mark.sample(82)
     @pytest.mark.usefixtures("threads_of_torch")
     @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
     @pytest.mark.parametrize("step", STEPS, ids=lambda step: str(step[0]))

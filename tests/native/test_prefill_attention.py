@@ -110,6 +110,7 @@ PROMPTS: list[Form] = [
 
 
 class TestPrefillAttention:
+    @pytest.mark.sample(131)
     @pytest.mark.usefixtures("threads_of_torch")
     @pytest.mark.parametrize("window", [None, 50, 300])
     @pytest.mark.parametrize("form", PROMPTS, ids=lambda form: str(form[0]))
@@ -160,6 +161,7 @@ class TestPrefillAttention:
         assert many(query, keys, values, "kind", -1.0) is None
 
 
+@pytest.mark.sample(3)
 def test_a_prompt_leaves_the_same_bits_in_the_cache_however_it_is_cut(
     kernels: native.Library, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

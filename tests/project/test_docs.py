@@ -80,15 +80,27 @@ def run_here(command: list[str], **options: Any) -> subprocess.CompletedProcess[
     return subprocess.CompletedProcess(command, 0)
 
 
+READ_FIRST = "README.md", "quickstart.md", "generate_hook.md"
+"""Pages whose code is run by `make test`; `.ci/run` runs that of all pages."""
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("_governed", "_loaded_once")  # as a reader runs it
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[] if page.name in READ_FIRST else pytest.mark.full, id=page.name)
+        for page in PAGES
+        if blocks(page, "python")
+    ],
+)
 def test_python_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code = "\n".join(blocks(page, "python"))
     exec(compile(code, str(page), "exec"), {"__name__": "__main__"})
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.usefixtures("_governed", "_loaded_once", "_counted_seconds")
 @pytest.mark.parametrize("lines", commands(), ids="; ".join)
@@ -141,6 +153,7 @@ def test_anchors_are_headings() -> None:
             assert anchor in known, f"{page.name} -> {target}#{anchor}"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.usefixtures("_loaded_once", "_counted_seconds")
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)

@@ -58,6 +58,7 @@ class Assets(HTMLParser):
         self.found += [value for name, value in attrs if name == ASSETS.get(tag) and value]
 
 
+@pytest.mark.full
 def test_every_page_is_there_and_loads_nothing_from_elsewhere(site: Path) -> None:
     for page in PAGES:
         assert (site / page.relative_to(ROOT).with_suffix(".html")).is_file(), page
@@ -83,6 +84,7 @@ def test_the_reference_holds_what_is_public(site: Path) -> None:
     assert public - names == set()
 
 
+@pytest.mark.full
 def test_it_is_read_and_searched_from_the_file_system(site: Path, browser: Any) -> None:
     page = browser.new_page(color_scheme="dark")
     faults: list[str] = []

@@ -45,6 +45,7 @@ def in_the_checkout(folder: str) -> set[str]:
     return {path.relative_to(ROOT).as_posix() for path in found}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_wheel_works_from_an_empty_directory(built: Path, tmp_path: Path) -> None:
     site, empty = tmp_path / "site", tmp_path / "empty"
@@ -86,6 +87,7 @@ def test_both_hold_the_licence_and_the_models(built: Path) -> None:
     assert not [name for name in packed if name.startswith((".venv", ".cache", ".git/", ".whl"))]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_source_distribution_builds_the_same_wheel(built: Path, tmp_path: Path) -> None:
     (archive,) = built.glob("*.tar.gz")

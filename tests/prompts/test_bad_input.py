@@ -67,6 +67,7 @@ BAD_PROMPTS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("prompt", "error", "message"), BAD_PROMPTS)
 def test_a_bad_prompt_is_refused_and_harms_nobody(prompt: Any, error: type[ForedraftError], message: str) -> None:
     """Before, between and after good ones, in the middle of decoding."""
@@ -134,6 +135,7 @@ class DraftsPoison(NGramDrafter):
         return DraftTree.from_paths(row.pending, [(POISON, POISON)[:budget], *paths])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("acceptance", "params"), [("match", SAMPLED), ("standard", GREEDY), ("standard", SAMPLED), ("block", SAMPLED)]
 )

@@ -157,6 +157,7 @@ def test_the_memory_of_a_template_is_bounded(template: str) -> None:
     assert renderer().render("{{ n }}", {"n": 1}) == "1"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no timer of processor time")
 @pytest.mark.parametrize("template", LONG)
 def test_the_time_of_a_template_is_bounded(template: str) -> None:

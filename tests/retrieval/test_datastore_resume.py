@@ -76,6 +76,7 @@ def interrupted(corpus: Path, out: Path, patch: pytest.MonkeyPatch, moment: int)
     return False
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "moment",
     [pytest.param(moment, marks=() if moment in (2, 5, 8) else pytest.mark.full) for moment in range(1, 12)],
@@ -127,6 +128,7 @@ def test_an_unfinished_build_is_not_mixed_with_another(
         build([corpus], tokenizer(), tmp_path / "out")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("moment", [3, 22, 41, pytest.param(97, marks=pytest.mark.full)])
 def test_tokens_behind_the_last_checkpoint_are_cut_off(
     moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,6 +173,7 @@ def full(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "where",
     [

@@ -34,6 +34,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("name", "stream"),
     [
@@ -218,6 +219,7 @@ def test_partial_characters_and_stop_strings_are_held_back(running_server: Runni
         assert not any(stop in whole["text"] for stop in body["stop"])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("text", ["a 😀👩‍👩‍👧 b", "日本語、世界。", "<|im_start|>né", "plain words"])
 def test_offsets_are_characters_of_the_text(running_server: Running, text: str) -> None:
     """Emoji and CJK are split over tokens, each of which was counted as a character of its own."""

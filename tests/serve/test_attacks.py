@@ -194,6 +194,7 @@ def test_heads_that_do_not_come_end_their_connections(running_server: Running, m
     check_nothing_is_left(running_server)
 
 
+@pytest.mark.full
 def test_a_long_answer_is_not_cut_by_the_limit_of_heads(
     running_server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,6 +132,7 @@ def test_silence_is_broken_by_comments(running_server: Running) -> None:
     assert ": keep-alive\n\n" in response.text
 
 
+@pytest.mark.full
 def test_a_signal_lets_requests_end_and_takes_no_more(start: Callable[..., Running]) -> None:
     server = start(shutdown_timeout=20)
     answers: list[int] = []
@@ -145,6 +146,7 @@ def test_a_signal_lets_requests_end_and_takes_no_more(start: Callable[..., Runni
     assert answers == [200]
 
 
+@pytest.mark.full
 def test_requests_that_take_too_long_are_told_that_the_server_ends(start: Callable[..., Running]) -> None:
     server = start(shutdown_timeout=0)
     texts: list[str] = []
@@ -158,6 +160,7 @@ def test_requests_that_take_too_long_are_told_that_the_server_ends(start: Callab
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "shutting_down"
 
 
+@pytest.mark.full
 def test_a_server_that_has_ended_is_let_go() -> None:
     """FastAPI's own routes keep what they call in caches of the process, and with it the model: 100 MB a server."""
 

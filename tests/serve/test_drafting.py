@@ -30,6 +30,7 @@ CHOICES: list[tuple[Any, str, int | None]] = [
 ]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("speculative", "method", "longest"), CHOICES)
 def test_requests_choose_their_drafts(running_server: Running, speculative: Any, method: str, longest: Any) -> None:
     body = {**BODY, "speculative": speculative}

@@ -52,6 +52,7 @@ def test_a_prompt_is_cut_at_the_side_that_is_named(running_server: Running, side
         assert text == running_server.llm.tokenizer.decode(kept) + expected.outputs[0].text
 
 
+@pytest.mark.full
 def test_a_prompt_is_cut_to_the_room_that_max_tokens_leaves(running_server: Running) -> None:
     """Texts that could not fit were refused before they were read; vLLM cuts them."""
     limit = running_server.llm.model_info.context_length
@@ -108,6 +109,7 @@ def test_documents_go_to_a_template_that_has_them(running_server: Running, llm: 
         assert raised.value.status == 400
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 def test_a_request_has_an_id(running_server: Running, path: str) -> None:
     body: dict[str, Any] = {"prompt": "a"} if path == "/v1/completions" else {"messages": MESSAGES}
@@ -170,6 +172,7 @@ def test_an_answer_that_goes_on_begins_with_what_there_was(running_server: Runni
     ] == [running_server.post("/v1/chat/completions", **asked).json()["choices"][0]["message"]["content"]] * 2
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("granularity", ["token", "step"])
 def test_chunks_hold_as_many_tokens_as_are_asked_for(running_server: Running, path: str, granularity: str) -> None:
@@ -283,6 +286,7 @@ def test_variables_that_the_template_does_not_have_are_named(running_server: Run
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "chat_template_kwargs.enable_thinking")
 
 
+@pytest.mark.full
 def test_whatever_a_template_does_is_a_refusal(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     """It was 500 with a traceback in the log; see also tests/prompts/test_templates.py."""
     served = Served({"tiny": with_template(llm, "{{ messages[0].content }}{{ 1 / div if div is defined }}")})

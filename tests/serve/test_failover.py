@@ -136,6 +136,7 @@ async def _ask(fleet: Any, params: SamplingParams, metrics: ClusterMetrics, sett
 LIVES: list[list[int | None]] = [[0, None], [1, None], [7, None], [2, 1, 3, None]]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "lives"),
     [

@@ -72,6 +72,7 @@ def test_the_command_line_gives_the_limit_to_the_model(
     assert given["max_kv_bytes"] == limit
 
 
+@pytest.mark.full
 def test_an_idle_server_holds_no_keys_and_values(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ def of_model(server: Running, ids: list[int]) -> torch.Tensor:
     return torch.as_tensor(logits).float().log_softmax(-1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_log_likelihoods_are_those_of_the_model(running_server: Running, max_tokens: int) -> None:
     prompts = prompts_of(running_server)

@@ -218,11 +218,13 @@ def tiny() -> LLM:
     return LLM(MODEL, "draft_model", max_num_seqs=8, num_cached_prefixes=8, prefill_chunk_size=8)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_answers_under_load_are_those_of_single_requests(start: Callable[..., Running]) -> None:
     soak(start, 64, tiny())
 
 
+@pytest.mark.full
 def test_a_ready_server_has_read_the_tokenizer_for_grammars_and_collections_skip_what_it_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -254,6 +256,7 @@ def test_three_hundred_requests_on_a_real_model(start: Callable[..., Running]) -
     soak(start, 300, made)
 
 
+@pytest.mark.full
 def test_figures_equal_what_clients_count(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a client has its answer, too: one saw that a row ran after it had all of it."""
     server, pages = start(), []
@@ -281,6 +284,7 @@ def test_figures_equal_what_clients_count(start: Callable[..., Running], monkeyp
     assert sum(figures(page, "spec_decode_drafter_accepted_tokens_total")) == accepted
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("_governed")
 def test_the_page_tells_what_governors_estimate_and_what_memory_holds(start: Callable[..., Running]) -> None:
     """By method; under vLLM's prefix too what vLLM has, and nothing else. They include all that the dashboard shows."""
@@ -339,6 +343,7 @@ MESSAGES = st.lists(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     path=st.sampled_from(["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]),

@@ -38,6 +38,7 @@ def cached(server: Running, prompt: str, salt: str | None, path: str = "/v1/comp
     return int(usage.get("prompt_tokens_details", usage.get("input_tokens_details"))["cached_tokens"])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 def test_beginnings_are_shared_with_requests_of_the_same_salt_alone(keeping: Running, path: str) -> None:
     """The field was ignored, so that times told one client what another had asked."""
@@ -72,6 +73,7 @@ def test_prompts_have_salts_in_python() -> None:
         llm.generate({"prompt": PROMPT, "cache_salt": ""}, GREEDY)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", ["suffix", "nasd", "token_recycling", "suffix+ngram"])
 def test_drafters_that_learn_from_all_requests_do_not_draft_for_those_with_a_salt(method: str) -> None:
     """Nor do they learn from them: drafts, which clients may see, would be the texts of others."""

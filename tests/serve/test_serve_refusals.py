@@ -182,6 +182,7 @@ def test_another_method_is_told_which_there_are(
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.full
 def test_a_body_that_is_not_wanted_is_read_before_the_answer(start: Callable[..., Running]) -> None:
     """A client that writes all of it first got a reset connection instead of 413, or of 401.
 
@@ -361,6 +362,7 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize(
     ("path", "name"),
     [
@@ -483,6 +485,7 @@ def test_the_address_of_a_request_goes_before_its_host(running_server: Running) 
             assert link.recv(100).split()[1] == status
 
 
+@pytest.mark.full
 def test_prompts_may_have_tokens_that_the_model_reads_and_never_returns(llm: LLM) -> None:
     model = toy_model(4096, dtype=torch.float32)
     model.set_input_embeddings(torch.nn.Embedding(4104, 32))

@@ -106,6 +106,7 @@ def test_hostile_grammars_are_refused_or_answered(running_server: Running, name:
     assert running_server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_grammar_that_gives_up_within_a_text_is_told(running_server: Running, stream: bool) -> None:
     """Streaming or not, with the reason that the matcher has."""

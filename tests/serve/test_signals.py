@@ -67,6 +67,7 @@ def test_a_signal_drains_and_a_second_one_does_not_wait(number: signal.Signals) 
         assert process.wait(120) == 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_connections_beyond_the_limit_of_files_and_requests_of_a_terminal_that_is_gone_come_to_their_end() -> None:
     """The event loop wrote a traceback for each of 2,000 tries, every second: 50 MB in 20 seconds. SIGHUP broke off."""
@@ -106,6 +107,7 @@ app(["serve", "zoo:tiny", "--port", "0"])
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("signals", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_an_end_around_compiled_code_is_no_abort(signals: int) -> None:
     """The interpreter's own end throws a thread out of ATen; `terminate called` and status -6 came of it."""
@@ -128,6 +130,7 @@ def test_keys_of_a_file_of_windows(tmp_path: Path) -> None:
     assert _keys(None, str(tmp_path / "keys")) == ("one", "two é")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_keys_from_a_file_and_the_environment_and_a_log_that_nobody_reads_any_more(tmp_path: Path) -> None:
     """Every request was an error inside the server once the reader of its log had gone."""
@@ -146,6 +149,7 @@ def test_keys_from_a_file_and_the_environment_and_a_log_that_nobody_reads_any_mo
         assert process.wait(120) == 0
 
 
+@pytest.mark.sample(21)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -104,6 +104,7 @@ def check_calls(choice: Any, parameters: dict[str, dict[str, Any]]) -> None:
         jsonschema.validate(arguments, parameters.get(call.function.name, {"maxProperties": 0}))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_a_required_call_comes_whole_and_streamed(server: Running, temperature: int) -> None:
     sent = {"temperature": temperature, "seed": 1, "n": 2, "parallel_tool_calls": False}
@@ -149,6 +150,7 @@ def test_calls_are_those_of_plain_decoding(server: Running) -> None:
         assert "".join(token["token"] for token in choice["logprobs"]["content"]).startswith("<tool_call>")
 
 
+@pytest.mark.full
 def test_a_call_may_be_cut_anywhere(server: Running) -> None:
     """By the limit of tokens: arguments up to there, and no call without its name; whole and streamed alike."""
     whole = told(ask(server, tool_choice=NAMED, seed=7, temperature=0).choices[0])["calls"][0]["arguments"]
@@ -375,6 +377,7 @@ FLAT: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
 ASKED: dict[str, Any] = {"model": "tiny", "input": MESSAGES, "tools": FLAT, "max_output_tokens": 200}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("chat", "responses", "single"),
     [

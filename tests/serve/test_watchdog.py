@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from foredraft.serve.ray.watchdog import watch
 
 REPLICA = "from foredraft.serve.ray.watchdog import start_watchdog; start_watchdog({seconds}); print('on', flush=True)"
@@ -20,6 +22,7 @@ def started(seconds: float, then: str) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.full
 def test_a_process_that_is_stopped_is_ended() -> None:
     with started(3, "import time; time.sleep(600)") as process:
         try:
@@ -29,6 +32,7 @@ def test_a_process_that_is_stopped_is_ended() -> None:
             process.kill()
 
 
+@pytest.mark.full
 def test_a_process_that_runs_ends_by_itself_and_its_watchdog_with_it() -> None:
     """The watchdog has the process's standard error, which ends when the last one that has it ends."""
     code = f"{REPLICA.format(seconds=600)}; import time; time.sleep(3)"

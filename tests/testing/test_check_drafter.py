@@ -45,6 +45,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "fault"), FAULTS)
 def test_a_broken_engine_is_found_out(name: str, fault: mutations.Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = DRAFTERS[name](3)  # the texts it needs come from the sound engine
@@ -167,11 +168,13 @@ def test_a_sound_drafter_passes_the_same_short_check(capsys: pytest.CaptureFixtu
     assert shown.deepest == 2
 
 
+@pytest.mark.full
 def test_a_drafter_that_drafts_nothing_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     check_drafter(lambda _: EmptyDrafter(), target(), depths=(1,))
     assert "it drafted nothing, so nothing is shown of its drafts" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_tree_of_lists_passes_and_decodes(capsys: pytest.CaptureFixture[str]) -> None:
     class OfLists(_Around):
         def propose_row(self, row: Row, budget: int) -> DraftTree:
@@ -256,6 +259,7 @@ class KeepsAMethod(_Keeping):
         self.kept["extend"] = row.extend
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "broken",
     [KeepsIds, DropsOnlyDrafted, KeepsRows, KeepsRowsDeepInside, KeepsPairs, KeepsANumberOfTorch, KeepsAMethod],
@@ -265,6 +269,7 @@ def test_state_that_outlives_its_rows_is_found(broken: Any) -> None:
         check_drafter(broken, target(), depths=(2,))
 
 
+@pytest.mark.full
 def test_a_table_that_rows_are_dropped_from_as_they_end_is_no_fault() -> None:
     """However they end: every row that began is told of."""
 

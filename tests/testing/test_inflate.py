@@ -86,6 +86,7 @@ def exact_norms(model: torch.nn.Module) -> torch.nn.Module:
 IDS = torch.randint(0, 61, (3, 17), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("extra", [{}, {"num_layers": 5}, {"vocab_size": 200}], ids=["width", "depth", "vocabulary"])
 def test_same_function_in_float64(name: str, extra: dict[str, int]) -> None:

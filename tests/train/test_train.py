@@ -52,6 +52,7 @@ def new_heads(method: str, num_layers: int | None) -> Any:
 # -- EAGLE's unrolled steps ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("generation", [1, 3])
 def test_unrolled_steps_are_what_decoding_computes(generation: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs of the head at every depth of chains that follow the text, in float64; a shifted token, feature, position
@@ -221,6 +222,7 @@ def test_an_mlp_of_hydra_plus_plus_has_four_layers_unless_said_otherwise(given: 
     assert len(calls) == num_layers == len(set(calls))  # called one after the other, and no two the same
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["medusa", "hydra++"])
 def test_layers_of_a_head_are_trained_apart_and_read_back_apart(method: str, tmp_path: Path) -> None:
     made = trainer(method, tmp_path / "run", num_tokens=800, num_layers=3 if method == "medusa" else None)
@@ -335,6 +337,7 @@ def goes_on_exactly(new: Callable[[Path, int], Trainer], folder: Path) -> bool:
     return same_weights(second, whole)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "method",
     ["hydra++", "eagle", *(pytest.param(one, marks=pytest.mark.full) for one in ("medusa", "hydra", "eagle3"))],

@@ -206,6 +206,7 @@ def command(folder: Path, *more: str) -> list[str]:
     return ["train", "draft_model", *given, *small, "--dtype", "float32", "--execution", "packed", *more]
 
 
+@pytest.mark.full
 def test_prompts_become_a_drafter_that_changes_nothing(tmp_path: Path) -> None:
     """Begun as three layers of the target, over frequent tokens alone: read back, it drafts only these."""
     done = CliRunner().invoke(

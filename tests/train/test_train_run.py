@@ -83,6 +83,7 @@ def test_a_dry_run_says_what_training_takes(tmp_path: Path) -> None:
     assert not (tmp_path / "head" / "checkpoint.pt").exists()
 
 
+@pytest.mark.full
 def test_a_dry_run_has_the_first_prompts_answered_alone_and_a_training_makes_the_rest(tmp_path: Path) -> None:
     """It once answered all of them: for 5,000 prompts a quarter of an hour, of which it said nothing."""
     command = options(tmp_path, "medusa", "--json", "--max-num-seqs", "2")
@@ -101,6 +102,7 @@ def test_a_dry_run_has_the_first_prompts_answered_alone_and_a_training_makes_the
     assert told["num_examples"] == found["num_examples"] == len(whole)
 
 
+@pytest.mark.full
 def test_a_dry_run_after_the_answers_counts_them_all(tmp_path: Path) -> None:
     command = options(tmp_path, "medusa", "--dry-run", "--json")
     first, again = (json.loads(CliRunner().invoke(app, command).stdout) for _ in range(2))
@@ -108,6 +110,7 @@ def test_a_dry_run_after_the_answers_counts_them_all(tmp_path: Path) -> None:
     assert first["num_tokens"] == again["num_tokens"]
 
 
+@pytest.mark.full
 def test_a_dry_run_lets_the_target_ask_few_prompts_and_keeps_none(llm: LLM, tmp_path: Path) -> None:
     plan = Plan(method="medusa", out=tmp_path, own_prompts=2 * TRIED, draft_vocabulary=64, max_answer_tokens=8)
     said: list[str] = []

@@ -223,6 +223,7 @@ def run(*arguments: str) -> Any:
 SHORT = ["--max-new-tokens", "12", "--dtype", "float32"]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("_given_prices")
 def test_two_runs_choose_alike_and_the_profile_is_taken(tmp_path: Path) -> None:
     """The choice rests on counts and prices, and what is written says how to draft."""

@@ -68,6 +68,7 @@ def test_the_search_finds_the_best_set_in_far_fewer_trials_than_there_are_sets()
     assert len({(t.layer_set.attention, t.layer_set.mlp) for t in result.trials}) == 120
 
 
+@pytest.mark.full
 def test_on_a_deep_model_the_best_single_sublayers_are_tried_together() -> None:
     """2^60 sets, of which few sublayers make the best; 4 patterns, every sublayer alone, then the best of them."""
     hidden = LayerSet((3, 7, 20), (5,), 30)
@@ -237,6 +238,7 @@ def options(model: str, prompts: str, out: Path, *more: str) -> list[str]:
     return [model, "--prompts", prompts, "--out", str(out), *short, *more]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("objective", ["time", "acceptance"])
 def test_the_verb_writes_a_set_that_the_method_loads(objective: str, model: str, prompts: str, tmp_path: Path) -> None:
     out = tmp_path / "set.json"
@@ -255,6 +257,7 @@ def test_the_verb_writes_a_set_that_the_method_loads(objective: str, model: str,
     assert "best of 7 sets" in again.stdout
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("objective", ["time", "acceptance"])
 def test_a_set_under_which_nothing_is_accepted_is_never_written(
     objective: str, model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -320,6 +323,7 @@ def test_ctrl_c_keeps_the_best_set_and_says_so(
     assert LayerSet.load(out).details["is_interrupted"] is True
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -75,6 +75,7 @@ def test_the_size_is_that_with_the_most_tokens_per_second() -> None:
     assert dear.num_nodes == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "temperature"), [("medusa", 0.9), ("hydra", 0.0)])
 def test_what_is_counted_is_what_steps_accept(kind: str, temperature: float) -> None:
     """A run of the engine accepts at every place it comes to as far as the ranks of that place lie in the tree."""

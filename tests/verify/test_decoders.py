@@ -190,6 +190,7 @@ TAKES = frozenset(
 )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "defect", [pytest.param(one, marks=pytest.mark.full) if one in LIKE_OTHERS else one for one in DEFECTS]
 )
@@ -285,6 +286,7 @@ def test_the_lossy_rule_is_found_out(llm: LLM) -> None:
     assert found.exit_status == 3
 
 
+@pytest.mark.full
 def test_what_drafting_pays_is_not_its_business(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     """Of its forced drafts, verify once said that they hardly pay, and to try another method."""
     subject = llm.with_speculative_config({"method": "suffix", "num_speculative_tokens": 16})
@@ -316,6 +318,7 @@ def test_bad_input_is_refused(llm: LLM) -> None:
         verify(llm, [""])
 
 
+@pytest.mark.full
 def test_a_function_that_takes_no_n_is_asked_for_one_sample_at_a_time(llm: LLM) -> None:
     """Distribution tests asked it for sixteen, whatever it takes, and said that there was no time for the control."""
     plain = llm.with_speculative_config(None)
@@ -423,6 +426,7 @@ def false_alarms(num_runs: int, level: float) -> int:
     )
 
 
+@pytest.mark.full
 def test_false_alarms_are_as_rare_as_promised() -> None:
     assert false_alarms(40, 0.05) <= 7  # chance of more: one in a thousand
 
@@ -543,6 +547,7 @@ def test_a_single_distribution_test_is_held_to_the_level_that_its_power_is_told_
     assert found.status != "not lossless"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("again", "together", "status"),
     [
@@ -587,6 +592,7 @@ class Clock:
         return self.now
 
 
+@pytest.mark.full
 def test_a_second_draw_ends_with_the_budget(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was made when everything else had used the budget up, as long as the first: 74 s of 30 on a busy machine."""
     clock, generate = Clock(), LLMSubject.generate

@@ -51,6 +51,7 @@ def test_json_says_everything() -> None:
     assert {"feature", "check", "status", "found", "numbers"} <= found["findings"][0].keys()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("against", ["transformers", "transformers-prompt-lookup"])
 def test_generation_of_transformers_is_judged(against: str) -> None:
     result = run(*TINY, "--against", against, "--budget", "1", "--json", "--num-prompts", "1")
@@ -206,6 +207,7 @@ def odd() -> Iterator[str]:
         yield address
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("answer", "is_cut_short", "said"),
     [
@@ -255,6 +257,7 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
         ServerSubject(url)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("key", ["a\nb", "a\n", "sch\u00fcssel", "\u2028"])
 def test_a_key_that_no_header_holds_is_named(key: str, odd: str) -> None:
     """Of a key with the line end of its file it was said that no server is running there."""

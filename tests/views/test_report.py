@@ -81,6 +81,7 @@ def test_a_file_with_a_byte_order_mark_is_read(traced: Path, tmp_path: Path) -> 
     assert read(marked) == read(traced)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("theme", "width"), [("light", 1100), ("dark", 390)])
 def test_the_page_goes_step_by_step(browser: Any, traced: Path, tmp_path: Path, theme: str, width: int) -> None:

@@ -395,6 +395,7 @@ def test_without_locks_the_first_to_finish_wins(site: Site, monkeypatch: pytest.
     assert left(folder.parent) == [folder.name]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_parallel_processes_convert_once(site: Site, tmp_path: Path) -> None:
     program = f"""
@@ -492,6 +493,7 @@ def test_smollm2_splits_numbers_as_it_was_trained() -> None:
     assert tokenizer.tokenize("x  1969") == ["x", "ĠĠ", "1", "9", "6", "9"]
 
 
+@pytest.mark.full
 @pytest.mark.smollm2
 def test_smollm2_brings_a_head_of_eagle3() -> None:
     """Texts are those of plain decoding; the bound is far below what was measured, and above what another head has."""
@@ -527,6 +529,7 @@ def test_a_skipped_test_of_smollm2_fails_where_set_up_has_installed_it(
     assert "::test_skips - skipped, though the weights" in said
 
 
+@pytest.mark.full
 @pytest.mark.smollm2
 def test_what_smollm2_does_not_bring_and_the_flattered_method_are_named(caplog: pytest.LogCaptureFixture) -> None:
     """Its 4-bit drafter lies on nearly the grid of the 4-bit file that the target comes from."""

@@ -47,6 +47,7 @@ def chains(head: EagleHead, depth: int) -> EagleDrafter:
     return drafter(head, depth, num_branches=1, reranks=False, max_nodes=None)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(*pairwise(generation=[1, 3], make=[drafter, chains], params=[GREEDY, SAMPLED]))
 def test_drafts_of_a_head_that_knows_the_text_are_accepted_to_their_end(
     generation: int, make: Callable[..., EagleDrafter], params: SamplingParams
@@ -209,6 +210,7 @@ ALWAYS = ("eagle-with-norms", "eagle3-speculators", "eagle3.1")
 """Variants that have all between them."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.full) for name in VARIANTS]
 )

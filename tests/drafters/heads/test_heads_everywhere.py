@@ -48,6 +48,7 @@ def rate(llm: LLM, params: SamplingParams = GREEDY) -> float:
     return sum(one["tokens_per_step"] for one in results) / len(results)
 
 
+@pytest.mark.full
 def test_a_folder_says_what_lies_in_it(folders: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     plain = LLM(toy_model(VOCAB_SIZE))
     expected = {name: tokens(plain, params) for name, params in (("greedy", GREEDY), ("seeded", SEEDED))}

@@ -109,6 +109,7 @@ def steps_expected(ranks: list[tuple[int, ...]], tree: RankTree, num_prompt: int
     return steps
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kind", "tree"), [(KINDS[place % len(KINDS)], tree) for place, tree in enumerate(TREES)])
 def test_every_tree_makes_the_forwards_that_its_ranks_explain(kind: str, tree: str) -> None:
     """Counted without the engine: from the ranks that heads give along the finished texts."""
@@ -204,6 +205,7 @@ def check_contexts(engine: Engine) -> None:
         torch.testing.assert_close(contexts.last_of([row])[0], want[-1], rtol=0, atol=1e-9)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["medusa", "hydra++"])
 def test_what_is_kept_of_a_row_equals_a_fresh_pass(kind: str) -> None:
     """After every step, for samples of one prompt too, while rows come and go and prompts are read in chunks."""
@@ -329,6 +331,7 @@ ONE_OF_A_CLAIM = (
 )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "fault", [pytest.param(name, marks=() if name in ONE_OF_A_CLAIM else pytest.mark.full) for name in FAULTS]
 )

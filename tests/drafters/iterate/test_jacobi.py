@@ -123,6 +123,7 @@ def next_tokens(text: list[int], num_tokens: int, mode: str) -> tuple[int, ...]:
     return tuple(next_token(tuple(text[:end]), mode) for end in range(len(text) - num_tokens, len(text)))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("block", "mode"),
     [
@@ -198,6 +199,7 @@ def test_a_trajectory_follows_what_was_verified(monkeypatch: pytest.MonkeyPatch,
     assert [record["verified"] for record in found.records()] == [list(one.verified) for one in found.blocks]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("block", "is_cut"), [(17, True), (24, False)])
 def test_a_trajectory_of_wide_blocks_runs_where_nothing_keeps_bits(
     monkeypatch: pytest.MonkeyPatch, block: int, is_cut: bool

@@ -215,6 +215,7 @@ class NaiveLookahead:
         return len(emitted)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("learns_text", [False, True])
 @pytest.mark.parametrize(
     ("size", "ngram_size", "limit"),

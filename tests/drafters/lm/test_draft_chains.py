@@ -62,6 +62,7 @@ def adapter(name: str = "llama", dtype: torch.dtype = torch.float32, **options: 
     return CausalLM(strengthen(kind(config), 3).to(dtype).eval(), **{"execution": "packed", "probe": False, **options})
 
 
+@pytest.mark.sample(2)
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("reduced", [False, True])
@@ -173,6 +174,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_drafts_are_those_of_the_modules(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that come, are accepted in part, and leave; forwards are counted alike."""
@@ -253,6 +255,7 @@ def _doubled(self: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
     return 2 * nn.functional.embedding(ids, self.weight)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name",
     [

@@ -145,6 +145,7 @@ def test_the_vocabulary_is_asked_token_by_token() -> None:
 # -- requests ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "initial_state",
     ["vocabulary", "prompt", *(pytest.param(state, marks=pytest.mark.full) for state in ("text", "empty"))],

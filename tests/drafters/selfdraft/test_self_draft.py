@@ -39,6 +39,7 @@ DRAFTERS: dict[str, Callable[[], SelfDrafter]] = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("name", "drafter"), in_turns(DRAFTERS))
 def test_self_drafting_changes_no_token(name: str, drafter: str) -> None:
     """Five ragged rows in one batch, every architecture, every mode, float64."""
@@ -57,6 +58,7 @@ def test_self_drafting_changes_no_token_in_any_mode(name: str, drafter: str) -> 
     assert any(trace.num_accepted for trace in traces.values()), "no draft token was accepted"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("acceptance", ["standard", "block"])
 def test_self_drafters_sample_under_the_rejection_rules(acceptance: str) -> None:
     """Drafts are accepted and rejected, and the run ends in good order; the rule's distribution is tested elsewhere."""
@@ -87,6 +89,7 @@ def test_early_exit_is_the_model_without_its_last_layers(execution: str) -> None
     torch.testing.assert_close(logits_of(variant, [5, 9, 2, 60]), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("branch", ["attention", "mlp"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3", "gpt2", "olmo2", "gpt-neox", "opt", "falcon"])
 def test_a_skipped_branch_adds_nothing(name: str, branch: str) -> None:
@@ -180,6 +183,7 @@ def test_the_output_embedding_keeps_its_weights_unless_asked() -> None:
 # -- by name, and refusals -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "config",
     [
@@ -198,6 +202,7 @@ def test_self_drafting_is_chosen_by_name_on_the_zoo(config: dict[str, Any]) -> N
     assert output.metrics.speculative_decoding["num_draft_tokens"] > 0
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("config", "message"),
     [

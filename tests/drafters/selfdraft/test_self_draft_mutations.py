@@ -100,6 +100,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("mutation", "name", "drafter"), CELLS)
 def test_a_fault_in_state_positions_or_masks_shows_when_the_target_drafts_for_itself(
     mutation: Mutation, name: str, drafter: str

@@ -63,6 +63,7 @@ def everywhere(drafters: Iterable[str]) -> list[Any]:
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "drafter"), everywhere(DRAFTERS))
 def test_a_part_of_the_cache_changes_no_token(name: str, drafter: str) -> None:
     """Five ragged rows in one batch, greedy and sampled, float64, most of them longer than the budget."""
@@ -114,6 +115,7 @@ def model_over_kept_keys(model: Any, lm: CausalLM, text: list[int], tree: DraftT
     return torch.stack(rows)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "execution"), [("llama", "eager"), ("gpt2", "eager"), ("llama", "packed"), ("llama", "compiled")]
 )

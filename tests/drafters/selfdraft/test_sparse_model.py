@@ -45,6 +45,7 @@ DRAFTERS: dict[str, Callable[[CausalLM], Drafter]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize(
     "name", ["llama", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt2", "gemma3"))]
@@ -128,6 +129,7 @@ class Watched(DraftModelDrafter):
         return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("selector", ["streaming", "snapkv"])
 def test_what_a_step_reads_does_not_grow_with_the_text(selector: str) -> None:
     """Over 150 tokens: forwards run over the budget, what is kept besides, and a draft; choices come seldom."""

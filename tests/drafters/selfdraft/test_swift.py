@@ -92,6 +92,7 @@ def acceptance_rate(lm: CausalLM, layer_set: LayerSet) -> float:
     return sum(row.stats.num_accepted_draft_tokens for row in rows) / drafted
 
 
+@pytest.mark.full
 def test_the_search_finds_better_sets_and_outlives_requests() -> None:
     lm, drafter = target(), swift(2, num_scored=16)
     decode(lm, drafter, [([1, 5, 9], SamplingParams(max_tokens=12, temperature=0.0))])
@@ -172,6 +173,7 @@ def test_without_optuna_all_candidates_are_exchanges(monkeypatch: pytest.MonkeyP
         search.tell(0.5)
 
 
+@pytest.mark.full
 def test_the_users_set_is_where_the_search_begins() -> None:
     config = {"method": "layer_skip", "layer_search": "swift", "skipped_attention": [2], "skipped_mlp": [3]}
     prompt = {"prompt_token_ids": list(range(40, 60))}
@@ -184,6 +186,7 @@ def test_the_users_set_is_where_the_search_begins() -> None:
         assert len(llm.generate([prompt], sampled)[0].outputs[0].token_ids) == 48
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("config", "message"),
     [

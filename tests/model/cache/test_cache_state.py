@@ -62,6 +62,7 @@ def verify_error(name: str, session: Session) -> float:
     return largest_difference([logits], [[reference_node_logits(model, text, PROBE) for text in session.texts]])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("name", "is_tree"), CHAINS_OF_SOME)
 def test_every_commit_leaves_the_state_of_a_fresh_prefill(name: str, is_tree: bool) -> None:
     session = Session.start(adapter(name), PREFIXES)
@@ -87,6 +88,7 @@ def test_rollback_leaves_the_state_of_a_fresh_prefill(name: str) -> None:
     assert verify_error(name, session) < limit
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", kinds_of(OF_EACH_CACHE))
 def test_rows_join_leave_move_and_fork_while_others_run(name: str) -> None:
     session = Session.start(adapter(name), [*PREFIXES, random_ids(4, 51)])

@@ -63,6 +63,7 @@ def test_what_is_no_number_stays_none(kind: str, bad: float) -> None:
     assert found[1].isfinite().all()
 
 
+@pytest.mark.sample(1)
 @needs_kernels
 @pytest.mark.parametrize(("dtype", "kind"), PAIRS, ids=str)
 def test_the_native_program_stores_what_torch_stores(dtype: torch.dtype, kind: str) -> None:
@@ -95,6 +96,7 @@ def test_a_cache_in_a_dtype_that_no_kernel_reads_is_left_to_modules(other: torch
 # -- what is computed --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @needs_kernels
 @pytest.mark.parametrize(("dtype", "kind"), PAIRS, ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -111,6 +113,7 @@ def test_the_native_program_computes_what_modules_compute(
     assert error < 2 * usual + 0.5 * (modules[0] - modules[1]).norm()
 
 
+@pytest.mark.sample(5)
 @needs_kernels
 @pytest.mark.parametrize(("dtype", "kind"), PAIRS, ids=str)
 @pytest.mark.parametrize("instruction", list(native.OPTIONS))
@@ -158,6 +161,7 @@ def test_an_accepted_path_is_as_if_it_had_been_read(name: str, kind: str) -> Non
 # -- texts -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_leave_every_text_as_it_is(kind: str) -> None:
     """Chains, trees, views and votes, weights of few bits, a second model; greedy and sampled, one row and five."""
@@ -169,6 +173,7 @@ def test_drafts_leave_every_text_as_it_is(kind: str) -> None:
             assert plain[temperature] == texts(other, temperature), other.speculative_config.title
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_takes_over_a_beginning_as_it_was_rounded(kind: str) -> None:
     llm = LLM("zoo:tiny", dtype="float32", kv_cache_dtype=kind, prefill_chunk_size=16, num_cached_prefixes=4)

@@ -82,6 +82,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ALL)
 def test_every_shape_of_a_step_runs_the_same_graphs(name: str, pairs: Any) -> None:
     eager, compiled = pair(pairs, name)
@@ -124,6 +125,7 @@ def test_features_are_captured_between_compiled_layers(name: str, pairs: Any) ->
             assert error(got.layer_inputs[layer][row, :size], want.layer_inputs[layer][row, :size]) < 2e-5
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", UNCOMPILED)
 def test_models_that_cannot_be_compiled_run_packed_and_say_why(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model = build(name)
@@ -226,6 +228,7 @@ def test_layers_that_compute_something_else_are_not_run(monkeypatch: pytest.Monk
     assert "differs from its modules" in lm.execution.describe()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("trouble", ["unwritable", "no compiler", "torch"])
 def test_what_cannot_be_compiled_runs_packed(trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_layers, "_graphs", {})
@@ -275,6 +278,7 @@ def test_an_interrupted_compilation_leaves_nothing_behind(tmp_path: Path, monkey
     assert compiled(model, probe=False).execution.num_compiled == 2
 
 
+@pytest.mark.full
 def test_two_threads_compile_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_layers, "_graphs", {})
     mine = str(tmp_path / "mine")

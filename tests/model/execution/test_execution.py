@@ -95,6 +95,7 @@ class TestShadow:
         assert copied.config is copied.get_decoder().config
         assert copied.generation_config is not model.generation_config
 
+    @pytest.mark.sample(4)
     @can_pack
     @pytest.mark.parametrize("kind", ["packed", "eager"])
     @pytest.mark.parametrize("path", ["lm_head", "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"])

@@ -73,6 +73,7 @@ CALLS: dict[str, tuple[Callable[[], Call], str, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_call_is_perturbed_by_its_kind_alone(name: str, dtype: torch.dtype) -> None:

@@ -31,6 +31,7 @@ def cell(kind: str, execution: str) -> Cell:
         return study.cell("token_recycling", GREEDY, len(PROMPTS))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.skipif(native.library() is None, reason="no kernels here")
 @pytest.mark.parametrize("kind", ["none", *KINDS])
 def test_the_librarys_own_kernels_stand_for_each_kind(kind: str) -> None:
@@ -39,6 +40,7 @@ def test_the_librarys_own_kernels_stand_for_each_kind(kind: str) -> None:
     assert found.is_good, found.line()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["none", *KINDS])
 def test_each_kind_shows_where_stock_kernels_run(kind: str) -> None:
     """The control: with friendly kernels bits are kept, with one kind perturbed they are not, and texts are."""

@@ -109,6 +109,7 @@ def close(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
     return all(float((a - b).norm()) <= TOLERANCE[want[0].dtype] * float(b.norm()) for a, b in pairs)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     but_variants(in_turns(["float32", "bfloat16", "float16"])),
@@ -205,6 +206,7 @@ def test_a_forward_that_was_replaced_is_followed_after_a_refresh() -> None:
     assert program_of(lm).num_runs == count
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", ["in place", "by others", "norms of layers", "matrices", "all", "another epsilon"])
 def test_what_changed_in_a_model_is_used(kind: str) -> None:
     model = llama()
@@ -286,6 +288,7 @@ def test_rows_whose_positions_are_ahead_of_their_columns() -> None:
         assert close(found, forward())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2-sliding"])
 @torch.inference_mode()
 def test_trees_that_are_fed_level_by_level_have_the_bits_of_those_fed_at_once(name: str) -> None:
@@ -360,6 +363,7 @@ def test_threads_share_a_model_on_any_number_of_threads(least_shared: int, monke
     assert program_of(lm).num_runs > 50
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", ["a code", "the last states", "an input"])
 @torch.inference_mode()
 def test_a_program_that_computes_something_else_is_not_taken(
@@ -414,6 +418,7 @@ def test_features_without_logits() -> None:
     assert all(torch.equal(found.layer_inputs[layer], whole.layer_inputs[layer]) for layer in (0, 2))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["llama", "phi", "gpt2", "opt", "olmo2"])
 def test_variants_without_sublayers_have_programs_of_their_own(name: str) -> None:
     lm = recorded(llama() if name == "llama" else ARCHITECTURES[name].build("sdpa", torch.float32))
@@ -428,6 +433,7 @@ def test_variants_without_sublayers_have_programs_of_their_own(name: str) -> Non
     assert program_of(lm).num_runs > count
 
 
+@pytest.mark.full
 def test_prompts_are_compiled_when_the_first_long_one_comes() -> None:
     model = llama()
     lm = CausalLM(model, execution="compiled")
@@ -439,6 +445,7 @@ def test_prompts_are_compiled_when_the_first_long_one_comes() -> None:
     assert lm.execution.num_compiled == lm.num_layers
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", ["compiled", "packed"])
 @pytest.mark.parametrize("name", ["llama", "phi", "gpt2"])
 def test_steps_stay_native_after_a_long_prompt(name: str, kind: str) -> None:

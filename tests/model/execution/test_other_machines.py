@@ -46,6 +46,7 @@ def test_packed_is_refused_where_nothing_can_be_packed(elsewhere: str) -> None:
         LLM(toy_model(), execution="packed")
 
 
+@pytest.mark.sample(1)
 def test_rounded_weights_and_heads_run_without_kernels(elsewhere: str) -> None:
     """A reduced output of rounded weights once could not be packed there."""
     llm = LLM("zoo:tiny", "eagle3", quantization="int8", dtype="float32")
@@ -103,6 +104,7 @@ ENVIRONMENT = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("machine", "has_onednn"),
     [pytest.param("aarch64", True, marks=pytest.mark.full), pytest.param("arm64", False, marks=pytest.mark.slow)],

@@ -173,6 +173,7 @@ def test_what_is_no_number_stays_in_its_row() -> None:
     assert torch.equal(got[[0, 3]], want[[0, 3]])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "quantization"),
     [each if each.values[0] in OF_EACH_KIND else pytest.param(*each.values, marks=pytest.mark.full) for each in TURNS],
@@ -200,6 +201,7 @@ def cell(method: str, quantization: str, params: SamplingParams, *kinds: str) ->
         return study.cell(method, params, len(PROMPTS))
 
 
+@pytest.mark.sample(1)
 @needs_kernels
 @pytest.mark.parametrize(("quantization", "params"), [*zip(NAMES, [GREEDY, SAMPLED], strict=True)])
 def test_bits_are_those_of_plain_decoding_whatever_stock_kernels_do(params: SamplingParams, quantization: str) -> None:
@@ -270,6 +272,7 @@ def test_scales_are_as_exact_as_a_whole_weight_needs() -> None:
     assert float((found.dense() - weight)[64:].norm() / weight[64:].norm()) < 0.1
 
 
+@pytest.mark.sample(1)
 @needs_kernels
 @pytest.mark.parametrize("quantization", NAMES)
 def test_a_tied_embedding_is_kept_once(quantization: str) -> None:
@@ -295,6 +298,7 @@ def test_a_tied_embedding_is_kept_once(quantization: str) -> None:
     assert float((got - want).norm() / want.norm()) < 1e-3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_a_model_that_is_loaded_lets_go_of_what_it_was_rounded_from(dtype: str) -> None:
     """It computes as one that is rounded by its adapter, in any dtype, and weights are released."""
@@ -329,6 +333,7 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
         LLM("zoo:tiny", "quantized_self", quantization="int4")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("quantization", NAMES)
 def test_texts_with_drafts_are_those_without(quantization: str) -> None:
     plain = LLM("zoo:tiny", quantization=quantization)
