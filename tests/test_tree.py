@@ -37,7 +37,7 @@ def trees(draw: st.DrawFn) -> DraftTree:
     [
         ((), (), "at least one"),
         ((1, 2), (-1,), "2 tokens and 1 parents"),
-        ((1,), (0,), "parent -1"),
+        ((1,), (0,), "must be -1"),
         ((1, 2), (-1, -1), "before their children"),
         ((1, 2), (-1, 1), "before their children"),
         ((1, 2, 3), (-1, 2, 0), "before their children"),

@@ -60,7 +60,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when they are asked for, so that ``foredraft --help`` need not wait for torch."""
+    """Import public names on first use, so that ``foredraft --help`` need not wait for torch."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,4 +1,4 @@
-"""``foredraft``, and ``python -m foredraft``."""
+"""Entry point of ``foredraft`` and ``python -m foredraft``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C ends it without a traceback while it is imported, too."""
+    """Run the command line. Ctrl-C ends it without a traceback, even during the import."""
     try:
         from foredraft.cli import main as run
 
@@ -14,8 +14,8 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
-        # Ctrl-C inside of an `exec` of text, by which dataclasses make methods, ends `python -m` by the signal, caught
-        # or not; the next such `exec` takes that back
+        # Dataclasses create methods by `exec` of text. If Ctrl-C arrives inside such an `exec`, `python -m` ends by the
+        # signal even if the exception is caught. Another `exec` resets that.
         exec("")
 
 

@@ -1,15 +1,15 @@
 """Acceptance: which drafted tokens stay, and which token the target adds.
 
     rule        drafts                                             exactness
-    match       any tree                                           lossless; the very tokens of plain decoding
+    match       any tree                                           lossless; the same tokens as plain decoding
     standard    tree, deterministic or drawn from known ``probs``  lossless in distribution (`rejection`)
-    block       chain, the same                                    lossless in distribution, accepts more
+    block       chain, deterministic or drawn from ``probs``       lossless in distribution, accepts more
     typical     any tree                                           lossy: likely tokens become likelier
 
 `accept` applies a rule to the rows of a batch. The rules are pure functions of the draft, the target's distributions
-and the noise. In docstrings p is the target's distribution and q the drafter's, both at one node. A rule reads the
-distributions of the nodes that it visits and of no others. Uniforms lie in [0, 1) and tests are strict
-(``u * q < p``), so a token outside the target's support is never emitted.
+and the noise. In docstrings p is the target's distribution and q the drafter's, both at one node. A rule reads only the
+distributions of the nodes that it visits. Uniforms lie in [0, 1) and tests are strict (``u * q < p``), so a token
+outside the target's support is never emitted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from foredraft.engine.row import Row
 
 Choices = list[tuple[int, ...]]
-"""The target's own token after every node of every row; -1 where there is no usable distribution."""
+"""The target's own token after every node of every row; -1 for a node without a usable distribution."""
 
 TargetProbs = Callable[[int], Tensor]
 """The target's distribution after a node: float64 (V,), as `foredraft.sampling.distribution.probs` returns it."""
@@ -48,8 +48,8 @@ class Verdict:
 
     Args:
       path: accepted nodes, root first.
-      next_token: the target's own token after them: the bonus, or the recovered token after a rejection. -1 where
-        the target's probabilities are no distribution (NaN, or no token possible).
+      next_token: the target's own token after ``path``. It is the bonus, or the recovered token after a rejection. It
+        is -1 if the target's probabilities are not a distribution (NaN, or no token possible).
     """
 
     path: tuple[int, ...]
@@ -71,12 +71,12 @@ def accept(
     choices: Choices | None = None,
     limits: TypicalLimits | None = None,
 ) -> list[Verdict]:
-    """Apply an acceptance rule to the draft of every row; greedy rows are matched under every rule.
+    """Apply an acceptance rule to the draft of every row. Greedy rows are matched under every rule.
 
     Args:
       rule: a name of `foredraft.config.acceptance.RULES`.
       logits: logits of the nodes of these rows; further rows are ignored.
-      choices: the result of `choose_all`, where it was called already.
+      choices: result of `choose_all`, if it has been called already; else None.
       limits: thresholds of the rule "typical".
 
     Returns: one verdict per row; its ``next_token`` is -1 for a row without a usable distribution.
@@ -102,7 +102,7 @@ def accept(
 
 
 def choose_all(rows: Sequence[Row], trees: Sequence[DraftTree], logits: Logits) -> Choices:
-    """Return the token that decoding would emit after every node, accepted or not: one call for all rows."""
+    """Return, for every node of every row, the token that decoding would emit after it, in one call for all rows."""
     starts = (listed := _listed(logits)).starts
     best: list[int] = []
     if any(row.sampler.is_argmax for row in rows):
@@ -119,7 +119,7 @@ def choose_all(rows: Sequence[Row], trees: Sequence[DraftTree], logits: Logits) 
 def _choose_together(
     rows: Sequence[Row], trees: Sequence[DraftTree], logits: Logits, paths: Sequence[tuple[int, Sequence[int]]]
 ) -> list[int]:
-    """Return the target's own tokens after paths, each of a row, in one call."""
+    """Return the target's own token after the last node of each path (row index, nodes), in one call."""
     listed = _listed(logits)
     places = [listed.starts[i] + path[-1] for i, path in paths]
     if places == list(range(len(places))):  # without a copy
@@ -135,14 +135,14 @@ def _choose_together(
 
 
 def _listed(logits: Logits) -> NodeLogits:
-    """Return the logits of all nodes one after another; a table (B, N, V) without a copy, its padding included."""
+    """Return the logits of all nodes as one list. A table (B, N, V) is reshaped without a copy, padding included."""
     if isinstance(logits, NodeLogits):
         return logits
     return NodeLogits(logits.flatten(0, 1), [logits.shape[1]] * logits.shape[0])
 
 
 def _accept_sampled(rule: str, row: Row, tree: DraftTree, logits: Tensor, limits: TypicalLimits | None) -> Verdict:
-    """Apply a rule other than `match` to a row that samples, whose nodes have the logits (N, V)."""
+    """Apply a rule other than `match` to a row that samples; ``logits`` (N, V) are those of its nodes."""
 
     def target_probs(node: int) -> Tensor:
         return probs(logits[node : node + 1], [row.sampler], [tree.path_tokens(node)])[0]
@@ -162,11 +162,12 @@ def match(tree: DraftTree, choose_at: Callable[[int], int]) -> Verdict:
 
     Args:
       tree: any draft; its probabilities are not read.
-      choose_at: returns the target's token after a node. Called once for every visited node and for no other.
+      choose_at: function that returns the target's token after a node. It is called once for every visited node and for
+        no other.
 
-    Exactness: lossless for any draft that was made without looking at the choices; equal to plain decoding token by
-    token when the choice at a node depends on nothing but the tokens before it.
-    Randomness: that of ``choose_at``.
+    Exactness: lossless for any draft that was made without looking at the choices. Equal to plain decoding token by
+    token if the choice at a node depends only on the tokens before it.
+    Randomness: only the randomness of ``choose_at``.
     """
     path = [0]
     while True:
@@ -178,9 +179,9 @@ def match(tree: DraftTree, choose_at: Callable[[int], int]) -> Verdict:
 
 
 def _match_row(row: Row, tree: DraftTree, logits: Tensor) -> Verdict:
-    """`match` the tree of a row, whose nodes have the logits (N, V), and read those of visited nodes alone."""
+    """`match` the tree of one row. Only the logits (N, V) of visited nodes are read."""
     sampler, length = row.sampler, len(row.token_ids)
-    drafted: list[int] = []  # tokens that were chosen, and followed in the draft, before the node
+    drafted: list[int] = []  # tokens chosen so far, all of them followed in the draft
 
     def choose_next(node: int) -> int:
         drafted.append(choose_at(logits, node, sampler, drafted, length + len(drafted)))
@@ -192,7 +193,7 @@ def _match_row(row: Row, tree: DraftTree, logits: Tensor) -> Verdict:
 def _match_together(
     rows: Sequence[Row], trees: Sequence[DraftTree], logits: Logits, numbers: Sequence[int]
 ) -> dict[int, Verdict]:
-    """`match` the trees of several rows in step: one call per level draws the tokens of all of them."""
+    """`match` the trees of several rows level by level: one call per level draws the tokens of all rows."""
     paths = {i: [0] for i in numbers}
     verdicts = {}
     while paths:
@@ -212,8 +213,8 @@ def _match_together(
 class VerifyNoise(Protocol):
     """Randomness of `rejection` and `block`, independent of the noise that drew the draft.
 
-    ``depth`` is that of the node whose successor is at stake, 0 for the root. Different arguments, and the two methods
-    at equal arguments, give independent numbers.
+    ``depth`` is the depth of the node whose successor is decided, 0 for the root. Numbers for different arguments are
+    independent, and so are the numbers of the two methods for equal arguments.
     """
 
     def uniform(self, depth: int, sibling: int) -> float:
@@ -221,7 +222,7 @@ class VerifyNoise(Protocol):
         ...
 
     def draw(self, depth: int, probs: Tensor) -> int:
-        """Draw a token from the distribution ``probs`` (V,), for the successor of the visited node at ``depth``."""
+        """Draw a token from the distribution ``probs`` (V,) as successor of the visited node at ``depth``."""
         ...
 
 
@@ -229,18 +230,19 @@ def rejection(tree: DraftTree, target_probs: TargetProbs, noise: VerifyNoise) ->
     """Accept a drafted token x with probability min(1, p(x) / q(x)), else draw from the residual.
 
     Source: speculative sampling (Leviathan et al. 2022, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318) on
-    chains; recursive rejection without replacement (Jeon et al. 2024, arXiv:2402.14160) on trees: after a rejected
-    sibling p becomes its residual and q loses that sibling. A tree without ``probs`` is a deterministic draft, every
-    sibling a point mass; trying them one by one is then the same distribution as one draw from p that is matched.
+    chains; recursive rejection without replacement (Jeon et al. 2024, arXiv:2402.14160) on trees. After a rejected
+    sibling, p becomes its residual and q loses that sibling. A tree without ``probs`` is a deterministic draft, in
+    which every sibling is a point mass. Testing the siblings one by one then has the same distribution as matching a
+    single draw from p against all of them.
 
     Args:
-      tree: a draft whose children of node i were drawn in order, without replacement, from ``probs[i]`` (float32 or
-        float64, summing to one), none of them dropped for its value.
+      tree: a draft in which the children of node i were drawn in order, without replacement, from ``probs[i]`` (float32
+        or float64, summing to one), and no child was dropped because of its token.
       target_probs: the processed distribution after a node, (V,).
       noise: randomness that the drafter has not seen.
 
     Raises: TreeError when a drafted token has q(x) = 0; ShapeError when p and q differ in size.
-    Exactness: lossless in distribution; ``match`` is the rule that also keeps the tokens.
+    Exactness: lossless in distribution. Only ``match`` also keeps the tokens of plain decoding.
     Randomness: one uniform per tested sibling, one draw per call.
     """
     if tree.probs is None:
@@ -271,17 +273,17 @@ def _test_children(tree: DraftTree, node: int, target: Tensor, noise: VerifyNois
 
 
 def block(tree: DraftTree, target_probs: TargetProbs, noise: VerifyNoise) -> Verdict:
-    """Accept the longest prefix whose own test passes, whatever became of the shorter ones.
+    """Accept the longest prefix that passes its own test, even if shorter prefixes fail theirs.
 
     Source: block verification (Sun et al. 2024, arXiv:2403.10444, algorithm 2).
 
     Args:
-      tree: a chain whose token i + 1 was drawn from ``probs[i]``; a chain without ``probs`` is a deterministic draft,
+      tree: a chain whose token i + 1 was drawn from ``probs[i]``. A chain without ``probs`` is a deterministic draft,
         for which the rule is `rejection`.
       target_probs: the processed distribution after a node, (V,); all nodes are visited.
       noise: randomness that the drafter has not seen.
 
-    Raises: TreeError for anything but a chain, and when a drafted token has q(x) = 0.
+    Raises: TreeError for a draft that is not a chain, and when a drafted token has q(x) = 0.
     Exactness: lossless in distribution; in expectation no rule for chains accepts more.
     Randomness: at most one uniform per drafted token, one draw per call.
     """
@@ -307,9 +309,8 @@ BY_DRAFT = {STANDARD.name: rejection, BLOCK.name: block}
 def block_thresholds(tree: DraftTree, target_probs: TargetProbs) -> tuple[list[float], list[float]]:
     """Return weights w_i and acceptance thresholds h_i of the prefixes of a chain; entry 0 stands for the empty one.
 
-    w_0 = 1, w_i = min(1, w_{i-1} p(x_i) / q(x_i)); h_i = S_i / (S_i + 1 - w_i) with S_i the total of
-    max(w_i p - q, 0) at node i, and h_K = w_K. Both lists end before the first weight of zero, since every later
-    threshold is zero too.
+    w_0 = 1, w_i = min(1, w_{i-1} p(x_i) / q(x_i)); h_i = S_i / (S_i + 1 - w_i) with S_i the total of max(w_i p - q, 0)
+    at node i, and h_K = w_K. Both lists end before the first weight of zero, since every later threshold is zero too.
     """
     assert tree.probs is not None
     weights, thresholds = [1.0], [1.0]
@@ -331,7 +332,8 @@ def block_thresholds(tree: DraftTree, target_probs: TargetProbs) -> tuple[list[f
 def residual(target_probs: Tensor, draft_probs: Tensor, weight: float = 1.0) -> Tensor:
     """Return norm(max(weight * p - q, 0)): the distribution (V,) of the token after a rejection, float64.
 
-    Where nothing is left, p equals q up to rounding and a rejection has no probability; the result is p itself.
+    If max(weight * p - q, 0) is zero everywhere, p equals q up to rounding and a rejection cannot happen. The result is
+    then p itself.
 
     Raises: ShapeError when p and q differ in size.
     """
@@ -352,9 +354,9 @@ def _surplus(target_probs: Tensor, draft_probs: Tensor, weight: float) -> Tensor
 
 
 def without(draft_probs: Tensor, token: int) -> Tensor:
-    """Return q given that ``token`` has been drawn already: its entry zero, the others renormalised; float64.
+    """Return q given that ``token`` has been drawn already: its entry is zero, the others are renormalised; float64.
 
-    All zero when q was a point mass: nothing more can be drawn from it.
+    The result is all zero if q was a point mass, since nothing more can be drawn from it.
     """
     rest = draft_probs.to(torch.float64, copy=True)
     rest[token] = 0.0
@@ -376,28 +378,28 @@ def _draft_prob(draft_probs: Tensor, token: int) -> float:
 # -- typical: lossy ----------------------------------------------------------------------------------------------------
 
 _ENTROPY_FLOOR = 1e-5
-"""Added to probabilities inside of the logarithm, as published."""
+"""Constant added to probabilities inside the logarithm, as published."""
 
 
 def typical(tree: DraftTree, target_probs: TargetProbs, limits: TypicalLimits | None = None) -> Verdict:
-    """Accept the longest path on which every token is likely enough under the target, then add its likeliest token.
+    """Accept the longest path of tokens likely enough under the target, then add the target's likeliest token.
 
-    Source: Medusa (Cai et al. 2024, arXiv:2401.10774), typical acceptance, in the form that its code runs: a child x of
-    a node with distribution p is taken if p(x) > min(threshold, alpha exp(-H(p))); among paths of equal length the one
-    with the largest sum of log p stays; the token after it is the argmax. Deviation: paths are followed from parent to
-    child, so that padding can never be accepted.
+    Source: Medusa (Cai et al. 2024, arXiv:2401.10774), typical acceptance, as implemented in its code. A child x of a
+    node with distribution p is accepted if p(x) > min(threshold, alpha exp(-H(p))). Among paths of equal length the one
+    with the largest sum of log p wins. The token after it is the argmax. Deviation: paths are followed from parent to
+    child, so padding can never be accepted.
 
     Args:
       tree: any draft; its probabilities are not read.
       target_probs: the processed distribution after a node, (V,).
 
-    Exactness: lossy: likely tokens become more likely, and without a draft nothing is ever sampled. Greedy rows keep
-    their tokens: `accept` decodes them by `match`.
-    Randomness: none. The same prompt always gives the same text.
+    Exactness: lossy. Likely tokens become more likely, and without a draft nothing is ever sampled. Greedy rows keep
+    their tokens, since `accept` decodes them by `match`.
+    Randomness: none. The same prompt always gives the same output.
     """
     limits = limits or TypicalLimits()
     target_probs = cache(target_probs)
-    reached: dict[int, tuple[int, float]] = {0: (0, 0.0)}  # by accepted node, its depth and the sum of log p
+    reached: dict[int, tuple[int, float]] = {0: (0, 0.0)}  # accepted node -> its depth and sum of log p
     best = 0
     for node, children in enumerate(tree.children):
         if node not in reached or not children:
@@ -430,7 +432,7 @@ _STRETCH = 256  # tokens summed at once when a distribution is inverted; about t
 class RejectionNoise:
     """Keyed noise for one step of one row: a pure function of (seed, step, position, purpose).
 
-    Position alone is not enough: after a rejection the same position is drafted again.
+    Position alone is not enough, because the same position is drafted again after a rejection.
 
     Args:
       seed: seed of the row.
@@ -454,9 +456,10 @@ class RejectionNoise:
 
 
 def inverse(probs: Tensor, uniform: float) -> int:
-    """Return the token at the fraction ``uniform``, 0..1, of the mass of ``probs`` (V,); -1 for NaN or no mass.
+    """Return the token at which the running sum of ``probs`` (V,) passes the fraction ``uniform`` of their total.
 
-    Sums whole stretches of the vocabulary first, then looks inside one. (1, 0, 3) at 0.2 is 0, at 0.25 and above 2.
+    The result is -1 for NaN or a total of zero. Whole stretches of the vocabulary are summed first, then the search
+    continues inside one of them. For (1, 0, 3), 0.2 gives token 0; 0.25 and more give token 2.
     """
     stretches = pad(probs.double(), (0, -len(probs) % _STRETCH)).view(-1, _STRETCH)
     ends = stretches.sum(1).cumsum(0)
@@ -469,6 +472,6 @@ def inverse(probs: Tensor, uniform: float) -> int:
 
 
 def _first_beyond(ends: Tensor, mark: float) -> int:
-    """Return the index of the first running total above ``mark``; of the last that grew, if rounding left none."""
+    """Return the index of the first running total above ``mark``; if rounding leaves none, of the last increase."""
     index = int(torch.searchsorted(ends, mark, right=True))
     return index if index < len(ends) else int(torch.searchsorted(ends, float(ends[-1])))

@@ -1,4 +1,4 @@
-"""The common beginning of two texts, and the memory of keys and values that are kept for beginnings."""
+"""Common prefixes of two sequences, and the memory of kept keys and values."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 def bytes_of(states: RowStates) -> int:
-    """Memory of the keys and values of a row, all layers together."""
+    """Memory of the keys and values of a row, all layers together, in bytes."""
     return sum(each.nbytes for pair in states if pair is not None for each in pair)
 
 
 def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Length of the longest common beginning, by bisection over slices: (1, 2, 3) and (1, 2, 4, 5) share 2.
+    """Length of the longest common prefix, found by bisection over slices: (1, 2, 3) and (1, 2, 4, 5) share 2.
 
-    Both are of one type: tuples, lists or texts.
+    Both sequences have the same type: tuples, lists or strings.
     """
     low, high = 0, min(len(first), len(second))
     while low < high:
@@ -30,6 +30,6 @@ def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int | None:
-    """(1, 2, 3) and (1, 2) differ at 2; equal ones nowhere. Both are of one type."""
+    """Index of the first difference, None without one: (1, 2, 3) and (1, 2) differ at 2. Both have the same type."""
     place = shared_length(one, other)
     return None if place == len(one) == len(other) else place

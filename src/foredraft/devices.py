@@ -1,5 +1,7 @@
-"""Devices of tensors: small arrays of the host are brought to an accelerator in one transfer, and tensors for which no
-device is named are made on the CPU, whatever default device a caller has set."""
+"""Devices of tensors.
+
+Small arrays of the host are copied to an accelerator in one transfer. Tensors without a named device are made on the
+CPU, whatever default device the caller has set."""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ALIGNMENT = 8
-"""Bytes: every array begins where one of 64-bit numbers may begin."""
+"""Alignment of every array in bytes, sufficient for 64-bit numbers."""
 
 
 def upload(arrays: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copies of arrays of the CPU on a device, made by one transfer; on the CPU the arrays themselves.
+    """Copy CPU arrays to a device in one transfer; for the CPU, return the arrays themselves.
 
     On CUDA the transfer is from pinned memory, and the host does not wait for it. Torch reuses pinned memory only after
     the transfer that reads it has ended.
@@ -42,17 +44,17 @@ def upload(arrays: Sequence[torch.Tensor], device: torch.device) -> list[torch.T
 
 
 def cpu_by_default() -> AbstractContextManager[object]:
-    """Make tensors on the CPU inside the block where no device is named.
+    """Context manager inside which tensors without a named device are made on the CPU.
 
-    Kernels are given addresses of such tensors. After ``torch.set_default_device("cuda")`` or "meta" these would have
-    none that kernels can read.
+    Kernels receive addresses of such tensors. After ``torch.set_default_device("cuda")`` or "meta", the tensors would
+    have no address that a kernel can read.
     """
     context: AbstractContextManager[object] = torch.device("cpu")
     return nullcontext() if torch.get_default_device().type == "cpu" else context
 
 
 def makes_on_cpu(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function run inside `cpu_by_default`."""
+    """Decorate a function so that it runs inside `cpu_by_default`."""
 
     @wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:

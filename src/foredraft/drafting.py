@@ -1,9 +1,9 @@
-"""The interface of drafters for packages of their own: base classes, data types, and options that make one a method.
+"""The public interface for drafters in other packages: base classes, data types, and options of methods.
 
     from foredraft.drafting import ContextDrafter, DraftOptions, DraftSize, DraftTree, Method, Row, draft_length
 
-Everything here stays importable from here. The modules behind it may move. `foredraft.testing.check_drafter` tries a
-drafter in every setting; the page is docs/add_a_drafter.md.
+All names here stay importable from this module, even if the modules behind them change.
+`foredraft.testing.check_drafter` tests a drafter in every setting; see docs/add_a_drafter.md.
 """
 
 from __future__ import annotations

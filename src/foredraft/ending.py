@@ -1,4 +1,4 @@
-"""Signals that end a verb: what it has found by then is kept, and a second one does not take that away."""
+"""Signals that end a command: results so far are kept, and a second signal does not interrupt saving them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from contextlib import contextmanager
 from types import FrameType
 
 ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-"""Ctrl-C; what schedulers and service managers send; and that of a terminal that is gone."""
+"""Signals that end a command: Ctrl-C, the signal of schedulers and service managers, and that of a closed terminal."""
 
 PAUSE_SECONDS = 1.0
-"""After a signal, in which others are taken for the same one: keys are pressed twice, and groups signalled twice."""
+"""Time after a signal in which further signals are ignored, because keys are pressed twice and groups are signalled
+twice.
+"""
 
 LATER_SECONDS = 0.02
-"""Seconds after which code that could not raise has ended."""
+"""Delay after which code that could not raise an exception has ended, in seconds."""
 
 
 def end_as_by_ctrl_c() -> None:
-    """Let each of these signals raise KeyboardInterrupt, unless the process was started to ignore it.
+    """Make each of these signals raise KeyboardInterrupt, unless the process was started to ignore it.
 
-    Where it comes in a destructor or a callback of the interpreter, which cannot raise, it is raised a moment later.
+    If the signal arrives in a destructor or a callback of the interpreter, which cannot raise, it is raised a moment
+    later.
     """
     latest = float("-inf")
 
@@ -54,8 +57,8 @@ def end_as_by_ctrl_c() -> None:
 
 @contextmanager
 def finishing() -> Iterator[None]:
-    """Ignore these signals inside, where what was found is written."""
-    if threading.current_thread() is not threading.main_thread():  # signals are not its business
+    """Context manager that ignores these signals, for the time in which results are written."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return
     before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
@@ -67,13 +70,13 @@ def finishing() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """From here on: the process is ending."""
+    """Ignore these signals from now on, because the process is ending."""
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
 
 
 def is_running(frame: FrameType) -> bool:
-    """Whether a frame is on the stack of any thread."""
+    """Return whether a frame is on the stack of any thread."""
     for top in sys._current_frames().values():
         current: FrameType | None = top
         while current is not None:

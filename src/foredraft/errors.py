@@ -1,21 +1,22 @@
-"""Every refusal of the library, below one base.
+"""Every error that the library raises on purpose, below one base class.
 
 ForedraftError
 ├── ConfigError              a parameter is unknown, out of range or contradicts another
-│   └── GrammarError             what an output must match is no grammar, costs too much, or needs another tokenizer
-├── PromptError              a prompt is empty, malformed or holds ids outside the vocabulary
-├── ContextLengthError       a prompt does not fit the context of the model
-├── TreeError                a draft tree is malformed, or carries a token that its own distribution cannot produce
+│   └── GrammarError             a grammar is invalid, costs too much, or needs another tokenizer
+├── PromptError              a prompt is empty, malformed or contains ids outside the vocabulary
+│   └── ContextLengthError       a prompt does not fit the context of the model
+├── TreeError                a draft tree is malformed, or contains a token that its distribution cannot produce
 ├── ShapeError               tensors given to a pure function do not fit together
 ├── NumericsError            the model returned NaN, or left no token possible
-├── UnsupportedModelError    the model cannot be verified exactly; the message says why
-│   ├── UnsupportedStateError    state that cannot be rolled back (recurrent, convolutional)
+│   └── NoTokenError             the sampling parameters of a request leave no token possible
+├── UnsupportedModelError    the model cannot be verified exactly; the message gives the reason
+│   ├── UnsupportedStateError    the model has state that cannot be rolled back (recurrent, convolutional)
 │   └── ProbeError               chains through the adapter disagree with the model itself
 ├── TokenizerMismatchError   drafter and target do not share a tokenizer
 ├── CheckpointError          a checkpoint is missing, truncated or of an unknown layout
-├── DatastoreError           a datastore or its corpus is missing, damaged or foreign, or it cannot be written
+├── DatastoreError           a datastore or its corpus is missing, damaged or foreign, or cannot be written
 ├── NothingAcceptedError     a search has found no setting under which a draft is accepted
-├── CopyError                what belongs to one process was to be pickled or copied
+├── CopyError                an object that belongs to one process cannot be pickled or copied
 └── EngineBusyError          one engine was entered from two threads at once
 """
 
@@ -25,7 +26,7 @@ import sys
 
 
 class ForedraftError(Exception):
-    """Base of every error this library raises on purpose."""
+    """Base class of every error that this library raises on purpose."""
 
 
 class ConfigError(ForedraftError, ValueError):
@@ -37,7 +38,7 @@ class GrammarError(ConfigError):
 
 
 class PromptError(ForedraftError, ValueError):
-    """A prompt is empty, malformed, or holds token ids outside the vocabulary."""
+    """A prompt is empty, malformed, or contains token ids outside the vocabulary."""
 
 
 class ContextLengthError(PromptError):
@@ -45,7 +46,7 @@ class ContextLengthError(PromptError):
 
 
 class TreeError(ForedraftError, ValueError):
-    """A draft tree is malformed, or carries a token to which its own distribution gives probability zero."""
+    """A draft tree is malformed, or contains a token to which its own distribution gives probability zero."""
 
 
 class ShapeError(ForedraftError, ValueError):
@@ -57,7 +58,7 @@ class NumericsError(ForedraftError, ArithmeticError):
 
 
 class NoTokenError(NumericsError):
-    """The sampling parameters of a request contradict each other: they leave no token possible."""
+    """The sampling parameters of a request leave no token possible, because they contradict each other."""
 
 
 class UnsupportedModelError(ForedraftError, ValueError):
@@ -65,11 +66,11 @@ class UnsupportedModelError(ForedraftError, ValueError):
 
 
 class UnsupportedStateError(UnsupportedModelError):
-    """The model keeps state that cannot be rolled back exactly."""
+    """The model has state that cannot be rolled back exactly."""
 
 
 class ProbeError(UnsupportedModelError):
-    """Logits of a chain through the adapter differ from the model's own."""
+    """The logits of a chain through the adapter differ from the model's own."""
 
 
 class TokenizerMismatchError(ForedraftError, ValueError):
@@ -89,24 +90,25 @@ class NothingAcceptedError(ForedraftError, RuntimeError):
 
 
 class CopyError(ForedraftError, TypeError):
-    """An object that belongs to the process which made it was to be pickled or copied."""
+    """An object that belongs to the process that made it cannot be pickled or copied."""
 
 
 class EngineBusyError(ForedraftError, RuntimeError):
     """An engine was entered from two threads at once."""
 
 
-# -- exceptions that are contained in the row that they came from: which may be, and how they are told ---------------
+# -- exceptions that end only the row that caused them: which may be contained, and how they are reported ------------
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Whether an error concerns every row, so that it is never contained: memory has run out, or the program is to end.
+    """Return whether an error concerns every row and must not be contained: out of memory, or the program must end.
 
-    Whatever is no Exception asks for an end, as KeyboardInterrupt and SystemExit do. Two do not: panics of libraries in
-    Rust, and asyncio's CancelledError, which comes from a loop of the callee's own, for no loop cancels a synchronous
-    call. On CPUs torch reports a lack of memory by a plain RuntimeError, in which its allocator names itself.
+    Exceptions outside ``Exception``, such as KeyboardInterrupt and SystemExit, end the program. There are two
+    exceptions to this. Panics of Rust libraries are contained. So is asyncio's CancelledError, which can only come from
+    an event loop inside the callee, since no loop cancels a synchronous call. On CPUs torch reports a lack of memory as
+    a plain RuntimeError whose message names its allocator.
     """
-    torch = sys.modules.get("torch")  # whose errors nobody raises who has not loaded it
+    torch = sys.modules.get("torch")  # if torch is not loaded, none of its errors can be raised
     if isinstance(error, BaseExceptionGroup):
         return any(map(is_fatal, error.exceptions))
     if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
@@ -122,13 +124,16 @@ def _is_cancelled(error: BaseException) -> bool:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether code in Rust gave up: pyo3 raises that past everything that catches Exception."""
+    """Return whether Rust code panicked. pyo3 raises panics as an error that ``except Exception`` does not catch."""
     return type(error).__name__ == "PanicException" and type(error).__module__.startswith("pyo3")
 
 
 def as_exception(fault: BaseException) -> Exception:
-    """The fault, as an Exception whatever it is: panics of libraries in Rust are not, and ``except Exception`` must see
-    them where results carry them to a caller."""
+    """Return the fault if it is an Exception, else a RuntimeError that wraps it.
+
+    Panics of Rust libraries are not Exceptions, but a caller who receives one in a result must be able to catch it with
+    ``except Exception``.
+    """
     if isinstance(fault, Exception):
         return fault
     error = RuntimeError(described(fault))
@@ -137,18 +142,18 @@ def as_exception(fault: BaseException) -> Exception:
 
 
 MOST_CHARACTERS = 1000
-"""Longest message that is passed on. Code of callers may put a whole array into one."""
+"""Length of the longest message that is passed on. A caller's code may put a whole array into a message."""
 
 
 def shortened(message: str) -> str:
-    """A message, or the two ends of a long one."""
+    """Return the message, or both ends of a long one."""
     if len(message) <= MOST_CHARACTERS:
         return message
     return f"{message[: MOST_CHARACTERS // 2]} ... {message[-MOST_CHARACTERS // 2 :]}"
 
 
 def described(error: BaseException) -> str:
-    """Type and message of an error, shortened, also of one whose message cannot be made."""
+    """Return type and message of an error, shortened. Also works if the message cannot be formatted."""
     try:
         return shortened(f"{type(error).__name__}: {error}")
     except Exception:
@@ -156,5 +161,5 @@ def described(error: BaseException) -> str:
 
 
 def told(error: BaseException) -> str:
-    """An error as the result of a row tells it: ours speak for themselves, others with their type."""
+    """Return the text of an error for the result of a row. Errors of other libraries include their type."""
     return shortened(str(error)) if isinstance(error, ForedraftError) else described(error)

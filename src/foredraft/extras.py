@@ -1,4 +1,4 @@
-"""Optional dependencies: the command that installs those of an extra."""
+"""Optional dependencies: the command that installs the packages of an extra."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ DISTRIBUTION = "foredraft"
 
 @cache
 def install_command(extra: str) -> str:
-    """Command that installs the packages of an extra, each by its own name.
+    """Return the command that installs the packages of an extra, each by its own name.
 
-    It never names foredraft itself: a package index need not have it. Read from the metadata of the installed
-    distribution, which is the one place that lists extras.
+    It never names foredraft itself, because a package index may not have it. The packages are read from the metadata of
+    the installed distribution, the only place that lists extras.
 
     Args:
       extra: name of an extra in pyproject.toml, such as ``serve``.
     """
     try:
         found = sorted(set(_packages(extra)))
-    except PackageNotFoundError:  # run from a folder of sources
+    except PackageNotFoundError:  # run from a source folder
         found = []
     if not found:
         return f"python -m pip install '.[{extra}]' in a checkout of foredraft"

@@ -30,14 +30,14 @@ _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 def cache_folder(*parts: str) -> Path:
-    """A folder inside the cache: ``$FOREDRAFT_CACHE``, else ``$XDG_CACHE_HOME/foredraft``, else ``~/.cache/foredraft``.
+    """Return a folder inside the cache, which need not exist.
 
-    The folder need not exist.
+    The cache is ``$FOREDRAFT_CACHE``, else ``$XDG_CACHE_HOME/foredraft``, else ``~/.cache/foredraft``.
     """
     chosen, standard = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME")
     if chosen:
         root = _home() / chosen[2:] if f"{chosen}/".startswith("~/") else Path(os.path.expanduser(chosen))
-    elif standard and os.path.isabs(standard):  # a relative one is to be ignored, says the standard
+    elif standard and os.path.isabs(standard):  # the XDG standard says to ignore relative paths
         root = Path(standard) / "foredraft"
     else:
         root = _home() / ".cache" / "foredraft"
@@ -45,24 +45,24 @@ def cache_folder(*parts: str) -> Path:
 
 
 def _home() -> Path:
-    """The user's home; an empty ``$HOME`` is as none, and who has no home anywhere gets a folder that is not there."""
+    """Return the user's home folder. An empty ``$HOME`` counts as unset. Without any home, the path does not exist."""
     named = os.environ.get("HOME") or ""
     if named or sys.platform == "win32":
         return Path(os.path.expanduser("~"))
     try:
         return Path(pwd.getpwuid(os.getuid()).pw_dir)
-    except KeyError:  # a number without a name, as in containers
+    except KeyError:  # a user id without an account, as in containers
         return Path("/nonexistent")
 
 
 def temporary_folder(*parts: str) -> Path:
-    """A folder of this user among the temporary files, for a cache that cannot be written. It need not exist."""
+    """Return this user's folder among the temporary files, for use if the cache is not writable. It need not exist."""
     user = str(os.getuid()) if hasattr(os, "getuid") else "user"
     return Path(tempfile.gettempdir(), f"foredraft-{user}", *parts)
 
 
 def is_private(folder: Path) -> bool:
-    """Whether a folder is there and nobody but this user can have put anything into it."""
+    """Return whether a folder exists and only this user can have written to it."""
     try:
         found = folder.lstat()
     except OSError:
@@ -72,9 +72,9 @@ def is_private(folder: Path) -> bool:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder for this user alone.
+    """Create a folder for this user alone.
 
-    Raises: OSError, also where somebody else has made it.
+    Raises: OSError, also if the folder belongs to somebody else.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     if not is_private(folder):
@@ -82,51 +82,52 @@ def make_private(folder: Path) -> None:
 
 
 def check_place(file: str | os.PathLike[str]) -> Path:
-    """The path of a file that can be written; what is there stays as it is.
+    """Return the path of a file that can be written. An existing file is not changed.
 
     Raises: ConfigError.
     """
     path = Path(file).expanduser()
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"{file} cannot be written: it needs to be a file in a folder that exists")
-    place = path if path.exists() and not path.is_file() else path.parent  # files are replaced, devices are not
+    place = path if path.exists() and not path.is_file() else path.parent  # files are replaced, devices written to
     if not os.access(place, os.W_OK):
-        raise ConfigError(f"{file} cannot be written: {place} is not yours to write to; choose another place")
+        raise ConfigError(f"{file} cannot be written: you have no write permission for {place}; choose another place")
     return path
 
 
 def check_new_folder(folder: str | os.PathLike[str]) -> Path:
-    """The path of a folder that is to be made, or is empty.
+    """Return the path of a folder that is empty or does not exist yet.
 
-    Raises: ConfigError for one that holds something, for a file, and where none can be made.
+    Raises: ConfigError for a folder that is not empty, for a file, and if the folder cannot be created.
     """
     path = Path(folder).expanduser()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(f"{path} is there already and holds something; name a new folder")
+        raise ConfigError(f"{path} already exists and is not empty; name a new folder")
     place = next(one for one in (path, *path.absolute().parents) if one.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
-        why = "is not yours to write to" if place.is_dir() else "is a file"
-        raise ConfigError(f"{path} cannot be written: {place} {why}; choose another place")
+        why = f"you have no write permission for {place}" if place.is_dir() else f"{place} is a file"
+        raise ConfigError(f"{path} cannot be created: {why}; choose another place")
     return path
 
 
 def not_ours(path: str | os.PathLike[str], name: str, remedy: str) -> str:
-    """Message about a file whose format line is not that of foredraft's files of one kind.
+    """Return the message about a file whose format line does not belong to foredraft's files of one kind.
 
     Args:
       name: kind of file, such as ``profile``.
-      remedy: the command or option that makes one.
+      remedy: the command or option that makes such a file.
     """
-    return f"{os.fspath(path)} is not a foredraft {name} file; make it anew with {remedy}"
+    return f"{os.fspath(path)} is not a foredraft {name} file; create one with {remedy}"
 
 
 def parsed_json(text: str | bytes | bytearray, **options: Any) -> Any:
-    """A text as JSON, which may be anybody's.
+    """Parse JSON from an untrusted source.
 
     Args:
-      options: of `json.loads`.
+      options: options of `json.loads`.
 
-    Raises: ValueError for one that is none, is nested more deeply than Python reads, or has longer numbers.
+    Raises: ValueError for text that is not JSON, is nested more deeply than Python can read, or has numbers that are
+    too long.
     """
     try:
         return json.loads(text, **options)
@@ -135,37 +136,37 @@ def parsed_json(text: str | bytes | bytearray, **options: Any) -> Any:
 
 
 def read_own_json(path: Path, form: str, name: str, remedy: str) -> dict[str, Any]:
-    """Content of a JSON file of foredraft.
+    """Read a JSON file of foredraft.
 
     Args:
       form: its format line.
       name, remedy: see `not_ours`.
 
-    Raises: ConfigError for a file that cannot be read, is not JSON, or is of another format.
+    Raises: ConfigError for a file that cannot be read, is not JSON, or has another format.
     """
     try:
         content = parsed_json(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{name} {path} cannot be read: {error.strerror}; make it with {remedy}") from None
+        raise ConfigError(f"{name} {path} cannot be read: {error.strerror}; create it with {remedy}") from None
     except ValueError as error:
-        raise ConfigError(f"{name} {path} is not valid JSON: {error}; make it with {remedy}") from None
+        raise ConfigError(f"{name} {path} is not valid JSON: {error}; create it with {remedy}") from None
     if not isinstance(content, dict) or content.get("format") != form:
         raise ConfigError(not_ours(path, name, remedy))
     return content
 
 
 def keep_json(file: Path, content: object) -> None:
-    """`keep_text` of JSON; the file's folder is made where there is none."""
+    """Write JSON by `keep_text`. The file's folder is created if it does not exist."""
     file.parent.mkdir(parents=True, exist_ok=True)
     keep_text(file, json.dumps(content, indent=1) + "\n")
 
 
 def keep_text(file: Path, text: str) -> None:
-    """Write a file that others see whole or not at all.
+    """Write a file atomically: others see it complete or not at all.
 
-    What is no file, /dev/stdout for instance, is written to as it is.
+    A device such as /dev/stdout is written to directly.
 
-    Raises: OSError, after which a file is what it was before.
+    Raises: OSError, after which an existing file is unchanged.
     """
     file = Path(os.path.realpath(file))
     if file.exists() and not file.is_file():
@@ -177,9 +178,9 @@ def keep_text(file: Path, text: str) -> None:
 
 
 def write_text(file: str | os.PathLike[str], text: str) -> None:
-    """`keep_text` of a file that a user named.
+    """Write a file that a user named, by `keep_text`.
 
-    Raises: ConfigError where the file cannot be written.
+    Raises: ConfigError if the file cannot be written.
     """
     try:
         keep_text(Path(file).expanduser(), text)
@@ -188,18 +189,18 @@ def write_text(file: str | os.PathLike[str], text: str) -> None:
 
 
 def part_of(file: Path) -> Path:
-    """Temporary file that this thread writes before it takes the place of a file."""
+    """Return the path of the temporary file of this thread that will replace a file."""
     return file.with_name(f".{file.name}.{os.getpid()}-{get_ident()}.part")
 
 
 def sha256_of(file: Path) -> str:
-    """SHA-256 of the bytes of a file."""
+    """Return the SHA-256 of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def known_sha256(file: Path) -> str:
-    """`sha256_of` a file that is read once while it does not change: for a model it takes tenths of a second."""
+    """Return the SHA-256 of a file, cached while the file does not change, since a model takes tenths of a second."""
     found = file.stat()
     return _sha256_of_version(file, (found.st_size, found.st_mtime_ns, found.st_ino))
 
@@ -211,7 +212,10 @@ def _sha256_of_version(file: Path, version: tuple[int, ...]) -> str:
 
 @contextmanager
 def replacing(file: Path, part: Path) -> Iterator[None]:
-    """Let what is written to ``part`` inside take the place of a file; after an error only the file is left."""
+    """Context manager after which ``part`` replaces ``file``.
+
+    After an error, ``file`` is unchanged and ``part`` is deleted.
+    """
     try:
         yield
         os.replace(part, file)
@@ -223,11 +227,11 @@ def replacing(file: Path, part: Path) -> Iterator[None]:
 
 @contextmanager
 def filling(folder: Path, last: str) -> Iterator[Path]:
-    """Let files that are written into another folder inside come into this one, all of them or, after an error, none.
+    """Context manager that yields a temporary folder, whose files move into ``folder`` unless there is an error.
 
     Args:
-      folder: that is made, or is empty.
-      last: name of the file without which nobody reads the others: after a kill it is not there.
+      folder: a new or empty folder; it is created.
+      last: name of the file that is moved last, and without which nobody reads the others. After a kill it is missing.
     """
     was_there = folder.is_dir()
     folder.mkdir(parents=True, exist_ok=True)
@@ -244,9 +248,11 @@ def filling(folder: Path, last: str) -> Iterator[Path]:
 
 
 def append_lines(file: Path, lines: str) -> None:
-    """Add whole lines to a file; where the last one was cut off by a kill or a full disk, they begin after it.
+    """Append whole lines to a file.
 
-    Raises: OSError, after which a part of them may be there.
+    If its last line was cut off by a kill or a full disk, the new lines start after it.
+
+    Raises: OSError, after which a part of the lines may have been written.
     """
     with file.open("ab+") as opened:
         if opened.tell() > 0:
@@ -256,9 +262,9 @@ def append_lines(file: Path, lines: str) -> None:
 
 
 def json_lines(file: Path) -> Iterator[Any]:
-    """Records of a file that `append_lines` has written to; none where there is no file.
+    """Yield the records of a file written by `append_lines`; nothing if there is no file.
 
-    Lines that a kill or a full disk cut off are left out.
+    Lines that were cut off by a kill or a full disk are skipped.
     """
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
         with suppress(ValueError):
@@ -266,9 +272,9 @@ def json_lines(file: Path) -> Iterator[Any]:
 
 
 def is_no_room(error: BaseException | None) -> bool:
-    """Whether something could not be written since the disk is full, or the file or the user's share may not grow.
+    """Return whether an error means that the disk is full, or that a limit on the file or the user's quota was reached.
 
-    safetensors say so in words alone, and torch raises an error of its own beside that of the file.
+    safetensors reports this only in its message, and torch raises an error of its own besides that of the file.
     """
     if error is None:
         return False
@@ -280,11 +286,13 @@ def is_no_room(error: BaseException | None) -> bool:
 
 @contextmanager
 def only_writer(file: Path) -> Iterator[None]:
-    """Keep other processes from writing a file by this function, which is made where it is not there.
+    """Context manager that locks a file against other writers that use this function.
 
-    Where a file system or a platform has no such locks, nobody is kept out.
+    The file is created if it does not exist.
 
-    Raises: ConfigError where another process is inside; OSError.
+    On file systems or platforms without such locks, nothing is locked.
+
+    Raises: ConfigError if another process has the lock; OSError.
     """
     with file.open("ab") as opened:
         if sys.platform != "win32":
@@ -292,7 +300,7 @@ def only_writer(file: Path) -> Iterator[None]:
                 fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(
-                    f"another process is writing {file} at this moment; wait for its end, or name another place"
+                    f"another process is writing {file}; wait until it has finished, or name another place"
                 ) from None
             except OSError:
                 pass
@@ -301,10 +309,10 @@ def only_writer(file: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(file: Path, longest_wait_seconds: float) -> Iterator[bool]:
-    """Keep other processes that ask for the same lock out.
+    """Context manager that waits for a lock between processes.
 
-    Yields: False where that cannot be had (a file system without locks, a process that holds it too long); the
-      caller must then expect another process inside.
+    Yields: False if the lock is not available (a file system without locks, a process that keeps it too long). The
+      caller must then expect that another process is inside.
     """
     lock = FileLock(file)
     try:

@@ -1,4 +1,4 @@
-"""Processes that are forked from one that has models: neither its threads nor who held its locks come along."""
+"""Support for processes forked from one with loaded models: locks are free again, and threads are not inherited."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _locks: WeakSet[threading.RLock] = WeakSet()
 
 
 def lock() -> threading.RLock:
-    """A reentrant lock that is free in a process that is forked, whichever thread held it before."""
+    """Return a reentrant lock that is free in a forked process, whichever thread held it before."""
     _first_process()
     made = threading.RLock()
     _locks.add(made)
@@ -20,21 +20,21 @@ def lock() -> threading.RLock:
 
 
 def is_forked() -> bool:
-    """Whether this process was forked from one that had models, and computes on one thread therefore."""
+    """Return whether this process was forked from one that had loaded models. It then computes on one thread."""
     return os.getpid() != _first_process()
 
 
 @cache
 def _first_process() -> int:
-    """The process that has made the first lock, whose children begin anew."""
+    """Return the id of the process that made the first lock. Its children reset their state."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_begin_anew)
     return os.getpid()
 
 
 def _begin_anew() -> None:
-    """Let a child go on alone: with locks that are free, and on one thread, where it would wait for those of OpenMP."""
+    """Reset the state of a forked child: free locks, and one thread, since OpenMP's other threads do not exist."""
     for held in _locks:
-        getattr(held, "_at_fork_reinit")()  # noqa: B009 - what the standard library does with its own locks
+        getattr(held, "_at_fork_reinit")()  # noqa: B009 - as the standard library does with its own locks
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)

@@ -1,4 +1,4 @@
-"""LLM: the Python front door."""
+"""The class LLM, the main entry point in Python."""
 
 from __future__ import annotations
 
@@ -59,55 +59,62 @@ ParamsLike: TypeAlias = SamplingParams | Mapping[str, Any] | Iterable[SamplingPa
 
 
 class LLM:
-    """Generates text with a `transformers` causal language model, drafting ahead where that is asked for.
+    """Generates text with a `transformers` causal language model, with speculative decoding if requested.
 
-    Without a ``speculative_config`` it decodes plainly; the command line drafts unless it is told not to. What was
-    loaded, in which dtype, and how it decodes is logged in one line (logger ``foredraft``, level INFO).
+    Without a ``speculative_config`` it decodes plainly. The command line, in contrast, drafts by default. One log line
+    (logger ``foredraft``, level INFO) states which model was loaded, in which dtype, and how it decodes.
 
-    Calls from several threads give right results; they take turns step by step and share batches.
+    Calls from several threads are safe. They share batches and take turns step by step.
 
     Args:
-      model: a directory, a hub id, ``zoo:NAME``, a GGUF file, or a loaded model, which keeps its dtype and stays as it
-        is.
-      speculative_config: how to draft: a mapping, JSON, ``@file``, a method's name, or None, the default, for plain
-        decoding. "auto" needs no second model and is what the command line takes where none comes with the model.
-      tokenizer: by default the one beside the model; without any, prompts and results are token ids.
-      dtype, device: of what is loaded here. "auto" is the GPU where there is one, and the dtype of the checkpoint where
-        the device computes in it, else float32; GGUF files with quantised weights count as bfloat16.
-      execution: "auto" (on x86 CPUs compiled, or packed where the model is small; else eager), "eager", "packed" or
-        "compiled"; see docs/models.md.
-      revision, trust_remote_code: of a model from the hub.
-      gguf_file: in a directory or at a hub id with several kinds of weights. A GGUF file by its path needs no option.
-      quantization: "int8" or "int4" rounds the weights of linear layers to so many bits when they are loaded. The
-        rounded model is then the one whose text is wanted, with or without drafts; see docs/weights.md.
-      weights: "stored" multiplies by the quantised weights of a GGUF file as they lie in it; the model that they stand
-        for, unrounded, is then the one whose text is wanted. Also for zoo:smollm2.
+      model: a directory, a hub id, ``zoo:NAME``, a GGUF file, or a loaded model. A loaded model keeps its dtype and is
+        not changed.
+      speculative_config: method of drafting and its options: a mapping, JSON, ``@file``, the name of a method, or None
+        (the default) for plain decoding. "auto" needs no second model. The command line uses it if the model includes
+        no drafter.
+      tokenizer: tokenizer, its folder or its hub id; by default the one beside the model. Without any tokenizer,
+        prompts and results are token ids.
+      dtype, device: dtype and device of models that are loaded by name. "auto" selects the GPU if there is one, and the
+        dtype of the checkpoint if the device computes in it, else float32. GGUF files with quantised weights count as
+        bfloat16.
+      execution: "auto", "eager", "packed" or "compiled"; see docs/models.md. On x86 CPUs "auto" selects "compiled", or
+        "packed" if the model is small; elsewhere "eager".
+      revision, trust_remote_code: options for a model from the hub, as in `transformers`.
+      gguf_file: name of the GGUF file in a directory or at a hub id with several kinds of weights. A GGUF file given by
+        its path does not need this option.
+      quantization: "int8" or "int4" rounds the weights of linear layers to this many bits when they are loaded. The
+        rounded model is then the target: its output is preserved, with or without drafts. See docs/weights.md.
+      weights: "stored" computes directly with the quantised weights of a GGUF file, without rounding them to another
+        dtype. The model with these exact weights is then the target. Also available for zoo:smollm2.
       kv_cache_dtype: "bfloat16" or "int8" rounds keys and values when they are written. The model with that cache is
-        then the one whose text is wanted, with or without drafts. "auto" leaves them in the dtype of the model.
-      cache_packed: keep packed weights in the cache folder, and read them there the next time; see docs/weights.md.
-      seed: makes requests without a seed repeatable: request number i then draws with ``mix(seed, i)``.
-      num_cached_prefixes: how many requests that have ended leave their keys and values to prompts that begin like
-        them, token by token; 0 keeps none. LLMs made by `with_speculative_config` share those of the target.
-      generation_config: "auto" takes defaults of sampling from the ``generation_config.json`` of the model: a request
-        that does not set ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty`` or ``max_tokens``
-        has those. "none" leaves them out; a folder has a file of its own. EOS ids of the config count with "auto" and
-        "none".
-      profile_file: output of ``foredraft tune``; the governor begins with its costs. What it chose is "@FILE".
+        then the target, with or without drafts. "auto" leaves them in the dtype of the model.
+      cache_packed: True to store packed weights in the cache folder and read them from there the next time; see
+        docs/weights.md.
+      seed: seed for requests that set none. Request number i then draws with ``mix(seed, i)``, so results are
+        repeatable.
+      num_cached_prefixes: number of finished requests whose keys and values are kept. Prompts that begin with the same
+        tokens reuse them. 0 keeps none. LLMs made by `with_speculative_config` share those of the target.
+      generation_config: source of sampling defaults. "auto" reads the ``generation_config.json`` of the model. A
+        request that does not set ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty`` or
+        ``max_tokens`` uses the values found there. "none" ignores that file. A folder uses the file in that folder. The
+        EOS ids of the model's config count with "auto" and with "none".
+      profile_file: output of ``foredraft tune``. The governor starts with the measured costs in it. To use the method
+        that ``tune`` chose, pass "@FILE" as ``speculative_config``.
       max_num_seqs, max_model_len, max_kv_bytes, prefill_chunk_size, exactness: see `EngineConfig`.
 
     Attributes:
-      logs_low_gain: whether rows that end count for the log line about drafts that gain little. Set it to False for
-        rows that say nothing about speed.
+      logs_low_gain: True if finished rows count for the log line about drafts that gain little. Set it to False for
+        rows whose speed is not representative.
 
     Raises:
       CheckpointError: a model or tokenizer is missing, truncated or unknown.
-      UnsupportedModelError, ProbeError: the model cannot be decoded exactly; the message says why.
+      UnsupportedModelError, ProbeError: the model cannot be decoded exactly; the message gives the reason.
       TokenizerMismatchError: drafter and target do not share a tokenizer.
       ConfigError: an unknown key, or a value out of range.
 
-    Exactness: under the default ``rejection_sample_method="match"`` the tokens equal plain decoding with the same
-    seed; under "standard" and "block" they follow the same distribution.
-    Randomness: keyed by the seed of the request; without any seed every request draws one and reports it.
+    Exactness: under the default ``rejection_sample_method="match"`` the tokens equal plain decoding with the same seed;
+    under "standard" and "block" they follow the same distribution.
+    Randomness: keyed by the seed of the request. A request without any seed draws one and reports it.
     """
 
     @takes_aliases("LLM")
@@ -149,7 +156,7 @@ class LLM:
         )
         self._prefixes = PrefixStore(num_cached_prefixes) if num_cached_prefixes else None
         drafts = SpeculativeConfig.parse(speculative_config)
-        # what is wrong with the arguments is said before a model is loaded
+        # wrong arguments are reported before a model is loaded
         check_kind(execution)
         check_quantization(quantization)
         check_weights(weights, quantization)
@@ -210,18 +217,18 @@ class LLM:
 
     @makes_on_cpu
     def with_speculative_config(self, speculative_config: SpeculativeLike) -> LLM:
-        """The same target in memory with another way of drafting; this LLM stays as it is.
+        """Return an LLM with the same target in memory and another method of drafting. This LLM does not change.
 
-        Raises: as for a new LLM, where the drafter is concerned.
+        Raises: the errors of a new LLM that concern the drafter.
         """
         other = copy.copy(self)
         other._speculate(SpeculativeConfig.parse(speculative_config))
         return other
 
     def with_chunks_of(self, prefill_chunk_size: int) -> LLM:
-        """The same target and drafter with prompts read in chunks of another size; this LLM stays as it is.
+        """Return an LLM with the same target and drafter and another chunk size for prompts. This LLM does not change.
 
-        Chunks of another size leave other bits in the cache, so that no prefixes are shared.
+        Prefixes are not shared, because another chunk size leaves different bits in the cache.
         """
         other = copy.copy(self)
         other.engine_config = replace(self.engine_config, prefill_chunk_size=prefill_chunk_size)
@@ -243,33 +250,33 @@ class LLM:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise CopyError(
-            "an LLM holds compiled kernels, packed weights and locks, so it can neither be pickled nor deeply copied: "
-            "make one in each process, from the name of the model; with_speculative_config(...) gives another one over "
-            "the same target. Results, SamplingParams and SpeculativeConfig can be pickled"
+            "an LLM contains compiled kernels, packed weights and locks, so it cannot be pickled or deeply copied. "
+            "Create one in each process from the name of the model; with_speculative_config(...) returns another LLM "
+            "over the same target. Results, SamplingParams and SpeculativeConfig can be pickled"
         )
 
     @property
     def promise(self) -> Promise:
-        """What texts keep of plain decoding, whatever is drafted."""
+        """Guarantee for outputs compared with plain decoding, whatever is drafted: bitwise, or up to rounding."""
         return self.target.promise(self.engine_config.exactness)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text: those of the generation config, and the EOS of the tokenizer."""
+        """Tokens that end a row: those of the generation config, and the EOS of the tokenizer."""
         return tuple(self._eos_token_ids)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer; None where the model has none. vLLM's name of ``tokenizer``."""
+        """Return the tokenizer, or None if the model has none. Same name as in vLLM."""
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Parameters of a request that sets none: `SamplingParams()` with the defaults of the model."""
+        """Return the parameters of a request that sets none: `SamplingParams()` with the defaults of the model."""
         return SamplingParams().filled(self.sampling_defaults)
 
     def applicable_methods(self) -> list[tuple[str, str | None]]:
-        """Every method with None, or with the reason why this model cannot draft with it at present.
+        """List every method with None, or with the reason why this model cannot draft with it at present.
 
-        The drafter that this LLM has loaded counts; a model of the zoo brings what its methods need.
+        The drafter that this LLM has loaded counts. Models of the zoo include what their methods need.
         """
 
         def attempt(config: SpeculativeConfig) -> None:
@@ -282,7 +289,7 @@ class LLM:
         return applicable(attempt)
 
     def _speculate(self, config: SpeculativeConfig) -> None:
-        """Draft this way from now on."""
+        """Switch to another method of drafting."""
         self.speculative_config = config
         acceptance, limits = config.rejection_sample_method, config.typical_limits
         self.engine_config = replace(self.engine_config, acceptance=acceptance, typical=limits)
@@ -292,10 +299,10 @@ class LLM:
     def save_quantized(self, folder: str | os.PathLike[str]) -> None:
         """Write the model with its weights of 8 or 4 bits into a new folder, in the layout of compressed-tensors.
 
-        ``LLM(folder)`` is then this very model, and says the same with the same bits.
+        ``LLM(folder)`` then loads the same model and returns the same output, bit for bit.
 
-        Raises: ConfigError where its weights are not in 8 or 4 bits, or the folder holds something or cannot be
-          written; nothing is left in it then.
+        Raises: ConfigError if the weights are not in 8 or 4 bits, or if the folder is not empty or cannot be written.
+        Nothing is left in the folder then.
         """
         name = self._pairing.zoo_name
         is_instruct = None if name is None else zoo.manifest(name).is_instruct
@@ -310,14 +317,14 @@ class LLM:
 
         Args:
           prompts: text, token ids, ``{"prompt": ...}``, ``{"prompt_token_ids": ...}``, or a list of these.
-          sampling_params: one for all prompts, or one for each.
-          use_tqdm: show a progress bar; None shows one for several prompts on a terminal.
+          sampling_params: parameters for all prompts, or a list with one per prompt.
+          use_tqdm: True to show a progress bar; None shows one for several prompts on a terminal.
 
-        Returns: one result per prompt, in order. A row whose logits turn out NaN, or whose logits processor raises,
-          ends with the reason "error"; the others are not affected. A drafter that raises only ends its drafting.
+        Returns: one result per prompt, in order. A row ends with the reason "error" if its logits become NaN or its
+        logits processor raises. Other rows are not affected. If a drafter raises, the row goes on without drafts.
         Raises:
-          PromptError, ConfigError: before anything runs, naming the prompt.
-          NumericsError, or what a logits processor has raised: every sample of every prompt ended in an error.
+          PromptError, ConfigError: before anything runs; the message names the prompt.
+          NumericsError, or the error of a logits processor: every sample of every prompt ended in an error.
         """
         with (
             self.stream(prompts, sampling_params) as stream,
@@ -330,9 +337,9 @@ class LLM:
 
     @makes_on_cpu
     def stream(self, prompts: Prompts, sampling_params: ParamsLike = None) -> Stream:
-        """Like `generate`, yielding every step's text and tokens as they come.
+        """Like `generate`, but yields the text and tokens of every step as they arrive.
 
-        Closing the stream early, or dropping it, ends its requests; everything else goes on.
+        Closing the stream early, or dropping it, ends its requests. Other requests go on.
         """
         read = read_prompts(prompts, self.tokenizer)
         params = read_params(sampling_params, len(read), self.tokenizer, self.sampling_defaults)
@@ -354,21 +361,21 @@ class LLM:
         """Answer one conversation, or several, through the tokenizer's chat template.
 
         Args:
-          messages: ``[{"role": "user", "content": ...}, ...]``, text as one message of a user, or a list of such
+          messages: ``[{"role": "user", "content": ...}, ...]``, a string as a single user message, or a list of such
             conversations.
           template_options: variables of the template, ``tools`` and other arguments of ``apply_chat_template``.
 
-        Raises: PromptError for messages that the template does not take, or that take it more than 1 s or 64 MB.
+        Raises: PromptError for messages that the template rejects, or that need more than 1 s or 64 MB to render.
         """
         prompts = [self.chat_prompt(one, **template_options) for one in conversations_of(messages)]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def chat_prompt(self, messages: Any, **template_options: Any) -> dict[str, Any]:
-        """The prompt of one conversation, for `generate` or `stream`."""
+        """Render one conversation as a prompt for `generate` or `stream`."""
         return chat_prompt(self.tokenizer, messages, **template_options)
 
     def prepare(self, sampling_params: SamplingParams) -> None:
-        """Compile what an output must match, while other calls go on; a call that follows finds it done.
+        """Compile the grammar of a request in advance, while other calls go on.
 
         Raises: GrammarError, ConfigError.
         """
@@ -376,47 +383,48 @@ class LLM:
             self._grammars.compile(StructuredOutputs.of(sampling_params.structured_outputs))
 
     def step(self) -> bool:
-        """One step for all streams that are open; whether there was one to make.
+        """Run one step for all open streams; return False if there was nothing to do.
 
-        For servers: one thread calls this and hands out what `Stream.take` gives. Nobody else needs it, since whoever
-        waits for results makes the steps.
+        Only servers need it: one thread calls it and distributes the results of `Stream.take`. Elsewhere the caller
+        that waits for results runs the steps.
         """
         return self._runner.step()
 
     @property
     def profile(self) -> StepProfile:
-        """Where the time has gone so far."""
+        """Time spent so far in each part of the steps."""
         return self._runner.engine.profile
 
     @property
     def memory(self) -> MemoryUse:
-        """Keys and values in memory, and what is planned for them."""
+        """Memory of keys and values, in use and planned."""
         return self._runner.engine.memory(0 if self._prefixes is None else self._prefixes.num_bytes)
 
     @property
     def governed(self) -> Totals | None:
-        """Steps so far with what plain decoding would have taken, by estimate; None where nothing is governed."""
+        """Totals of the steps so far, with the estimated time of plain decoding; None if there is no governor."""
         governor = self._runner.engine.governor
         return None if governor is None else governor.totals
 
     @property
     def num_unfinished(self) -> int:
-        """Rows that are queued or running."""
+        """Number of rows that are queued or running."""
         return self._runner.num_unfinished
 
     @property
     def num_running(self) -> int:
-        """Rows that are running."""
+        """Number of rows that are running."""
         return self._runner.engine.num_running
 
     # -- set-up ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def engine(self, drafter: Drafter, **settings: Any) -> Iterator[Engine]:
-        """Another engine over the target, with a drafter of one's own; other calls wait meanwhile.
+        """Provide another engine over the target, with the given drafter. Other calls wait until the block ends.
 
         Args:
-          settings: of `EngineConfig`, where they differ; the rule is "match" unless they name another.
+          settings: fields of `EngineConfig` that differ from those of this LLM. The rule is "match" unless
+            ``acceptance`` is given.
         """
         with self._lock:
             self.target.refresh()

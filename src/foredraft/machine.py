@@ -1,4 +1,4 @@
-"""What the processor and the system say of themselves."""
+"""Facts about the processor and the operating system."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from functools import cache
 from pathlib import Path
 
 SPINS = 1000
-"""How often a thread of OpenMP that waits looks again before it sleeps: for some 25 to 50 microseconds. By default it
-does so for milliseconds, which is the time that the thread it waits for would have needed."""
+"""Number of times that a waiting OpenMP thread checks again before it sleeps, which takes some 25 to 50 microseconds.
+By default it spins for milliseconds, and takes that time from the thread for which it waits.
+"""
 
 
 @cache
 def cpu_fact(key: str) -> str | None:
-    """A line of ``/proc/cpuinfo``, of the first core; None where the system has none."""
+    """Return the value of a line of ``/proc/cpuinfo`` for the first core; None if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -29,20 +30,20 @@ def cpu_fact(key: str) -> str | None:
 
 
 def cpu_name() -> str:
-    """The name the processor gives itself."""
+    """Return the name of the processor."""
     return cpu_fact("model name") or platform.processor() or platform.machine()
 
 
 @cache
 def cpu_digest() -> str:
-    """Names the kind of processor: what it calls itself, and what it can do."""
+    """Return a digest of the processor's model and features."""
     keys = ("vendor_id", "cpu family", "model\t", "model name", "stepping", "flags", "Features")
     facts = [cpu_fact(key) for key in keys]
     return hashlib.sha256(repr((platform.machine(), platform.processor(), facts)).encode()).hexdigest()[:12]
 
 
 def available_memory_bytes() -> int | None:
-    """Memory that the system can still allocate without swapping; None where it does not say (Linux does)."""
+    """Memory that can still be allocated without swapping; None if the system does not report it (Linux does)."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -52,16 +53,16 @@ def available_memory_bytes() -> int | None:
 
 
 def return_free_memory() -> None:
-    """Give the system back what was freed, where the C library (glibc) would keep it for what is allocated next."""
+    """Return freed memory to the system, which glibc would otherwise keep for later allocations."""
     if sys.platform == "linux":
         with suppress(AttributeError):  # another C library
             ctypes.CDLL(None).malloc_trim(0)
 
 
 def wait_briefly() -> None:
-    """Let threads of OpenMP wait briefly and then sleep, unless something else was chosen.
+    """Let OpenMP threads spin only briefly before they sleep, unless the user has configured something else.
 
-    That is said by an environment variable, which OpenMP reads when torch is imported: afterwards nothing changes.
+    OpenMP reads the environment variable when torch is imported, so a later call has no effect.
     """
     is_chosen = os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
     if not is_chosen and "torch" not in sys.modules:
@@ -69,22 +70,22 @@ def wait_briefly() -> None:
 
 
 def num_cpus() -> int:
-    """Processors that this process may run on."""
+    """Number of processors on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Processors whose time the cgroup of this process may use, the least of all cgroups above it; None for all.
+    """Number of processors that the cgroup of this process and its parents allow; None for no limit.
 
     Args:
-      root: of the file system.
+      root: root of the file system.
     """
     quotas = [quota for folder in _cgroups(root) for quota in (_quota(folder),) if quota is not None]
     return min(quotas, default=None)
 
 
 def _cgroups(root: Path) -> list[Path]:
-    """Folders of the cgroups of this process that share out processors, up to where they are mounted."""
+    """Return the folders of this process's cgroups for processor time, and of their parents up to the mount point."""
     try:
         own = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
         mounts = (root / "proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
@@ -96,19 +97,19 @@ def _cgroups(root: Path) -> list[Path]:
         front, _, back = mount.partition(" - ")
         shown, place = front.split()[3:5]
         kind, _, options = back.split()[:3]
-        wanted = "" if kind == "cgroup2" else "cpu"  # the second version names none
+        wanted = "" if kind == "cgroup2" else "cpu"  # version 2 lists no controllers
         path = next((path for names, path in paths.items() if wanted in names.split(",")), None)
         if kind not in ("cgroup", "cgroup2") or path is None or (wanted and wanted not in options.split(",")):
             continue
         top = root / place.lstrip("/")
         inside = os.path.relpath(path, shown)
-        folder = top if inside.startswith("..") else top / inside  # of another namespace: only its top is seen
+        folder = top if inside.startswith("..") else top / inside  # in another namespace only the top is visible
         folders += [folder, *(above for above in folder.parents if above.is_relative_to(top))]
     return folders
 
 
 def _quota(folder: Path) -> float | None:
-    """Processors that one cgroup may use."""
+    """Number of processors that one cgroup may use; None for no limit."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()
@@ -121,9 +122,9 @@ def _quota(folder: Path) -> float | None:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Collect no cyclic garbage inside: while a model is built there is hardly any, and looking for it takes time.
+    """Context manager that pauses the collection of cyclic garbage while a model is built.
 
-    Every object of all libraries is looked at, for tenths of a second.
+    There is hardly any such garbage then, and a collection takes tenths of a second because it visits all objects.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Files of pictures, drawn by matplotlib, an optional dependency."""
+"""Picture files, drawn by matplotlib, an optional dependency."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def require_matplotlib() -> ModuleType:
-    """`matplotlib.figure`, which draws into files without a display.
+    """Import `matplotlib.figure`, which draws into files without a display.
 
-    Raises: ConfigError when it is not installed.
+    Raises: ConfigError if it is not installed.
     """
     try:
         import matplotlib.figure
@@ -28,9 +28,10 @@ def require_matplotlib() -> ModuleType:
 
 
 def check_picture(file: str | Path) -> Path:
-    """The path of a file that a picture can be written to.
+    """Return the path of a file to which a picture can be written.
 
-    Raises: ConfigError for a file that cannot be written, a format that matplotlib does not write, or no matplotlib.
+    Raises: ConfigError for a file that cannot be written, for a format that matplotlib does not support, or without
+      matplotlib.
     """
     path = Path(file).expanduser()
     supported = sorted(require_matplotlib().Figure().canvas.get_supported_filetypes())
@@ -42,9 +43,9 @@ def check_picture(file: str | Path) -> Path:
 
 
 def keep_picture(figure: Figure, file: Path) -> None:
-    """Write a picture that others see whole or not at all; the ending of the file is its format.
+    """Write a picture atomically, in the format given by the extension of the file.
 
-    Raises: ConfigError where it cannot be written; a file is then what it was before.
+    Raises: ConfigError if it cannot be written; an existing file is then unchanged.
     """
     part = part_of(file)
     try:

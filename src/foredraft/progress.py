@@ -18,18 +18,18 @@ from rich.progress import (
 )
 
 SECONDS_PER_LINE = 10.0
-"""Seconds between lines of progress where there is no terminal."""
+"""Seconds between lines of progress if there is no terminal."""
 
 Watch = Callable[[str, int, int], None]
-"""Told what is running, how much of it is done, and of how much."""
+"""Callback for progress: what is running, how much of it is done, and the total."""
 
 
 @contextmanager
 def progress_bar(num_prompts: int, *, shown: bool | None = None) -> Iterator[Callable[[int, int], None]]:
-    """A bar while the block runs, which is told how many prompts are done and how many tokens were generated.
+    """Show a progress bar during the block; yields a function of the numbers of finished prompts and generated tokens.
 
     Args:
-      shown: None shows it for more than one prompt, where standard error is a terminal.
+      shown: True to show the bar. None shows it for more than one prompt if standard error is a terminal.
     """
     console = Console(stderr=True)
     if not (console.is_terminal and num_prompts > 1 if shown is None else shown):
@@ -49,10 +49,10 @@ def progress_bar(num_prompts: int, *, shown: bool | None = None) -> Iterator[Cal
 
 @contextmanager
 def stages(say: Callable[[str], None] | None = None) -> Iterator[Watch]:
-    """Show on standard error what is running and how long it will take, where that is a terminal.
+    """Show on standard error what is running and how long it will take, if standard error is a terminal.
 
     Args:
-      say: gets a line now and then where it is none; nothing is shown there if left out.
+      say: function that receives a line now and then if there is no terminal; without it, nothing is shown then.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -94,7 +94,7 @@ def _lines(say: Callable[[str], None]) -> Watch:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Hide those of `transformers`: small files need none. The user's setting is put back."""
+    """Hide the progress bars of `transformers`, which small files do not need. The user's setting is restored."""
     from transformers.utils import logging
 
     is_shown = logging.is_progress_bar_enabled()

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class DraftPlan:
-    """The plan of a length policy for one draft.
+    """The decision of a length policy for one draft.
 
     Args:
-      gamma: the length it wanted.
-      entropy: of the drafter's distribution of the first drafted token, by log V, 0..1; None where the policy does not
-        look.
-      cause: why the length is 0, a key of `foredraft.engine.stats.CAUSES`.
+      gamma: draft length chosen by the policy.
+      entropy: entropy of the drafter's distribution for the first drafted token, divided by log V, 0..1. None if the
+        policy does not use it.
+      cause: reason for a length of 0, a key of `foredraft.engine.stats.CAUSES`.
     """
 
     gamma: int
@@ -38,20 +38,22 @@ class DraftPlan:
 class DraftTree:
     """Proposed continuations of one sequence, checked by the target in one forward pass.
 
-    Node 0 is the pending token, parents stand before their children, siblings carry different tokens and
-    stand in the order in which they were drawn.
+    Node 0 is the pending token. Parents stand before their children. Siblings carry different tokens and stand in the
+    order in which they were drawn.
 
     Args:
       tokens: N token ids; ``tokens[0]`` is the pending token. Lists, arrays and tensors become tuples of int, here and
         in the arguments below.
       parents: N node indices, ``parents[0] == -1`` and ``parents[i] < i``.
-      probs: float tensor (M, V), M > every node that has children: row i is the distribution from which the children of
-        node i were drawn, without replacement. None when the draft is not a sample of a known distribution.
+      probs: float tensor (M, V), with M larger than the index of any node that has children. Row i is the distribution
+        from which the children of node i were drawn, without replacement. None if the draft is not a sample of a known
+        distribution.
       scores: N estimates in 0..1 of the chance that a node is accepted, or None.
       source: name of the drafter.
-      sources: N names, of the drafter that each node is from, where several had a part in the draft; else None.
-      plan: of the length policy that the drafter has, if any.
-      is_whole: a governor verifies all of it or nothing, since the drafter learns nothing from a part.
+      sources: N names: the drafter of each node, if several drafters contributed; else None.
+      plan: decision of the drafter's length policy, if it has one.
+      is_whole: True if a governor must verify either the whole draft or nothing, because the drafter cannot learn from
+        a part of it.
 
     Raises: TreeError when the arrays do not describe such a tree.
     """
@@ -75,19 +77,19 @@ class DraftTree:
         if self.sources is not None or type(self.source) is not str:
             self.__dict__["sources"] = _names(self.source, self.sources)
         if not tokens or len(tokens) != len(parents):
-            raise TreeError(f"{len(tokens)} tokens and {len(parents)} parents; want as many, at least one")
+            raise TreeError(f"{len(tokens)} tokens and {len(parents)} parents; give equally many of both, at least one")
         if self.scores is not None and len(self.scores) != len(tokens):
             raise TreeError(f"{len(self.scores)} scores for {len(tokens)} nodes")
         if self.sources is not None and len(self.sources) != len(tokens):
             raise TreeError(f"{len(self.sources)} sources for {len(tokens)} nodes")
         if parents[0] != -1:
-            raise TreeError(f"node 0 is the pending token and has parent -1, not {parents[0]}")
+            raise TreeError(f"parents[0] is {parents[0]}; node 0 is the pending token, and its parent must be -1")
         if self.probs is not None:
             self._check_probs()
         if len(tokens) == 1:
             return
         if min(parents[1:]) < 0 or not all(map(lt, parents, range(len(parents)))):
-            raise TreeError(f"parents {parents} must stand before their children")
+            raise TreeError(f"parents are {parents}; parents must stand before their children")
         if len(set(zip(parents[1:], tokens[1:], strict=True))) != len(tokens) - 1:
             raise TreeError(f"two siblings share a token: tokens {tokens}, parents {parents}")
 
@@ -95,13 +97,13 @@ class DraftTree:
         probs: Any = self.probs
         if getattr(probs, "ndim", None) != 2 or not isinstance(getattr(probs, "shape", None), tuple):
             shape = tuple(probs.shape) if hasattr(probs, "shape") else type(probs).__name__
-            raise TreeError(f"draft probabilities are {shape}; give a tensor (M, V), a row for each node with children")
+            raise TreeError(f"draft probabilities are {shape}; give a tensor (M, V), one row per node with children")
         if probs.shape[0] <= max(self.parents):
             raise TreeError(f"{probs.shape[0]} rows of draft probabilities, but node {max(self.parents)} has children")
 
     @classmethod
     def root(cls, pending: int, source: str = "") -> DraftTree:
-        """The empty draft: plain decoding."""
+        """The empty draft, which is plain decoding."""
         if type(pending) is not int or type(source) is not str:
             return cls((pending,), (-1,), source=source)
         tree = object.__new__(cls)
@@ -112,7 +114,7 @@ class DraftTree:
     def chain(
         cls, pending: int, draft: Sequence[int], probs: torch.Tensor | None = None, source: str = ""
     ) -> DraftTree:
-        """One continuation; ``probs`` (K, V) are the distributions its K tokens were drawn from."""
+        """A draft of one continuation; ``probs`` (K, V) are the distributions from which its K tokens were drawn."""
         tree = cls((pending, *draft), tuple(range(-1, len(draft))), probs=probs, source=source)
         tree.__dict__.update(depths=tuple(range(len(tree.tokens))), depth=len(tree.tokens) - 1, is_chain=True)
         return tree
@@ -123,7 +125,7 @@ class DraftTree:
     ) -> DraftTree:
         """Merge continuations, best first, into a trie of at most ``max_nodes`` nodes, root included.
 
-        [[5, 6], [5, 7]] below 1 becomes tokens (1, 5, 6, 7), parents (-1, 0, 1, 1).
+        For example, [[5, 6], [5, 7]] below token 1 become tokens (1, 5, 6, 7), parents (-1, 0, 1, 1).
         """
         tokens, parents, depths = [pending], [-1], [0]
         child_of: dict[tuple[int, int], int] = {}
@@ -217,18 +219,18 @@ class DraftTree:
         return tuple(reversed(nodes))
 
     def path_tokens(self, node: int) -> tuple[int, ...]:
-        """Draft tokens from below the root to ``node``; empty for the root."""
+        """Draft tokens on the path from the root to ``node``, without the root's own; empty for the root."""
         return tuple(self.tokens[i] for i in self.path(node)[1:])
 
     def planned(self, plan: DraftPlan | None) -> DraftTree:
-        """This draft with what a length policy had planned for it."""
+        """Return this draft together with the decision of a length policy."""
         return self if plan is None else self._with(plan=plan)
 
     def _with(self, **changes: Any) -> DraftTree:
-        """A copy with other values of some fields, which are not checked.
+        """Copy this draft with other values of some fields, without checking them.
 
-        Where the shape changes, ``tokens`` and all other fields that say something of it must be given: then nothing is
-        kept of what was derived from the old shape.
+        If the shape changes, ``tokens`` and all other fields that depend on the shape must be given. Everything derived
+        from the old shape is then dropped.
         """
         other = object.__new__(DraftTree)
         kept = {name: self.__dict__[name] for name in _FIELDS} if "tokens" in changes else self.__dict__
@@ -240,13 +242,13 @@ class DraftTree:
         return tuple(node for node, children in enumerate(self.children) if not children)
 
     def cut(self, max_depth: int) -> DraftTree:
-        """The tree without the nodes deeper than ``max_depth``."""
+        """Return the tree without the nodes deeper than ``max_depth``."""
         if self.depth <= max_depth:
             return self
         return self.restricted([node for node, depth in enumerate(self.depths) if depth <= max_depth])
 
     def below(self, vocab_size: int) -> DraftTree:
-        """The tree without drafted tokens from ``vocab_size`` on, and without what follows them."""
+        """Return the tree without drafted tokens >= ``vocab_size`` and without their descendants."""
         if max(self.tokens[1:], default=0) < vocab_size:
             return self
         kept = {0}
@@ -256,12 +258,12 @@ class DraftTree:
         return self.restricted(sorted(kept))
 
     def restricted(self, nodes: Sequence[int]) -> DraftTree:
-        """The tree of some of its nodes, ascending, with every node's parent among them."""
+        """Return the tree of some of its nodes. ``nodes`` are ascending and include the parent of each of them."""
         tokens, parents, scores, sources, num_kept = self.tokens, self.parents, self.scores, self.sources, len(nodes)
         if num_kept == len(tokens):
             return self
         probs = None if self.probs is None else self.probs[[n for n in nodes if n < len(self.probs)]]
-        if nodes[-1] == num_kept - 1:  # the first ones
+        if nodes[-1] == num_kept - 1:  # a prefix of the nodes
             return self._with(
                 tokens=tokens[:num_kept],
                 parents=parents[:num_kept],
@@ -281,16 +283,19 @@ class DraftTree:
         )
 
     def joined(self, other: DraftTree, max_nodes: int) -> DraftTree:
-        """This draft and the nodes of another that it lacks, as far as there is room; nodes keep their sources.
+        """Return this draft extended by nodes that only the other draft has, up to ``max_nodes``.
 
-        Where this one has scores, nodes of the other have at most those of their parents. Chains 1 5 6 and 1 5 7 become
-        tokens (1, 5, 6, 7), parents (-1, 0, 1, 1). The draft is no sample of a distribution.
+        Nodes keep their sources.
+
+        If this draft has scores, an added node has at most the score of its parent. Chains 1 5 6 and 1 5 7 become
+        tokens (1, 5, 6, 7), parents (-1, 0, 1, 1). The result has no ``probs``, since it is not a sample of one
+        distribution.
         """
         tokens, parents = list(self.tokens), list(self.parents)
         sources = list(self.sources or (self.source,) * len(tokens))
         scores = None if self.scores is None else list(self.scores)
         found = dict(self._child_of)
-        places = {0: 0}  # node of the other -> node here
+        places = {0: 0}  # node of the other draft -> node of the result
         for node in range(1, len(other.tokens)):
             above, token = places.get(other.parents[node]), other.tokens[node]
             if above is None:
@@ -317,9 +322,10 @@ class DraftTree:
         )
 
     def main_chain(self) -> DraftTree:
-        """The continuation of first children: what remains of a tree where only chains can be verified.
+        """Return the chain of first children, for rules and models that can only verify chains.
 
-        First draws are plain samples of their distributions, so ``probs`` stay the distributions of what is left.
+        First draws are plain samples of their distributions, so ``probs`` remain the distributions of the nodes that
+        are left.
         """
         if self.is_chain:
             return self
@@ -331,16 +337,18 @@ class DraftTree:
 
 
 class DraftSize(int):
-    """How much may be drafted for one row in one step. As a number it is the depth.
+    """Upper limits of a draft for one row in one step. As an int, it is the depth.
 
     Args:
       depth: tokens on one path, the pending one not counted; 0 for no draft.
-      nodes: of the whole draft, root included.
-      chains_only: whether only the continuation of first children will be verified.
-      least: chance of a node, below which neither it nor what follows it will be verified; drafters may ignore it.
+      nodes: nodes of the whole draft, root included.
+      chains_only: True if only the chain of first children will be verified.
+      least: smallest acceptance probability of a node. Nodes below it, and their descendants, will not be verified.
+        Drafters may ignore it.
 
     Attributes:
-      arm: number of the way in which a drafter of several is to draft (`DrafterFacts.arms`); None for its own choice.
+      arm: index of the mode in which the drafter should draft, among those that it offers (`DrafterFacts.arms`). None
+        leaves the choice to the drafter.
     """
 
     nodes: int
@@ -363,11 +371,11 @@ class DraftSize(int):
 
     @classmethod
     def of(cls, budget: int) -> DraftSize:
-        """The budget itself, or one that limits the depth alone."""
+        """Return the budget itself if it is a `DraftSize`; else a size that limits only the depth."""
         return budget if isinstance(budget, DraftSize) else cls(budget)
 
     def within(self, depth: int, least: float, arm: int | None = None) -> DraftSize:
-        """As much of it as a governor wants, and in which way."""
+        """Return this size reduced to the depth, least chance and arm that a governor has chosen."""
         if depth >= self and not least and arm is None:
             return self
         size = DraftSize(min(self, depth), self.nodes, self.chains_only, least)
@@ -375,15 +383,15 @@ class DraftSize(int):
         return size
 
     def width(self, num_branches: int) -> int:
-        """How many of the wanted siblings are worth drafting."""
+        """Number of siblings worth drafting, out of the ``num_branches`` that a drafter would propose."""
         return 1 if self.chains_only else num_branches
 
     def max_nodes(self, limit: int | None = None) -> int:
-        """Nodes of the draft, within a limit of the drafter's own."""
+        """Number of nodes allowed, also within the drafter's own limit if it has one."""
         return self.nodes if limit is None else min(self.nodes, limit)
 
     def cut(self, tree: DraftTree) -> DraftTree:
-        """Cut a draft to the budget; if it has too many nodes, the first ones stay."""
+        """Cut a draft to this size. If it has too many nodes, the first ones stay."""
         if len(tree.tokens) == 1:
             return tree
         tree = (tree.main_chain() if self.chains_only else tree).cut(self)
@@ -404,7 +412,7 @@ _INTS, _FLOATS = frozenset([int]), frozenset([float])
 
 
 def _whole_numbers(name: str, values: Any) -> tuple[int, ...]:
-    """Whole numbers of any type, of torch and numpy too, as a tuple of int."""
+    """Convert whole numbers of any type, including torch and numpy, to a tuple of int."""
     if not has_items(values):
         raise TreeError(f"{name} are {shown(values)}; give whole numbers, one for each node")
     items = list(values)
@@ -412,7 +420,7 @@ def _whole_numbers(name: str, values: Any) -> tuple[int, ...]:
         return tuple(map(whole_number, items))
     except TypeError:
         wrong = next(item for item in items if not _is_whole(item))
-        raise TreeError(f"{name} hold {shown(wrong)}; every one must be a whole number") from None
+        raise TreeError(f"{name} contain {shown(wrong)}; every item must be a whole number") from None
 
 
 def _is_whole(value: Any) -> bool:
@@ -429,19 +437,19 @@ def _chances(scores: Any) -> tuple[float, ...]:
         if least >= 0.0 and most <= _MOST_SCORE and sum(scores) >= 0.0:  # a sum with NaN is NaN
             return scores
     if not has_items(scores):
-        raise TreeError(f"scores are {shown(scores)}; give a chance in 0..1 for each node")
+        raise TreeError(f"scores are {shown(scores)}; give a probability in 0..1 for each node")
     given = tuple(scores)
     try:
         chances = tuple(map(float, given))
     except (TypeError, ValueError):
         chances = ()
     if len(chances) != len(given) or not all(0.0 <= chance <= _MOST_SCORE for chance in chances):
-        raise TreeError(f"scores are {shown(given)}; every one must be a chance in 0..1")
+        raise TreeError(f"scores are {shown(given)}; every score must be a probability in 0..1")
     return chances
 
 
 _MOST_SCORE = 1.0 + 1e-3
-"""Largest score: products of probabilities are rounded."""
+"""Largest score that is accepted; slightly above 1, because products of probabilities are rounded."""
 
 
 def _names(source: Any, sources: Any) -> tuple[str, ...] | None:

@@ -70,8 +70,8 @@ def _nothing_loads(_models_are_loaded_once: None, monkeypatch: pytest.MonkeyPatc
         (["generate", "a", "--chat", "--raw", *TINY], "leave one out"),
         (["generate", "a", "--out", "OUT", "--json", "--trace", "OUT", *TINY], "--json, --trace: not with --out"),
         (["generate", "a", "--out", "OUT", "--replicas", "1", "--ray-address", "ray://head:10001", *TINY], "of Ray's"),
-        (["quantize", "zoo:tiny", "FOLDER"], "FOLDER is there already and holds something; name a new folder"),
-        (["quantize", "zoo:tiny", "FILE/new"], "FILE/new cannot be written: FILE is a file; choose another place"),
+        (["quantize", "zoo:tiny", "FOLDER"], "FOLDER already exists and is not empty; name a new folder"),
+        (["quantize", "zoo:tiny", "FILE/new"], "FILE/new cannot be created: FILE is a file; choose another place"),
         (["trajectory", "", *TINY], "prompt 0 is empty"),
         (["trajectory", "a", "--html", "/no/file.html", *TINY], "/no/file.html cannot be written"),
         (["trajectory", "a", "--jsonl", "FOLDER", *TINY], "FOLDER cannot be written"),
@@ -175,7 +175,9 @@ def test_a_place_is_written_to_or_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("HOME", str(tmp_path))
     assert check_place("~/new.json") == tmp_path / "new.json"
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(Exception, match=f"new.json cannot be written: {tmp_path} is not yours to write to; choose"):
+    with pytest.raises(
+        Exception, match=f"new.json cannot be written: you have no write permission for {tmp_path}; choose"
+    ):
         check_place(tmp_path / "new.json")
 
 

@@ -232,7 +232,7 @@ def test_it_says_what_it_does_and_why() -> None:
     assert str(taught(chains(0.9)).describe()).startswith(("drafting in 9", "drafting in 100"))
     several = governor(FLAT, WAYS)
     World([chains(0.5), chains(0.8), chains(0.8)], FLAT, [4.4, 2.2, 8.8]).run(several)
-    assert "; speeds of late by plain decoding: bad " in str(several.describe())
+    assert "; recent speed relative to plain decoding: bad " in str(several.describe())
     silent = governor(STEEP)
     World(lambda row, size: DraftTree.root(row.token_ids[-1]), STEEP, 8.0).run(silent, num_texts=2)
     assert str(silent.describe()).endswith("nothing was drafted so far")

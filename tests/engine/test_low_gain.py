@@ -35,8 +35,8 @@ def test_it_is_not_said_too_early(caplog: pytest.LogCaptureFixture) -> None:
     assert log_low_gain(stats(79, 79, num_drafted=200), "ngram", "zoo:tiny")
     (line,) = warnings(caplog)
     assert line == (
-        "method ngram hardly pays so far: 1.00 tokens per step over 79 steps (0 of 200 verified draft tokens accepted)."
-        " foredraft bench --methods all --model zoo:tiny measures what pays."
+        "method ngram gains little so far: 1.00 tokens per step over 79 steps (0 of 200 verified draft tokens accepted"
+        "). foredraft bench --methods all --model zoo:tiny shows which method is fastest."
     )
 
 
@@ -51,9 +51,9 @@ def test_a_method_that_is_kept_from_drafting_is_told_by_what(caplog: pytest.LogC
     assert log_low_gain(counts, "ngram", "MODEL")
     (line,) = warnings(caplog)
     assert line.startswith(
-        "method ngram hardly pays so far: 1.00 tokens per step over 80 steps (0 of 0 verified draft tokens accepted, "
-        "nothing was found to draft in 8 steps, the promise of bits cut 160 drafted tokens and left 32 steps without a "
-        "draft)."
+        "method ngram gains little so far: 1.00 tokens per step over 80 steps (0 of 0 verified draft tokens accepted, "
+        "nothing was found to draft in 8 steps, the limit of bitwise exactness cut 160 drafted tokens and left 32 "
+        "steps without a draft)."
     )
 
 
@@ -77,7 +77,10 @@ def test_an_llm_names_what_holds_its_method_back(
     assert counts["num_draft_tokens"] == 0
     assert counts["num_undrafted_steps"]["bits"] > MIN_STEPS
     (line,) = warnings(caplog)
-    assert f"over {MIN_STEPS + 8} steps (0 of 0 verified draft tokens accepted, the promise of bits left" in line
+    assert (
+        f"over {MIN_STEPS + 8} steps (0 of 0 verified draft tokens accepted, the limit of bitwise exactness left"
+        in line
+    )
 
 
 def in_turn(input_ids: Any, scores: Any) -> Any:
@@ -100,8 +103,8 @@ def test_an_llm_says_it_once_when_a_request_has_ended(caplog: pytest.LogCaptureF
     for _ in range(5):
         llm.generate([[1]], in_vain(40))
     (line,) = warnings(caplog)
-    assert line.startswith(f"method {method} hardly pays so far")
-    assert line.endswith("foredraft bench --methods all --model MODEL measures what pays.")
+    assert line.startswith(f"method {method} gains little so far")
+    assert line.endswith("foredraft bench --methods all --model MODEL shows which method is fastest.")
 
 
 @pytest.mark.parametrize("config", [None, {"method": "ngram", "num_speculative_tokens": 0}])

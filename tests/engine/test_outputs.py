@@ -109,8 +109,8 @@ def test_what_belongs_to_a_process_says_so_when_it_is_pickled() -> None:
     llm = LLM(toy_model(64), "ngram")
     with llm.stream([[5]], SamplingParams(max_tokens=2)) as stream:
         for one, remedy in (
-            (llm, "make one in each process, from the name of the model"),
-            (stream, r"outputs\(\) gives what has come so far"),
+            (llm, "Create one in each process from the name of the model"),
+            (stream, r"copy the results so far, outputs\(\)"),
             (speculate("ngram"), "with the same arguments in each process"),
         ):
             with pytest.raises(CopyError, match=remedy) as refusal:

@@ -132,7 +132,7 @@ def test_a_governor_decides_over_predictions_as_over_other_drafts() -> None:
 
 
 def test_what_cannot_be_predicted_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"prediction holds token ids \[64\]"):
+    with pytest.raises(ConfigError, match=r"prediction contains token ids \[64\]"):
         base().generate([[1, 2]], replace(GREEDY, prediction=[64]))
     with pytest.raises(ConfigError, match=r"prediction is text, but this model has no tokenizer; .*token ids"):
         base().generate([[1, 2]], replace(GREEDY, prediction="text"))

@@ -600,7 +600,7 @@ def test_a_right_head_is_not_named_on_text_unlike_its_training(
         for temperature in (0.0, 1.0):
             params = SamplingParams(temperature=temperature, max_tokens=64, ignore_eos=True, seed=1)
             llm.generate(prompts, params)
-        assert any("may be of another target" in message for message in caplog.messages) is is_named
+        assert any("may have been trained for another target" in message for message in caplog.messages) is is_named
 
 
 def test_the_command_line_takes_heads(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_the_command_line_writes_them(tmp_path: Path) -> None:
     assert "4 bits by 32 and 1 of 8 bits" in json.loads(result.stdout)["model"]["weight_types"]
     result = CliRunner().invoke(app, ["quantize", "zoo:tiny", str(tmp_path / "q")])
     assert result.exit_code == 2
-    assert "holds something; name a new folder" in " ".join(result.stderr.split())
+    assert "is not empty; name a new folder" in " ".join(result.stderr.split())
 
 
 @needs_kernels

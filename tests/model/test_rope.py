@@ -134,7 +134,9 @@ def test_a_text_that_begins_before_the_border_ends_there(caplog: pytest.LogCaptu
         said(llm, [prompt(BORDER)], 4)
     with pytest.raises(ContextLengthError, match=r"the context 256.*longrope"):
         said(llm, [prompt(CONTEXT)], 4)
-    with pytest.raises(ConfigError, match=r"max_model_len is 500, but .* a context of 256; lower it \(.*longrope"):
+    with pytest.raises(
+        ConfigError, match=r"max_model_len is 500, but .* a context of 256; lower max_model_len \(.*longrope"
+    ):
         LLM(model, "ngram", max_model_len=500)
     assert said(LLM(model, "ngram", max_model_len=120), [prompt(110)], 20) == [plain(model, prompt(110), 10)]
     ids = torch.tensor([prompt(40)])

@@ -245,9 +245,9 @@ def test_warming_up_is_no_news(caplog: pytest.LogCaptureFixture, monkeypatch: py
     with caplog.at_level("INFO", "foredraft"), ungoverned():
         served = Served({"tiny": LLM(MODEL, "ngram", max_num_seqs=4)})
         served.warm()
-        assert [line for line in caplog.messages if "hardly pays" in line] == []
+        assert [line for line in caplog.messages if "gains little" in line] == []
         served.llm.generate(["Once", "There"], SamplingParams(max_tokens=60, seed=1, temperature=2.0, ignore_eos=True))
-        assert [line for line in caplog.messages if "hardly pays" in line]
+        assert [line for line in caplog.messages if "gains little" in line]
 
 
 @pytest.mark.full

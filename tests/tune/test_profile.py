@@ -126,14 +126,14 @@ def test_costs_of_another_machine_are_left_out(
     )
     with caplog.at_level(logging.WARNING, "foredraft"):
         governor = new_governor(target, made("ngram", 6), elsewhere)
-    assert "device abacus, here" in caplog.text
+    assert "device abacus, now" in caplog.text
     assert isinstance(governor, Governor)
     assert governor.costs.draft(1, 6) is None
     assert governor.acceptance.at_depth(1, "ngram") == pytest.approx(found.acceptance[0])
 
 
 def test_another_model_is_refused(found: Profile) -> None:
-    with pytest.raises(ConfigError, match=r"another model \(layers 2; here layers 3\); make one with foredraft tune"):
+    with pytest.raises(ConfigError, match=r"another model \(layers 2; this model has layers 3\); make one with"):
         found.difference({**found.facts, "layers": 3})
 
 
@@ -156,7 +156,7 @@ def test_another_model_is_refused_however_it_drafts(found: Profile, tmp_path: Pa
         ("{}", "not a foredraft profile file"),
         (
             '{"format": "foredraft-profile", "method": "ngram", "facts": {}, "costs": [{"num_rows": 1}]}',
-            "lacks what a profile holds",
+            "is incomplete or invalid",
         ),
         ("[]", "not a foredraft profile file"),
     ],
@@ -197,7 +197,7 @@ def test_times_that_are_none_are_refused(found: Profile, tmp_path: Path) -> None
 def test_values_that_nobody_measured_are_refused(found: Profile, key: str, value: Any, tmp_path: Path) -> None:
     file = tmp_path / "p.json"
     file.write_text(json.dumps({**found.as_dict(), key: value}))
-    with pytest.raises(ConfigError, match=r"lacks what a profile holds .*; make one with foredraft tune"):
+    with pytest.raises(ConfigError, match=r"is incomplete or invalid .*; make one with foredraft tune"):
         Profile.load(file)
 
 

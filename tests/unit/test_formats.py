@@ -88,5 +88,5 @@ def head(folder: Path) -> None:
     ],
 )
 def test_files_of_other_programs_are_refused(read: Callable[[Path], None], name: str, tmp_path: Path) -> None:
-    with pytest.raises(ForedraftError, match=f"is not a foredraft {name} file; make it anew with "):
+    with pytest.raises(ForedraftError, match=f"is not a foredraft {name} file; create one with "):
         read(tmp_path)

@@ -1,4 +1,4 @@
-"""Rates at which drafted tokens are right: one model for all who ask, learned from the texts that came instead."""
+"""Acceptance rates of drafted tokens: one model per engine, learned by comparing drafts with the output."""
 
 from __future__ import annotations
 
@@ -16,54 +16,60 @@ from foredraft.tree import DraftTree
 logger = logging.getLogger("foredraft")
 
 PREDICTION, GRAMMAR, GUESSED = "prediction", "grammar", "grammar_guess"
-"""Sources that requests bring along: their predicted output, tokens that a grammar forces, and those that came of the
-same choice of the grammar before."""
+"""Sources of drafts that belong to a request: its predicted output, tokens that its grammar forces, and guesses from
+the last outcome of the same choice in the grammar."""
 
 OF_REQUESTS = frozenset((PREDICTION, GRAMMAR, GUESSED))
 
 KINDS = 8
-"""Depths, ranks among siblings, and eighths of a drafter's own estimate, that are told apart: finer ones are seen too
-seldom to be learned in an answer (24 recorded texts per kind lose less by 8 depths than by 12)."""
+"""Number of depths, of ranks among siblings, and of classes of a drafter's own estimate that are distinguished. Finer
+classes occur too rarely to be learned within one answer (with 24 recorded texts per kind, 8 depths lose less than 12).
+"""
 
 WHOLE = KINDS + 1
-"""Likeness of whole drafts: whether any of the siblings at a depth is right."""
+"""Class of whole drafts, which counts whether any of the siblings at a depth is right."""
 
 PRIOR_WEIGHT = 3.0
-"""Outcomes that a rate is worth before there are any; twice that a draft is judged by what it has seen."""
+"""Number of outcomes for which a prior rate counts. After twice as many, a draft is judged by its own outcomes."""
 
 FIRST_RATE = 0.6
 LATER_RATE = 0.1
-"""Rates of a first and of any other child until there is experience: high, so that drafts are tried at first."""
+"""Prior rates of a first child and of any other child. They are high, so that drafts are tried at first."""
 
 ROW_MEMORY = 0.9
-"""What an outcome of a row counts for, one later: ten tokens are a sentence, and the next may repeat nothing."""
+"""Weight of a row's outcome relative to the next one. Ten tokens are a sentence, and the next may repeat nothing."""
 
 ROW_PRIOR = 6.0
-"""Outcomes that the rates of all rows are worth beside a row's own. By 10 to 40, outcomes are foretold best (of five
-methods, greedy and at temperature 1), but drafts that have become good are then noticed late; by 3, rows that fared as
-others were believed to fare half as well, or twice (dev/log, 2026-11-25)."""
+"""Number of outcomes for which the rates of all rows count in the rate of one row. Values of 10 to 40 predict outcomes
+best (five methods, greedy and at temperature 1), but notice late that drafts have become good. With 3, rows like all
+others were estimated at half or twice their rates (dev/log, 2026-11-25).
+"""
 
 LITTLE = 0.02
-"""Tokens per row and step that are not worth a thought: less than what a step varies by."""
+"""Number of tokens per row and step that is negligible, because it is below the variation of steps."""
 
 NUM_COMPARED = 128
-"""Different tokens that a head has drafted after when it is compared with its validation."""
+"""Number of different tokens after which a head has drafted when it is compared with its validation."""
 
 FAR_BELOW = 0.2
-"""Share of what was stored. A right head keeps more on text unlike its training: on zoo:tiny 0.3 in the worst of 8
-prompts (random letters, sampled), and heads with permuted weights 0 to 0.15, all prompts together."""
+"""Share of the validated rate that counts as far below it. A matching head keeps more even on text unlike its training:
+on zoo:tiny 0.3 in the worst of 8 prompts (random letters, sampled). Heads with permuted weights keep 0 to 0.15 over all
+prompts.
+"""
 
 MOST_CERTAIN = 1.0 - 1.0 / MEMORY
 
 Kind = tuple[str, int, int]
-"""Nodes that count as alike: the source, the depth, and the rank among siblings or the drafter's own estimate."""
+"""Class of nodes with a common rate: the source, the depth, and the rank among siblings or the drafter's own estimate.
+"""
 
 
 class Rate:
-    """A mean of outcomes, mostly of whether something was right; the newest `MEMORY` count.
+    """Running mean of outcomes, mostly of whether a token was right, over about the newest `MEMORY` outcomes.
 
     Args:
-      prior: the rate before there is experience.
+      prior: rate before any outcome.
+      num_trials: number of outcomes for which the prior counts.
     """
 
     __slots__ = ("hits", "last", "trials")
@@ -74,7 +80,7 @@ class Rate:
         self.last = 0
 
     def add(self, outcome: float, now: int, weight: float = 1.0) -> None:
-        """Count an outcome, as so much of a trial."""
+        """Count an outcome with the given number of trials as its weight."""
         self.last = now
         self.trials += weight
         self.hits += outcome
@@ -84,13 +90,13 @@ class Rate:
 
     @property
     def value(self) -> float:
-        """Of late."""
+        """Current rate."""
         return self.hits / self.trials
 
     def beside(self, other: float, now: int) -> float:
-        """The rate as what was seen long ago gives way to another one, such as that of the level above.
+        """Blend the rate with another one, such as that of the level above, the more the older its outcomes are.
 
-        So a depth that was bad once and is not drafted any more is tried again where drafts have become good.
+        A depth that was once bad, and is not drafted any more, is thereby tried again when drafts have become good.
         """
         weight = math.exp2((self.last - now) / MEMORY)
         return (weight * self.hits + PRIOR_WEIGHT * other) / (weight * self.trials + PRIOR_WEIGHT)
@@ -98,13 +104,13 @@ class Rate:
 
 @dataclass
 class _Open:
-    """A draft whose fate is not known yet: the text has followed it so far.
+    """A draft that still agrees with the output and is not fully compared yet.
 
     Args:
-      drafter: name of what made it, as a whole.
-      rates: of its nodes, those of nodes like them.
-      node: that of the last token of the text.
-      is_newest: of its row; older ones say nothing new of how that fares.
+      drafter: name of the drafter of the whole draft.
+      rates: rate of each node.
+      node: node of the last token of the output.
+      is_newest: True for the newest draft of its row. Older drafts add nothing to the rate of the row.
     """
 
     tree: DraftTree
@@ -115,14 +121,14 @@ class _Open:
 
 
 class HasState(Protocol):
-    """A row, of which nothing else is looked at here."""
+    """Any object with the ``state`` of a row; the model needs nothing else of a row."""
 
     state: dict[Any, Any]
 
 
 @dataclass
 class _Row:
-    """How a row fares, by what the rates of all rows let expect, and its open drafts: ``row.state[model]``."""
+    """Rate of a row relative to the rates of all rows, and its open drafts; stored as ``row.state[model]``."""
 
     trials: float = 0.0
     hits: float = 0.0
@@ -130,14 +136,14 @@ class _Row:
     drafts: list[_Open] = field(default_factory=list)
 
     def fade(self) -> None:
-        """Nothing was drafted: what was seen grows old."""
+        """Reduce the weight of earlier outcomes, in a step without a draft."""
         self.trials *= 1.0 - RATE
         self.hits *= 1.0 - RATE
         self.expected *= 1.0 - RATE
 
     @property
     def factor(self) -> float:
-        """By which rates are multiplied."""
+        """Factor by which the common rates are multiplied for this row."""
         if not self.trials:
             return 1.0
         expected = max(self.expected / self.trials, LITTLE)
@@ -146,36 +152,37 @@ class _Row:
 
 
 class AcceptanceModel:
-    """Learns how often nodes are accepted once their parents were.
+    """Learns the probability that a node is accepted, given that its parent was.
 
-    An engine feeds it with every draft, whole, and with the tokens that come, whether a governor decides or not. Unions
-    rank nodes by it, the governor weighs them, and what requests bring along is drafted as far as it says.
+    An engine reports every whole draft and all emitted tokens, with or without a governor. Drafters that merge drafts
+    rank nodes by this model, the governor computes expected gains with it, and the drafts of requests (predictions,
+    grammars) extend as far as it predicts acceptance.
 
-    Whether a node would have been accepted does not depend on its having been verified: under "match" a draft is
-    accepted as far as it agrees with the text, and the text comes anyway. So drafts are held against the text that
-    comes, whatever was cut from them before they were verified.
+    A node need not be verified to learn whether it would have been accepted. Under "match" a draft is accepted as far
+    as it agrees with the output, and the output does not depend on the draft. So whole drafts are compared with the
+    output, including the parts that were cut before verification.
 
     Randomness: none.
     """
 
     def __init__(self) -> None:
         self._known: dict[Kind, Rate] = {}
-        self._trust: dict[str, Rate] = defaultdict(lambda: Rate(1.0))  # of stated chances, by source
+        self._trust: dict[str, Rate] = defaultdict(lambda: Rate(1.0))  # reliability of a source's own scores
         self._now = 0  # drafts so far
         self._num_outcomes = 0
-        self._wholes: dict[str, tuple[int, list[float]]] = {}  # by drafter: when they were worked out, rates by depth
-        self._validated: dict[str, float] = {}  # by the name of what drafts, until it was compared
-        self._first_hits: dict[str, dict[int, bool]] = defaultdict(dict)  # of these, by the token before
+        self._wholes: dict[str, tuple[int, list[float]]] = {}  # by drafter: number of outcomes then, rates by depth
+        self._validated: dict[str, float] = {}  # rates at validation, by drafting mode, until they are compared
+        self._first_hits: dict[str, dict[int, bool]] = defaultdict(dict)  # by mode and previous token
         for depth in range(1, KINDS + 1):
             self._known[GRAMMAR, depth, 0] = Rate(1.0, MEMORY / 2)
 
     # -- learning --------------------------------------------------------------------------------------------------
 
     def proposed(self, row: HasState, tree: DraftTree, drafter: str) -> None:
-        """A draft was made for a row, whole: before anything is cut from it for what it costs.
+        """Register the whole draft of a row, before anything is cut from it because of its cost.
 
         Args:
-          drafter: name of what made it, as a whole.
+          drafter: name of the drafter of the whole draft.
         """
         if len(tree.tokens) > 1:
             self._now += 1
@@ -187,10 +194,10 @@ class AcceptanceModel:
             known.drafts.append(_Open(tree, drafter, self._rates(tree)))
 
     def came(self, row: HasState, tokens: Sequence[int], *, was_asked: bool = True) -> None:
-        """These tokens have followed in the text of a row.
+        """Compare the open drafts of a row with the tokens that were emitted.
 
         Args:
-          was_asked: whether a draft was wanted; else that the row fared badly counts less and less.
+          was_asked: False if no draft was requested. Earlier outcomes of the row then lose weight.
         """
         known: _Row | None = row.state.get(self)
         if known is None:
@@ -207,7 +214,7 @@ class AcceptanceModel:
             known.drafts = going_on
 
     def _follow(self, row: _Row, draft: _Open, token: int) -> bool:
-        """Go one token on; whether there is more of the draft."""
+        """Compare a draft with the next token; return whether the draft continues after it."""
         tree, parent, now, rates = draft.tree, draft.node, self._now, draft.rates
         children, scores, sources = tree.children[parent], tree.scores, tree.sources
         depth, hit = tree.depths[parent] + 1, tree.child(parent, token)
@@ -234,22 +241,22 @@ class AcceptanceModel:
         return bool(tree.children[hit])
 
     def expect(self, source: str, depth: int, rate: float, num_trials: float) -> None:
-        """Begin with a rate that was measured elsewhere, of first children of a drafter."""
+        """Start with a rate that was measured elsewhere, for first children of a drafter."""
         level = min(depth, KINDS)
         for likeness in (0, WHOLE):
             self._known[source, level, likeness] = Rate(rate, num_trials)
 
-    # -- asking ----------------------------------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------------------------
 
     def rate(
         self, source: str, depth: int, score: float | None = None, row: HasState | None = None, *, rank: int = 0
     ) -> float:
-        """How often a node is right once its parent was.
+        """Return the probability that a node is right, given that its parent was.
 
         Args:
-          score: the drafter's own estimate of that; None where it has none.
-          row: in which it is drafted; None for all rows together.
-          rank: how many siblings come before it, where there are no scores.
+          score: the drafter's own estimate of this probability; None if it has none.
+          row: row of the draft; None for the average of all rows.
+          rank: number of siblings before the node, used if there is no score.
         """
         likeness = min(rank, KINDS) if score is None else -1 - min(int(score * KINDS), KINDS - 1)
         kind = source, min(depth, KINDS), likeness
@@ -257,17 +264,17 @@ class AcceptanceModel:
         return min(rate.value * (1.0 if row is None else self.factor(row)), MOST_CERTAIN)
 
     def factor(self, row: HasState) -> float:
-        """How much better or worse a row fares than others."""
+        """Acceptance rate of a row relative to the average of all rows."""
         known: _Row | None = row.state.get(self)
         return 1.0 if known is None else known.factor
 
     def chances(self, tree: DraftTree, row: HasState | None = None, least: float = 0.0) -> list[float]:
-        """The chance of every node of a draft to be accepted, 0 for those behind one that has less than ``least``."""
+        """Return the acceptance probability of every node; 0 below a node whose probability is at most ``least``."""
         known: _Row | None = None if row is None else row.state.get(self)
         drafts = [] if known is None else known.drafts
         rates = drafts[-1].rates if drafts and drafts[-1].tree is tree else self._rates(tree)
         of_row = of_deeper = 1.0 if known is None else known.factor
-        if tree.scores is not None:  # deeper ones say by themselves how sure one can be
+        if tree.scores is not None:  # the scores of deeper nodes already reflect the row
             of_deeper = 1.0
         chances = [1.0]
         for node, parent in enumerate(tree.parents[1:], 1):
@@ -282,7 +289,7 @@ class AcceptanceModel:
         return chances
 
     def best_nodes(self, row: HasState, tree: DraftTree, least: float = LITTLE) -> list[tuple[float, int]]:
-        """Nodes of a draft and their chances, the likeliest first and each after its parent, down to a chance."""
+        """Return pairs (acceptance probability, node) above ``least``, likeliest first, each after its parent."""
         if len(tree.tokens) == 1:
             return []
         found = []
@@ -293,7 +300,7 @@ class AcceptanceModel:
         return found
 
     def by_depth(self, row: HasState, depth: int, drafter: str) -> list[float]:
-        """The chance that a whole draft is accepted to depth 1, 2, ... ``depth``, as far as that is worth a thought."""
+        """Return the probabilities that a draft is accepted to depth 1, 2, ... ``depth``, without negligible ones."""
         known: _Row | None = row.state.get(self)
         factor, chance, chances = 1.0 if known is None else known.factor, 1.0, []
         rates = self._rates_of_wholes(drafter)
@@ -306,17 +313,17 @@ class AcceptanceModel:
 
     @property
     def has_outcomes(self) -> bool:
-        """Whether any draft was held against its text yet; else its rates are what was expected beforehand."""
+        """True if any draft was compared with the output yet. If not, all rates are priors."""
         return self._num_outcomes > 0
 
     def at_depth(self, depth: int, drafter: str) -> float:
-        """How often a draft that was right so far is right at this depth, too; over all rows."""
+        """Return the rate at which a draft that was right so far is also right at this depth, over all rows."""
         return self._whole(drafter, depth).value
 
     # -- rates -----------------------------------------------------------------------------------------------------
 
     def _rates(self, tree: DraftTree) -> list[Rate]:
-        """The rate of every node; any for the root."""
+        """Return the rate of every node; the entry of the root is not used."""
         known, scores, sources, source = self._known, tree.scores, tree.sources, tree.source
         parents, depths = tree.parents, tree.depths
         found, ranks = [_ROOT], [0] * len(parents)
@@ -335,7 +342,10 @@ class AcceptanceModel:
         return found
 
     def _begin(self, kind: Kind, score: float | None) -> Rate:
-        """A new rate: that of the depth above, else what the drafter states, as far as that was right."""
+        """Make a new rate.
+
+        Its prior is the rate of the depth above; else the drafter's score, scaled by its reliability so far.
+        """
         source, depth, likeness = kind
         above = self._known.get((source, depth - 1, likeness))
         if above is not None:
@@ -356,7 +366,7 @@ class AcceptanceModel:
         return rate
 
     def _rates_of_wholes(self, drafter: str) -> list[float]:
-        """The rate of every depth, what is old given way; the same for all rows of a step."""
+        """Return the rate of a whole draft at every depth, cached for all rows of a step; see `Rate.beside`."""
         worked_out, rates = self._wholes.get(drafter, (-1, []))
         if worked_out != self._num_outcomes:
             rate = self._whole(drafter, 1).value
@@ -367,22 +377,22 @@ class AcceptanceModel:
             self._wholes[drafter] = self._num_outcomes, rates
         return rates
 
-    # -- heads beside their validation -----------------------------------------------------------------------------
+    # -- comparison of heads with their validation -----------------------------------------------------------------
 
     def compare_with(self, validated: Mapping[str, float]) -> None:
-        """Warn once of each head whose drafts are accepted far less often than when it was validated.
+        """Warn once about each head whose drafts are accepted far less often than when it was validated.
 
-        Such a head was trained for something else: another target, another layer, other angles, another chat template.
-        Only the first draft after a token counts: a text that repeats itself repeats the same rejection. Drafts that
-        other drafters have a part in say nothing of a head alone and are left out.
+        Such a head was trained for another target, other layers, other rotary angles or another chat template. Only the
+        first draft after each token counts, because repetitive text repeats the same rejection. Drafts to which other
+        drafters have contributed are ignored, since they show little about the head.
 
         Args:
-          validated: shares of drafts whose first token was accepted, see `DrafterFacts.validated_acceptance`.
+          validated: share of drafts whose first token was accepted, by name; see `DrafterFacts.validated_acceptance`.
         """
         self._validated.update(validated)
 
     def _compare(self, tree: DraftTree, is_hit: bool) -> None:
-        """Take in the fate of the first token of a draft."""
+        """Count whether the first token of a draft was right, and warn if the rate is far below the validated one."""
         name, *others = [tree.source] if tree.sources is None else {tree.sources[node] for node in tree.children[0]}
         if others or name not in self._validated:
             return
@@ -394,9 +404,9 @@ class AcceptanceModel:
         del self._first_hits[name]
         if share < FAR_BELOW * validated:
             logger.warning(
-                "%s: the target took the first token of %.0f %% of the drafts after %d different tokens, and of "
-                "%.0f %% when the head was validated. It may be of another target, of other layers or angles "
-                "(draft_rope_theta), or made for another chat template.",
+                "%s: the target accepted the first token of %.0f %% of the drafts after %d different tokens, compared "
+                "with %.0f %% when the head was validated. The head may have been trained for another target, for "
+                "other layers or rotary angles (draft_rope_theta), or for another chat template.",
                 name,
                 100 * share,
                 len(hits),
@@ -408,7 +418,7 @@ _ROOT = Rate(1.0)
 
 
 def stated(tree: DraftTree) -> list[float]:
-    """The drafter's own estimate for every node, given its parent; by its rank among siblings where it has none."""
+    """Return the drafter's estimate for every node, given its parent; without scores, an estimate from its rank."""
     found, ranks, scores = [1.0], [0] * len(tree.tokens), tree.scores
     for node, parent in enumerate(tree.parents[1:], 1):
         ranks[parent] += 1
@@ -420,7 +430,7 @@ def stated(tree: DraftTree) -> list[float]:
 
 
 def scored(tree: DraftTree) -> DraftTree:
-    """A draft with scores: those of its drafter, or by the ranks of its nodes."""
+    """Return a draft with scores: the drafter's own, or estimates from the ranks of its nodes."""
     if tree.scores is not None or len(tree.tokens) == 1:
         return tree
     scores = [1.0]

@@ -1,4 +1,4 @@
-"""What steps cost: a measured curve, and what this process has seen of steps and drafts."""
+"""Time of steps: a measured curve, corrected by the steps and drafts of this process."""
 
 from __future__ import annotations
 
@@ -13,39 +13,44 @@ from typing import Any
 from foredraft.config.keywords import integer, real
 
 FEW = 3
-"""Times that something was seen, below which the least of them counts: first calls compile and warm up. Three, since
-a pause of the machine meets one in a hundred steps (dev/log, 2026-11-24: first drafts took three times as long)."""
+"""Number of measurements up to which the smallest one counts, because first calls compile and warm up. It is three,
+since a pause of the machine meets one in a hundred steps (dev/log, 2026-11-24: first drafts took three times as long).
+"""
 
 FAR = 0.3
-"""Of a logarithm: how far one time can pull an estimate, and beyond which a curve is wrong. Six times the spread of
-steps on an idle machine, 5 %."""
+"""Difference of logarithms: the largest amount by which one time changes an estimate, and the difference beyond which a
+curve counts as wrong. Six times the spread of steps on an idle machine, 5 %.
+"""
 
 RATE = 0.05
-"""What the newest of many times weighs: twenty steps are half a second, in which a machine becomes busy or idle."""
+"""Weight of the newest of many times. Twenty steps are half a second, in which a machine may become busy or idle."""
 
 RESOLUTION = 16
-"""Numbers of nodes that are told apart one by one, about: above it those alike within 6 % count as one."""
+"""Approximate number of nodes up to which counts are distinguished one by one. Above it, counts within 6 % form one
+class.
+"""
 
 SHARE = 0.01
-"""Of the time of steps that may go into each of: deciding, drafts that only show whether they would pay, and drafters
-that are attended to once more. Together with what drifts in between, 3 % at most (issue 26)."""
+"""Share of step time for each of three overheads: deciding, drafts that only test whether drafting is worth it, and
+trials of drafting modes that are not the best. Together with the drift in between, at most 3 % (issue 26).
+"""
 
 MEMORY = 128
-"""Outcomes and steps that count; what was not seen for so long is looked at again. About one answer."""
+"""Number of outcomes and steps that count. An entry that is older is measured again. About one answer."""
 
 STALE = MEMORY // 2
-"""Drafts of other depths after which the seconds of a depth are measured anew."""
+"""Number of drafts of other depths after which the time of a depth is measured again."""
 
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Seconds of a forward.
+    """Time of a forward pass, in seconds, by its number of nodes.
 
     Args:
-      seconds: by its number of nodes per row, chains; at least for one node.
-      context: tokens before them.
-      per_token: seconds that a step takes longer for every token more that a row of it has.
-      num_rows: of the batch.
+      seconds: seconds by the number of nodes per row, for chains; must include one node.
+      context: number of tokens before the nodes.
+      per_token: additional seconds of a step for every further token of context in one row.
+      num_rows: number of rows of the batch.
     """
 
     seconds: Mapping[int, float]
@@ -55,9 +60,9 @@ class CostCurve:
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> CostCurve:
-        """A curve as JSON has it.
+        """Read a curve from JSON data.
 
-        Raises: KeyError, TypeError, AttributeError, ValueError, OverflowError where it is none.
+        Raises: KeyError, TypeError, AttributeError, ValueError, OverflowError for invalid data.
         """
         seconds = read_seconds(data["seconds"])
         if 1 not in seconds:
@@ -71,14 +76,14 @@ class CostCurve:
 
     @classmethod
     def mean(cls, curves: Sequence[CostCurve]) -> CostCurve:
-        """Several measurements of one curve, as far as all of them went."""
+        """Average several measurements of one curve, over the node counts that all of them contain."""
         first = curves[0]
         shared = [count for count in first.seconds if all(count in curve.seconds for curve in curves)]
         seconds = {count: fmean(curve.seconds[count] for curve in curves) for count in shared}
         return replace(first, seconds=seconds, per_token=fmean(curve.per_token for curve in curves))
 
     def rising(self) -> CostCurve:
-        """No number of nodes counts for more than a larger one: what disturbs a machine only ever adds."""
+        """Return the curve with every value lowered to the smallest one at or beyond it. Disturbances only add time."""
         known = self.seconds
         seconds = {count: min(known[other] for other in known if other >= count) for count in known}
         return replace(self, seconds=seconds)
@@ -88,7 +93,7 @@ class CostCurve:
         return sorted(self.seconds)
 
     def at(self, num_nodes: int) -> float:
-        """Seconds of so many nodes: lines between what was measured, and on beyond it."""
+        """Seconds for ``num_nodes`` nodes, interpolated linearly and extrapolated beyond the measurements."""
         nodes = self._nodes
         if len(nodes) == 1:
             return self.seconds[nodes[0]]
@@ -101,9 +106,9 @@ class CostCurve:
 
 
 def read_seconds(data: Mapping[str, Any]) -> dict[int, float]:
-    """Seconds by a number of nodes or levels, as JSON has them.
+    """Read seconds by number of nodes or levels from JSON data.
 
-    Raises: TypeError, AttributeError, ValueError, OverflowError where they are none.
+    Raises: TypeError, AttributeError, ValueError, OverflowError for invalid data.
     """
     seconds = {
         integer("a curve", "count", int(key), 0): real("a curve", "time", taken, 0.0) for key, taken in data.items()
@@ -114,7 +119,10 @@ def read_seconds(data: Mapping[str, Any]) -> dict[int, float]:
 
 
 class Average:
-    """A running average of logarithms: of the first times the least, then all, the newest weighing most."""
+    """Running average of logarithms.
+
+    It is the minimum of the first `FEW` values, then a mean in which new values weigh most.
+    """
 
     __slots__ = ("count", "value")
 
@@ -132,54 +140,57 @@ class Average:
 
 @cache
 def place_of(count: int) -> int:
-    """The class of a number of nodes or rows: small ones are told apart, large ones by their logarithm."""
+    """Class of a number of nodes or rows.
+
+    Small numbers have classes of their own, large ones share logarithmic classes.
+    """
     return round(RESOLUTION * math.log2(1.0 + count / RESOLUTION))
 
 
 def count_at(place: int) -> int:
-    """A number of nodes or rows of a class."""
+    """A number of nodes or rows that belongs to a class."""
     return max(1, round(RESOLUTION * (math.exp(place / RESOLUTION * math.log(2.0)) - 1.0)))
 
 
 class CostModel:
-    """Seconds of verifying so many nodes of so many rows, and of drafting so many levels.
+    """Expected seconds of verifying a number of nodes in a number of rows, and of drafting a number of levels.
 
-    It begins with a measured curve and learns how steps differ from it: all of them, as the machine is busier or less,
-    and those of a kind (a number of rows, chains or trees) by their nodes. What is known of some numbers of nodes holds
-    for those between and beyond. What verifying costs is learned from all steps; what drafting costs, for each way to
-    draft by itself.
+    The model starts with a measured curve and learns the deviation of steps from it. One factor, the scale, applies to
+    all steps, because the machine may be more or less busy. Further factors depend on the number of rows, chains or
+    trees, and the number of nodes; they are interpolated between measured numbers of nodes. Verification costs are
+    learned from all steps, drafting costs separately for each drafting mode.
 
     Args:
-      curve: of forwards; seconds by the number of nodes stand for one that knows nothing of contexts.
-      disprove: called where steps show that the curve is wrong.
+      curve: time of forward passes; a mapping of seconds by number of nodes is a curve without context dependence.
+      disprove: function to call when steps show that the curve is wrong.
 
     Attributes:
-      scale: average logarithm of how much slower steps are at present than the curve says.
+      scale: average logarithm of the factor by which steps are currently slower than the curve.
     """
 
     def __init__(self, curve: CostCurve | Mapping[int, float], disprove: Callable[[], None] | None = None) -> None:
         self.scale = Average()
         self._curve = curve if isinstance(curve, CostCurve) else CostCurve(curve)
-        self._at: dict[int, float] = {}  # seconds of the curve by nodes, as far as they were asked for
+        self._at: dict[int, float] = {}  # cached seconds of the curve, by nodes
         self._disprove = disprove
         self._kinds: dict[tuple[int, bool], dict[int, Average]] = {}  # rows, chains -> nodes -> time by curve and scale
         self._of_context = 0.0  # seconds per row
-        self._known: dict[tuple[int, int, bool], float] = {}  # seconds of steps, without the scale
-        self._drift = 0.0  # change since these were worked out
-        self._drafting: dict[int, dict[int, _Levels]] = {}  # by way and rows, of times by the scale
-        self._first: dict[int, dict[int, _Levels]] = {}  # of drafts that some row got for the first time
+        self._known: dict[tuple[int, int, bool], float] = {}  # cached seconds of steps, without the scale
+        self._drift = 0.0  # change since these were computed
+        self._drafting: dict[int, dict[int, _Levels]] = {}  # by mode and rows; times are relative to the scale
+        self._first: dict[int, dict[int, _Levels]] = {}  # the same, for steps in which some row got its first draft
 
     # -- verifying -------------------------------------------------------------------------------------------------
 
     def set_context(self, num_tokens: float) -> None:
-        """Set the mean number of tokens before a step: how much longer steps take is known beforehand."""
+        """Set the mean context length of the rows in tokens. The step times change accordingly."""
         before = self._of_context
         self._of_context = self._curve.per_token * max(num_tokens - self._curve.context, 0.0)
         if self._of_context != before:
             self._note_change(abs(self._of_context - before) / self.curve(1))
 
     def verified(self, num_rows: int, num_nodes: int, seconds: float, *, are_chains: bool = True) -> None:
-        """Take in a step that has verified these nodes; its seconds without those of drafting."""
+        """Learn from a step that verified ``num_nodes`` nodes. ``seconds`` excludes the time of drafting."""
         if seconds <= 0.0:
             return
         ratio = math.log(seconds / (self.curve(num_nodes) + num_rows * self._of_context))
@@ -197,7 +208,7 @@ class CostModel:
                 self._judge(num_rows, num_nodes, average.value - plain.value)
 
     def verify(self, num_rows: int, num_nodes: int, *, are_chains: bool = True) -> float:
-        """Expected seconds of a step that verifies these nodes."""
+        """Expected seconds of a step that verifies ``num_nodes`` nodes in all."""
         key = num_rows, num_nodes, are_chains
         known = self._known.get(key)
         if known is None:
@@ -206,30 +217,31 @@ class CostModel:
         return known * math.exp(self.scale.value)
 
     def curve(self, num_nodes: int) -> float:
-        """Seconds of verifying by the curve alone."""
+        """Seconds of a forward pass according to the curve alone."""
         seconds = self._at.get(num_nodes)
         if seconds is None:
             seconds = self._at[num_nodes] = self._curve.at(num_nodes)
         return seconds
 
     def times_seen(self, num_rows: int, num_nodes: int) -> int:
-        """Number of steps that verified these nodes, as chains."""
+        """Number of steps that verified this many nodes, as chains."""
         average = self._kinds.get((place_of(num_rows), True), {}).get(place_of(num_nodes))
         return 0 if average is None else average.count
 
     def knows_drafts(self, num_rows: int) -> bool:
-        """Whether so many rows have verified drafts a few times: what those cost is more than what a curve says."""
+        """Return whether drafts were verified a few times with this many rows, so that their cost is measured."""
         rows = place_of(num_rows)
         kinds = [self._kinds.get((rows, are_chains), {}) for are_chains in (True, False)]
         return any(place > rows and one.count >= FEW for kind in kinds for place, one in kind.items())
 
     def _judge(self, num_rows: int, num_nodes: int, difference: float) -> None:
-        """Tell that the curve is wrong where a draft plainly does not take what it says beside a plain step.
+        """Report that the curve is wrong, if the cost of a draft relative to a plain step differs much from it.
 
-        Where drafts are cheaper the curve is bent: larger ones, that nobody would try, are cheaper, too.
+        If drafts are cheaper than predicted, the whole curve is lowered, since larger drafts would otherwise never be
+        tried.
 
         Args:
-          difference: of the logarithms of what these have taken by the curve.
+          difference: logarithm of the measured cost ratio of draft and plain step, relative to that of the curve.
         """
         if abs(difference) < FAR:
             return
@@ -248,22 +260,22 @@ class CostModel:
         seconds = {nodes: first + bent * (taken - first) for nodes, taken in self._curve.seconds.items()}
         self._curve = replace(self._curve, seconds=seconds)
         self._at.clear()
-        for (average, rows, nodes), said_before in zip(seen, before, strict=True):  # what was seen stays what it was
+        for (average, rows, nodes), said_before in zip(seen, before, strict=True):  # keep these estimates
             average.value += math.log(said_before / self._expected(rows, nodes))
 
     def _note_change(self, change: float) -> None:
-        """Forget the seconds of steps that were worked out once they have changed by a hundredth."""
+        """Clear the cached step times once they have changed by one percent."""
         self._drift += change
         if self._drift > 0.01:
             self._known.clear()
             self._drift = 0.0
 
     def _expected(self, num_rows: int, num_nodes: int) -> float:
-        """Seconds by the curve and the context alone."""
+        """Seconds according to the curve and the context alone."""
         return self.curve(num_nodes) + num_rows * self._of_context
 
     def _ratio(self, rows: int, nodes: int, are_chains: bool) -> float:
-        """How much longer steps take than the curve and the scale say, from what was seen of such nodes or near."""
+        """Logarithm of the deviation of steps from curve and scale, from the nearest measured numbers of nodes."""
         averages = self._kinds.get((rows, are_chains), {})
         own = averages.get(nodes)
         if own is not None and own.count >= FEW:
@@ -280,7 +292,7 @@ class CostModel:
         places = sorted(seen)
         right = bisect_left(places, nodes)
         total = weights = 0.0
-        for place in places[max(right - 1, 0) : right + 1]:  # on either side, as far as there are any
+        for place in places[max(right - 1, 0) : right + 1]:  # the neighbours on both sides, if they exist
             weight = 1.0 / abs(place - nodes)
             total += weight * seen[place]
             weights += weight
@@ -289,12 +301,12 @@ class CostModel:
     # -- drafting --------------------------------------------------------------------------------------------------
 
     def drafted(self, num_rows: int, num_levels: int, seconds: float, *, way: int = 0, is_first: bool = False) -> None:
-        """Take in the seconds of drafting so many levels for rows.
+        """Learn from the time of drafting ``num_levels`` levels.
 
         Args:
-          way: number of the way to draft, see `DrafterFacts.arms`.
-          is_first: whether one of the rows got its first draft: that takes longer for many drafters, and counts only
-            as long as there is no other.
+          way: index of the drafting mode, see `DrafterFacts.arms`.
+          is_first: True if a row got its first draft. Such drafts take longer with many drafters, and count only until
+            there are others.
         """
         if seconds <= 0.0:
             return
@@ -305,11 +317,11 @@ class CostModel:
         levels.add(num_levels, math.log(seconds) - self.scale.value)
 
     def knows_drafting(self, way: int = 0) -> bool:
-        """Whether there were drafts of a way that were no row's first one."""
+        """Return whether a drafting mode has made any draft that was not a row's first one."""
         return way in self._drafting
 
     def draft(self, num_rows: int, num_levels: int, way: int = 0) -> float | None:
-        """Expected seconds of drafting so many levels; None where nothing like it was seen."""
+        """Expected seconds of drafting ``num_levels`` levels; None if the mode has never drafted."""
         if num_levels <= 0:
             return 0.0
         by_rows, rows = self._drafting.get(way) or self._first.get(way), place_of(num_rows)
@@ -320,16 +332,16 @@ class CostModel:
 
 
 class _Levels:
-    """Logarithms of seconds of drafts, by their number of levels.
+    """Logarithms of drafting times, by number of levels.
 
-    Numbers that were not seen for long begin anew, and those that were seen less than `FEW` times are believed only
-    where they are cheaper than the others let expect: what they took when they were tried, the first time of all or
-    while the machine paused, would keep them from being tried again.
+    A number of levels that was not drafted for long is measured again. One that was measured fewer than `FEW` times
+    counts only if it is cheaper than the others predict. Otherwise a slow first draft, or a pause of the machine, would
+    prevent it from being tried again.
     """
 
     def __init__(self) -> None:
         self._averages: dict[int, Average] = {}
-        self._last: dict[int, int] = {}  # draft in which it was seen
+        self._last: dict[int, int] = {}  # number of the last draft with these levels
         self._count = 0
         self._fitted: tuple[dict[int, float], dict[int, float], tuple[int, float, float]] | None = None
 
@@ -343,7 +355,7 @@ class _Levels:
         self._fitted = None
 
     def seconds(self, num_levels: int) -> float:
-        """Seconds of so many levels, on a line through those that were seen of late, and often if any were."""
+        """Seconds for a number of levels, on a line through recent measurements; frequent ones have priority."""
         self._fitted = self._fitted or self._fit()
         sure, seen, (first, least, slope) = self._fitted
         if num_levels in sure:
@@ -351,7 +363,7 @@ class _Levels:
         return min(max(least + slope * (num_levels - first), 0.0), seen.get(num_levels, math.inf))
 
     def _fit(self) -> tuple[dict[int, float], dict[int, float], tuple[int, float, float]]:
-        """Seconds of levels that are sure, of all that were seen, and a line."""
+        """Return the seconds of reliable levels, of all measured levels, and a line through them."""
         seen: dict[int, float] = {}
         fresh: dict[int, float] = {}
         often: dict[int, float] = {}
@@ -373,8 +385,8 @@ class _Levels:
 
 
 def _line(seconds: Mapping[int, float]) -> tuple[int, float, float]:
-    """The fewest levels, their seconds, and those of one level more, by what the fewest and the most have taken."""
+    """Return the smallest number of levels, its seconds, and the seconds per further level."""
     fewest, most = min(seconds), max(seconds)
-    if fewest == most:  # all of it is by the level, until that is tried
+    if fewest == most:  # assume that all of the time is proportional to the levels
         return most, seconds[most], seconds[most] / most
     return fewest, seconds[fewest], max(0.0, (seconds[most] - seconds[fewest]) / (most - fewest))

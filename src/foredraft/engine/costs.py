@@ -1,4 +1,4 @@
-"""Costs of forwards: the one place that times them, and what is known of them on disk."""
+"""Measurement of the time of forward passes, and the cache of these measurements on disk."""
 
 from __future__ import annotations
 
@@ -30,17 +30,23 @@ from foredraft.model.lm import CausalLM, Nodes
 logger = logging.getLogger("foredraft")
 
 NUM_NODES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 48, 64)
-"""Numbers of nodes that are timed: close together where drafts are, and on both sides of where tiles are full."""
+"""Numbers of nodes that are timed: close together in the range of usual drafts, and on both sides of tile boundaries.
+"""
 
 CONTEXT = 256
-"""Tokens before the nodes, a question and half an answer; eight times as many show what a longer context costs."""
+"""Number of tokens before the nodes, about a question and half an answer. The cost of a longer context is measured with
+eight times as many.
+"""
 
 MOST_BYTES = 2**28
-"""Of keys and values of the long context, beyond which a shorter one has to do: 256 MB, a machine's spare memory."""
+"""Upper limit of keys and values for the long context, in bytes: 256 MB, a machine's spare memory. A shorter context is
+used if it is exceeded.
+"""
 
 BUSY = 0.1
-"""Share by which something else was at work: of processor time that a process lacked, or the median distance of ratios
-from their median. Twice the spread of steps on an idle machine."""
+"""Limit beyond which a machine counts as busy: the share of processor time that a process lacked, or the median
+deviation of ratios from their median. Twice the spread of steps on an idle machine.
+"""
 
 
 # -- timing ------------------------------------------------------------------------------------------------------------
@@ -48,11 +54,11 @@ from their median. Twice the spread of steps on an idle machine."""
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """A forward over some nodes after the committed tokens of cache rows.
+    """A forward pass over some nodes after the committed tokens of cache rows.
 
     Args:
       width: number of nodes per row, a chain.
-      num_rows: the first ones of the cache.
+      num_rows: number of rows, from the first row of the cache.
     """
 
     model: CausalLM
@@ -67,7 +73,7 @@ class Forward:
 
 
 def seconds_of(call: Callable[..., Any], device: torch.device, *args: Any, **kwargs: Any) -> float:
-    """Seconds that a call takes, until the work it has started on its device is done."""
+    """Return the seconds of a call, including the work that it has started on its device."""
     _wait(device)
     start = perf_counter()
     call(*args, **kwargs)
@@ -77,7 +83,7 @@ def seconds_of(call: Callable[..., Any], device: torch.device, *args: Any, **kwa
 
 @torch.inference_mode()
 def forward_times(forwards: Sequence[Forward], repeats: int, *, warm_ups: int = 1) -> list[list[float]]:
-    """Seconds of every forward, ``repeats`` times each: interleaved, after rounds of warm-up."""
+    """Time every forward pass ``repeats`` times, interleaved, after rounds of warm-up; returns seconds."""
     times: list[list[float]] = [[] for _ in forwards]
     for number in range(warm_ups + repeats):
         for forward, taken in zip(forwards, times, strict=True):
@@ -101,11 +107,11 @@ def forward_curve(
     num_rows: int = 1,
     of: Callable[[list[float]], float] = median,
 ) -> CostCurve:
-    """Seconds of forwards over chains of these numbers of nodes, interleaved.
+    """Time forward passes over chains of the given numbers of nodes, interleaved.
 
     Args:
-      context: tokens before them, fewer where the model has no room for more.
-      of: what counts of the times of one.
+      context: number of tokens before the nodes; reduced if the model's context is too short.
+      of: function that reduces the times of one forward pass to one value.
     """
     cache, length = filled_cache(target, context, max(counts), num_rows)
     times = forward_times([Forward(target, cache, count, num_rows) for count in counts], repeats)
@@ -114,10 +120,12 @@ def forward_curve(
 
 @torch.inference_mode()
 def filled_cache(model: CausalLM, context: int, room: int, num_rows: int = 1) -> tuple[KVCache, int]:
-    """A cache whose rows each hold ``context`` tokens, fewer where the model has no room for more, and how many.
+    """Return a cache in which every row has ``context`` tokens, and this number.
+
+    It is reduced if the model's context is too short.
 
     Args:
-      room: tokens that must fit after them.
+      room: number of tokens that must fit after them.
     """
     if model.context_length is not None:
         context = max(1, min(context, model.context_length - room))
@@ -139,14 +147,14 @@ def _wait(device: torch.device) -> None:
 
 @dataclass
 class StepCosts:
-    """Seconds of what steps of a model consist of, as they were measured on this machine and are kept there.
+    """Times of the parts of a step of a model, measured on this machine and stored on it.
 
     Args:
-      curves: of verifying, measured one after another: their spread is what is not known of it.
-      host_seconds: of a step beside drafting and verifying; plain steps have them, too.
-      drafting: by the title of what drafts, seconds of drafting by levels, one row.
-      measured: when the newest curve was.
-      is_steady: whether nothing else kept the machine busy then, as far as can be told.
+      curves: repeated measurements of verification. Their spread shows the uncertainty.
+      host_seconds: seconds of a step besides drafting and verifying; plain steps have them, too.
+      drafting: seconds of drafting by number of levels, for one row, by the title of the drafting mode.
+      measured: time of the newest measurement.
+      is_steady: True if the machine was not visibly busy with anything else.
     """
 
     curves: tuple[CostCurve, ...] = ()
@@ -156,11 +164,14 @@ class StepCosts:
     is_steady: bool = False
 
     def is_settled(self, num_curves: int) -> bool:
-        """Whether nobody needs to measure again who wants so many curves: a few times as many of a busy machine."""
+        """Return whether ``num_curves`` curves need no further measurement.
+
+        On a busy machine `FEW` times as many are required.
+        """
         return len(self.curves) >= num_curves * (1 if self.is_steady else FEW)
 
     def add(self, curve: CostCurve, is_steady: bool) -> None:
-        """Take in one more measurement. What a quiet machine shows replaces what a busy one did."""
+        """Add one measurement. Measurements of a quiet machine replace those of a busy one."""
         if is_steady == self.is_steady:
             self.curves += (curve,)
         elif is_steady:
@@ -168,29 +179,32 @@ class StepCosts:
         self.measured = strftime("%Y-%m-%dT%H:%M:%SZ", gmtime())
 
     def rising(self) -> tuple[CostCurve, ...]:
-        """The curves, without what disturbed the machine; see `CostCurve.rising`."""
+        """Return the curves without disturbances of the machine; see `CostCurve.rising`."""
         return tuple(curve.rising() for curve in self.curves)
 
     def mean(self) -> CostCurve:
-        """These as one."""
+        """Return the mean of the curves."""
         return CostCurve.mean(self.rising())
 
     def draft_seconds(self, title: str, levels: int) -> float:
-        """Of drafting so many levels: on lines through those that were measured, and on beyond; 0 where nothing was."""
+        """Seconds of drafting a number of levels, interpolated and extrapolated; 0 if the mode was never measured."""
         known = self.drafting.get(title)
         return max(0.0, CostCurve(known).at(max(levels, min(known)))) if levels and known else 0.0
 
     def keep(self, facts: Mapping[str, Any]) -> None:
-        """For the next process on this machine, with this model; where nothing can be written it measures again."""
-        content = json.loads(json.dumps({"facts": facts, **asdict(self)}))  # as it will be read: keys are text
+        """Store the costs for later processes on this machine with this model.
+
+        If the file cannot be written, they measure again.
+        """
+        content = json.loads(json.dumps({"facts": facts, **asdict(self)}))  # as it will be read: keys become strings
         try:
             keep_json(_file_of(facts), {**content, "digest": _digest(content)})
         except OSError as error:
-            logger.debug("costs are not kept in %s: %s", _file_of(facts), error)
+            logger.debug("costs are not stored in %s: %s", _file_of(facts), error)
 
     @classmethod
     def kept(cls, facts: Mapping[str, Any]) -> Self | None:
-        """What an earlier process has measured; None where nothing was, or the file does not hold what was written."""
+        """Load the costs stored by an earlier process; None if there are none, or if the file is damaged."""
         try:
             read = json.loads(_file_of(facts).read_text(encoding="utf-8"))
             if read.pop("digest") != _digest(read):
@@ -213,14 +227,15 @@ def prices_of(
     is_fresh: bool = False,
     say: Callable[[str, int, int], None] = lambda *_: None,
 ) -> StepCosts:
-    """The prices of a target on this machine: those that are kept, else measured now, in about two seconds a curve.
+    """Return the step costs of a target on this machine: stored ones, else measured now (two seconds per curve).
 
-    They hold for the same shapes, dtype, execution, number of threads and versions. What was measured while the machine
-    was busy is measured again by the next processes, a few of them.
+    They are valid for the same shapes, dtype, execution, number of threads and versions. Measurements of a busy machine
+    are repeated by the next few processes.
 
     Args:
-      num_curves: that are wanted.
-      is_fresh: measure anew.
+      num_curves: number of curves needed.
+      is_fresh: True to ignore stored costs and measure again.
+      say: function that is called with a description, the number of finished measurements, and their total number.
     """
     facts = facts_of(target)
     found = (None if is_fresh else StepCosts.kept(facts)) or StepCosts()
@@ -228,7 +243,7 @@ def prices_of(
         return found
     missing = num_curves - len(found.curves) if found.is_steady else num_curves
     for place in range(missing):
-        say("timing forwards", place, missing)
+        say("timing forward passes", place, missing)
         found.add(*measure_curve(target))
         found.keep(facts)
     return found
@@ -238,7 +253,7 @@ _known: WeakKeyDictionary[CausalLM, tuple[Any, CostCurve]] = WeakKeyDictionary()
 
 
 def cost_curve(target: CausalLM) -> CostCurve:
-    """Seconds of a forward of the target by its number of nodes, after 256 tokens, and per token of context."""
+    """Return the seconds of a forward pass by its number of nodes, after 256 tokens, and per token of context."""
     facts = facts_of(target)
     known = _known.get(target)
     if known is None or known[0] != facts:
@@ -247,7 +262,7 @@ def cost_curve(target: CausalLM) -> CostCurve:
 
 
 def forget_curve(facts: Mapping[str, Any]) -> None:
-    """Drop what was measured where steps have shown that it is wrong: it is measured anew when it is wanted next."""
+    """Drop a stored curve that steps have shown to be wrong. It is measured again when it is needed next."""
     for target in [target for target, known in _known.items() if known[0] == facts]:
         del _known[target]
     with suppress(OSError):
@@ -256,15 +271,15 @@ def forget_curve(facts: Mapping[str, Any]) -> None:
 
 @torch.inference_mode()
 def measure_curve(target: CausalLM, seconds: float = 2.0) -> tuple[CostCurve, bool]:
-    """Time forwards of several numbers of nodes, each beside one of one node, and one node after a long text.
+    """Time forward passes of several sizes, each paired with a single-node pass, and one after a long context.
 
-    What counts are the medians of the ratios of these pairs: however fast the machine is at the time, both are run at
-    the same speed.
+    The result uses the medians of the ratios within these pairs. Both passes of a pair run at the same speed of the
+    machine, whatever that is.
 
     Args:
-      seconds: how long this may take, about; every pair is timed at least once after a warm-up.
+      seconds: approximate time limit; every pair is timed at least once after a warm-up.
 
-    Returns: the curve, and whether nothing else kept the machine busy, as far as can be told.
+    Returns: the curve, and whether the machine seemed otherwise idle.
     """
     counts = [count for count in NUM_NODES if target.context_length is None or count < target.context_length]
     cache, context = filled_cache(target, CONTEXT, max(counts))
@@ -293,19 +308,22 @@ def measure_curve(target: CausalLM, seconds: float = 2.0) -> tuple[CostCurve, bo
 
 
 def _spread(values: Sequence[float]) -> float:
-    """The median distance from the median, by it."""
+    """Return the median deviation from the median, relative to it."""
     middle = median(values)
     return median(abs(value - middle) for value in values) / middle
 
 
 def _long_context(target: CausalLM) -> int:
-    """As many tokens as there is room for, eight times `CONTEXT` at most."""
+    """Number of tokens of the long context: at most eight times `CONTEXT`, within memory and the model's context."""
     count = max(CONTEXT, min(8 * CONTEXT, MOST_BYTES // bytes_per_token(target)))
     return count if target.context_length is None else max(1, min(count, target.context_length - 1))
 
 
 def _lengthened(target: CausalLM, cache: KVCache, context: int) -> KVCache:
-    """A row of so many tokens, the columns of another one again and again: reading a long text would take seconds."""
+    """Return a cache row of ``context`` tokens, made by repeating the columns of another row.
+
+    Reading a long prompt would take seconds.
+    """
     length = cache.lengths[0]
     states = cache.export(0, length)
     num_times = -(-context // length)
@@ -318,7 +336,7 @@ def _lengthened(target: CausalLM, cache: KVCache, context: int) -> KVCache:
 
 
 def facts_of(target: CausalLM) -> dict[str, Any]:
-    """Everything that the time of a forward depends on, but how busy the machine is."""
+    """Everything on which the time of a forward pass depends, except for the current load of the machine."""
     model = target.shadow
     shapes = sorted({(tuple(parameter.shape), str(parameter.dtype)) for parameter in model.parameters()})
     return {
@@ -353,5 +371,5 @@ def _digest(value: Any) -> str:
 
 
 def _file_of(facts: Mapping[str, Any]) -> Path:
-    """Where measurements are kept that hold where these facts do."""
+    """Path of the stored measurements for these facts."""
     return cache_folder("costs", f"{_digest(facts)}.json")

@@ -1,4 +1,4 @@
-"""The contract of drafters: what they need, and three verbs over the rows of a batch."""
+"""The interface of drafters: their needs, and three methods (start, propose, observe) over the rows of a batch."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ __all__ = [
 class DraftCache:
     """Keys and values that a drafter keeps beside the target's. Row i of it is row i of the target's cache.
 
-    The engine adds, moves, copies and removes rows (`CacheGroup`); the drafter feeds them and says how long they are.
+    The engine adds, moves, copies and removes rows (`CacheGroup`). The drafter fills them and sets their lengths.
 
     Args:
-      cache: of all rows; those that the drafter does not serve have length 0.
-      column_bytes: measures the memory of one column of one row.
-      most_columns: of a row, however long its text is, of caches that do not grow with it; None for those that do.
-      writer: what has computed the columns, the version of its weights included: prompts that begin like an earlier
-        one take over its columns where the writer is the same. None where they never do.
-      lag: of columns that are made of what the target computes of prompts, how many tokens after its own one a column
-        depends on; prompts are read again from where such columns end. None for columns that the drafter makes of the
-        text alone.
+      cache: cache of all rows; rows that the drafter does not serve have length 0.
+      column_bytes: function that returns the memory of one column of one row, in bytes.
+      most_columns: maximum number of columns per row, for a cache that does not grow with the row; None if it grows.
+      writer: function that returns an identity of what computed the columns, including the version of its weights.
+        Prompts that begin like an earlier one reuse its columns only if the identities are equal. None if columns are
+        never reused.
+      lag: number of following tokens on which a column depends, for columns made from the target's features of prompts;
+        the target reads a reused prompt again from the end of such columns. None for columns that the drafter makes
+        from tokens alone.
     """
 
     cache: KVCache
@@ -54,18 +55,19 @@ class DraftCache:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a drafter needs of the engine: outputs of the target beside the logits, and caches of its own.
+    """The needs of a drafter: outputs of the target besides the logits, and caches of its own.
 
     Args:
-      last_hidden: the input of the output embedding, after the final norm; of prompts and of decode steps.
-      layer_inputs: indices of decoder layers whose inputs are wanted; of both, too.
-      prompt_logits: of prompts: they cost the output embedding for every token.
-      prompts: to be shown prompts chunk by chunk, whether features of them are wanted or not.
-      partial_prompts: that the end of a prompt is enough, where an earlier row has left its beginning. Otherwise the
-        whole prompt is read again, but for what the state of the earlier row covers (`RowState.cut`).
-      choices: that the target's own choices at all nodes will be asked for, so that they are made once for the
-        acceptance rule and the drafter.
-      caches: kept beside the target's.
+      last_hidden: True for the input of the output embedding, after the final norm, in prompts and in decode steps.
+      layer_inputs: indices of decoder layers whose inputs are needed, in prompts and in decode steps.
+      prompt_logits: True for logits of prompts, which cost the output embedding for every token.
+      prompts: True to receive prompts chunk by chunk, with or without features.
+      partial_prompts: True if the end of a prompt is enough when an earlier row has left its beginning in the cache.
+        Otherwise the target reads the whole prompt again, except for the part that the state of the earlier row covers
+        (`RowState.cut`).
+      choices: True if the drafter will use the target's own choices at all nodes, so that they are computed once for
+        the acceptance rule and the drafter.
+      caches: caches of the drafter, kept beside the target's.
     """
 
     last_hidden: bool = False
@@ -78,12 +80,12 @@ class Needs:
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether prompts are to be shown chunk by chunk."""
+        """True if the drafter receives prompts chunk by chunk."""
         return self.prompts or self.last_hidden or bool(self.layer_inputs) or self.prompt_logits
 
     @classmethod
     def all_of(cls, several: Iterable[Needs]) -> Needs:
-        """The needs of several drafters as one."""
+        """Combine the needs of several drafters."""
         several = list(several)
         return cls(
             last_hidden=any(needs.last_hidden for needs in several),
@@ -98,19 +100,20 @@ class Needs:
 
 @dataclass(frozen=True)
 class DrafterFacts:
-    """What is known of a drafter before it drafts.
+    """Properties of a drafter that are known before it drafts.
 
     Args:
-      name: in statistics and messages, and of the nodes that it proposes.
-      is_free: its drafts cost next to nothing: it needs neither a model nor forwards.
-      drafts_from_text: it looks at nothing but the tokens of rows: then it can be tried along texts that are there.
-      is_shared: a request may be drafted for by what others have said: it does not draft for those with a salt.
-      usual_acceptance: share of drafted tokens that are right after right ones, where all texts are alike: a governor
-        begins with it.
-      validated_acceptance: share of drafts whose first token the target took when heads were validated, by the name of
-        what drafts.
-      arms: titles of the ways in which it can draft, where measured time is to choose among several.
-      arm: number of the way in which it drafts where nobody chooses (`DraftSize.arm`).
+      name: name in statistics and messages, and source of the nodes that it proposes.
+      is_free: True if its drafts cost next to nothing, since it needs neither a model nor forward passes.
+      drafts_from_text: True if it uses only the tokens of rows, so that it can be tried on existing texts.
+      is_shared: True if a draft for one request may contain tokens from other requests. Such a drafter does not serve
+        requests with a salt.
+      usual_acceptance: typical share of drafted tokens that are accepted after accepted ones, if it is similar for all
+        texts. A governor starts with it.
+      validated_acceptance: share of drafts whose first token the target accepted when heads were validated, by the name
+        of the mode that drafts.
+      arms: titles of its drafting modes, if measured time should choose among several.
+      arm: index of the mode that it uses if nobody chooses (`DraftSize.arm`).
     """
 
     name: str = ""
@@ -123,7 +126,7 @@ class DrafterFacts:
     arm: int = 0
 
     def title(self, size: DraftSize) -> str:
-        """Name of what drafts by a size: the way that it names, or the drafter."""
+        """Return the name of the mode that a size selects, or the name of the drafter."""
         return self.arms[size.arm] if size.arm is not None and self.arms else self.name
 
 
@@ -132,10 +135,10 @@ class PromptChunk:
     """Part of a prompt that the target has just read.
 
     Args:
-      start: index in the row of its first token.
-      num_tokens: how many tokens it has; node i of the features is token ``start + i``.
-      features: what the drafter's needs name.
-      is_last: whether the prompt, all but its last token, is in the target's cache now. That chunk is empty.
+      start: index in the row of the first token of the chunk.
+      num_tokens: number of tokens; node i of the features is token ``start + i``.
+      features: the features named in the drafter's needs.
+      is_last: True if the prompt, all but its last token, is now in the target's cache. The last chunk is empty.
     """
 
     start: int
@@ -145,7 +148,7 @@ class PromptChunk:
 
     @classmethod
     def end_of(cls, row: Row) -> PromptChunk:
-        """The last chunk of a row."""
+        """Make the last chunk of a row."""
         return cls(len(row.token_ids) - 1, 0, is_last=True)
 
 
@@ -156,10 +159,10 @@ class StepResult:
     Args:
       tree: the draft that was verified.
       path: accepted nodes, root first; ``len(path) - 1`` drafted tokens were accepted.
-      emitted: tokens that were appended to the sequence: the accepted ones and the bonus, cut where it finished.
-      features: by node of the tree.
-      text_features: of the tokens that were committed, whoever proposed them; entry i is that after which
-        ``emitted[i]`` came. None where these are the nodes of ``path``.
+      emitted: tokens that were appended to the row: the accepted ones and the bonus, cut where the row finished.
+      features: features by node of the tree.
+      text_features: features of the tokens that were committed, whoever proposed them; entry i belongs to the token
+        before ``emitted[i]``. None if these are the nodes of ``path``.
     """
 
     tree: DraftTree
@@ -174,12 +177,12 @@ class StepResult:
 
     @property
     def committed(self) -> Features:
-        """Features of the committed tokens: of the pending one, and of the accepted ones, ``len(emitted)`` in all."""
+        """Features of the committed tokens: the pending one and the accepted ones, ``len(emitted)`` in all."""
         return self.features.at(self.path) if self.text_features is None else self.text_features
 
 
 def own_result(tree: DraftTree, result: StepResult) -> StepResult:
-    """The outcome of a step for the proposal of one part."""
+    """Convert the outcome of a step to the proposal of one drafter that contributed to the verified tree."""
     if len(tree.tokens) == 1:
         return StepResult(tree, (0,), result.emitted, result.features.at((0,)), result.committed)
     places = {0: 0}  # node of the part's tree -> node of the tree that was verified
@@ -189,70 +192,74 @@ def own_result(tree: DraftTree, result: StepResult) -> StepResult:
         if place is not None:
             places[node] = place
     own = tree.restricted(list(places))
-    verified = list(places.values())  # of node i of ``own``
+    verified = list(places.values())  # node i of ``own`` -> node of the tree that was verified
     accepted = set(result.path)
     path = tuple(node for node, place in enumerate(verified) if place in accepted)
     return StepResult(own, path, result.emitted, result.features.at(verified), result.committed)
 
 
 class Drafter(ABC):
-    """Proposes continuations. The output of the engine does not depend on it, only the speed does.
+    """Proposes continuations. They affect only the speed of the engine, never its output.
 
-    A row is a `Row`; ``row.token_ids`` ends with the pending token. What a drafter knows of a row is
-    ``row.state[self]``: any object, made in ``start``, which ends with the row. A `RowState` may say more: how it is
-    copied for another sample of a prompt, and cut for a prompt that begins alike.
+    A row is a `Row`; ``row.token_ids`` ends with the pending token. A drafter keeps its state of a row in
+    ``row.state[self]``: any object, made in ``start``, that ends with the row. If it is a `RowState`, it can also be
+    copied for another sample of a prompt, and cut for a prompt that begins with the same tokens.
 
-    The life of a row: ``start``, chunk by chunk where the drafter reads prompts, and once more with an empty chunk when
-    the prompt is in the target's cache (with what was copied or cut in ``row.state`` already); then ``propose`` and
-    ``observe`` alternately, with any subset of the started rows in any order.
+    The life of a row: ``start`` is called for each chunk if the drafter reads prompts, and once more with an empty
+    chunk when the prompt is in the target's cache. A copied or cut state is in ``row.state`` before that. Then
+    ``propose`` and ``observe`` alternate, for any subset of the started rows in any order.
     """
 
     facts: DrafterFacts = DrafterFacts()
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the drafter."""
         return self.facts.name
 
     def needs(self, target: CausalLM, cache: KVCache) -> Needs:
-        """What it needs; called once, by the engine that will run it.
+        """Return the needs of the drafter; called once, by the engine that will run it.
 
-        Those that draft with the target itself take both along: row ``row.slot`` of ``cache`` holds all tokens of a
-        row but the pending one. A drafter may write after the committed columns, and must leave ``cache.lengths`` as
-        they were, and nothing that is not finite (`KVCache.erase`): 0 * NaN is NaN, in masked columns, too.
+        A drafter that drafts with the target itself keeps both arguments. Row ``row.slot`` of ``cache`` contains all
+        tokens of a row except the pending one. A drafter may write after the committed columns. It must leave
+        ``cache.lengths`` unchanged and all values finite (`KVCache.erase`), because 0 * NaN is NaN in masked columns,
+        too.
         """
         return Needs()
 
     def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
-        """Take in the next chunk of the prompt of each row, in order and without gaps; a row begins with its last one.
+        """Process the next chunk of the prompt of each row, in order, without gaps. Decoding begins after the last.
 
-        Drafters that do not read prompts are given last chunks alone.
+        A drafter that does not read prompts receives last chunks only.
         """
 
     @abstractmethod
     def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
-        """One draft per row within its budget, whose depth may be 0; its root is ``row.token_ids[-1]``.
+        """Return one draft per row within its budget, whose depth may be 0.
 
-        The engine cuts what is deeper, wider or larger than allowed; a drafter that looks at its budget wastes no work.
+        The root of a draft is ``row.token_ids[-1]``.
+
+        The engine cuts drafts that are deeper, wider or larger than allowed. A drafter that respects its budget wastes
+        no work.
         """
 
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
-        """Learn from a step of rows that go on. ``row.token_ids`` already holds the emitted tokens."""
+        """Learn from a step of rows that go on. ``row.token_ids`` already contains the emitted tokens."""
 
 
 def listens(drafter: Drafter) -> bool:
-    """Whether a drafter does anything when it is told of steps."""
+    """Return whether a drafter overrides ``observe``."""
     return getattr(drafter.observe, "__func__", None) is not Drafter.observe
 
 
 class ContextDrafter(Drafter):
-    """A drafter that looks at one row at a time; batching is inherited."""
+    """A drafter that drafts for one row at a time; this base class does the batching."""
 
-    _plan: DraftPlan | None = None  # of the row that is drafted for, where a length policy has one
+    _plan: DraftPlan | None = None  # of the current row, if the drafter has a length policy
 
     @abstractmethod
     def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
-        """A draft for one row within its budget, of depth 1 or more."""
+        """Return a draft for one row within its budget, whose depth is 1 or more."""
 
     def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         trees = []
@@ -266,13 +273,13 @@ class ContextDrafter(Drafter):
 
 
 class WrappingDrafter(Drafter):
-    """Drafts with other drafters: what the engine tells it of rows it tells all of them, in order.
+    """A drafter that combines other drafters. It passes every call of the engine to all of them, in order.
 
     Args:
       parts: the other drafters.
 
     Attributes:
-      leaves: those that wrap nothing, with what they need, once the engine has asked for that.
+      leaves: innermost drafters with their needs, available once the engine has called ``needs``.
     """
 
     def __init__(self, parts: Sequence[Drafter]) -> None:
@@ -304,5 +311,5 @@ class WrappingDrafter(Drafter):
 
 
 def leaves_of(drafter: Drafter, needs: Needs) -> list[tuple[Drafter, Needs]]:
-    """The drafters in a drafter that wrap nothing, or itself, with what each of them needs."""
+    """List the innermost drafters of a drafter, which may be the drafter itself, with their needs."""
     return drafter.leaves if isinstance(drafter, WrappingDrafter) else [(drafter, needs)]

@@ -1,5 +1,7 @@
-"""The drafts of an engine: of its drafter, whose faults end the drafts of the rows of a call alone, and beside it what
-requests bring along: what they predict, and what a grammar forces."""
+"""The drafts of an engine: those of its drafter, and those of requests (predictions, tokens forced by a grammar).
+
+If the drafter fails in a call, only the rows of that call lose their drafts.
+"""
 
 from __future__ import annotations
 
@@ -43,48 +45,52 @@ logger = logging.getLogger("foredraft")
 T = TypeVar("T")
 
 MOST_FORCED, LEAST_FORCED = 16, 4
-"""Forced tokens of a row that runs alone, and of one among many. More hardly help it, and the others wait for them."""
+"""Maximum number of forced tokens for a row that runs alone, and for one among many. More tokens gain little for the
+row, and make the other rows wait."""
 
 GUESS = 0.9
-"""Chance of a guess after right ones until there is experience: with 200 random schemas 0.98 were right at temperature
-0, and 0.71 at 1."""
+"""Prior probability that a guess is right after right ones. With 200 random schemas, 0.98 were right at temperature 0,
+and 0.71 at temperature 1.
+"""
 
 LEAST_GUESSED = 0.7
-"""Chance of a guess and those before it, below which it is not drafted. Where nodes cost most, 32 rows on two cores,
-drafts of which half were right cost what they brought."""
+"""Smallest probability that a guess and those before it are right, for it to be drafted. Where nodes cost most (32 rows
+on two cores), drafts of which half were right only broke even.
+"""
 
 LEAST_PREDICTED = 1 / 3
-"""Chance of a predicted token, below which it is not drafted: by the rule of succession, a draft of a prediction is
-twice as long as what has agreed of late."""
+"""Smallest acceptance probability of a predicted token that is drafted. By the rule of succession, a drafted prediction
+is thereby twice as long as the latest agreement.
+"""
 
 
 class Drafts:
-    """Asks a drafter, and joins what rows draft by themselves (`SamplingParams.prediction`).
+    """Calls a drafter, and adds the drafts that rows have themselves (`SamplingParams.prediction`, grammars).
 
-    Rows of a call that a fault has ended lose what the drafter knows of them, the lengths of the target's cache are put
-    back, and the rows go on decoding plainly. A draft that does not fit its row counts as a fault of this row alone.
-    The first fault is told in a warning; `RowStats.drafter_error` has that of each row.
+    After a fault, the rows of that call lose their drafter state, the lengths of the target's cache are restored, and
+    the rows go on decoding plainly. A draft that does not fit its row counts as a fault of this row alone. The first
+    fault is logged as a warning. `RowStats.drafter_error` contains the fault of each row.
 
-    A prediction and the drafter's draft are one tree, in which the drafter's nodes come last; where rules look at the
-    distributions that drafts are from, or only chains are verified, what the row drafts takes the place of the
-    drafter's. Nodes that the grammar of a row does not allow are left out, but for drafts that are samples, which must
-    not be chosen from. So are tokens of the prompt that the target reads and never returns. The drafter sees the
-    outcome of its own proposals.
+    A prediction and the drafter's draft are merged into one tree, in which the drafter's nodes come last. If the rule
+    uses draft distributions, or only chains can be verified, the row's own draft replaces the drafter's. Nodes that the
+    grammar of a row does not allow are removed, except from drafts that are samples, which must stay complete. Tokens
+    that the target can read and never returns are removed, too. The drafter observes the outcome of its own proposals.
 
     Args:
-      drafter: an exception when it is made into a part of the engine is raised: the set-up is wrong then.
+      drafter: the drafter. An exception in its set-up is always raised.
       target: the model.
-      cache: of the target.
-      rule: how drafts are accepted.
-      contains_faults: whether exceptions stay here; else they are raised.
+      cache: cache of the target.
+      rule: acceptance rule.
+      contains_faults: True to contain exceptions of the drafter; else they are raised.
 
     Attributes:
-      needs: of the drafter.
-      facts: of the drafter.
-      observes: whether the drafter does anything when it is told of steps.
+      needs: needs of the drafter.
+      facts: facts of the drafter.
+      observes: True if the drafter overrides ``observe``.
 
-    Raises: ConfigError for a drafter without a name, or with needs that no forward can meet.
-    Exactness: as of the drafter; a draft that never comes is the empty draft. What a row drafts depends on its text.
+    Raises: ConfigError for a drafter without a name, or with needs that no forward pass can meet.
+    Exactness: as for the drafter. A draft that fails becomes the empty draft. A row's own draft depends on its tokens
+    only.
     """
 
     def __init__(
@@ -108,7 +114,7 @@ class Drafts:
             raise ConfigError(f"drafter {name!r} needs caches {needs.caches!r}; each must be a DraftCache")
         self.name, self.needs, self.facts, self.observes = name, needs, drafter.facts, listens(drafter)
         for own in needs.caches:
-            own.cache.clear()  # what an earlier engine left
+            own.cache.clear()  # left over from an earlier engine
         self._drafter = drafter
         self._leaves = leaves_of(drafter, needs)
         self._cache = cache
@@ -116,19 +122,19 @@ class Drafts:
         self._contains_faults = contains_faults
         self._has_warned = False
         self._vocab_size, self._num_embeddings = target.vocab_size, target.num_embeddings
-        self._device = double_device(target.device)  # of distributions
+        self._device = double_device(target.device)  # for distributions
 
     # -- the verbs ---------------------------------------------------------------------------------------------
 
     def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
-        """Show chunks of prompts; a row begins with its last one."""
+        """Show chunks of prompts to the drafter; decoding begins after the last chunk of a row."""
         told = [(row, chunk) for row, chunk in zip(rows, chunks, strict=True) if not row.is_plain]
         if told:
             of_rows = [row for row, _ in told]
             self._try(of_rows, partial(self._drafter.start, of_rows, [chunk for _, chunk in told]), None)
 
     def fork(self, row: Row, copies: Sequence[Row]) -> None:
-        """Begin with further samples of the prompt of a row, which has just started."""
+        """Start further samples of the prompt of a row that has just started."""
         if row.stats.drafter_error:
             self._give_up(copies, row.stats.drafter_error)
         elif row.is_plain:
@@ -142,12 +148,12 @@ class Drafts:
             for part, state in row.state.items():
                 if isinstance(state, RowState) and (own := state.copied()) is not None:
                     if not isinstance(own, RowState):
-                        raise TypeError(f"copied returned {shown(own)}; give a RowState, or None to begin anew")
+                        raise TypeError(f"copied returned {shown(own)}; return a RowState, or None to start afresh")
                     copy.state[part] = own
         self._drafter.start(copies, [PromptChunk.end_of(copy) for copy in copies])
 
     def propose(self, rows: Sequence[Row], sizes: Sequence[DraftSize], limits: Sequence[Limits]) -> list[DraftTree]:
-        """One draft per row: the drafter's as large as is wanted of it, and what the row brings along within limits."""
+        """Return one draft per row: the drafter's, up to its size, and the row's own, up to its limit."""
         asked, of_sizes = [], []
         for row, size in zip(rows, sizes, strict=True):
             if not row.is_plain:
@@ -155,7 +161,7 @@ class Drafts:
                 of_sizes.append(size)
         none: list[Any] = []
         drafts = self._try(asked, partial(self._proposed, asked, of_sizes), none) if asked else none
-        if asked and not drafts:  # what it has written may not be finite
+        if asked and not drafts:  # values that the drafter has written may not be finite
             for slot, length in enumerate(self._cache.lengths):
                 self._cache.erase(slot, length)
         proposed = iter(drafts)
@@ -174,13 +180,13 @@ class Drafts:
         return trees
 
     def none(self, rows: Sequence[Row]) -> list[DraftTree]:
-        """Drafts of rows that go without the drafter, and bring nothing along."""
+        """Return empty drafts for rows without the drafter and without drafts of their own."""
         for row in rows:
             row.stats.num_undrafted_steps["fault" if row.stats.drafter_error else "governor"] += 1
         return [DraftTree.root(row.token_ids[-1]) for row in rows]
 
     def _with_own(self, row: Row, tree: DraftTree, limit: DraftSize, num_rows: int) -> DraftTree:
-        """A draft without what cannot be, and with what the row predicts and its grammar forces."""
+        """Return a draft without impossible tokens, extended by the row's prediction and by forced tokens."""
         matching = row.sampler.matching
         if row.prediction is not None and (predicted := _predicted(row, row.prediction, limit.depth)):
             tree = self._joined(limit.cut(predicted), tree, limit)
@@ -195,22 +201,25 @@ class Drafts:
         return self._joined(limit.cut(forced), tree, limit) if len(forced) > 1 else tree
 
     def _joined(self, chain: DraftTree, tree: DraftTree, limit: DraftSize) -> DraftTree:
-        """What a row brings along, with the drafter's nodes after it where rules and the model take both."""
+        """Return the row's own draft, followed by the drafter's nodes if rule and model allow both."""
         if not self._rule.keeps_tokens or limit.chains_only:
             return chain.planned(tree.plan)
         return chain.joined(scored(tree), limit.nodes)
 
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
-        """Tell the drafter of a step, as if it had proposed what of its own was verified; none of the rows is plain."""
+        """Report a step to the drafter, as if it had proposed the part of its draft that was verified.
+
+        No row may be plain.
+        """
         own = []
         for row, result in zip(rows, results, strict=True):
             own.append(own_result(row.state[self], result) if self in row.state else result)
         self._try(rows, partial(self._drafter.observe, rows, own), None)
 
-    # -- what is known of rows -----------------------------------------------------------------------------------
+    # -- drafter state of rows -------------------------------------------------------------------------------------
 
     def end(self, rows: Sequence[Row], *, is_kept: bool = False) -> None:
-        """Tell what is known of rows that these have ended; see `RowState.ended`."""
+        """Call `RowState.ended` for the state of rows that have ended."""
         for row in rows:
             if not row.is_plain:
                 self._try([row], partial(self._ended, row, is_kept), None)
@@ -221,7 +230,7 @@ class Drafts:
                 state.ended(row, is_kept=is_kept)
 
     def drop(self, rows: Sequence[Row]) -> None:
-        """Forget rows that go on without the drafter."""
+        """Drop the drafter state of rows that go on without the drafter."""
         for row in rows:
             row.state = {}
             if row.slot >= 0:
@@ -230,7 +239,7 @@ class Drafts:
                     own.cache.erase(row.slot)
 
     def kept(self, row: Row) -> object:
-        """What is known of a row, for prompts that begin like it; None for nothing."""
+        """Return the drafter state of a row for prompts that begin with the same tokens; None if there is none."""
         return None if row.is_plain else self._try([row], partial(self._known_of, row), None)
 
     def _known_of(self, row: Row) -> Kept | None:
@@ -247,11 +256,11 @@ class Drafts:
         return kept if kept.states or any(each is not None for each in columns) else None
 
     def known(self, row: Row, memory: object, num_tokens: int) -> int:
-        """Take over what an earlier row has left, whose first ``num_tokens`` tokens are those of this prompt.
+        """Reuse the drafter state of an earlier row whose first ``num_tokens`` tokens equal those of this prompt.
 
         Args:
-          memory: of `kept`; None for nothing.
-        Returns: how many of these tokens the drafter need not be shown; the target reads the others again.
+          memory: result of `kept`, or None.
+        Returns: number of these tokens that the drafter need not see. The target reads the others again.
         """
         if row.is_plain:
             return num_tokens
@@ -268,7 +277,7 @@ class Drafts:
             if own.lag is not None:
                 count = min(count, num_tokens - own.lag, 0 if found is None else found.length)
         if any(needs.last_hidden or needs.layer_inputs for _, needs in self._leaves):
-            count = min(count, len(row.token_ids) - 2)  # what heads draft from is that of the last token
+            count = min(count, len(row.token_ids) - 2)  # heads draft from the features of the last prompt token
         count = max(count, 0)
         while (fewer := min([count, *self._covered(kept, count)])) < count:
             count = fewer
@@ -280,7 +289,7 @@ class Drafts:
         return count
 
     def _covered(self, kept: Kept, num_tokens: int) -> list[int]:
-        """How many tokens drafters know that must know all of a prompt."""
+        """For each drafter that needs whole prompts, return the number of tokens that its state covers."""
         covered = []
         for leaf, needs in self._leaves:
             if needs.reads_prompts and not needs.partial_prompts:
@@ -314,25 +323,25 @@ class Drafts:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "drafter %r has failed (%s); the %d rows that it was drafting for go on without drafts, with the same "
-                "tokens. Further faults are counted in metrics and not told.",
+                "drafter %r has failed (%s); its %d rows go on without drafts and with the same tokens. "
+                "Further faults are counted in the metrics and not logged.",
                 self.name,
                 reason,
                 len(rows),
             )
 
     def _proposed(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[Any]:
-        """Something for each of the rows."""
+        """Call the drafter and check that it returns one item per row."""
         proposed: Any = self._drafter.propose(rows, budgets)
         if type(proposed) is not list and not has_items(proposed):
-            raise TreeError(f"propose returned {type(proposed).__name__}; give a list of DraftTree, one for each row")
+            raise TreeError(f"propose returned {type(proposed).__name__}; return a list of DraftTree, one for each row")
         drafts = list(proposed)
         if len(drafts) != len(rows):
-            raise TreeError(f"{len(drafts)} drafts for {len(rows)} rows")
+            raise TreeError(f"propose returned {len(drafts)} drafts for {len(rows)} rows; return one for each row")
         return drafts
 
     def _fitting(self, row: Row, draft: Any) -> DraftTree:
-        """The draft of a row where it fits, else the empty one."""
+        """Return the draft of a row if it is valid, else the empty draft."""
         try:
             self._check(row, draft)
         except BaseException as fault:
@@ -348,17 +357,17 @@ class Drafts:
         Raises: TreeError.
         """
         if not isinstance(tree, DraftTree):
-            raise TreeError(f"propose returned {type(tree).__name__} for a row; give a DraftTree")
+            raise TreeError(f"propose returned {type(tree).__name__} for a row; return a DraftTree")
         tokens, pending = tree.tokens, row.token_ids[-1]
         if tokens[0] != pending:
             raise TreeError(f"the draft starts with token {tokens[0]}, but {pending} is pending")
         if min(tokens) < 0 or max(tokens) >= self._num_embeddings:
             outside = next(token for token in tokens if not 0 <= token < self._num_embeddings)
-            raise TreeError(f"the draft holds token {outside}, outside the vocabulary, 0..{self._num_embeddings - 1}")
+            raise TreeError(f"the draft contains token {outside}, not in the vocabulary, 0..{self._num_embeddings - 1}")
         if tree.plan is not None and not (
             isinstance(tree.plan, DraftPlan) and isinstance(tree.plan.gamma, int) and tree.plan.cause in CAUSES
         ):
-            raise TreeError(f"the plan of the draft is {tree.plan!r}; give a DraftPlan of a length and a known cause")
+            raise TreeError(f"the plan of the draft is {tree.plan!r}; give a DraftPlan with a length and a known cause")
         if self._rule.needs_probs and tree.probs is not None:
             self._check_probs(tree, tree.probs, is_sampled=not row.sampler.is_greedy)
 
@@ -383,9 +392,9 @@ class Drafts:
 
 
 def _cut(state: RowState, num_tokens: int) -> tuple[RowState, int] | None:
-    """What is known after at most so many tokens, and after how many; None for nothing.
+    """Return the state after at most ``num_tokens`` tokens, and after how many exactly; None if there is none.
 
-    Raises: TypeError, ConfigError where a state says something else.
+    Raises: TypeError, ConfigError if ``state.cut`` returns anything else.
     """
     found: object = state.cut(num_tokens)
     if found is None:
@@ -402,12 +411,12 @@ def _cut(state: RowState, num_tokens: int) -> tuple[RowState, int] | None:
 
 
 ROUNDING = 0.01
-"""Distance of the total of a distribution from 1: eight bits of a bfloat16, and a little more."""
+"""Largest deviation of the total of a distribution from 1: the rounding of bfloat16 (eight bits), with a margin."""
 
 
 @dataclass(frozen=True)
 class KeptColumns:
-    """The first columns of a row in a cache of a drafter, in copies, for texts that begin alike."""
+    """Copies of the first columns of a row in a drafter's cache, for prompts that begin with the same tokens."""
 
     writer: object
     states: RowStates
@@ -416,11 +425,11 @@ class KeptColumns:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a drafter knew of a row, for texts that begin alike.
+    """Drafter state of a row, for prompts that begin with the same tokens.
 
     Args:
-      states: by part.
-      columns: of every cache of the drafter; None where there are none.
+      states: state by part.
+      columns: columns of every cache of the drafter; None for a cache without columns.
     """
 
     states: dict[Any, RowState] = field(default_factory=dict)
@@ -428,15 +437,15 @@ class Kept:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the columns."""
+        """Memory of the columns, in bytes."""
         return sum(bytes_of(each.states) for each in self.columns if each is not None)
 
 
 def _predicted(row: Row, prediction: Prediction, depth: int) -> DraftTree | None:
-    """What is likely to follow a row by its prediction, as far as it is likely enough.
+    """Return the draft of a prediction, as far as it is likely enough.
 
-    A place to which so many tokens lead is right for one more as often as Laplace's rule of succession says, until the
-    acceptance model knows better.
+    The prior chance that the next predicted token is right after n matching ones follows Laplace's rule of succession.
+    The acceptance model replaces it by experience.
     """
     tokens = prediction.draft(row.token_ids, depth)
     if not tokens:
@@ -449,13 +458,13 @@ def _predicted(row: Row, prediction: Prediction, depth: int) -> DraftTree | None
 
 
 def _forced(row: Row, matching: Matching, depth: int, num_rows: int, *, may_guess: bool) -> DraftTree:
-    """The tokens that a grammar forces, and a few that its choices led to before, where those are mostly right.
+    """Return a draft of the tokens that a grammar forces, and of guesses at its choices if these are mostly right.
 
     The first guess that is not likely enough is not drafted, but shown to the acceptance model. Forced tokens are
-    right, whatever is measured of drafts.
+    always right, whatever acceptance is measured.
 
     Args:
-      num_rows: rows of the step.
+      num_rows: number of rows of the step.
     """
     forced = matching.forced(min(depth, max(MOST_FORCED // num_rows, LEAST_FORCED)))
     tokens, sources, scores = list(forced), [GRAMMAR] * (len(forced) + 1), [1.0] * (len(forced) + 1)
@@ -472,5 +481,5 @@ def _forced(row: Row, matching: Matching, depth: int, num_rows: int, *, may_gues
     chain = replace(chain, sources=tuple(sources), scores=tuple(scores))
     if chance >= LEAST_GUESSED:
         return chain
-    row.acceptance.proposed(row, chain, GUESSED)  # so that guesses come back which would be right
+    row.acceptance.proposed(row, chain, GUESSED)  # so that guessing can resume once it would be right
     return chain.cut(len(tokens) - 1)

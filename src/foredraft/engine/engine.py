@@ -49,28 +49,28 @@ __all__ = ["Engine", "EngineConfig", "RowOutput", "TokenLogprobs"]
 NO_LIMIT = 1 << 20
 
 SHRINK_STEPS = 256
-"""Steps after which caches give back what no row has needed meanwhile. Copying takes less time than one of them."""
+"""Steps between two attempts to shrink the caches to what rows need. The copy takes less time than one step."""
 
 
 class Engine:
     """Runs many rows over one target and one drafter; rows join and leave between steps.
 
-    A step is either one prefill chunk or one round of propose, verify, accept, commit, observe, emit, and makes
-    exactly one target forward. Plain decoding is the round with the empty draft.
+    A step is either one prefill chunk or one round of propose, verify, accept, commit, observe, emit. It makes exactly
+    one forward pass of the target. Plain decoding is the round with the empty draft.
 
     Args:
-      target: the model whose distribution is kept.
-      drafter: proposes; `EmptyDrafter` for plain decoding.
+      target: the model whose distribution is preserved.
+      drafter: source of drafts; `EmptyDrafter` for plain decoding.
       eos_token_ids: tokens that end a row.
-      tokenizer: needed for stop strings only.
-      prefixes: where rows that have ended are kept for prompts that begin like them; several engines over one target
-        may share it.
-      grammars: those that were compiled for this target and tokenizer, for outputs that must match one.
-      governor: decides by measured costs how much is drafted, under "match"; by default as much as is allowed.
+      tokenizer: tokenizer, needed only for stop strings.
+      prefixes: store of finished rows, for prompts that begin with the same tokens. Several engines over one target may
+        share it.
+      grammars: compiled grammars of this target and tokenizer, for structured outputs.
+      governor: chooses the draft size from measured costs, under "match". Without one, drafts are as large as allowed.
 
     Exactness: under "match" the tokens equal plain decoding with the same seed, whatever is drafted.
-    Randomness: a pure function of (seed of the row, absolute position, token id) under "match"; keyed streams of
-    (seed, step, position, purpose) under "standard" and "block". None under "typical", which is lossy.
+    Randomness: a pure function of (seed of the row, absolute position, token id) under "match"; keyed streams of (seed,
+    step, position, purpose) under "standard" and "block". None under "typical", which is lossy.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class Engine:
         if context < (self.config.max_model_len or 0):
             more = target.beyond_context
             raise ConfigError(
-                f"max_model_len is {self.config.max_model_len}, but {target.name} has a context of {context}; lower it"
-                f"{more and f' ({more})'}"
+                f"max_model_len is {self.config.max_model_len}, but {target.name} has a context of {context}; "
+                f"lower max_model_len{more and f' ({more})'}"
             )
         self.max_model_len = min(self.config.max_model_len or context, context)
         grammars = grammars or Grammars(tokenizer, target.vocab_size, self.eos_token_ids)
@@ -128,8 +128,8 @@ class Engine:
             target, self.caches, self._drafts, self.config, plan=self.plan, prefixes=prefixes, owner=drafter
         )
         self._use = ExclusiveUse(self._scheduler.end_all)
-        self._was_asked = False  # in the step that runs
-        self._has_doubtful = False  # rows in doubt, see `_append`
+        self._was_asked = False  # whether the drafter was asked for drafts in the current step
+        self._has_doubtful = False  # whether any row is in doubt, see `_append`
         self._steps_to_shrink = SHRINK_STEPS
 
     def __repr__(self) -> str:
@@ -150,16 +150,16 @@ class Engine:
         output_ids: Sequence[Sequence[int]] = (),
         longest: int = 0,
     ) -> list[Row]:
-        """Queue a prompt; returns its ``params.n`` rows, which share the prefill.
+        """Queue a prompt and return its ``params.n`` rows, which share the prefill.
 
         Args:
-          history_ids: the prompt as the row's processors are to see it; see `Sampler`.
-          output_ids: what each sample has said already: with the same seed it goes on to the text that was begun.
-          longest: tokens of the longest prompt of its batch, where that decides on the frequencies of longrope.
+          history_ids: the prompt as the row's logits processors should see it; see `Sampler`.
+          output_ids: tokens that each sample has generated already. With the same seed, the row continues this output.
+          longest: length of the longest prompt of the batch, in tokens, if it decides on the frequencies of longrope.
 
-        Raises: PromptError for an empty prompt or ids outside the vocabulary; ContextLengthError when the prompt
-        leaves no room for a token, or max_kv_bytes none for the request; ConfigError for the id of a request that is
-        still unfinished.
+        Raises: PromptError for an empty prompt or ids outside the vocabulary; ContextLengthError when the prompt leaves
+        no room for a token, or when max_kv_bytes is too small for the request; ConfigError for the id of a request that
+        is still unfinished.
         """
         rows = self._admission.rows(prompt_ids, params, request_id, history_ids, output_ids, longest)
         if self._scheduler.holds(rows[0].request_id):
@@ -172,7 +172,7 @@ class Engine:
         return rows
 
     def abort(self, request_id: str) -> list[Row]:
-        """End every row of a request, queued or running; returns those that were ended."""
+        """End every row of a request, queued or running, and return the rows that were ended."""
         with self._use:
             ended = self._scheduler.withdraw(request_id)
             for row in ended:
@@ -180,14 +180,14 @@ class Engine:
             return ended
 
     def abort_row(self, row: Row, reason: str = "abort") -> None:
-        """End one row that decodes; the other samples of its request go on."""
+        """End one row that is decoding; the other samples of its request go on."""
         with self._use:
             if row in self._scheduler.decoding:
                 row.finish_reason = reason
                 self._scheduler.retire(row)
 
     def forget_prefixes(self) -> None:
-        """Drop what earlier rows left, for instance because the weights have changed."""
+        """Drop the prefixes kept from earlier rows, for instance because the weights have changed."""
         self._scheduler.forget_prefixes()
 
     @property
@@ -196,12 +196,12 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Rows in the cache, decoding or still prefilling."""
+        """Number of rows in the cache, decoding or still prefilling."""
         return len(self._scheduler.running)
 
     @property
     def running_rows(self) -> list[Row]:
-        """Rows in the cache, in its order: those that decode come first."""
+        """Rows in the cache, in cache order: rows that are decoding come first."""
         return self._scheduler.running
 
     @property
@@ -211,18 +211,18 @@ class Engine:
 
     @property
     def waiting_rows(self) -> list[Row]:
-        """Rows that no step has touched yet."""
+        """Rows that have not been part of any step yet."""
         return [each for row in self._scheduler.waiting for each in (row, *row.forks)]
 
     # -- steps -------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self) -> list[RowOutput]:
-        """One target forward: a prefill chunk, or a round of drafting and verification.
+        """Run one forward pass of the target: a prefill chunk, or a round of drafting and verification.
 
-        Returns: what was added to which row; empty for a prefill step.
-        Raises: EngineBusyError when another thread is inside. Any other error, and Ctrl-C, ends the running rows
-          with the reason "abort", since nothing is known of their state; those that wait are run by the next step.
+        Returns: the tokens that were added to each row; empty for a prefill step.
+        Raises: EngineBusyError when another thread is inside. Any other error, and Ctrl-C, ends the running rows with
+        the reason "abort", because their state is unknown then. Waiting rows run in the next step.
         """
         with self._use:
             if self._scheduler.ended:
@@ -244,7 +244,7 @@ class Engine:
             yield self.step()
 
     def _read(self, rows: list[Row]) -> None:
-        """Read the next chunks of the prompts of neighbouring rows."""
+        """Read the next chunks of the prompts of rows in neighbouring slots."""
         start = perf_counter()
         chunks = [self._scheduler.next_chunk(row) for row in rows]
         first_slot, needs = rows[0].slot, self._drafts.needs
@@ -276,10 +276,10 @@ class Engine:
         self.profile.prefill_seconds += perf_counter() - start
 
     def _decode(self, rows: list[Row]) -> list[RowOutput]:
-        """One round over the rows that decode: the method. Plain decoding is this round with the empty draft.
+        """Run one round over the rows that are decoding. Plain decoding is this round with the empty draft.
 
-        Node 0 of every draft is the row's pending token: part of its text, and not in the cache before this round. A
-        drafter that fails loses its rows, which go on with empty drafts and so with the same texts (`Drafts`).
+        Node 0 of every draft is the row's pending token, which is part of the row and not yet in the cache. If the
+        drafter fails, its rows go on with empty drafts and so with the same output (`Drafts`).
         """
         clock = StepClock()
         is_plain = True
@@ -303,7 +303,7 @@ class Engine:
         for place, row in enumerate(rows):
             result = self._append(row, drafts[place], verdicts[place], logits, place)
             results.append(result)
-            # node 0 and the accepted ones that were appended; the last token of the row is pending, and stays out
+            # node 0 and the accepted nodes that were appended; the last token of the row is pending and stays out
             paths.append(verdicts[place].path[: len(result.token_ids)])
             if row.finish_reason is not None:
                 finished.append(row)
@@ -326,7 +326,7 @@ class Engine:
     # -- how much is drafted -----------------------------------------------------------------------------------
 
     def _plan(self, rows: Sequence[Row], limits: Sequence[Limits]) -> list[DraftSize]:
-        """How much is wanted of the drafter for every row: what is allowed, or what pays of it."""
+        """Return the draft size for every row: the limit, or less if the governor finds less worth it."""
         sizes = []
         for limit in limits:
             sizes.append(limit.budget)
@@ -336,7 +336,7 @@ class Engine:
         return sizes
 
     def _select(self, rows: Sequence[Row], drafts: list[DraftTree], sizes: Sequence[DraftSize]) -> list[DraftTree]:
-        """The parts of drafts that are verified. The acceptance model learns from all of a draft, cut or not."""
+        """Return the parts of drafts that will be verified. The acceptance model learns from whole drafts."""
         name = self._drafts.facts.title(sizes[0])
         for row, draft in zip(rows, drafts, strict=True):
             self.acceptance.proposed(row, draft, name)
@@ -349,12 +349,13 @@ class Engine:
         return selected
 
     def _limits(self, rows: Sequence[Row]) -> list[Limits]:
-        """Limits of the drafts of every row: accepted tokens and the bonus together fit what is left of it.
+        """Return the largest draft allowed for every row.
 
-        What is allowed is decided here and nowhere else; the governor and the drafter may want less of it. A draft has
-        as many nodes at most as one forward may have for its bits to be those of single tokens, where that is promised
-        (`Promise`), and branches where rule and model take trees. A row in doubt runs without one, and a request may
-        want shorter ones.
+        The accepted tokens and the bonus must fit into the remaining budget.
+
+        Limits are set only here; governor and drafter may choose less. If bitwise equality is guaranteed (`Promise`), a
+        draft has at most as many nodes as one forward pass can compute with the bits of single tokens. Drafts may
+        branch only if rule and model support trees. A row in doubt gets no draft. A request may set a smaller limit.
         """
         max_nodes, of_promise = self._scheduler.max_nodes, min(self._promise.max_nodes, NO_LIMIT)
         takes_trees = self.config.rule.takes_trees and self.target.supports_trees
@@ -373,13 +374,16 @@ class Engine:
         return found
 
     def _attends(self, num_rows: int) -> bool:
-        """Whether rows have the drafter where so many run; else they rest: it is told nothing of them."""
+        """Return whether the drafter serves batches of this many rows.
+
+        If not, rows rest: the drafter does not see them.
+        """
         return self.governor is None or self.governor.attends(num_rows)
 
     def _govern(self, drafts: Sequence[DraftTree], results: Sequence[RowOutput], seconds: StepSeconds) -> None:
-        """Tell the governor of a step, and let rows rest where it finds that no drafts pay.
+        """Report a step to the governor. Let rows rest if no draft is worth it.
 
-        Rows that rested have the drafter again where that needs no more than their text.
+        Rested rows return to a drafter that needs only their tokens.
         """
         start, governor = perf_counter(), self.governor
         if governor is None:
@@ -394,7 +398,10 @@ class Engine:
     # -- verifying ---------------------------------------------------------------------------------------------
 
     def _verify(self, rows: Sequence[Row], drafts: Sequence[DraftTree], *, shows: bool) -> Output:
-        """Run the target over the drafts of all rows; logits of every node, and what the drafter wants if `shows`."""
+        """Run the target over the drafts of all rows.
+
+        Returns logits of every node, and the drafter's features if ``shows``.
+        """
         if self._has_doubtful:
             self._erase_doubtful(rows)
         with self._helpers.watched() if self._helpers is not None else nullcontext():
@@ -403,19 +410,20 @@ class Engine:
             )
 
     def _append(self, row: Row, tree: DraftTree, verdict: Verdict, logits: Logits, place: int) -> RowOutput:
-        """Append the accepted tokens and the bonus to a row, count them, and end the row where it ends.
+        """Append the accepted tokens and the bonus to a row, count them, and finish the row if one of them ends it.
 
-        A drafted token that the model cannot digest harms the nodes beside it, since 0 * NaN is NaN in every masked
-        sum, and so does what a drafter has left in the cache. So a failure puts the row in doubt at first: its next
-        step goes without a draft, over clean columns, and only if that fails, too, the row does.
+        A drafted token that makes the model return NaN harms the nodes beside it, because 0 * NaN is NaN in every
+        masked sum. So can values that a drafter has left in the cache. A failure therefore only puts the row in doubt
+        at first: its next step runs without a draft, over clean columns. If that step fails too, the row ends with an
+        error.
 
         Args:
-          logits: of the nodes of all rows.
-          place: of this row among them.
+          logits: logits of the nodes of all rows.
+          place: index of this row in ``logits``.
         """
         row.num_steps += 1
         has_failed = verdict.next_token < 0
-        is_lost = has_failed and row.is_in_doubt  # for the second time
+        is_lost = has_failed and row.is_in_doubt  # the row failed a second time
         row.is_in_doubt = has_failed and not is_lost
         self._has_doubtful = self._has_doubtful or has_failed
         error = distribution.failure(logits[place][verdict.path[-1]], row.sampler) if is_lost else None
@@ -463,7 +471,7 @@ class Engine:
         output: Output,
         choices: Choices | None,
     ) -> None:
-        """Tell the drafter of rows that go on: what was accepted of their drafts, and what the target computed."""
+        """Report the step to the drafter, for rows that go on: the accepted nodes, and the target's features."""
         rows, told = [], []
         for i, result in enumerate(results):
             row = result.row
@@ -474,7 +482,7 @@ class Engine:
             self._drafts.observe(rows, told)
 
     def _erase_doubtful(self, rows: Sequence[Row]) -> None:
-        """Zero what lies behind the committed columns of rows in doubt, which may not be finite."""
+        """Zero the cache behind the committed columns of rows in doubt, because these values may not be finite."""
         for slot, row in enumerate(rows):
             if row.is_in_doubt:
                 self.cache.erase(slot, self.cache.lengths[slot])
@@ -482,12 +490,14 @@ class Engine:
     # -- memory ------------------------------------------------------------------------------------------------
 
     def memory(self, prefix_bytes: int = 0) -> MemoryUse:
-        """Keys and values in memory, and what is planned for them."""
+        """Memory of keys and values, in use and planned."""
         return MemoryUse.of(self.plan, self.cache.lengths, self.caches.num_bytes, prefix_bytes)
 
     def release_memory(self) -> None:
-        """Give back all keys and values of an engine without rows, and what has grown with them; the next step
-        allocates anew. Rows that run keep what they need."""
+        """Free all keys and values, and tables that have grown with them, if no row is running.
+
+        The next step allocates them again. If rows are running, only memory that no row needs is freed.
+        """
         with self._use:
             self._shrink()
             if self._scheduler.running:
@@ -500,21 +510,24 @@ class Engine:
                     torch.cuda.empty_cache()
 
     def _shrink(self) -> None:
-        """Give back what no row has needed since the last call."""
+        """Free the cache memory that no row has needed since the last call."""
         self._steps_to_shrink = SHRINK_STEPS
         if self.caches.shrink():
             return_free_memory()
 
 
 class ExclusiveUse:
-    """A context in which a call has an engine to itself, and makes tensors on the CPU where no device is named.
+    """Context manager that gives one call exclusive use of an engine.
 
-    It is entered without waiting, and Ctrl-C cannot leave it taken: it belongs to the frame of the with statement, and
-    a frame that nothing runs any more has lost it, wherever it was cut off. It is no generator: one that Ctrl-C leaves
-    suspended runs its ending when it is collected, which may be in the middle of a later step.
+    Tensors without a device are made on the CPU inside.
+
+    It never waits to enter, and Ctrl-C cannot leave it locked. The lock belongs to the frame of the ``with`` statement,
+    and a frame that is no longer on any stack has lost it, wherever it was interrupted. It is not a generator: a
+    generator that Ctrl-C leaves suspended runs its exit code when it is collected, which may be in the middle of a
+    later step.
 
     Args:
-      clean_up: called after a block that has not come to its end, at the latest when the next one begins.
+      clean_up: function to call after a block that did not run to its end, at the latest when the next block begins.
 
     Raises: EngineBusyError when another call is inside.
     """
@@ -533,7 +546,7 @@ class ExclusiveUse:
             self._frame = sys._getframe(1)
         if self._is_broken:
             self._clean_up()
-        self._is_broken = True  # unless it comes to its end
+        self._is_broken = True  # until `__exit__` has run to its end
         self._device = cpu_by_default()
         self._device.__enter__()
 
@@ -550,9 +563,10 @@ class ExclusiveUse:
 def _until_the_end(
     checker: StopChecker, tokens: Sequence[int]
 ) -> tuple[list[int], Finish | None, BaseException | None]:
-    """The tokens up to the one that ends the row, that included, and why it ends.
+    """Return the tokens up to and including the one that ends the row, and the reason for the end.
 
-    Or those before the one whose text cannot be read, and what the tokenizer has raised: as many as plain decoding has.
+    If the tokenizer raises, return the tokens before the one that it cannot decode, and the error. Plain decoding
+    returns the same tokens.
     """
     for length, token in enumerate(tokens, 1):
         try:

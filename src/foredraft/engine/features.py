@@ -1,4 +1,4 @@
-"""Features of the target's forwards, as drafters see them: gathered and ranked when they are asked for."""
+"""Features of the target's forward passes for drafters: gathered and ranked on request."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _BLOCK = 128
 class Features:
     """Values that the target has computed at the nodes of one row: of a draft, or of a chunk of a prompt.
 
-    This base has nothing. Features hold what a forward has left in memory: ask for them while the call they were
-    handed to runs, and keep copies of what is to last.
+    This base class has no values. Features refer to the memory of a forward pass: read them during the call that
+    receives them, and copy values that must last longer.
 
-    Raises: ConfigError for what `Drafter.needs` does not name.
+    Raises: ConfigError for features that `Drafter.needs` does not name.
     """
 
     def last_hidden(self, nodes: Sequence[int]) -> torch.Tensor:
@@ -37,18 +37,18 @@ class Features:
 
     @property
     def choices(self) -> tuple[int, ...]:
-        """The target's own token after every node, accepted or not; -1 where it has no usable distribution.
+        """The target's own token after every node, accepted or not; -1 for a node without a usable distribution.
 
-        It is what decoding would emit after that node's path, by the argmax or by the keyed noise of the row.
+        It is the token that decoding would emit after the node's path, by argmax or by the keyed noise of the row.
         """
         raise _not_required("choices")
 
     def at(self, nodes: Sequence[int]) -> Features:
-        """Features whose node i is ``nodes[i]`` here."""
+        """Return features in which node i is ``nodes[i]`` of these features."""
         return _FeaturesAt(self, nodes)
 
     def places(self, nodes: Sequence[int]) -> tuple[NodeLogits, list[int]] | None:
-        """Where the logits of these nodes stand among those of all rows of a forward, if they do."""
+        """Return the logits of a forward pass and the indices of these nodes in them; None if there are none."""
         return None
 
 
@@ -56,7 +56,7 @@ NO_FEATURES = Features()
 
 
 class _FeaturesAt(Features):
-    """Features under other numbers."""
+    """Features with renumbered nodes."""
 
     def __init__(self, features: Features, nodes: Sequence[int]) -> None:
         self._features = features
@@ -81,18 +81,18 @@ class _FeaturesAt(Features):
 
 
 def _not_required(name: str) -> ConfigError:
-    return ConfigError(f"a drafter asked for features that were not computed; let its `needs` name {name}")
+    return ConfigError(f"a drafter used features that were not computed; its `needs` must name {name}")
 
 
 class RowFeatures(Features):
-    """Features of the nodes of one row of a forward.
+    """Features of the nodes of one row of a forward pass.
 
     Args:
-      output: of the forward.
-      row: number of the row.
-      choices: of all nodes of all rows, where the drafter wants them: made before anything is emitted, for they depend
-        on the text.
-      nodes: numbers of the nodes in the forward; None where they are the same.
+      output: output of the forward pass.
+      row: index of the row.
+      choices: choices at all nodes of all rows, if the drafter needs them. They depend on the text, so they are made
+        before anything is emitted.
+      nodes: indices of the nodes in the forward pass; None if they are the same.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class RowFeatures(Features):
         self._nodes = nodes
 
     def _in_forward(self, nodes: Sequence[int]) -> Sequence[int]:
-        """Numbers of nodes in the forward."""
+        """Return the indices of nodes in the forward pass."""
         known = self._nodes
         return nodes if known is None else [known[node] for node in nodes]
 
@@ -122,7 +122,7 @@ class RowFeatures(Features):
 
     def top_ids(self, k: int, nodes: Sequence[int]) -> torch.Tensor:
         logits = self._output.logits[self._row]
-        if not len(logits):  # a prompt of which no logits were wanted
+        if not len(logits):  # a prompt chunk whose logits were not computed
             return super().top_ids(k, nodes)
         return _best_at(logits, k, self._in_forward(nodes))
 
@@ -147,10 +147,10 @@ class RowFeatures(Features):
 
 
 def top_ids_of(features: Sequence[Features], k: int, nodes: Sequence[Sequence[int]]) -> torch.Tensor:
-    """`Features.top_ids` of several rows, one row after the other: all at once where they are of one forward.
+    """`Features.top_ids` of several rows, concatenated; computed in one call if all rows are of one forward pass.
 
     Args:
-      nodes: by row.
+      nodes: nodes of each row.
     """
     if len(features) == 1:
         return features[0].top_ids(k, nodes[0])
@@ -163,24 +163,25 @@ def top_ids_of(features: Sequence[Features], k: int, nodes: Sequence[Sequence[in
 
 
 def _best_at(logits: torch.Tensor, k: int, nodes: Sequence[int]) -> torch.Tensor:
-    """Ids of the k largest of some rows of (N, V), or of as many as there are, best first."""
+    """Ids of the k largest entries of the given rows of (N, V), or of all entries if V < k, best first."""
     found = sample_kernels.best(logits, min(k, logits.shape[-1]), nodes)  # without a copy
     return largest_ids(_selected(logits, nodes), k) if found is None else found
 
 
 def _selected(values: torch.Tensor, nodes: Sequence[int]) -> torch.Tensor:
-    """Rows of (N, ...), without a copy where these are the first ones."""
+    """Select rows of (N, ...), without a copy if they are the first ones."""
     if list(nodes) == list(range(len(nodes))):
         return values[: len(nodes)]
     return values.index_select(0, torch.tensor(list(nodes), device=values.device))
 
 
 def largest_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Ids (M, k) of the k largest of every row (M, V), best first; fewer where V is smaller.
+    """Ids (M, k) of the k largest entries of every row (M, V), best first; fewer if V is smaller.
 
-    One pass over every row where kernels are compiled. torch's own search through long rows takes ten times as long as
-    one pass for the largest of every block: the k largest lie in the k blocks with the largest maxima. With V = 8,
-    blocks of 2 and k = 2: of (5 0 | 1 4 | 3 2 | 0 0) the maxima are 5 4 3 0, so blocks 0 and 1 hold 5 and 4.
+    Compiled kernels need one pass over every row. Without them, torch's own search through long rows takes ten times as
+    long as one pass for the maximum of every block, and the k largest entries lie in the k blocks with the largest
+    maxima. For example, with V = 8, blocks of 2 and k = 2: of (5 0 | 1 4 | 3 2 | 0 0) the maxima are 5 4 3 0, so blocks
+    0 and 1 contain 5 and 4.
     """
     num_rows, num_scores = scores.shape
     k = min(k, num_scores)

@@ -1,5 +1,7 @@
-"""All that stands between an interface (LLM, command line, server) and the engine: results, streams, and the runner
-that shares one engine between many calls."""
+"""The layer between an interface (LLM, command line, server) and the engine: results, streams, and the runner.
+
+The runner shares one engine between many calls.
+"""
 
 from __future__ import annotations
 
@@ -40,23 +42,23 @@ TARGET = "target"
 """Source of a token that was not drafted."""
 
 IDLE_SECONDS = 10.0
-"""Time without requests after which memory is given back: longer than most pauses between two requests."""
+"""Time without requests after which memory is freed: longer than most pauses between two requests."""
 
-MIN_STEPS = 64  # steps of rows that have ended, before a low gain is logged
+MIN_STEPS = 64  # steps of finished rows before a low gain is logged
 MIN_ROW_TOKENS = 16  # shorter rows have hardly a step that could draft
-LOW_GAIN = 1.1  # tokens per step; a step that drafts costs that much more than a plain one on most machines
+LOW_GAIN = 1.1  # tokens per step; on most machines a step with a draft costs about that much more than a plain one
 
-_SHOWN_CHARACTERS = 100  # of a text, and
-_SHOWN_SAMPLES = 3  # of the samples of a request, in the repr of a result
+_SHOWN_CHARACTERS = 100  # of a text in the repr of a result
+_SHOWN_SAMPLES = 3  # of a request in the repr of a result
 
 # -- results -------------------------------------------------------------------------------------------------------
 
 
 class FrozenList(list[T]):
-    """A list that cannot be changed, as vLLM's results are lists; it equals the tuple of its items, and can be hashed.
+    """An immutable list, since vLLM's results are lists. It equals the tuple of its items and is hashable.
 
-    Its slices and sums are such lists as well. A sum that begins with another list is a plain list, and one that begins
-    with a tuple a tuple.
+    Its slices and sums are frozen lists as well. A sum that begins with another list is a plain list, and a sum that
+    begins with a tuple is a tuple.
     """
 
     __slots__ = ()
@@ -73,7 +75,7 @@ class FrozenList(list[T]):
     def __add__(self, other: Any) -> Any:
         return FrozenList((*self, *other)) if isinstance(other, (list, tuple)) else NotImplemented
 
-    def __radd__(self, other: Any) -> Any:  # of a list, ``list`` does it, in place for +=
+    def __radd__(self, other: Any) -> Any:  # a plain list on the left handles + and += itself
         return (*other, *self) if isinstance(other, tuple) else NotImplemented
 
     @overload
@@ -90,13 +92,13 @@ class FrozenList(list[T]):
         return FrozenList, (tuple(self),)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError("results cannot be changed; make a list of your own of them: list(token_ids)")
+        raise TypeError("results cannot be changed; make your own list of them, such as list(token_ids)")
 
     append = extend = insert = pop = remove = clear = sort = reverse = _refuse
     __setitem__ = __delitem__ = __imul__ = _refuse
 
     def __iadd__(self, other: Any) -> Any:
-        """A new one in the place of this name, as for tuples."""
+        """Bind the name to a new list, as for tuples."""
         return self + other
 
 
@@ -106,8 +108,8 @@ class Logprob:
 
     Args:
       logprob: natural logarithm.
-      rank: 1 is the most likely token.
-      decoded_token: its text, None where no tokenizer is known.
+      rank: rank by probability; 1 is the most likely token.
+      decoded_token: text of the token; None without a tokenizer.
     """
 
     logprob: float
@@ -117,17 +119,17 @@ class Logprob:
 
 @dataclass(frozen=True, repr=False)
 class CompletionOutput:
-    """One sample of a request. Its repr is short; the fields have everything.
+    """One sample of a request. Its repr is short; the fields contain everything.
 
     Args:
       index: number of the sample, from 0 to ``n`` - 1.
       text: text of ``token_ids``, cut before the stop string unless the parameters keep it; empty without a tokenizer.
-      token_ids: generated tokens, the EOS or stop token that ended them included, the prompt excluded.
-      cumulative_logprob: sum over ``token_ids``; None unless log-probabilities were asked for.
-      logprobs: per token, its own and the most likely ones; None unless asked for.
+      token_ids: generated tokens, including the EOS or stop token at the end, without the prompt.
+      cumulative_logprob: sum over ``token_ids``; None unless log-probabilities were requested.
+      logprobs: log-probabilities of each token and of the most likely ones; None unless requested.
       finish_reason: "stop", "length", "abort" or "error".
-      stop_reason: the stop token or stop string that ended it, the message of an error, None for EOS.
-      seed: of the request; sample i draws with ``mix(seed, i)``. Giving it again gives the same tokens again.
+      stop_reason: the stop token or stop string that ended the sample, or the message of an error; None for EOS.
+      seed: seed of the request; sample i draws with ``mix(seed, i)``. The same seed gives the same tokens again.
     """
 
     index: int
@@ -149,20 +151,21 @@ class CompletionOutput:
 
 @dataclass(frozen=True, repr=False)
 class RequestMetrics:
-    """Counters and times of one request, its samples pooled.
+    """Counters and times of one request, with its samples pooled.
 
-    None of them compares with plain decoding: ``tokens_per_step`` is not a speed-up, since a step that drafts costs
-    more than a plain one. Whether drafting pays is measured by ``foredraft bench``.
+    None of them compares with plain decoding. ``tokens_per_step`` is not a speed-up, since a step with a draft costs
+    more than a plain one. ``foredraft bench`` measures whether drafting is worth it.
 
     Args:
       speculative_decoding: vLLM's fields, see `speculative_metrics`.
-      prefill_seconds: from submission to the first decode step; in a batch, waiting for other rows included.
-      decode_seconds: from the first decode step to the last.
-      tokens_per_second: generated tokens by ``decode_seconds``.
-      governor: where measured costs decide how much is drafted: ``estimated_speedup`` by plain decoding during the
-        call, None where no step verified a draft, and the ``decision`` of late with its reasons.
-      promise: guarantee for the tokens, compared with plain decoding; None under rules that keep the distribution
-        alone.
+      prefill_seconds: time from submission to the first decode step; in a batch, it includes waiting for other rows.
+      decode_seconds: time from the first decode step to the last.
+      tokens_per_second: generated tokens divided by ``decode_seconds``.
+      governor: decisions of the governor, or None if there is none. ``estimated_speedup`` is the speed during the call
+        relative to plain decoding, None if no step verified a draft. ``decision`` is the latest decision with its
+        reasons.
+      promise: guarantee for the tokens, compared with plain decoding; None under rules that only preserve the
+        distribution.
       trace: plan, draft and acceptance of every decode step, sample by sample.
     """
 
@@ -186,15 +189,15 @@ class RequestMetrics:
 
 @dataclass(frozen=True, repr=False)
 class RequestOutput:
-    """The result for one prompt. Its repr is short; the fields have everything.
+    """The result for one prompt. Its repr is short; the fields contain everything.
 
     Args:
-      prompt: the text, None for a prompt of token ids.
-      finished: False when it was aborted before its end.
-      lossless: the acceptance rule keeps the distribution of the target.
-      num_cached_tokens: of the prompt, taken over from earlier requests instead of being fed (vLLM's field).
-      prompt_logprobs: per token of the prompt, None for the first, its own log-probability and the most likely ones by
-        the model alone; None unless asked for.
+      prompt: text of the prompt; None for a prompt of token ids.
+      finished: False if the request was aborted before its end.
+      lossless: True if the acceptance rule preserves the target's distribution.
+      num_cached_tokens: number of prompt tokens reused from earlier requests instead of being read (vLLM's field).
+      prompt_logprobs: for each prompt token, log-probabilities of it and of the most likely ones under the model alone;
+        None for the first token. None as a whole unless requested.
     """
 
     request_id: str
@@ -225,16 +228,17 @@ class StreamOutput:
     Args:
       prompt_index: number of the prompt, 0 for a single one.
       index: number of the sample, from 0 to ``n`` - 1.
-      text: new text; tokens that only begin a character, and the beginning of a stop string, are held back.
+      text: new text, without incomplete characters and without a possible beginning of a stop string.
       segments: ``text`` in pieces, each with its source: the name of the drafter, or "target".
       token_ids: new tokens.
-      num_accepted: how many of them, counted from the front, were drafted.
-      finish_reason, stop_reason: set on the last delta of the sample.
-      seed: of the request, as in `CompletionOutput`.
-      texts: ``text`` in pieces, one for each of the tokens: the text that it made certain, possibly none.
-      logprobs: log-probabilities for each of the tokens; None unless asked for.
+      num_accepted: number of drafted tokens at the start of ``token_ids``.
+      finish_reason, stop_reason: reasons for the end of the sample, set on its last delta.
+      seed: seed of the request, as in `CompletionOutput`.
+      texts: ``text`` in pieces, one for each token, possibly empty: the text that became certain with it.
+      logprobs: log-probabilities for each token; None unless requested.
       tree: the draft that the step verified.
-      prompt_logprobs: of the prompt, with the first delta of each sample; None with later ones and unless asked for.
+      prompt_logprobs: log-probabilities of the prompt, in the first delta of each sample; None in later ones and unless
+        requested.
     """
 
     request_id: str
@@ -254,23 +258,23 @@ class StreamOutput:
 
 
 def _shortened(value: object) -> str:
-    """The repr of a text, cut where it is long."""
+    """Return the repr of a string, cut if it is long."""
     if not isinstance(value, str) or len(value) <= _SHOWN_CHARACTERS:
         return repr(value)
     return f"{value[: _SHOWN_CHARACTERS - 3]!r}..."
 
 
 def speculative_metrics(stats: RowStats, num_spec_tokens: int, is_lossless: bool = True) -> dict[str, Any]:
-    """vLLM's ``metrics.speculative_decoding``, with tau, the number of steps and ``lossless`` beside it.
+    """Return vLLM's ``metrics.speculative_decoding``, extended by tau, the number of steps and ``lossless``.
 
-    ``mean_acceptance_length`` counts the bonus and averages over steps that drafted (1.0 when none did);
-    ``tokens_per_step`` (tau) averages over all decode steps. The histogram leaves the bonus out and holds
-    accepted counts that occurred, as strings of integers. ``num_proposed_tokens`` were drafted, ``num_draft_tokens`` of
-    them verified, and the others cut, by cause in ``num_cut_tokens``; ``num_undrafted_steps`` has the steps without a
-    draft by what kept them from having one (`foredraft.engine.stats`). Where several drafters had a part,
-    ``by_drafter`` says what each has proposed. ``accepted_prediction_tokens`` and ``rejected_prediction_tokens`` are
-    there where a prediction of the request's own was drafted; ``drafter_error`` where an exception has ended the
-    drafting of a row, and says which.
+    ``mean_acceptance_length`` counts the bonus and averages over steps with a draft (1.0 if there was none).
+    ``tokens_per_step`` (tau) averages over all decode steps. ``acceptance_histogram`` does not count the bonus; its
+    keys are the accepted counts that occurred, as strings. ``num_proposed_tokens`` were drafted. Of these,
+    ``num_draft_tokens`` were verified and the others cut, by cause in ``num_cut_tokens``. ``num_undrafted_steps``
+    counts the steps without a draft by cause (`foredraft.engine.stats`). ``by_drafter`` is present if several drafters
+    contributed, and has the counts of each. ``accepted_prediction_tokens`` and ``rejected_prediction_tokens`` are
+    present if the request's own prediction was drafted. ``drafter_error`` is present if an exception ended the drafting
+    of a row, and contains its message.
     """
     drafters: dict[str, Any] = {} if len(stats.drafted_by) < 2 else {"by_drafter": _by_drafter(stats)}
     if stats.drafted_by[PREDICTION]:
@@ -309,25 +313,25 @@ def _by_drafter(stats: RowStats) -> dict[str, dict[str, int]]:
 
 
 class Completion:
-    """One sample of a request, as far as its output was delivered.
+    """One sample of a request, up to the output delivered so far.
 
-    Text is delivered once it is certain: characters are complete, and no stop string has begun.
+    Text is delivered once it is certain: its characters are complete, and no stop string may have begun in it.
 
     Args:
-      row: the row of the engine; a sample whose row has no text delivers tokens alone.
-      prompt_index: place of its prompt in the call.
+      row: the row of the engine. A sample whose row has no text delivers only tokens.
+      prompt_index: index of its prompt in the call.
 
     Attributes:
-      num_tokens: tokens delivered; fewer than the row has where the tokenizer could not read one.
-      logprobs: log-probabilities of these tokens; None unless asked for.
-      finish_reason, stop_reason: cause of its end; None while it runs.
+      num_tokens: number of tokens delivered; smaller than that of the row if the tokenizer could not decode one.
+      logprobs: log-probabilities of these tokens; None unless requested.
+      finish_reason, stop_reason: reasons for its end; None while it runs.
       error: the exception that ended it.
       started, ended: times at which its first decode step began and its newest one ended.
     """
 
     def __init__(self, row: Row, prompt_index: int) -> None:
         self.row, self.prompt_index = row, prompt_index
-        self.num_tokens = row.num_output_tokens  # a row that continues an output has delivered that
+        self.num_tokens = row.num_output_tokens  # a continued output counts as delivered
         self.logprobs: list[dict[int, Logprob]] | None = None if row.params.logprobs is None else []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -335,22 +339,26 @@ class Completion:
         self.started: float | None = None
         self.ended = 0.0
         self._text = row.text
-        self._stops = () if row.params.include_stop_str_in_output else row.params.stop_strings  # held back
-        self._ends: deque[tuple[int, str]] = deque()  # ends of the text of each source, as far as not delivered
-        self._source = ""  # of the newest token
-        self._num_delivered = 0  # characters
+        self._stops = (
+            () if row.params.include_stop_str_in_output else row.params.stop_strings
+        )  # their possible beginnings are held back
+        self._ends: deque[tuple[int, str]] = deque()  # end and source of each piece not yet delivered
+        self._source = ""  # source of the newest token
+        self._num_delivered = 0  # number of characters delivered
         if self._text is not None and self.num_tokens:
             self._text.read(row.token_ids, row.num_prompt_tokens)
             self._num_delivered = self._num_certain(self._text)
 
     def take(self, output: RowOutput, sources: Sequence[str]) -> tuple[Segments, tuple[str, ...]]:
-        """Append the tokens of a step. Before a token that the tokenizer cannot read, it ends with the reason "error".
+        """Append the tokens of a step.
+
+        The sample ends with the reason "error" before a token that the tokenizer cannot decode.
 
         Args:
           sources: source of each token.
 
-        Returns: the text that became certain, in pieces by source, and in as many pieces as there are tokens. A piece
-          that was held back belongs to the token that made it certain; all that is left, to the last one.
+        Returns: the text that became certain, in pieces by source, and in one piece per token. A piece that was held
+        back belongs to the token that made it certain. The rest belongs to the last token.
         """
         row, text, first = self.row, self._text, self.num_tokens
         self.num_tokens += len(output.token_ids)
@@ -389,7 +397,10 @@ class Completion:
         return tuple(segments), tuple(pieces)
 
     def _num_certain(self, text: Detokenizer) -> int:
-        """Length of the text that no later token can take back; at the end all of it, a stop string only if kept."""
+        """Length of the text that later tokens cannot change.
+
+        At the end it is all text, with the stop string only if kept.
+        """
         if self.finish_reason is None:
             if not self._stops:
                 return len(text.text)
@@ -403,7 +414,7 @@ class Completion:
         return len(text.text)
 
     def output(self) -> CompletionOutput:
-        """The result so far; a sample that runs counts as aborted, with the text of all its tokens."""
+        """Return the result so far. A running sample counts as aborted, with the text of all its tokens."""
         row, text = self.row, ""
         if self._text is not None:
             is_whole = self.finish_reason not in (None, "abort")
@@ -424,11 +435,11 @@ class Completion:
 class Stream(Iterator[StreamOutput]):
     """The stream of the requests of one call, step by step.
 
-    Iterate for the deltas; `outputs` has what was collected so far, at any time. Use it as a context manager, or
-    close it, to end early.
+    Iterate over it for the deltas. `outputs` returns the results collected so far, at any time. To end it early, use it
+    as a context manager or close it.
     """
 
-    _is_closed = True  # until it is made
+    _is_closed = True  # until `__init__` has finished
 
     def __init__(self, runner: Runner, is_counted: bool) -> None:
         engine = runner.engine
@@ -451,8 +462,8 @@ class Stream(Iterator[StreamOutput]):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise CopyError(
-            "a stream belongs to the LLM that generates it, so it can neither be copied nor pickled; outputs() gives "
-            "what has come so far, which can"
+            "a stream belongs to the LLM that generates it, so it can neither be copied nor pickled; copy the results "
+            "so far, outputs(), instead"
         )
 
     @property
@@ -475,33 +486,33 @@ class Stream(Iterator[StreamOutput]):
 
     @property
     def finish_reasons(self) -> list[str | None]:
-        """Finish reasons of all samples; None for those that run."""
+        """Finish reasons of all samples; None for running ones."""
         return [completion.finish_reason for completion in self._completions]
 
     @property
     def num_cached_tokens(self) -> int:
-        """Number of tokens of prompts that were taken over from earlier requests instead of being read."""
+        """Number of prompt tokens that were reused from earlier requests instead of being read."""
         return sum(samples[0].row.num_cached_tokens for samples in self._samples)
 
     @property
     def stats(self) -> RowStats:
-        """Counters of all samples together."""
+        """Sum of the counters of all samples."""
         return RowStats.pooled(completion.row.stats for completion in self._completions)
 
     @property
     def fault(self) -> BaseException | None:
-        """The exception that broke off a step, or the first error that ended a sample, whatever becomes of the rest."""
+        """The exception that broke off a step, or the first error that ended a sample; None if there was none."""
         return self._failure or next((each.error for each in self._completions if each.error is not None), None)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether no step has touched any of its rows."""
+        """True if none of its rows has been part of a step yet."""
         rows = [completion.row for completion in self._completions]
         return not any(row.num_prefilled or row.num_steps or row.is_finished for row in rows)
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing comes any more."""
+        """True if no more deltas will come."""
         return not self._news and (self._is_closed or self._failure is not None or not self._running)
 
     def __next__(self) -> StreamOutput:
@@ -516,7 +527,10 @@ class Stream(Iterator[StreamOutput]):
         raise StopIteration
 
     def take(self) -> list[StreamOutput]:
-        """Return the new deltas without stepping, while another thread calls `LLM.step`. See `fault` after it."""
+        """Return the new deltas without running a step, while another thread calls `LLM.step`.
+
+        Check `fault` afterwards.
+        """
         news = list(self._news)
         self._news.clear()
         return news
@@ -576,11 +590,11 @@ class Stream(Iterator[StreamOutput]):
     # -- results -----------------------------------------------------------------------------------------------
 
     def outputs(self) -> list[RequestOutput]:
-        """Results in the order of the prompts; what has not ended counts as aborted."""
+        """Return the results in the order of the prompts; unfinished ones count as aborted."""
         return [self.output(place) for place in range(self.num_prompts)]
 
     def output(self, prompt_index: int) -> RequestOutput:
-        """The result for one prompt."""
+        """Return the result for one prompt."""
         prompt, samples = self._prompts[prompt_index], self._samples[prompt_index]
         return RequestOutput(
             request_id=samples[0].row.request_id,
@@ -595,21 +609,21 @@ class Stream(Iterator[StreamOutput]):
         )
 
     def _prompt_logprobs(self, place: int) -> list[dict[int, Logprob] | None] | None:
-        """Log-probabilities of the tokens of a prompt read so far, None for the first token; None unless asked for."""
+        """Return log-probabilities of the prompt tokens read so far; None for the first one, and unless requested."""
         row = self._samples[place][0].row
         if row.params.prompt_logprobs is None:
             return None
         return [None, *(self._logprobs(entry) for entry in row.prompt_logprobs)]
 
     def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """Log-probabilities at one token: its own first, then the most likely ones."""
+        """Return the log-probabilities at one token: its own first, then the most likely ones."""
         table = {entry.token: (entry.logprob, entry.rank)}
         for token, logprob, rank in zip(entry.top_ids, entry.top_logprobs, entry.top_ranks, strict=True):
             table.setdefault(token, (logprob, rank))
         return {token: Logprob(logprob, rank, self._decoded(token)) for token, (logprob, rank) in table.items()}
 
     def _decoded(self, token: int) -> str | None:
-        """Text of a token; None without a tokenizer, and for a token that the tokenizer cannot read."""
+        """Return the text of a token; None without a tokenizer, and for a token that the tokenizer cannot decode."""
         try:
             return None if self._tokenizer is None else str(self._tokenizer.decode([token]))
         except BaseException as fault:
@@ -636,7 +650,7 @@ class Stream(Iterator[StreamOutput]):
         )
 
     def _governed(self) -> dict[str, Any] | None:
-        """Estimated speed-up over plain decoding, None where no step verified a draft, and the latest decision."""
+        """Return the latest decision and the speed relative to plain decoding, None if no step verified a draft."""
         if self._governor is None or self._before is None:
             return None
         totals, before = self._governor.totals, self._before
@@ -652,18 +666,18 @@ class Stream(Iterator[StreamOutput]):
 class Runner:
     """Runs the requests of several calls over one engine.
 
-    The caller that waits for a stream steps the engine until that stream has news; news of other streams are kept for
-    them. So calls from several threads, and calls made while a stream is open, share batches and all give right
-    results. A stream that nobody holds any more is ended before the next step.
+    The caller that waits for a stream runs steps until that stream has news; news of other streams are kept for them.
+    So calls from several threads, and calls made while a stream is open, share batches and are all correct. A stream
+    without any reference is ended before the next step.
 
     Args:
-      new_engine: makes the engine, and another one when the target runs in another way than it did.
-      config: how the engine drafts.
-      lock: held while the target runs; runners of one target share it.
-      model: name of the model as the command line takes it, for the log.
+      new_engine: function that makes the engine, and makes it again when the execution of the target changes.
+      config: drafting configuration of the engine.
+      lock: lock that is held while the target runs, shared by the runners of one target.
+      model: name of the model as the command line accepts it, for the log.
 
     Attributes:
-      engine: the present engine; another one takes its place when the target runs in another way.
+      engine: the current engine; it is replaced when the execution of the target changes.
     """
 
     def __init__(
@@ -676,9 +690,9 @@ class Runner:
         self._execution = self.engine.target.execution
         self._num_changes = self.engine.target.num_changes
         self._lock = lock
-        self._frame: FrameType | None = None  # of a step, in the thread that has the lock
+        self._frame: FrameType | None = None  # frame of the running step, in the thread that has the lock
         self._num_requests = 0
-        self._streams: dict[Row, weakref.ref[Stream]] = {}  # of rows that are queued or running
+        self._streams: dict[Row, weakref.ref[Stream]] = {}  # stream of each row that is queued or running
         self._abandoned: deque[dict[Row, Completion]] = deque()
         self._ended = None if config.method == "none" or not self.num_spec_tokens else RowStats()
         self._idle_since = 0.0
@@ -691,24 +705,24 @@ class Runner:
 
     @property
     def _is_stepping(self) -> bool:
-        """Whether a step has called back. A step that was cut off does not count."""
+        """True if this call comes from inside a step. An interrupted step does not count."""
         return self._frame is not None and is_running(self._frame)
 
     def open(
         self, prompts: Sequence[Prompt], params: Sequence[Callable[[int], SamplingParams]], *, is_counted: bool = True
     ) -> Stream:
-        """Queue the prompts of one call, all of them or, when one is refused, none.
+        """Queue the prompts of one call; if one of them is refused, none is queued.
 
         Args:
-          params: one for each prompt, given the number of the request.
-          is_counted: whether its rows count for the log line about a low gain.
+          params: for each prompt, a function from the number of the request to its parameters.
+          is_counted: True if its rows count for the log line about a low gain.
 
-        Raises: PromptError, naming the prompt by its place; UnsupportedModelError when the owner of the model has made
-          it one that cannot be decoded exactly.
+        Raises: PromptError with the index of the prompt; UnsupportedModelError if the caller has changed the model so
+        that it cannot be decoded exactly.
         """
         with self._lock:
             if self._is_stepping:
-                raise EngineBusyError("a logits processor called the LLM it runs in; give it another LLM")
+                raise EngineBusyError("a logits processor called the LLM that is running it; call another LLM instead")
             self._follow_target()
             stream = Stream(self, is_counted)
             try:
@@ -720,7 +734,7 @@ class Runner:
             return stream
 
     def _follow_target(self) -> None:
-        """Decode with the model as it is now. Rows that are running go on over what they have in the cache."""
+        """Adapt to changes of the model since the last call. Running rows go on with their cached columns."""
         target = self.engine.target
         target.refresh()
         if target.num_changes != self._num_changes:
@@ -748,10 +762,10 @@ class Runner:
         stream._running.update(zip(rows, stream._samples[-1], strict=True))
 
     def advance(self, stream: Stream) -> None:
-        """Step until a stream has news or has ended.
+        """Run steps until a stream has news or has ended.
 
-        Raises: the exception that broke off a step, in every stream that had rows in it; streams whose rows only waited
-          go on. Ctrl-C ends the call in which it was noticed as well.
+        Raises: the exception that broke off a step, in every stream with rows in that step; streams whose rows only
+        waited go on. Ctrl-C also ends the call in which it was raised.
         """
         while not (stream._news or stream._is_closed):
             with self._lock:
@@ -763,9 +777,9 @@ class Runner:
                 self._step(stream)
 
     def step(self) -> bool:
-        """Make one step for all streams, for a thread that does nothing else; return whether there was one to make.
+        """Run one step for all streams, for a thread that does nothing else; return False if there was nothing to do.
 
-        Streams keep its results, or the exception that breaks it off.
+        Streams store its results, or the exception that breaks it off.
         """
         with self._lock:
             self._end_abandoned()
@@ -775,7 +789,7 @@ class Runner:
             return has_rows
 
     def _step(self, waiting: Stream | None) -> None:
-        """Step on behalf of a stream, or of all of them."""
+        """Run a step on behalf of a stream, or of all streams if None."""
         started = perf_counter()
         self._frame = sys._getframe()
         try:
@@ -784,12 +798,12 @@ class Runner:
             for output in outputs:
                 row, reference = output.row, self._streams.get(output.row)
                 stream = None if reference is None else reference()
-                if stream is None:  # dropped, or cut off before it could wait for the row
+                if stream is None:  # dropped, or interrupted before it was complete
                     self.engine.abort(row.request_id)
                     continue
                 stream._take(output, started, ended)
                 if row not in stream._running:
-                    if not row.is_finished:  # its text cannot be read
+                    if not row.is_finished:  # the tokenizer cannot decode its output
                         self.engine.abort_row(row, "error")
                     del self._streams[row]
                     if stream._is_counted:
@@ -804,7 +818,7 @@ class Runner:
                 self._note_idle()
 
     def _fail(self, error: BaseException) -> set[Stream]:
-        """End the streams that had rows in a step that broke off; the engine has ended these rows already."""
+        """End the streams that had rows in a step that broke off. The engine has already ended these rows."""
         untouched = set(self.engine.waiting_rows)
         touched = {reference() for row, reference in self._streams.items() if row not in untouched}
         failed = {stream for stream in touched if stream is not None}
@@ -815,7 +829,7 @@ class Runner:
         return failed
 
     def _withdraw(self, running: dict[Row, Completion]) -> None:
-        """Leave nothing of unfinished rows of a stream in the engine, and count them as aborted."""
+        """Remove the unfinished rows of a stream from the engine, and mark them as aborted."""
         for request_id in {row.request_id for row in running}:
             self.engine.abort(request_id)
         for row, completion in running.items():
@@ -826,7 +840,7 @@ class Runner:
             self._note_idle()
 
     def end(self, stream: Stream) -> None:
-        """Take the unfinished rows of a stream out of the engine: now, or before the next step while one runs."""
+        """Remove the unfinished rows of a stream from the engine: now, or before the next step if one is running."""
         with self._lock:
             self.abandon(stream._running)
             if not self._is_stepping:
@@ -837,26 +851,26 @@ class Runner:
         while self._abandoned:
             try:
                 self._withdraw(self._abandoned[0])
-            except BaseException as error:  # cut off in the engine, which then ends all rows that run
+            except BaseException as error:  # interrupted inside the engine, which then ends all running rows
                 self._fail(error)
                 raise
             self._abandoned.popleft()
 
     def abandon(self, running: dict[Row, Completion]) -> None:
-        """End rows before the next step; may be called from anywhere, a garbage collection included."""
+        """End rows before the next step. May be called from anywhere, even during garbage collection."""
         self._abandoned.append(running)
 
     # -- memory of an idle engine ------------------------------------------------------------------------------
 
     def rest(self) -> None:
-        """Give back the memory of keys and values, unless a request has come meanwhile."""
+        """Free the memory of keys and values, unless a request has arrived."""
         with self._lock:
             self._end_abandoned()
             if not self._streams:
                 self.engine.release_memory()
 
     def _note_idle(self) -> None:
-        """Rest after a pause, in a thread that exists until then and does not keep the runner alive."""
+        """Start a thread that frees memory after a pause. The thread does not keep the runner alive."""
         self._idle_since = monotonic()
         if self._idle_thread is None or not self._idle_thread.is_alive():
             self._idle_thread = threading.Thread(
@@ -867,7 +881,7 @@ class Runner:
     # -- the log line about a low gain -------------------------------------------------------------------------
 
     def _count(self, stats: RowStats) -> None:
-        """Count a row that has ended, and log one line, once, where drafting has gained little over many steps."""
+        """Count a finished row; log one line, once, if drafting has gained little over many steps."""
         if self._ended is not None and stats.num_emitted_tokens >= MIN_ROW_TOKENS:
             self._ended.add(stats)
             if log_low_gain(self._ended, self._method, self._model):
@@ -875,7 +889,7 @@ class Runner:
 
 
 def _rest_when_idle(runner_of: weakref.ref[Runner]) -> None:
-    """Let a runner rest once it has had no rows for `IDLE_SECONDS`."""
+    """Free the memory of a runner once it has had no rows for `IDLE_SECONDS`."""
     left = IDLE_SECONDS
     while left > 0:
         sleep(left)
@@ -887,16 +901,16 @@ def _rest_when_idle(runner_of: weakref.ref[Runner]) -> None:
             with runner._lock:
                 left += runner._idle_since - monotonic()
                 if left <= 0:
-                    runner._idle_thread = None  # rows that end from now on start another one
+                    runner._idle_thread = None  # rows that end from now on start another thread
         if left <= 0:
             runner.rest()
         del runner
 
 
 def log_low_gain(counts: RowStats, method: str, model: str) -> bool:
-    """Log a line where drafting gained little over many steps, with the counters that show why; return whether it did.
+    """Log a line if drafting gained little over many steps, with counters that show why; return whether it was logged.
 
-    A gain is never claimed.
+    It never claims a gain.
     """
     if counts.num_steps < MIN_STEPS or counts.tokens_per_step >= LOW_GAIN:
         return False
@@ -909,8 +923,8 @@ def log_low_gain(counts: RowStats, method: str, model: str) -> bool:
     is_governed = not counts.num_draft_tokens and undrafted["governor"] == max(undrafted.values())
     logger.log(
         logging.INFO if is_governed else logging.WARNING,
-        "method %s hardly pays so far: %.2f tokens per step over %d steps (%s). foredraft bench --methods all "
-        "--model %s measures what pays.",
+        "method %s gains little so far: %.2f tokens per step over %d steps (%s). foredraft bench --methods all "
+        "--model %s shows which method is fastest.",
         method,
         counts.tokens_per_step,
         counts.num_steps,

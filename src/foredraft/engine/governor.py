@@ -1,5 +1,7 @@
-"""Whether, how deep and how wide to draft, and in which of several ways, by what it costs and what it brings: measured
-while decoding."""
+"""Governor: chooses the drafting mode and the draft size that maximise tokens per second.
+
+It uses step times and acceptance rates measured while decoding. Plain decoding is one of the choices.
+"""
 
 from __future__ import annotations
 
@@ -27,35 +29,44 @@ if TYPE_CHECKING:
 logger = logging.getLogger("foredraft")
 
 INTERVAL = 4
-"""Steps from one decision to the next, where neither rows nor limits change meanwhile."""
+"""Number of steps between two decisions, if neither rows nor limits change."""
 
 PROBE_DEPTH = 2
-"""Levels of a draft that is made to see what it costs and brings: the fewest that show what one more level takes."""
+"""Depth of a draft made only to measure its cost and acceptance. It is the smallest depth that shows the cost of one
+more level.
+"""
 
 TURN = 8
-"""Steps that a way of drafting runs before another is considered, and half of those that every one gets at first: fewer
-would mostly show what the first step of a drafter costs."""
+"""Number of steps for which a drafting mode runs before another is considered. At first, every mode gets twice as many.
+Fewer steps would mostly measure the cost of a drafter's first step.
+"""
 
 TO_LOSE = 16.0
-"""Plain steps whose time may be lost by each way of drafting before rows go on without: an eighth of an answer."""
+"""Time, in plain steps, that each mode may lose before rows go on without drafts: an eighth of an answer."""
 
 TO_RETURN = 0.25
-"""Of that, what has to be there again before drafting is tried anew: other texts may suit it."""
+"""Fraction of this budget that must be restored before drafting is tried again. Later texts may suit it better."""
 
 BEARABLE = 0.03
-"""Of the speed of plain decoding, what may be lost without drafting being given up (issue 26: never slower by more)."""
+"""Fraction of the speed of plain decoding that drafting may lose without being given up (issue 26: never slower by
+more).
+"""
 
 APART = 0.1
-"""Of the steps that are left to a batch: a row that is ahead by so many ends last 1/e as often as the last."""
+"""Fraction of a batch's remaining steps. A row that is ahead of the slowest row by this many steps is 1/e times as
+likely to end last.
+"""
 
 USUAL_TRIALS = 8.0
-"""Outcomes that the usual acceptance of a drafter is worth: it takes more than a few misses to doubt it."""
+"""Number of outcomes for which a drafter's usual acceptance rate counts, so that a few misses do not outweigh it."""
 
 Worth: TypeAlias = Callable[[int, bool], float]
-"""The tokens that the time of verifying drafts of so many nodes would make otherwise; whether all are chains."""
+"""Function of (number of nodes, whether all drafts are chains). It returns the number of tokens that could be generated
+otherwise in the time of verifying these nodes.
+"""
 
 Chances: TypeAlias = list[tuple[float, int]]
-"""Nodes of a draft with their chances to be accepted, the likeliest first."""
+"""Nodes of a draft as pairs (acceptance probability, node), the likeliest first."""
 
 
 @dataclass
@@ -63,8 +74,8 @@ class Totals:
     """Counts of the steps that a governor has seen.
 
     Args:
-      num_drafted: steps that verified a draft.
-      plain_seconds: the time that plain decoding would have taken for the same tokens, as far as is known.
+      num_drafted: number of steps that verified a draft.
+      plain_seconds: estimated time of plain decoding for the same tokens.
     """
 
     num_steps: int = 0
@@ -75,20 +86,21 @@ class Totals:
 
     @property
     def speedup(self) -> float | None:
-        """Estimated speed of these steps by that of plain decoding; None where there are none."""
+        """Estimated speed of these steps relative to plain decoding; None before the first step."""
         return self.plain_seconds / self.seconds if self.seconds else None
 
 
 @dataclass
 class _Pace:
-    """How one way of drafting fares in batches of about so many rows, of late.
+    """Recent performance of one drafting mode in batches of about the same number of rows.
 
     Args:
-      tokens: per row, and ``time``, by that of a plain step; sums that fade.
-      share: of the last steps that verified a draft.
-      length: how many nodes per row those had, the pending one left out.
-      num_steps: so far.
-      credit: plain steps whose time may be lost by trying it once more.
+      tokens: decayed sum of the tokens per row.
+      time: decayed sum of the step times, relative to a plain step.
+      share: recent share of steps that verified a draft.
+      length: recent mean of drafted nodes per row in such steps, without the pending one.
+      num_steps: number of steps so far.
+      credit: time, in plain steps, that may be lost by trying this mode again.
     """
 
     tokens: float = 0.0
@@ -101,11 +113,11 @@ class _Pace:
 
     @property
     def gain(self) -> float:
-        """Speed by that of plain decoding, as far as is known."""
+        """Speed relative to plain decoding; 1.0 if it is not known yet."""
         return self.tokens / self.time if self.time > 0.0 else 1.0
 
     def add(self, num_rows: int, num_nodes: int, num_tokens: int, time: float) -> None:
-        """Count a step that has verified so many drafted nodes."""
+        """Count a step that verified ``num_nodes`` drafted nodes. ``time`` is relative to a plain step."""
         self.num_steps += 1
         self.tokens = (1.0 - RATE) * self.tokens + num_tokens / num_rows
         self.time = (1.0 - RATE) * self.time + time
@@ -116,16 +128,16 @@ class _Pace:
 
 
 class _Batch:
-    """What is known of batches of about so many rows: how every way of drafting fares there, and whether any pays.
+    """Statistics for batches of about the same number of rows: the pace of every mode, and whether any is worth it.
 
-    Each way gets a few steps at first. Then the one whose tokens took the least time of late runs; the others get a
-    turn as often as `SHARE` of the time, for all of them together, allows for what they are expected to lose. An
-    account, in steps of plain decoding, holds what drafting may still lose here: when nothing is left, and no way is
-    nearly as fast as plain decoding, rows rest.
+    Each mode first gets a few steps. Afterwards the mode with the least recent time per token runs. The other modes get
+    a turn as often as `SHARE` of the time, for all of them together, covers their expected loss. An account contains
+    the time, in plain steps, that drafting may still lose in such batches. When it is empty and no mode is nearly as
+    fast as plain decoding, rows rest.
 
     Args:
-      num_ways: of drafting.
-      way: that begins.
+      num_ways: number of drafting modes.
+      way: index of the mode that starts.
     """
 
     def __init__(self, num_ways: int, way: int) -> None:
@@ -137,11 +149,11 @@ class _Batch:
 
     @property
     def pace(self) -> _Pace:
-        """Of the way that runs."""
+        """Pace of the current mode."""
         return self.paces[self.way]
 
     def choose(self) -> None:
-        """The way for the next steps, where a turn has ended."""
+        """Select the mode for the next steps, if a turn has ended."""
         if self._left > 0 or len(self.paces) == 1:
             return
         turn, self._left = TURN - self._left, TURN
@@ -158,11 +170,11 @@ class _Batch:
                 return
 
     def lose(self, lost: float) -> None:
-        """Take so many plain steps from the account."""
+        """Withdraw ``lost`` plain steps from the account."""
         self._account -= lost
 
     def count(self, lost: float) -> None:
-        """A step has run, and has lost so many plain steps."""
+        """Count a step that took ``lost`` plain steps longer than plain decoding of its tokens."""
         self._left -= 1
         if len(self.paces) > 1 and not self.is_resting:
             for way, pace in enumerate(self.paces):
@@ -178,17 +190,17 @@ class _Batch:
 
 @dataclass(eq=False)
 class _Way:
-    """One way of drafting, and the shape of its drafts.
+    """One drafting mode, and the shape of its drafts.
 
     Args:
-      number: see `DrafterFacts.arms`.
-      reach: levels of the deepest draft so far.
-      is_at_end: whether more were allowed: the drafter makes no deeper ones.
-      widths: nodes per row that are kept at a depth, of drafts that branch.
-      coverage: share of the chance of a level that the kept nodes have.
-      value: tokens per row that the best parts of drafts with scores gain.
-      credit: plain steps that may go into drafts which are not expected to pay.
-      governing: seconds of deciding on a draft, of late.
+      number: index of the mode in `DrafterFacts.arms`.
+      reach: depth of the deepest draft so far.
+      is_at_end: True if the drafter was allowed to draft deeper and did not.
+      widths: number of kept nodes per row, by depth, for drafts that branch.
+      coverage: share of the acceptance probability that the kept nodes have, by depth.
+      value: expected gain, in tokens per row, of the best parts of drafts with scores.
+      credit: time, in plain steps, that may be spent on drafts that are not expected to be worth it.
+      governing: recent time of deciding on a draft, in seconds.
     """
 
     number: int
@@ -203,10 +215,12 @@ class _Way:
     is_drafting: bool = True
 
     def affords(self, cost: float, reserve: float = 0.0) -> bool:
-        """Spend so many plain steps on a draft that is not expected to pay, as often as `SHARE` of the time allows.
+        """Spend ``cost`` plain steps on a draft not expected to be worth it; return whether the credit allows it.
+
+        The credit grows by `SHARE` per step.
 
         Args:
-          reserve: plain steps that have to be left.
+          reserve: credit, in plain steps, that must be left afterwards.
         """
         if self.credit < cost + reserve:
             return False
@@ -215,30 +229,30 @@ class _Way:
 
 
 class Governor:
-    """Decides how much is drafted and how much of that is verified, to make tokens in the least time.
+    """Chooses how much is drafted and how much of that is verified, to generate tokens in the least time.
 
-    A node is worth verifying where its chance to be accepted is larger than the tokens that its time would make
-    otherwise; a level is worth drafting where the same holds for its nodes and the time of drafting it. Chances are
-    those of the engine's `AcceptanceModel`; times are learned per number of rows and nodes (`CostModel`). Where
-    drafting does not pay, `SHARE` of the time goes into drafts that show whether it would. A drafter with several ways
-    to draft (`DrafterFacts.arms`) drafts in the one whose tokens took the least time of late, and plain decoding is one
-    more of them: where all ways lose, rows rest, of which the drafter is told nothing any more.
+    A node is worth verifying if its acceptance probability exceeds the number of tokens that could be generated
+    otherwise in its time. A level is worth drafting if the same holds for its nodes, with the time of drafting
+    included. Probabilities come from the engine's `AcceptanceModel`. Times are learned per number of rows and nodes
+    (`CostModel`). If drafting is not worth it, `SHARE` of the time is spent on drafts that show whether this has
+    changed. A drafter with several modes (`DrafterFacts.arms`) uses the one with the least recent time per token, and
+    plain decoding is one more option. If all modes lose, rows rest: the drafter does not see them any more.
 
-    How deep to draft is decided in every fourth step, and whenever rows change; what to verify, in every step, by the
-    price of a node as it was then. One governor serves all requests of a drafter: what it learns, it keeps.
+    The depth is decided every fourth step, and whenever rows change. The nodes to verify are chosen in every step, with
+    the node costs of the last decision. One governor serves all requests of a drafter and keeps what it has learned.
 
     Args:
-      costs: of steps.
-      facts: of the drafter.
-      acceptance: of the engine.
+      costs: cost model of steps.
+      facts: facts of the drafter.
+      acceptance: acceptance model of the engine.
 
     Attributes:
-      costs: seconds of steps, and of drafting in each way.
+      costs: cost model of steps, and of drafting in each mode.
       totals: counts of all steps.
 
-    Source: cost-aware draft lengths; for rates that fall with the rank, the n nodes with the largest products along
+    Source: cost-aware draft lengths. For rates that fall with the rank, the n nodes with the largest products along
     their path are the best tree of n nodes (Sequoia, Chen et al. 2024, arXiv:2402.12374).
-    Exactness: for the rule "match", under which tokens do not depend on drafts.
+    Exactness: only for the rule "match", under which tokens do not depend on drafts.
     Randomness: none; decisions depend on measured times.
     """
 
@@ -256,32 +270,32 @@ class Governor:
         self._first_way = facts.arm if facts.arms else 0
         self._ways = [_Way(number, title) for number, title in enumerate(facts.arms or (facts.name,))]
         self._is_choosing = bool(facts.arms)
-        self._batches: dict[int, _Batch] = {}  # by magnitude of rows
+        self._batches: dict[int, _Batch] = {}  # by bit length of the number of rows
         self._turn_to(1)
         self._since_plain = 0
-        # decided last, for these rows
+        # the last decision, and the rows for which it was made
         self._rows: tuple[int, ...] = ()
         self._cap = self._depth = self._left = 0
         self._least = 0.0
         self._weights: list[float] = []
-        self._plain_seconds = 0.0  # of a step without a draft
+        self._plain_seconds = 0.0  # expected time of a step without a draft
         self._worth: Worth = lambda _size, _are_chains: 0.0
-        # of the step that runs
+        # of the current step
         self._sizes: list[DraftSize] = []
         self._is_deciding = False
 
     # -- plan ------------------------------------------------------------------------------------------------------
 
     def attends(self, num_rows: int) -> bool:
-        """Whether batches of so many rows have drafts, or at least show the drafter what comes."""
+        """Return whether the drafter serves batches of this many rows. Otherwise they rest."""
         batch = self._batches.get(num_rows.bit_length())
         return batch is None or not batch.is_resting
 
     def plan(self, rows: Sequence[Row], limits: Sequence[DraftSize], *, is_closed: bool = False) -> list[DraftSize]:
-        """How much is worth drafting for every row: what is allowed, or less.
+        """Return the draft size that is worth it for every row, within its limit.
 
         Args:
-          is_closed: whether no request waits for the place of a row that ends.
+          is_closed: True if no request waits for the slot of a row that ends.
         """
         these, cap = tuple(map(id, rows)), max(limits)
         depth = self._depth
@@ -297,7 +311,7 @@ class Governor:
         return self._sizes
 
     def _decide(self, rows: Sequence[Row], limits: Sequence[DraftSize], is_closed: bool) -> int:
-        """Work out depth and price for the next steps; returns the depth of this one."""
+        """Decide depth and node cost for the next steps; returns the depth for this step."""
         num_rows, cap = len(rows), int(self._cap)
         self._of(num_rows).choose()
         self._turn_to(num_rows)
@@ -328,7 +342,7 @@ class Governor:
         self._depth = self._best_depth(rows, limits, cap, cost, price)
         if self._is_plain_due(num_rows):
             return 0
-        if not self._depth:  # what is drafted shows whether it is right, verified or not
+        if not self._depth:  # a draft shows its acceptance even if it is not verified
             drafting = ((costs.draft(num_rows, probe, way.number) or 0.0) + way.governing) / plain
             reserve = 0.0 if costs.knows_drafts(num_rows) else 1.0  # for verifying it, see `_probed`
             if way.affords(drafting if costs.knows_drafting(way.number) else min(drafting, 1.0), reserve):
@@ -337,16 +351,16 @@ class Governor:
         return self._depth
 
     def _best_depth(self, rows: Sequence[Row], limits: Sequence[DraftSize], cap: int, cost: float, price: float) -> int:
-        """How deep drafts are to be, 0 where none are expected to pay; more than any where depth is nearly free.
+        """Return the best depth, 0 if no depth is worth it, and `sys.maxsize` if deeper drafts are nearly free.
 
         Args:
-          cost: seconds of the deepest.
+          cost: seconds of the deepest draft.
         """
         num_rows, way, draft = len(rows), self._way, self.costs.draft
         if cost * price <= LITTLE * sum(self._weights):
             return sys.maxsize
         depth = self._depth_by_chances(rows, limits, cap, price)
-        if not depth:  # by the mean of drafts; some of those with scores may be sure of themselves
+        if not depth:  # that was the mean of all drafts; drafts with scores may include confident ones
             worth = way.value.value * num_rows
             for some in (cap, min(cap, PROBE_DEPTH)):
                 if not depth and worth > (draft(num_rows, some, way.number) or 0.0) * price:
@@ -356,7 +370,7 @@ class Governor:
         return depth
 
     def _depth_by_chances(self, rows: Sequence[Row], limits: Sequence[DraftSize], cap: int, price: float) -> int:
-        """The depth of which most is to be expected, 0 where that is nothing."""
+        """Return the depth with the largest expected gain, or 0 if no depth has any."""
         num_rows, way = len(rows), self._way
         most = min(cap, way.reach) if way.is_at_end else cap
         chances: list[float] = []
@@ -377,13 +391,13 @@ class Governor:
         way.is_drafting = best_value > (0.0 if way.is_drafting else LITTLE * num_rows)
         if not way.is_drafting:
             return 0
-        return min(cap, best_depth + 1) if best_depth == most else best_depth  # it ends by itself, or has come to go on
+        return min(cap, best_depth + 1) if best_depth == most else best_depth  # one more level, to see if it helps
 
     def _is_plain_due(self, num_rows: int) -> bool:
-        """Whether a step should go without a draft, so that its cost stays known.
+        """Return whether a step should run without a draft, so that the cost of plain steps stays known.
 
-        Sooner where it is not yet, and soon for several rows: the curve was measured with one, and what it says of
-        theirs decides, where tiles are full, whether one node more is nearly free or dear.
+        It is due sooner while that cost is unknown. With several rows it is due very soon, because the curve was
+        measured with one row, and a wrong cost of plain steps makes an additional node look nearly free or expensive.
         """
         if self.costs.times_seen(num_rows, num_rows) >= FEW:
             return self._since_plain >= MEMORY
@@ -392,10 +406,10 @@ class Governor:
     # -- select ----------------------------------------------------------------------------------------------------
 
     def select(self, rows: Sequence[Row], drafts: Sequence[DraftTree]) -> list[DraftTree]:
-        """The parts of drafts that are worth verifying."""
+        """Return the parts of drafts that are worth verifying."""
         way, deepest, are_whole, are_chains, have_scores = self._way, 0, False, True, False
         for tree, size in zip(drafts, self._sizes, strict=True):
-            if tree.plan is not None:  # traces show what was planned in the end
+            if tree.plan is not None:  # traces contain the final plan
                 tree.plan.gamma = min(tree.plan.gamma, int(size))
             deepest = max(deepest, tree.depth)
             are_whole, are_chains = are_whole or tree.is_whole, are_chains and tree.is_chain
@@ -424,7 +438,7 @@ class Governor:
         return kept
 
     def _whole_or_none(self, rows: Sequence[Row], drafts: Sequence[DraftTree]) -> list[DraftTree]:
-        """All drafts as they are where that pays, else none."""
+        """Return all drafts unchanged if that is worth it, else empty drafts."""
         by_depth, title = self.acceptance.by_depth, self._way.title
         gained = sum(sum(by_depth(row, tree.depth, title)) for row, tree in zip(rows, drafts, strict=True))
         if gained > self._worth(sum(map(len, drafts)), False):
@@ -434,7 +448,7 @@ class Governor:
     def _best(
         self, rows: Sequence[Row], drafts: Sequence[DraftTree], are_chains: bool, have_scores: bool
     ) -> list[Chances]:
-        """The nodes of every draft that pay."""
+        """Return the nodes of every draft that are worth verifying."""
         best_nodes, found = self.acceptance.best_nodes, []
         for row, tree, weight in zip(rows, drafts, self._weights, strict=True):
             nodes = best_nodes(row, tree)
@@ -447,7 +461,7 @@ class Governor:
         return found
 
     def _note_shape(self, rows: Sequence[Row], drafts: Sequence[DraftTree], kept: Sequence[Chances]) -> None:
-        """Remember how wide trees are once they are cut, and how much of the chance of a level the rest has."""
+        """Record, per level, the width of trees after cutting and the share of acceptance probability that is kept."""
         way = self._way
         widths: dict[int, float] = {}
         covered: dict[int, float] = {}
@@ -465,10 +479,9 @@ class Governor:
                 known[level] = ROW_MEMORY * known.get(level, value) + (1.0 - ROW_MEMORY) * value
 
     def _probed(self, drafts: Sequence[DraftTree], kept: list[DraftTree]) -> list[DraftTree]:
-        """What is verified where no draft seems to pay; mostly nothing.
+        """Return the drafts to verify if none seems worth it: usually none, sometimes one, to measure its cost.
 
-        What a draft costs to verify is believed of a curve only until some were verified: a curve that is wrong must
-        not keep drafts away for good.
+        The curve is trusted only until some drafts were verified. A wrong curve must not prevent drafting for good.
         """
         num_rows, costs = len(drafts), self.costs
         if costs.knows_drafts(num_rows):
@@ -482,10 +495,10 @@ class Governor:
     # -- observe ---------------------------------------------------------------------------------------------------
 
     def observe(self, trees: Sequence[DraftTree], outputs: Sequence[RowOutput], seconds: StepSeconds) -> None:
-        """Take in what a step has brought and what it has cost.
+        """Learn from the tokens and times of a step.
 
         Args:
-          trees: that were verified.
+          trees: drafts that were verified.
         """
         num_rows = len(outputs)
         if not self._sizes:  # rows rest
@@ -499,7 +512,7 @@ class Governor:
             num_tokens += len(output.token_ids)
             gained += (self._weights[place] if has_weights else 1.0) * (len(output.token_ids) - 1)
             if depth and way not in output.row.state:
-                is_first = output.row.state[way] = True  # that it has been drafted for
+                is_first = output.row.state[way] = True  # marks the row as drafted for in this mode
         self.costs.verified(num_rows, size, seconds.verifying, are_chains=are_chains)
         if depth:
             way.governing += RATE * (seconds.governing - way.governing)
@@ -515,7 +528,7 @@ class Governor:
             self._since_plain += 1
             totals.num_drafted += 1
             totals.plain_seconds += plain * num_tokens / num_rows
-            lost = taken / plain - (1.0 + gained / num_rows)  # tokens as far as they make the batch end sooner
+            lost = taken / plain - (1.0 + gained / num_rows)  # counts tokens only as far as they shorten the batch
         else:
             self._since_plain = 0
             totals.plain_seconds += seconds.verifying
@@ -527,22 +540,22 @@ class Governor:
         self._sizes = []
 
     def read(self, seconds: float) -> None:
-        """Take in how long the drafter took to read prompts, which it has to before anything is drafted after them."""
+        """Count the time that the drafter took to read prompts, which is a cost of drafting."""
         if self._plain_seconds:
             lost = min(seconds / self._plain_seconds, TURN)
             self._batch.pace.time += lost
             self._batch.lose(lost)
 
-    # -- what it knows ---------------------------------------------------------------------------------------------
+    # -- current state ---------------------------------------------------------------------------------------------
 
     @property
     def way(self) -> int:
-        """Number of the way that drafts, see `DrafterFacts.arms`."""
+        """Index of the current drafting mode in `DrafterFacts.arms`."""
         return self._way.number
 
     @property
     def title(self) -> str:
-        """Name of the way that drafts, by which the acceptance of whole drafts is known."""
+        """Name of the current drafting mode, under which the acceptance model counts its drafts."""
         return self._way.title
 
     def _of(self, num_rows: int) -> _Batch:
@@ -558,11 +571,11 @@ class Governor:
 
     @property
     def _price(self) -> float:
-        """Tokens that a second brings otherwise: at the speed of late, or plainly, which is always at hand."""
+        """Tokens per second that could be generated otherwise: at the recent speed, or plainly if that is faster."""
         return max(1.0, self._batch.pace.gain) * self._num_rows / self._plain_seconds
 
     def describe(self) -> str | None:
-        """What is decided at present, and why; None before the first step."""
+        """Describe the current decision and its reasons; None before the first step."""
         num_rows = self._num_rows
         if not self.totals.num_steps:
             return None
@@ -570,7 +583,7 @@ class Governor:
         rows = "" if num_rows == 1 else f" with {num_rows} rows"
         if batch.is_resting:
             best = max(pace.gain for pace in batch.paces)
-            return f"not drafting{rows}: with the drafter, speed was {best:.2f} of plain decoding"
+            return f"not drafting{rows}: with the drafter, speed was {best:.2f} times that of plain decoding"
         way, pace = self._way, batch.pace
         if len(self._ways) > 1:
             tried = [number for number, one in enumerate(batch.paces) if one.num_steps >= 2 * TURN]
@@ -592,22 +605,23 @@ class Governor:
         said = f"{what}{rows}: {', '.join(reasons)}"
         if len(self._ways) > 1:
             speeds = [f"{way.title} {pace.gain:.2f}" for way, pace in zip(self._ways, batch.paces, strict=True)]
-            said += f"; speeds of late by plain decoding: {', '.join(speeds)}"
+            said += f"; recent speed relative to plain decoding: {', '.join(speeds)}"
         return said
 
 
 def new_governor(target: CausalLM, drafter: Drafter, profile: Profile | None = None) -> Governor:
-    """One that begins with what forwards of the target cost on this machine, see `cost_curve`.
+    """Make a governor that starts with the measured costs of forward passes on this machine; see `cost_curve`.
 
     Args:
-      profile: measured before: its costs if they are of this machine, its acceptance if it is of this drafter.
+      profile: earlier measurements. Its costs are used if they are of this machine, its acceptance if it is of this
+        drafter.
 
     Raises: ConfigError for a profile of another model.
     """
     facts = facts_of(target)
     difference = None if profile is None else profile.difference(facts)
     if difference is not None:
-        logger.warning("the profile was measured otherwise (%s): its costs are not used", difference)
+        logger.warning("the profile was measured under other conditions (%s), so its costs are not used", difference)
     curve = profile.curve() if profile is not None and difference is None else None
     costs = CostModel(cost_curve(target), partial(forget_curve, facts)) if curve is None else CostModel(curve)
     governor = Governor(costs, drafter.facts)
@@ -617,27 +631,28 @@ def new_governor(target: CausalLM, drafter: Drafter, profile: Profile | None = N
 
 
 def weights_of(num_left: Sequence[float], share: float) -> list[float]:
-    """How much a token of every row counts where no request waits for the place of a row that ends.
+    """Return the weight of a token in every row, for a batch in which no request waits for the slot of a row that ends.
 
-    The batch takes as long as the row that ends last. Tokens of the others make later steps cheaper only by what a row
-    costs in them. So of a step, what rows cost is shared by all of them, and the rest goes to those that may be last;
-    of k rows that may be, a kth of it: what rows gain varies, and the one that gains least is the last. That tells what
-    batches of 8 recorded texts gain to 1.6 % of 64 steps and 1.1 % of 200 (dev/log, 2026-11-27).
+    The batch takes as long as the row that ends last. Tokens of other rows save only the cost of a row in later steps.
+    So the row-dependent cost of a step is shared by all rows, and the rest of the cost is shared by the rows that may
+    end last: each of k such rows gets a kth of it. Gains vary between rows, and the row with the smallest gain is the
+    last. This predicts the gain of batches of 8 recorded texts to 1.6 % for 64 steps and to 1.1 % for 200 steps
+    (dev/log, 2026-11-27).
 
     Args:
-      num_left: steps that every row is expected to take at its pace so far.
-      share: of the time of a step that a step with one row fewer takes.
+      num_left: expected number of remaining steps of every row, at its pace so far.
+      share: time of a step with one row fewer, as a share of the time of a step.
     """
     most, count = max(num_left), len(num_left)
     ahead = min(max(count * (1.0 - share), 0.0), 1.0)
     lasts = [math.exp((left - most) / (APART * most)) for left in num_left]
     total, squares = sum(lasts), sum([last * last for last in lasts])
-    rest = (1.0 - ahead) * count * squares / total**3  # a kth, where total**2 / squares rows may be last
+    rest = (1.0 - ahead) * count * squares / total**3  # a kth, where k = total**2 / squares rows may be last
     return [ahead + rest * last for last in lasts]
 
 
 def best_counts(found: Sequence[Chances], worth: Worth, *, are_chains: bool = False) -> tuple[list[int], float]:
-    """How many of the likeliest nodes of every row pay, the root not counted; and the tokens that they gain."""
+    """Return how many of the likeliest nodes of every row are worth verifying, and the expected gain in tokens."""
     ranked = found[0]
     if len(found) > 1:
         ranked = [(chance, row) for row, nodes in enumerate(found) for chance, _ in nodes]
@@ -650,7 +665,7 @@ def best_counts(found: Sequence[Chances], worth: Worth, *, are_chains: bool = Fa
         price = worth(size, are_chains)
         if gained - price > best_value:
             best_value, best = gained - price, size - len(found)
-        if most - price <= best_value:  # what all others could gain is less than what this many cost
+        if most - price <= best_value:  # even all nodes together could not gain more at this cost
             break
     if len(found) == 1:
         return [best], best_value
@@ -661,12 +676,12 @@ def best_counts(found: Sequence[Chances], worth: Worth, *, are_chains: bool = Fa
 
 
 def _steps_left(row: Row) -> float:
-    """Steps that a row has before it, at most, at the pace that it had so far."""
+    """Maximum number of steps that a row has left, at its pace so far."""
     return row.num_remaining_tokens * (row.stats.num_steps + FEW) / (row.stats.num_emitted_tokens + FEW)
 
 
 def _part(tree: DraftTree, kept: Chances) -> DraftTree:
-    """A draft with the nodes that are kept of it."""
+    """Return a draft reduced to the given nodes."""
     if len(kept) + 1 == len(tree.tokens):
         return tree
     if not kept:

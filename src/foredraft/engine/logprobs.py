@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens as results have them."""
+"""Log-probabilities of tokens, in the form that results need."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 FEW_NODES = 32
-"""Rows of logits that are turned into log-probabilities at once."""
+"""Number of rows of logits that are converted to log-probabilities at once."""
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities of one token under one distribution: its own, and the k most likely, or those asked for."""
+    """Log-probabilities at one token: of the token itself, and of the k most likely tokens or the requested ones."""
 
     token: int
     logprob: float
@@ -26,14 +26,14 @@ class TokenLogprobs:
     def of(
         cls, tokens: Sequence[int], log_probs: torch.Tensor, k: int, wanted: Sequence[int] | None = None
     ) -> list[TokenLogprobs]:
-        """Read off rows (len(tokens), V) of log-probabilities; rank 1 is the most likely token.
+        """Read tokens and their ranks from log-probabilities (len(tokens), V); rank 1 is the most likely token.
 
         Args:
-          k: the most likely ones that are told.
-          wanted: the tokens that are told in their place.
+          k: number of most likely tokens to include.
+          wanted: tokens to include instead of the most likely ones.
         """
         places = torch.tensor(tokens, dtype=torch.int64, device=log_probs.device)[:, None]
-        is_impossible = places >= log_probs.shape[1]  # tokens of prompts that the model reads and never returns
+        is_impossible = places >= log_probs.shape[1]  # prompt tokens that the model reads and never returns
         own = log_probs.gather(1, places.clamp(max=log_probs.shape[1] - 1)).masked_fill(is_impossible, -torch.inf)
         ranks = (log_probs > own).sum(dim=1) + 1
         if wanted is None:
@@ -52,11 +52,11 @@ class TokenLogprobs:
 
 
 def raw_logprobs(tokens: Sequence[int], logits: torch.Tensor, k: int) -> list[TokenLogprobs]:
-    """Log-probabilities of tokens by the model alone, of float32 sums.
+    """Return log-probabilities of tokens under the model alone, without sampling parameters, summed in float32.
 
     Args:
-      logits: (N, V) that the tokens have come after, in order; N may be larger. They are turned few at a time, so that
-        they are never copied whole.
+      logits: (N, V); row i precedes token i, and N may exceed the number of tokens. They are converted a few rows at a
+        time, so that they are never copied as a whole.
     """
     found: list[TokenLogprobs] = []
     for first in range(0, len(tokens), FEW_NODES):

@@ -19,22 +19,22 @@ from foredraft.model.nodes import Nodes
 logger = logging.getLogger("foredraft")
 
 STEP = 64
-"""Columns by which rows are counted. Drafts and padding of a step lie within the next one."""
+"""Granularity in columns at which rows are counted. Drafts and padding of a step fit within one such unit."""
 
 PREFIX_DIVISOR = 4
-"""Part of a plan that kept prefixes may take on top of it."""
+"""Divisor of the plan that limits the memory of cached prefixes. This memory comes on top of the plan."""
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Keys and values of an engine, and the plan for them.
+    """Memory of the keys and values of an engine, and its planned limit.
 
     Args:
-      allocated_bytes: of the target and of its drafter, views of constant size included.
-      planned_bytes: that may be taken; None without a plan.
-      planned_share: of the plan that the rows count as, see `MemoryPlan.fits`; None without a plan.
-      prefix_bytes: memory of kept prefixes, the drafter's part included. They come on top,
-        up to a quarter of the plan.
+      allocated_bytes: memory of the target's and the drafter's caches, including views of constant size.
+      planned_bytes: limit of the plan; None without a plan.
+      planned_share: share of the plan that the rows occupy, see `MemoryPlan.fits`; None without a plan.
+      prefix_bytes: memory of cached prefixes, including the drafter's part. It comes on top of the plan, up to a
+        quarter of it.
     """
 
     allocated_bytes: int
@@ -44,10 +44,10 @@ class MemoryUse:
 
     @classmethod
     def of(cls, plan: MemoryPlan | None, lengths: Sequence[int], allocated: int, prefix_bytes: int = 0) -> MemoryUse:
-        """As it is now.
+        """Compute the current use.
 
         Args:
-          lengths: of the rows in the target's cache.
+          lengths: lengths of the rows in the target's cache.
           allocated: bytes of all caches.
         """
         if plan is None:
@@ -56,22 +56,26 @@ class MemoryUse:
 
 
 class MemoryPlan:
-    """Keeps the cache within a number of bytes: what is counted is what is allocated.
+    """Limits the caches to a number of bytes. Memory is counted as it is allocated.
 
-    That is the columns of every row where memory is lazy (`KVCache.is_lazy`), else rows times the longest of them.
+    A lazy cache (`KVCache.is_lazy`) allocates the columns of every row. Other caches allocate the longest row times the
+    number of rows.
 
-    A request comes in when it fits beside those that run. When they have grown too long together, the one that came
-    last leaves its slot, waits before all others, and is read again; what it has said so far is replayed.
+    A request is admitted when it fits beside the running rows. If these have grown too long together, the newest row
+    gives up its slot and waits before all others. Its prompt is then read again, and its output so far is replayed.
 
     Args:
-      num_bytes: of keys and values of the target, drafts included, and of drafters' caches that grow with the text.
-      target: whose cache it is.
-      own_caches: caches of the drafter. Those of constant size, views of `sparse_kv`, are told and come on top.
+      num_bytes: limit for keys and values of the target, drafts included, and for those caches of drafters that grow
+        with the row.
+      target: owner of the cache.
+      own_caches: caches of the drafter. Those of constant size, such as views of `sparse_kv`, are logged and come on
+        top.
       is_lazy: see `KVCache.is_lazy`.
-      share: text that says which share of free memory ``num_bytes`` is; empty for a number that was given.
+      share: description of the share of free memory that ``num_bytes`` is; empty if bytes were given.
 
-    Exactness: what was said is replayed as chains, by the kernels that said it: under a native promise no bit changes.
-    Raises: ConfigError for a plan that does not hold one row of any length.
+    Exactness: output is replayed as chains, by the same kernels that generated it. Under bitwise exactness no bit
+    changes.
+    Raises: ConfigError for a limit that is too small for a single row.
     """
 
     def __init__(
@@ -90,19 +94,19 @@ class MemoryPlan:
         self.max_cells = num_bytes // self.bytes_per_token
         if self.max_cells < 2 * STEP:
             raise ConfigError(
-                f"max_kv_bytes is {num_bytes}, which holds {self.max_cells} tokens of {target.name} and its drafter "
-                f"({of_target} + {of_drafter} bytes each); it must hold {2 * STEP}: give "
-                f"{2 * STEP * self.bytes_per_token} or more"
+                f"max_kv_bytes is {num_bytes}, enough for {self.max_cells} tokens of {target.name} and its drafter "
+                f"({of_target} + {of_drafter} bytes each), but {2 * STEP} are needed; give at least "
+                f"{2 * STEP * self.bytes_per_token}"
             )
         views = sum(own.column_bytes() * own.most_columns for own in own_caches if own.most_columns is not None)
-        on_top = f"; {views / 1e6:.1f} MB a row for views of constant size come on top" if views else ""
+        on_top = f"; views of constant size add {views / 1e6:.1f} MB per row" if views else ""
         logger.info(
-            "keys and values: %s at most%s, which is %d tokens in all rows%s (%d bytes a token of %s and %d of its "
-            "drafter)%s; max_kv_bytes sets this limit.",
+            "keys and values: at most %s%s, which is %d tokens in all rows%s (per token, %d bytes for %s and %d for "
+            "its drafter)%s; max_kv_bytes sets this limit.",
             size_text(num_bytes),
-            f" ({share} of the memory that is free)" if share else "",
+            f" ({share} of the free memory)" if share else "",
             self.max_cells,
-            "" if is_lazy else ", each counted as long as the longest",
+            "" if is_lazy else ", each row counted with the length of the longest",
             of_target,
             target.name,
             of_drafter,
@@ -113,7 +117,7 @@ class MemoryPlan:
     def of(
         cls, config: EngineConfig, target: CausalLM, cache: KVCache, own_caches: Sequence[DraftCache]
     ) -> MemoryPlan | None:
-        """The plan that a config asks for, if it does, to which an empty cache and those of the drafter are bound."""
+        """Make the plan that a config requests, if any, and set the limits of the target's and the drafter's caches."""
         if config.max_kv_bytes is None:
             return None
         given = config.max_kv_bytes
@@ -127,21 +131,22 @@ class MemoryPlan:
         return plan
 
     def fits(self, rows: Sequence[Row], room: int = 0) -> bool:
-        """Whether these may be in the cache together, each with ``room`` further tokens, as far as it can grow.
+        """Return whether rows fit into the cache together, each with ``room`` more tokens up to its maximum length.
 
-        Rows of 100, 30 and 190 tokens count as 192, 128 and 256, in steps of 64 and one for drafts, or as three of 256.
+        Rows of 100, 30 and 190 tokens count as 192, 128 and 256 columns: multiples of 64, and 64 more for drafts. In a
+        cache that is not lazy they count as three rows of 256.
         """
         return self._cells([min(len(row.token_ids) + room, row.max_length) for row in rows]) <= self.max_cells
 
     def share(self, lengths: Sequence[int]) -> float:
-        """Of the plan that rows of these lengths count as."""
+        """Share of the plan that rows of these lengths occupy."""
         return self._cells(lengths) / self.max_cells
 
     def max_nodes(self, lengths: Sequence[int]) -> int:
-        """Largest number of nodes of a draft so that the cache need not grow beyond the plan.
+        """Largest number of nodes of a draft for which the cache stays within the plan.
 
         Args:
-          lengths: columns of all rows of the cache, at least one.
+          lengths: number of columns of each row of the cache, at least one row.
         """
         if self._is_lazy:
             return (self.max_cells - sum(lengths)) // len(lengths)
@@ -149,11 +154,11 @@ class MemoryPlan:
 
     @property
     def most_tokens(self) -> int:
-        """Length of the longest row that fits alone."""
+        """Length of the longest row that fits alone, in tokens."""
         return (self.max_cells // STEP - 1) * STEP
 
     def _cells(self, lengths: Sequence[int]) -> int:
-        """Columns of rows of these lengths, of all of them together."""
+        """Number of columns that rows of these lengths count as."""
         columns = list(map(self._columns, lengths))
         return sum(columns) if self._is_lazy else len(columns) * max(columns, default=0)
 
@@ -161,18 +166,21 @@ class MemoryPlan:
         return -(-length // STEP) * STEP + STEP
 
     def check(self, prompt_length: int, max_length: int) -> None:
-        """Raises: ContextLengthError for a request that does not fit even alone."""
+        """Check that a request fits at least alone.
+
+        Raises: ContextLengthError if it does not.
+        """
         if self._columns(max_length) > self.max_cells:
             needed = self._columns(max_length) * self.bytes_per_token
             raise ContextLengthError(
                 f"a request of {prompt_length} tokens that may grow to {max_length} needs {needed} bytes of keys and "
-                f"values, and max_kv_bytes is {self.num_bytes}, so it could never run; lower max_tokens, shorten the "
+                f"values, but max_kv_bytes is {self.num_bytes}, so it could never run; lower max_tokens, shorten the "
                 "prompt, or raise max_kv_bytes"
             )
 
 
 def bytes_per_token(target: CausalLM) -> int:
-    """Memory that the keys and values of one token take in a cache, all layers together; found by a forward."""
+    """Memory of the keys and values of one token, all layers together, in bytes. Measured by a forward pass."""
     count, cache = target.num_forwards, target.new_cache(1, capacity=1)
     target.forward(Nodes.from_chains([[0]]), cache)
     target.num_forwards = count
@@ -180,9 +188,9 @@ def bytes_per_token(target: CausalLM) -> int:
 
 
 def available_on(device: torch.device) -> int | None:
-    """Memory that can still be allocated there, in bytes; None where the system does not say.
+    """Memory that can still be allocated on a device, in bytes; None if the system does not report it.
 
-    Of a CUDA device what is free, and what this process has freed and torch holds for what comes next.
+    On a CUDA device it is the free memory plus the memory that torch has reserved and does not use.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

@@ -1,4 +1,4 @@
-"""Measured costs and acceptance of a machine and a method, from a file that ``foredraft tune`` wrote."""
+"""Profile of a method on a machine: measured costs and acceptance, in a file written by ``foredraft tune``."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ FORMAT = "foredraft-profile"
 REMEDY = "make one with foredraft tune"
 
 SAME_MODEL = ("model", "layers", "shapes")
-"""Facts that must agree; where others differ, the costs of a profile do not hold and are left out."""
+"""Facts that must agree. If other facts differ, the costs of a profile are not valid and are ignored."""
 
 
 @dataclass(frozen=True)
 class BestLength:
-    """The length of draft that is best at one batch and context.
+    """The best draft length for one batch size and context.
 
     Args:
-      num_speculative_tokens: 0 where plain decoding is best.
-      speedup, low, high: expected speed by plain decoding, with its 95 % interval over prompts.
+      num_speculative_tokens: best draft length; 0 if plain decoding is best.
+      speedup, low, high: expected speed relative to plain decoding, with its 95 % interval over prompts.
     """
 
     num_rows: int
@@ -42,7 +42,7 @@ class BestLength:
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> BestLength:
-        """One as JSON has it."""
+        """Read an entry from JSON data."""
         least = {"num_rows": 1, "context": 0, "num_speculative_tokens": 0}
         counts = (integer("a setting", name, data[name], low) for name, low in least.items())
         return cls(*counts, *(real("a setting", name, data[name], 0.0) for name in ("speedup", "low", "high")))
@@ -53,13 +53,13 @@ class Profile:
     """Measured costs and acceptance of one method over one target.
 
     Args:
-      method: whose drafts were measured.
+      method: name of the method whose drafts were measured.
       facts: facts of the target and the machine, see `foredraft.engine.costs`.
-      curves: of verification.
-      drafting: seconds of drafting by levels, one row.
-      acceptance: chance that a draft which was right so far is right at depth 1, 2, ...
-      settings: what follows.
-      details: conditions, for people.
+      curves: costs of verification.
+      drafting: seconds of drafting by number of levels, for one row.
+      acceptance: probabilities that a draft that was right so far is right at depth 1, 2, ...
+      settings: best draft lengths derived from these measurements.
+      details: measurement conditions, for people.
     """
 
     method: str
@@ -71,7 +71,7 @@ class Profile:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Convert to plain data."""
         return {
             "format": FORMAT,
             "method": self.method,
@@ -85,9 +85,9 @@ class Profile:
 
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> Self:
-        """Read what `as_dict` made.
+        """Read a file written from `as_dict`.
 
-        Raises: ConfigError for a file that cannot be read or holds something else.
+        Raises: ConfigError for a file that cannot be read or is not a profile.
         """
         path = Path(file).expanduser()
         data = read_own_json(path, FORMAT, "profile", "foredraft tune")
@@ -101,24 +101,24 @@ class Profile:
                 tuple(map(BestLength.read, data["settings"])),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ConfigError(f"profile {path} lacks what a profile holds ({described(error)}); {REMEDY}") from None
+            raise ConfigError(f"profile {path} is incomplete or invalid ({described(error)}); {REMEDY}") from None
 
     def difference(self, facts: Mapping[str, Any]) -> str | None:
-        """What was otherwise when this was measured; None where nothing was.
+        """Describe the conditions that differ from those of the measurement; None if there are none.
 
         Raises: ConfigError for another model.
         """
         differing = [name for name in facts if self.facts.get(name) != facts[name]]
         other = [name for name in differing if name in SAME_MODEL]
         if other:
-            other += ["dtype"] if "dtype" in differing else []  # of which shapes hold those of the weights
+            other += ["dtype"] if "dtype" in differing else []  # the shapes include dtypes
             theirs = ", ".join(f"{name} {self.facts.get(name)}" for name in other)
             ours = ", ".join(f"{name} {facts[name]}" for name in other)
-            raise ConfigError(f"the profile is of another model ({theirs}; here {ours}); {REMEDY}")
-        return ", ".join(f"{name} {self.facts.get(name)}, here {facts[name]}" for name in differing) or None
+            raise ConfigError(f"the profile is of another model ({theirs}; this model has {ours}); {REMEDY}")
+        return ", ".join(f"{name} {self.facts.get(name)}, now {facts[name]}" for name in differing) or None
 
     def curve(self) -> CostCurve | None:
-        """Of one row at the shortest context, and what longer ones cost; None where one row was not measured."""
+        """Return the curve of one row at the shortest context, with its cost per token; None if it was not measured."""
         single = sorted((curve for curve in self.curves if curve.num_rows == 1), key=lambda curve: curve.context)
         if not single:
             return None
@@ -130,11 +130,11 @@ class Profile:
         return replace(short, per_token=more / (long.context - short.context))
 
     def teach(self, acceptance: AcceptanceModel, title: str, costs: CostModel | None) -> None:
-        """Give a governor the experience that was measured.
+        """Pass the measurements to the models of a governor.
 
         Args:
-          title: of the way that drafts.
-          costs: of the governor; None where those that were measured do not hold on this machine.
+          title: name of the drafting mode.
+          costs: cost model of the governor; None if the measured costs are not valid on this machine.
         """
         for depth, rate in enumerate(self.acceptance, 1):
             acceptance.expect(title, depth, rate, MEMORY / 2)

@@ -1,4 +1,7 @@
-"""A row: one text that is being generated, with its parameters, sampler and counters; and how requests become rows."""
+"""A row is one sequence being generated, with its parameters, sampler and counters.
+
+`Admission` turns requests into rows.
+"""
 
 from __future__ import annotations
 
@@ -32,77 +35,80 @@ if TYPE_CHECKING:
 
 
 FIRST = 8
-"""Tokens that are drafted of a prediction before anything is known of it."""
+"""Number of tokens drafted from a prediction at first, before any of them was compared with the output."""
 
 LONGEST = 32
-"""Tokens of a draft, however long the prediction has been right."""
+"""Maximum number of tokens drafted from a prediction in one step."""
 
 SURE = 16
-"""Tokens before a place, at most, whose agreement counts: more make it no likelier."""
+"""Maximum number of matching tokens before a place that count; more do not make the match any more certain."""
 
 NEAR = 16
-"""Tokens within which an output that has differed in a few is expected back, so that one token tells the place."""
+"""Distance in tokens, after a small difference, within which a single matching token is enough to resume."""
 
 MOST_PLACES = 32
-"""Places after a token that are looked at on either side, so that one that is everywhere costs no more than another."""
+"""Number of occurrences of a token that are examined on either side, which bounds the cost of frequent tokens."""
 
 
 class RowState:
-    """What a drafter, or a part of one, knows of a row: ``row.state[part]``. It ends with the row."""
+    """State that a drafter, or a part of one, keeps for a row as ``row.state[part]``. It ends with the row."""
 
     def copied(self) -> RowState | None:
-        """The same for another sample of the row's prompt, which has just been read; None to begin it anew."""
+        """Return a copy for another sample of the row's prompt, which has just been read; None to start afresh."""
         return None
 
     def cut(self, num_tokens: int) -> tuple[RowState, int] | None:
-        """What is known after at most so many tokens of the row's text, and after how many; None for nothing.
+        """Return the state after at most ``num_tokens`` tokens, and after how many exactly; None if there is none.
 
-        It is kept for prompts that begin like the row, together with what caches hold, and may be cut again.
+        The result is kept, together with the cached columns, for prompts that begin like the row. It may be cut again.
         """
         return None
 
     def ended(self, row: Row, *, is_kept: bool) -> None:
-        """Called when a row has ended, normally or not, before its caches lose it.
+        """Handle the end of a row, normal or not, before its caches are dropped.
 
         Args:
-          is_kept: whether others may take over what caches hold of it.
+          is_kept: True if other rows may reuse the cached columns of this row.
         """
 
 
 class Prediction:
-    """Where an output is in its prediction, which a request brings along.
+    """Position of an output within the predicted output that its request contains.
 
-    It begins with the first token. While the output agrees it goes on; where it differs, the place is looked for anew
-    that the most of the newest tokens lead to, among equals the nearest to where it was: what was inserted, left out or
-    replaced is passed by.
+    It starts at the first predicted token and advances while the output agrees. After a difference, the new position is
+    the one that the largest number of newest tokens lead to; among equals, the one nearest to the old position.
+    Inserted, missing and replaced tokens are thereby skipped.
 
     Args:
-      tokens: of the whole predicted output.
-      start: where in a row its output begins.
+      tokens: the whole predicted output.
+      start: index in a row at which its output begins.
 
     Attributes:
-      agreed: tokens that lead to the place.
+      agreed: number of matching tokens before the current position.
     """
 
     def __init__(self, tokens: Sequence[int], start: int) -> None:
         self.tokens = tuple(tokens)
         self._start = start
         self._num_seen = start
-        self._place: int | None = 0  # of the next token; None where the output is elsewhere
-        self._last = 0  # place where it was last
+        self._place: int | None = 0  # index of the next predicted token; None if the output has left the prediction
+        self._last = 0  # the last index that was not None
         self.agreed = FIRST // 2
-        self._places: dict[int, list[int]] = {}  # after every token
+        self._places: dict[int, list[int]] = {}  # for every token, the indices after its occurrences
         for place, token in enumerate(self.tokens, 1):
             self._places.setdefault(token, []).append(place)
 
     def copy(self) -> Prediction:
-        """The same prediction for another sample of its prompt, which has said nothing yet."""
+        """Return the same prediction for another sample of the prompt, without any output yet."""
         other = Prediction((), self._start)
         other.tokens, other._places = self.tokens, self._places
         return other
 
     def draft(self, token_ids: Sequence[int], depth: int) -> tuple[int, ...]:
-        """What is likely to follow a row, which has grown since the last call; ``depth`` tokens at most."""
+        """Return the predicted continuation of a row, at most ``depth`` tokens.
+
+        The row may have grown since the last call.
+        """
         for end in range(self._num_seen + 1, len(token_ids) + 1):
             self._follow(token_ids, end)
         self._num_seen = len(token_ids)
@@ -111,7 +117,7 @@ class Prediction:
         return self.tokens[self._place : self._place + min(LONGEST, depth)]
 
     def _follow(self, token_ids: Sequence[int], end: int) -> None:
-        """Take in the token before ``end``."""
+        """Advance the position by the output token before index ``end``."""
         place = self._place
         if place is not None and place < len(self.tokens) and self.tokens[place] == token_ids[end - 1]:
             self._place, self.agreed = place + 1, self.agreed + 1
@@ -120,9 +126,10 @@ class Prediction:
         self._last = self._last if self._place is None else self._place
 
     def _find(self, token_ids: Sequence[int], end: int) -> tuple[int | None, int]:
-        """The likeliest place after an output, and how many tokens lead there; None where nothing near or sure does.
+        """Return the best position after an output and the number of matching tokens; (None, 0) if there is none.
 
-        Of a prediction "a b c d" and an output "a x c" the place is 3, before "d", and "c" alone leads there.
+        For the prediction "a b c d" and the output "a x c", the position is 3, before "d", and only "c" matches before
+        it.
         """
         places = self._places.get(token_ids[end - 1], ())
         middle = bisect(places, self._last)
@@ -139,38 +146,40 @@ class Prediction:
 
 @dataclass(eq=False)
 class Row:
-    """A prompt and what has been generated for it.
+    """A prompt and the tokens generated for it.
 
     Between steps the last token is *pending*: part of ``token_ids``, not yet in any cache.
 
     Args:
-      id: unique within an engine.
-      request_id: the request this row belongs to.
-      index: which of the request's ``n`` samples this is.
-      token_ids: prompt and output.
-      num_prompt_tokens: how many of them are the prompt.
-      params: what the user asked for.
-      seed: of this row; sample i of n has ``mix(seed of the request, i)``.
-      sampler: turns logits of this row into its target distribution; holds the incremental history.
-      max_length: prompt and output together never exceed it.
-      checker: decides after every token whether the row ends with it.
-      num_cached_tokens: how many tokens of the prompt were in the cache already, from rows that have ended.
+      id: number that is unique within an engine.
+      request_id: id of the request to which this row belongs.
+      index: index of this sample among the ``n`` samples of the request.
+      token_ids: tokens of the prompt and of the output.
+      num_prompt_tokens: number of prompt tokens at the start of ``token_ids``.
+      params: sampling parameters of the request.
+      seed: seed of this row; sample i of n has ``mix(seed of the request, i)``.
+      sampler: turns logits of this row into its target distribution; contains the incremental history.
+      max_length: maximum length of prompt and output together.
+      checker: decides after every token whether the row ends.
+      num_cached_tokens: number of prompt tokens that were in the cache already, from finished rows.
       trace: one entry per step.
-      forks: the other samples of its request, which copy its cache once its prompt is in.
-      beginning: what another sample of its request has read of their prompt, while this one waits for a slot.
-      num_prefilled: tokens in the cache, until the row decodes.
-      num_replayed: length of its output when it last had to leave the cache, to be read again.
-      is_in_doubt: whether its last step gave no token, and a draft may be to blame: the next one goes without.
-      num_changes: of the target, when the row came into the cache.
-      is_plain: whether it goes without the drafter, which has failed, costs more than it brings or must not see it.
-      acceptance: of the engine; how often drafted tokens are right.
-      prediction: of its output, where the user gives one.
-      prompt_logprobs: of the tokens of the prompt that follow those that were read, where they are wanted.
-      state: what drafters know of it, by the drafter or the part of one that does; see `RowState`.
-      slot: its place in all caches of the engine, while it has one.
-      offset: how far its positions are ahead of its tokens: of a prompt over the border of longrope.
-      cache_salt: of the request: what it leaves is taken over by requests of the same salt alone, and the other way
-        round, so that nobody learns from the time of an answer what others have asked.
+      forks: other samples of the same request, which copy this row's cache once its prompt is read.
+      beginning: cached prompt of another sample of the same request, while this row waits for a slot.
+      num_prefilled: number of tokens in the cache, until the row decodes.
+      num_replayed: length of the output when the row last lost its cache columns, which must be read again.
+      is_in_doubt: True if the last step gave no token, possibly because of its draft. The next step runs without a
+        draft.
+      num_changes: value of ``target.num_changes`` when the row entered the cache.
+      is_plain: True if the row runs without the drafter, because the drafter has failed, is not worth its cost, or must
+        not see the row.
+      acceptance: the engine's model of acceptance rates.
+      prediction: predicted output, if the user gave one.
+      prompt_logprobs: log-probabilities of the prompt tokens read so far, if requested.
+      state: state of each drafter or part of one, keyed by it; see `RowState`.
+      slot: index of the row in all caches of the engine; -1 if it has none.
+      offset: distance from token index to position, for prompts beyond the original context of longrope.
+      cache_salt: salt of the request. Cached prefixes are shared only between requests with the same salt, so that
+        response times reveal nothing about the prompts of others.
     """
 
     id: int
@@ -206,7 +215,7 @@ class Row:
 
     @property
     def text(self) -> Detokenizer | None:
-        """Text of the output, taken in no further than somebody has needed it; None where no text is wanted."""
+        """Text of the output, decoded only as far as it has been needed; None if no text was requested."""
         return self.checker.text
 
     @property
@@ -228,7 +237,7 @@ class Row:
 
     @property
     def drafts_itself(self) -> bool:
-        """Whether it may have a draft whatever the drafter does: of a prediction, or of what its grammar forces."""
+        """True if the row has a source of drafts besides the drafter: a prediction, or a grammar that forces tokens."""
         return self.prediction is not None or self.sampler.matching is not None
 
     @property
@@ -237,17 +246,20 @@ class Row:
 
     @property
     def num_prompt_to_read(self) -> int:
-        """All tokens of the prompt but the last one, which a step verifies."""
+        """Number of prompt tokens to prefill: all but the last one, which is verified in a decode step."""
         return self.num_prompt_tokens - 1
 
     @property
     def num_to_prefill(self) -> int:
-        """Tokens that are read of the prompt, and replayed of the output."""
+        """Number of tokens to prefill: from the prompt, and from an output that is replayed."""
         return self.num_prompt_to_read + self.num_replayed
 
     @property
     def learns_logprobs(self) -> bool:
-        """Whether its next chunk tells log-probabilities of the prompt, as that of a first sample may."""
+        """True if the next chunk gives log-probabilities of the prompt.
+
+        Only the first sample of a request collects them.
+        """
         wants = self.params.prompt_logprobs is not None and self.index == 0
         return wants and len(self.prompt_logprobs) == self.num_prefilled < self.num_prompt_to_read
 
@@ -256,7 +268,7 @@ class Row:
         return self.num_prefilled == self.num_to_prefill
 
     def learn_logprobs(self, num_tokens: int, logits: torch.Tensor) -> None:
-        """Take in those of the tokens that follow its next chunk, given the logits (N, V) of its ``num_tokens``."""
+        """Store log-probabilities of the tokens after each token of the next chunk, given its logits (N, V)."""
         first = self.num_prefilled + 1
         tokens = self.token_ids[first : first + num_tokens]
         self.prompt_logprobs += raw_logprobs(tokens, logits, self.params.prompt_logprobs or 0)
@@ -269,7 +281,7 @@ class Row:
         self.stats.record(tree, accepted, num_emitted)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append emitted tokens and carry the sampler's history along."""
+        """Append emitted tokens and update the sampler's history."""
         self.token_ids.extend(tokens)
         self.sampler.extend(tokens)
 
@@ -278,9 +290,9 @@ class Row:
 class RowOutput:
     """The tokens that one step added to one row.
 
-    ``num_accepted`` of the ``token_ids``, counted from the front, were drafted, by what ``sources`` name; the rest came
-    from the target. ``tree`` is the draft that was verified.
-    ``scores`` and ``logits``, where the engine keeps them, are float32 (tokens, V): what each token was chosen from.
+    The first ``num_accepted`` of the ``token_ids`` were drafted, by the drafters named in ``sources``; the rest came
+    from the target. ``tree`` is the draft that was verified. ``scores`` and ``logits``, if the engine keeps them, are
+    float32 (tokens, V): the values from which each token was chosen.
     """
 
     row: Row
@@ -297,7 +309,7 @@ class RowOutput:
 def logprobs_of(
     row: Row, tokens: Sequence[int], logits: torch.Tensor, paths: Sequence[tuple[int, ...]]
 ) -> tuple[TokenLogprobs, ...]:
-    """Log-probabilities of tokens, as many as the row's parameters ask for; empty when they ask for none."""
+    """Return the log-probabilities of tokens that the row's parameters request; empty if they request none."""
     k = row.params.logprobs
     if k is None:
         return ()
@@ -306,9 +318,9 @@ def logprobs_of(
 
 
 def as_ids(prompt: Iterable[Any]) -> list[int]:
-    """Token ids as plain integers.
+    """Convert token ids to plain integers.
 
-    Raises: PromptError for what is not a whole number.
+    Raises: PromptError for an item that is not a whole number.
     """
     try:
         return ints_of(prompt)
@@ -321,21 +333,21 @@ def as_ids(prompt: Iterable[Any]) -> list[int]:
 def check_prompt(
     prompt: Sequence[int], num_ids: int, max_length: int | None, num_new_tokens: int = 1, *, reason: str = ""
 ) -> None:
-    """Refuse what cannot be read, or continued by so many tokens.
+    """Check that a prompt can be read and has room for ``num_new_tokens`` more tokens.
 
     Args:
-      num_ids: limit of token ids: embeddings of the model for prompts, its logits for outputs.
-      reason: origin of the limit, and what is possible beyond it.
+      num_ids: number of valid token ids: the model's embeddings for prompts, its logits for outputs.
+      reason: explanation of the limit, and of how to go beyond it.
 
-    Raises: PromptError for an empty prompt or ids outside the vocabulary; ContextLengthError when the prompt leaves
-    no room for the new tokens within ``max_length``.
+    Raises: PromptError for an empty prompt or ids outside the vocabulary; ContextLengthError when the prompt leaves no
+    room for the new tokens within ``max_length``.
     """
     if not prompt:
-        raise PromptError("the prompt holds no tokens; give at least one (the BOS token, for instance)")
+        raise PromptError("the prompt contains no tokens; give at least one (the BOS token, for instance)")
     worst = max(prompt, key=lambda token: (not 0 <= token < num_ids, abs(token)))
     if not 0 <= worst < num_ids:
         raise PromptError(
-            f"token id {worst} lies outside the vocabulary, 0..{num_ids - 1}: the model does not know it; "
+            f"token id {worst} lies outside the vocabulary of the model, 0..{num_ids - 1}; "
             "check that the tokenizer is the model's"
         )
     if max_length is not None and len(prompt) + num_new_tokens > max_length:
@@ -353,13 +365,13 @@ class Admission:
     Args:
       target: the model.
       eos_token_ids: tokens that end a row.
-      tokenizer: needed for stop strings only.
-      max_model_len: prompt and output together never exceed it.
-      most_planned: prompt and output together of a row for which memory is planned; None for `max_model_len`. A
-        request that does not limit its output ends there.
+      tokenizer: tokenizer, needed only for stop strings.
+      max_model_len: maximum length of prompt and output together.
+      most_planned: maximum length of a row for which memory is planned; None for `max_model_len`. A request without a
+        limit on its output ends at this length.
       contains_faults: see `EngineConfig`.
-      grammars: for what outputs must match.
-      ids: of rows; unique also when requests are added from several threads.
+      grammars: compiled grammars, for structured outputs.
+      ids: counter for row ids. They stay unique when requests are added from several threads.
     """
 
     target: CausalLM
@@ -380,7 +392,7 @@ class Admission:
         output_ids: Sequence[Sequence[int]],
         longest: int = 0,
     ) -> list[Row]:
-        """The ``params.n`` rows of a request; see `Engine.add_request`."""
+        """Make the ``params.n`` rows of a request; see `Engine.add_request`."""
         prompt, target = as_ids(prompt_ids), self.target
         if output_ids and len(output_ids) != params.n:
             raise ConfigError(f"output_ids has {len(output_ids)} lists for n={params.n} samples; give one for each")
@@ -408,10 +420,10 @@ class Admission:
         return rows
 
     def _continue(self, row: Row, output_ids: list[int]) -> None:
-        """Let a row have said something already, which is replayed before it goes on.
+        """Append an output that was generated earlier. It is replayed before the row goes on.
 
-        Raises: PromptError for ids outside the vocabulary; ConfigError for an output that had ended before, or that its
-          grammar does not allow.
+        Raises: PromptError for ids outside the vocabulary; ConfigError for an output that had ended earlier, or that
+        the grammar of the row does not allow.
         """
         if not output_ids:
             return
@@ -420,7 +432,7 @@ class Admission:
             if row.is_finished:
                 raise ConfigError(
                     f"output_ids has {len(output_ids)} tokens, but the output ends with the first {place - 1} "
-                    f"({row.finish_reason}); leave out what comes after"
+                    f"({row.finish_reason}); leave out the rest"
                 )
             if (finish := row.checker.check(token)) is not None:
                 row.finish_reason, row.stop_reason = finish.reason, finish.cause
@@ -438,8 +450,8 @@ class Admission:
         outside = [token for token in given if token >= self.target.vocab_size]
         if outside:
             raise ConfigError(
-                f"prediction holds token ids {outside[:8]}, outside the vocabulary, 0..{self.target.vocab_size - 1}; "
-                "leave them out"
+                f"prediction contains token ids {outside[:8]}, outside the vocabulary, "
+                f"0..{self.target.vocab_size - 1}; leave them out"
             )
         return Prediction(given, start)
 

@@ -1,4 +1,4 @@
-"""The rows of an engine from arrival to end: who waits, who reads its prompt, who decodes, and in which slot."""
+"""Scheduler: which rows wait, read their prompts, or decode, and which cache slot each row has."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
     from foredraft.model.lm import CausalLM
 
 HEADROOM = 64
-"""Tokens that every row is to be able to add when another one comes in, so that it need not leave at once."""
+"""Number of tokens that every row must be able to add when another row is admitted, so that none must leave at once."""
 
 
 class Scheduler:
-    """Says which rows run in a step, and keeps cache, drafter and store of prefixes in step with who is there.
+    """Selects the rows of a step, and keeps caches, drafter and prefix store consistent with the running rows.
 
-    Row i of those that run has slot i of the cache: first come those that decode, then those that read their prompts.
-    Rows join at the end and leave by exchange with the last one of their part, so both parts stay contiguous and a
-    forward over either is a plain view of the cache.
+    Running row i has slot i of the caches. Rows that decode come first, then rows that read their prompts. A row joins
+    at the end of its part and leaves by swapping with the last row of the part. Both parts stay contiguous, so a
+    forward pass over either is a plain view of the cache.
 
-    Prompts are read chunk by chunk, all tokens but the last, and take turns. While rows decode, they have a step after
-    every forward, and a forward reads one chunk, or several short ones that are no longer together: however many
-    prompts come, running rows wait for one chunk at most. Where nothing decodes, all prompts that may be read together
-    are. Where a chunk begins depends on its own prompt alone.
+    Prompts are read in chunks, all tokens but the last, and take turns. While rows decode, every prefill pass is
+    followed by a decode step, and it reads a single chunk, or several short ones of the same total size. So running
+    rows wait for at most one chunk, however many prompts arrive. If no row decodes, all prompts that may be read
+    together are read together. The start of a chunk depends only on its own prompt.
 
     Args:
-      target: whose weights may change, after which rows that began before are not kept.
-      caches: of the rows, the target's first.
-      drafts: begin with every row that begins to decode, and end with every one that leaves.
-      plan: how much of the cache may be used; None for as much as the rows need.
-      prefixes: keeps rows that have ended for prompts that begin like them, perhaps for other engines, too, which read
-        prompts in chunks of the same size.
-      owner: of what the drafter leaves there, from which other drafters cannot go on; the drafter, in engines.
+      target: the model. If its weights change, prefixes of rows that started earlier are not kept.
+      caches: caches of the rows, the target's first.
+      drafts: drafts of the engine, notified of rows that start to decode or leave.
+      plan: memory plan of the caches; None for no limit.
+      prefixes: store of prefixes of finished rows. Other engines that read prompts in chunks of the same size may share
+        it.
+      owner: identity of the drafter, whose state in the store other drafters cannot use.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class Scheduler:
         self._prefixes = prefixes
         self._owner = owner
         self.waiting: deque[Row] = deque()
-        self.ended: list[Row] = []  # before they decoded, which nobody was told yet
+        self.ended: list[Row] = []  # ended before decoding, and not reported yet
         self.num_decoding = 0
         self._rows: list[Row] = []
-        self._due: set[Row] = set()  # that have not had their chunk in this round
-        self._has_read = False  # since rows have last had their turn
-        self._has_resting = False  # rows in the cache that may have the drafter again
+        self._due: set[Row] = set()  # rows whose turn in this round is still to come
+        self._has_read = False  # whether a chunk was read since the last decode step
+        self._has_resting = False  # whether rows in the cache may get the drafter again
 
     @property
     def running(self) -> list[Row]:
@@ -87,7 +87,7 @@ class Scheduler:
 
     @property
     def is_closed(self) -> bool:
-        """Whether no row waits for the place of one that decodes, or is about to join them."""
+        """True if no row waits for a slot or is about to start decoding."""
         return not self.waiting and self.num_decoding == len(self._rows)
 
     @property
@@ -95,16 +95,16 @@ class Scheduler:
         return self._rows[self.num_decoding :]
 
     def holds(self, request_id: str) -> bool:
-        """Whether a row of this request is waiting or in the cache."""
+        """Return whether a row of this request is waiting or in the cache."""
         return any(row.request_id == request_id for row in [*self.waiting, *self._rows])
 
     @property
     def max_nodes(self) -> int:
-        """Largest number of nodes of a draft: what the plan leaves behind the longest row, a step of it at least."""
+        """Largest number of nodes of a draft that the plan allows; at least 1."""
         return sys.maxsize if self._plan is None else max(1, self._plan.max_nodes(self._cache.lengths))
 
     def queue(self, rows: list[Row], *, are_alike: bool) -> None:
-        """Let the samples of a request wait: together for one reading of their prompt where all they have is alike."""
+        """Queue the samples of a request. If they are alike, they share one reading of the prompt."""
         if are_alike:
             rows[0].forks = rows[1:]
             rows = rows[:1]
@@ -112,19 +112,20 @@ class Scheduler:
         self.waiting += [row for row in rows if not row.is_finished]
 
     def take_ended(self) -> list[Row]:
-        """Rows that have ended without a step, when they came or when they were read; each once."""
+        """Return rows that ended without a decode step, on arrival or after prefill; each only once."""
         ended, self.ended = self.ended, []
         return ended
 
-    # -- coming in ---------------------------------------------------------------------------------------------
+    # -- admission ---------------------------------------------------------------------------------------------
 
     def admit(self, profile: StepProfile, attends: Callable[[int], bool]) -> None:
-        """Give waiting rows slots, as far as there is room, and what earlier rows left of their prompts.
+        """Give slots to waiting rows as far as memory allows, and load cached prefixes of their prompts.
 
-        Where rows have grown too long together, the last ones leave first. Short prompts come before longer ones.
+        If the rows have grown too long together, the newest ones leave first. Short prompts are placed before longer
+        ones.
 
         Args:
-          attends: whether rows have the drafter where so many run.
+          attends: function that returns whether the drafter serves a batch of this many rows.
         """
         while self._plan is not None and (row := self._too_many()) is not None:
             self._send_back(row)
@@ -137,7 +138,7 @@ class Scheduler:
                 break
             admitted.append(row)
         admitted.sort(key=lambda row: row.num_to_prefill)
-        if admitted:  # room for whole prompts at once, so that nothing moves while they are read
+        if admitted:  # reserve space for whole prompts at once, so that nothing moves while they are read
             self._cache.reserve(admitted[-1].num_to_prefill, len(self._rows) + len(admitted))
         has_drafter = attends(len(self._rows) + len(admitted))
         self._has_resting = self._has_resting or not has_drafter
@@ -148,34 +149,40 @@ class Scheduler:
             self._cache.offsets[row.slot] = row.offset
         for row in admitted:
             profile.num_cached_tokens += self._recall(row)
-        # those of one token, and those that earlier rows have left whole
+        # rows with one-token prompts, and rows whose prompts were cached as a whole
         self.start([row for row in admitted if row.is_prefilled])
 
     def _fits(self, rows: list[Row], room: int) -> bool:
-        """Whether they may be in the cache together; one alone always may, since others have been refused."""
+        """Return whether rows fit into the cache together.
+
+        A single row always does, since larger requests were refused.
+        """
         return self._plan is None or len(rows) == 1 or self._plan.fits(rows, room)
 
     def _too_many(self) -> Row | None:
-        """The row that came last, where all of them together have grown too long."""
+        """Return the newest row if the rows have grown too long together; else None."""
         if not self._rows or self._fits(self._rows, 0):
             return None
         return max(self._rows, key=lambda row: row.id)
 
     def _send_back(self, row: Row) -> None:
-        """Let a row leave its slot and wait before all others, until its prompt is read and its output replayed."""
+        """Remove a row from its slot and let it wait before all others.
+
+        Its prompt is read again and its output replayed.
+        """
         self._remove(row, erase=row.is_in_doubt)
         row.num_prefilled, row.num_replayed = 0, row.num_output_tokens
         row.stats.num_preemptions += 1
         self.waiting.appendleft(row)
 
     def _recall(self, row: Row) -> int:
-        """Take over what is known of the prompt's beginning, as far as the drafter can go on: so many tokens."""
+        """Load the cached prefix of a prompt, as far as the drafter can continue from it; return its length."""
         row.num_changes = self._target.num_changes
         grain, remembered = self._grain, partial(self._drafts.known, row)
         if row.beginning is not None:
             row.num_prefilled = row.beginning.load(self._cache, row.slot, remembered, grain)
             row.beginning = None
-            return 0  # as for samples that had a slot at once
+            return 0  # not counted, as for samples that had a slot at once
         if self._prefixes is None or row.params.prompt_logprobs is not None:
             return 0
         prompt = row.token_ids[: row.num_to_prefill if grain == 1 else row.num_prompt_to_read]
@@ -187,18 +194,19 @@ class Scheduler:
 
     @property
     def _grain(self) -> int:
-        """Of how many columns those are a multiple that earlier rows leave, where bits are promised.
+        """Number of columns of which a reusable prefix is a multiple, under bitwise exactness.
 
-        What a prompt leaves in the cache depends on its tokens and on where its chunks begin; long chunks are read by
-        other kernels than short ones and steps. So columns of whole chunks are what another prompt would read, too.
+        The values in the cache depend on the tokens and on the chunk boundaries, because long chunks are read by other
+        kernels than short ones and steps. So only columns of whole chunks have the bits that another prompt would
+        compute.
         """
         size = self._config.prefill_chunk_size
         return size if size > MOST_NODES and self._target.promise(self._config.exactness).keeps_bits else 1
 
-    # -- reading prompts ---------------------------------------------------------------------------------------
+    # -- prefill -----------------------------------------------------------------------------------------------
 
     def to_read(self) -> list[Row]:
-        """Neighbours in the cache that read a chunk in this step; none where the rows that decode have it."""
+        """Return the rows, neighbours in the cache, that read a chunk in this step; empty if it is a decode step."""
         if self.num_decoding == len(self._rows):
             self._due.clear()
             self._has_read = False
@@ -214,25 +222,28 @@ class Scheduler:
         due = takewhile(self._due.__contains__, prefilling[first:])
         kind = self._kind_of_chunk(prefilling[first])
         together = list(takewhile(lambda row: self._kind_of_chunk(row) == kind, due))
-        if self.num_decoding or prefilling[first].learns_logprobs:  # whose logits are kept meanwhile
+        if self.num_decoding or prefilling[first].learns_logprobs:  # limits the memory of the logits, too
             totals = accumulate(map(self._chunk_length, together))
             together = together[: max(1, sum(total <= self._config.prefill_chunk_size for total in totals))]
         self._due.difference_update(together)
         return together
 
     def _kind_of_chunk(self, row: Row) -> tuple[bool, bool]:
-        """Whether the next chunk is one of few nodes, which other kernels read than long ones: its bits may not depend
-        on what is read beside it. And whether logits of it are wanted."""
+        """Return whether the next chunk is short, and whether its logits are needed.
+
+        Short chunks are read by other kernels than long ones, and the bits of a chunk must not depend on its batch.
+        """
         return self._chunk_length(row) <= MOST_NODES, row.learns_logprobs
 
     def next_chunk(self, row: Row) -> list[int]:
-        """The tokens that a row reads next."""
+        """Return the tokens that a row reads next."""
         return row.token_ids[row.num_prefilled : row.num_prefilled + self._chunk_length(row)]
 
     def _chunk_length(self, row: Row) -> int:
-        """Tokens of the next chunk. Those that were generated are replayed as chains, by the kernels of steps.
+        """Number of tokens of the next chunk. Generated tokens are replayed as chains, by the kernels of steps.
 
-        Of a prompt of 600 tokens, and 90 said after it, chunks of 512: 512, 87, 64, 26; the last token is pending.
+        A prompt of 600 tokens with 90 generated ones and chunks of 512 gives 512, 87, 64, 26; the last token is
+        pending.
         """
         num_left = row.num_prompt_to_read - row.num_prefilled
         if num_left > 0:
@@ -242,9 +253,9 @@ class Scheduler:
     # -- decoding ----------------------------------------------------------------------------------------------
 
     def start(self, rows: Sequence[Row]) -> None:
-        """Let rows whose prompts are in the cache decode, with the other samples of their requests.
+        """Start decoding of rows whose prompts are in the cache, and of the other samples of their requests.
 
-        Those that are to generate nothing end here.
+        Rows with ``max_tokens`` 0 end immediately.
         """
         self._end_read([row for row in rows if row.params.max_tokens == 0])
         rows = [row for row in rows if not row.is_finished]
@@ -257,7 +268,7 @@ class Scheduler:
                 self._drafts.fork(row, forks)
 
     def _end_read(self, rows: Sequence[Row]) -> None:
-        """End rows that only had to be read, with the other samples of their requests."""
+        """End rows that only had to read their prompts, and the other samples of their requests."""
         for row in rows:
             for each in (row, *row.forks):
                 each.finish_reason = "length"
@@ -266,7 +277,7 @@ class Scheduler:
         self.retire(*rows)
 
     def _enter(self, row: Row) -> list[Row]:
-        """Move a row to those that decode, with its forks, which are returned; those without a slot wait for one."""
+        """Move a row to the decoding rows together with its forks, and return the forks. Forks without a slot wait."""
         slot = self.num_decoding
         self._swap(row.slot, slot)
         self.num_decoding += 1
@@ -286,9 +297,9 @@ class Scheduler:
         return entered
 
     def _hand_down(self, row: Row, slot: int, waiting: Sequence[Row]) -> None:
-        """Leave one copy of a prompt that was read to the samples without a slot, so that none reads it again.
+        """Give the samples without a slot a shared copy of the prompt's columns, so that none of them reads it again.
 
-        It comes besides the plan for memory, as kept prefixes do, until the last of them has a slot.
+        The copy comes on top of the memory plan, like cached prefixes, until the last of them has a slot.
         """
         length = row.num_prompt_to_read
         if length and row.num_changes == self._target.num_changes:
@@ -309,10 +320,10 @@ class Scheduler:
             row.is_plain = True
 
     def resume(self) -> None:
-        """Let rows that went on without the drafter have it again, where it drafts from their text alone."""
+        """Return rows that went on without the drafter to it. Only for drafters that draft from tokens alone."""
         if not self._has_resting:
             return
-        self._has_resting = self.num_decoding < len(self._rows)  # those that read their prompts get it later
+        self._has_resting = self.num_decoding < len(self._rows)  # rows that read their prompts get it later
         rows = [row for row in self.decoding if row.is_plain and not self._is_barred(row)]
         for row in rows:
             row.is_plain = False
@@ -320,23 +331,23 @@ class Scheduler:
             self._drafts.start(rows, [PromptChunk.end_of(row) for row in rows])
 
     def _is_barred(self, row: Row) -> bool:
-        """Whether a row may not have the drafter: it has failed, or drafts by what others have said."""
+        """Return whether a row may not use the drafter: it has failed, or it could reveal tokens of other requests."""
         return bool(row.stats.drafter_error) or (row.cache_salt is not None and self._drafts.facts.is_shared)
 
-    # -- leaving -----------------------------------------------------------------------------------------------
+    # -- removal -----------------------------------------------------------------------------------------------
 
     def retire(self, *rows: Row) -> None:
-        """Take rows out of the caches, and leave what they have there to later ones."""
+        """Remove rows from the caches, and keep their columns as prefixes for later rows."""
         for row in rows:
             is_kept = self._may_keep(row)
             self._drafts.end([row], is_kept=is_kept)
             if is_kept:
                 self._keep(row)
-        for row in sorted(rows, key=lambda row: row.slot, reverse=True):  # so that no row moves that leaves as well
+        for row in sorted(rows, key=lambda row: row.slot, reverse=True):  # so that no row to be removed is moved
             self._remove(row, erase=row.finish_reason in (None, "error"))
 
     def withdraw(self, request_id: str) -> list[Row]:
-        """Take out the rows of a request, wherever they are; all that were taken out."""
+        """Remove the rows of a request, waiting or running, and return them."""
         waiting = [row for row in self.waiting if row.request_id == request_id]
         for row in waiting:
             self.waiting.remove(row)
@@ -346,7 +357,7 @@ class Scheduler:
         return withdrawn
 
     def end_all(self) -> None:
-        """Leave nothing of the rows of a step that broke off; may itself be cut off and called again."""
+        """Remove all rows after a step that broke off. This method may itself be interrupted and called again."""
         self._drafts.end(self._rows)
         found = dict.fromkeys(each for row in self._rows for each in (row, *row.forks))
         for row in self._rows:
@@ -359,19 +370,19 @@ class Scheduler:
                 row.finish_reason = row.finish_reason or "abort"
 
     def forget_prefixes(self) -> None:
-        """Drop all that earlier rows have left."""
+        """Drop all prefixes that earlier rows have left."""
         for row in self.waiting:
             row.beginning = None
         if self._prefixes is not None:
             self._prefixes.clear()
 
     def _may_keep(self, row: Row) -> bool:
-        """Whether what a row has in the caches is for others: unless it may be wrong or is of other weights."""
+        """Return whether the columns of a row may be kept: not if they may be wrong or come from other weights."""
         is_doubtful = row.is_in_doubt or row.finish_reason == "error"
         return self._prefixes is not None and not is_doubtful and row.num_changes == self._target.num_changes
 
     def _keep(self, row: Row) -> None:
-        """Leave what a row has in the caches."""
+        """Store the columns of a row as a prefix."""
         assert self._prefixes is not None
         slot, grain = row.slot, self._grain
         length = self._cache.lengths[slot]
@@ -381,7 +392,7 @@ class Scheduler:
         self._prefixes.keep(tokens, self._cache, slot, num_columns, remember, owner, _salt_of(row))
 
     def _remove(self, row: Row, *, erase: bool) -> None:
-        """Take a row out of the caches; ``erase`` what it wrote where that may not be finite."""
+        """Remove a row from the caches; ``erase`` its columns if they may not be finite."""
         row.state = {}
         if erase:
             self._caches.erase(row.slot)
@@ -413,5 +424,5 @@ class Scheduler:
 
 
 def _salt_of(row: Row) -> object:
-    """Key of rows that may reuse each other's prefixes: the salt, and where positions begin."""
+    """Key of rows that may share prefixes: the salt, and the offset of positions."""
     return (row.cache_salt, row.offset) if row.offset else row.cache_salt

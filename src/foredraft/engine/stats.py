@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from foredraft.tree import DraftSize, DraftTree
 
 NOTHING_FOUND = "nothing_found"
-"""Why a step has no draft whose drafter was asked and proposed nothing. All other causes keep it from drafting."""
+"""Cause of a step without a draft in which the drafter was called and proposed nothing."""
 
 CAUSES: Mapping[str, str] = {
     "governor": "the governor",
-    "bits": "the promise of bits",
-    "chains": "a model or rule that verifies chains only",
-    "memory": "the limit of memory",
-    "budget": "the end of the text's budget",
+    "bits": "the limit of bitwise exactness",
+    "chains": "a model or rule that verifies only chains",
+    "memory": "the memory limit",
+    "budget": "the end of the token budget",
     "policy": "the length policy",
     "context": "the context of the draft model",
     "request": "the request",
     "doubt": "a step that gave no token",
     "fault": "a fault of the drafter",
 }
-"""What keeps tokens from being drafted or verified, and how it is called in messages."""
+"""Causes that prevent tokens from being drafted or verified, with their names in messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class StepTrace:
     """Plan, draft and acceptance of one step in one row.
 
     Args:
-      sample: which of the request's samples.
+      sample: index of the sample in its request.
       position: index of the first token that the step emitted, prompt included.
-      entropy, gamma: see `foredraft.tree.DraftPlan`; gamma is None where nothing was planned.
+      entropy, gamma: see `foredraft.tree.DraftPlan`; gamma is None if there was no plan.
       drafted: depth of the draft that was verified.
-      accepted: how many of one path of it were kept.
+      accepted: number of accepted tokens of the draft.
     """
 
     sample: int
@@ -56,12 +56,12 @@ class StepTrace:
 
 
 class Limits(NamedTuple):
-    """Budget of a row, and the causes (`CAUSES`) of its bounds.
+    """Maximum draft size of a row, and the causes (`CAUSES`) of its bounds.
 
     Args:
-      budget: as much as all of them allow.
-      depth: the cause of its depth.
-      nodes: of its number of nodes.
+      budget: largest draft that all limits allow.
+      depth: cause of the limit on the depth.
+      nodes: cause of the limit on the number of nodes.
     """
 
     budget: DraftSize
@@ -69,14 +69,14 @@ class Limits(NamedTuple):
     nodes: str = "memory"
 
     def stages(self, budget: DraftSize, draft: DraftTree) -> Iterator[tuple[str, int]]:
-        """Tokens that are left of a draft within a budget, cause by cause."""
+        """Number of tokens that are left of a draft within a budget, cause by cause."""
         if budget.chains_only:
             draft = draft.main_chain()
             yield "chains", len(draft) - 1
         yield self.depth if draft.depth > budget.depth else self.nodes, len(budget.cut(draft)) - 1
 
     def why_nothing(self, budget: DraftSize, draft: DraftTree) -> str:
-        """The cause of an empty draft."""
+        """Return the cause of an empty draft."""
         if not budget:
             return self.depth
         if budget.nodes <= 1:
@@ -85,7 +85,7 @@ class Limits(NamedTuple):
 
 
 def describe_cuts(tokens: Counter[str], steps: Counter[str]) -> str:
-    """Description of cuts for people, the cause of most first; empty where nothing was cut.
+    """Describe cuts for people, the most frequent cause first; empty if nothing was cut.
 
     Args:
       tokens: drafted tokens that were left out, by cause.
@@ -105,7 +105,7 @@ def describe_cuts(tokens: Counter[str], steps: Counter[str]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 step``, ``2,000 steps``, ``2 guesses``."""
+    """Format a number with its noun: ``1 step``, ``2,000 steps``, ``2 guesses``."""
     plural = "es" if noun.endswith("s") else "s"
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
@@ -118,8 +118,8 @@ class RowStats:
       num_draft_tokens: drafted tokens that were verified.
       num_cut_tokens: drafted tokens that were left out before verifying, by cause (`foredraft.engine.stats.CAUSES`).
       num_undrafted_steps: steps without a draft, by cause or `foredraft.engine.stats.NOTHING_FOUND`.
-      drafter_error: the exception that has ended drafting for the row; empty where none has.
-      num_preemptions: how often the row has left the cache for want of memory, to be read again.
+      drafter_error: the exception that ended drafting for the row; empty if there was none.
+      num_preemptions: number of times that the row had to leave the cache because memory was short.
     """
 
     num_steps: int = 0
@@ -163,13 +163,13 @@ class RowStats:
     def count_cuts(
         self, limits: Limits, size: DraftSize, draft: DraftTree, cut: DraftTree, *, is_empty: bool, is_plain: bool
     ) -> None:
-        """Count what limits cut from the draft of a step, or why there is none.
+        """Count the tokens that limits cut from the draft of a step, or the cause of an empty draft.
 
         Args:
-          size: as much of that of ``limits`` as the governor has left, which the drafter was given.
-          cut: what is left of the draft within it.
-          is_empty: whether the row has nothing else to draft.
-          is_plain: whether the row goes without the drafter.
+          size: size given to the drafter: ``limits.budget``, or less if the governor reduced it.
+          cut: part of the draft within ``size``.
+          is_empty: True if the row has no other draft either.
+          is_plain: True if the row runs without the drafter.
         """
         if size != limits.budget:
             limits = limits._replace(depth="governor")
@@ -184,7 +184,7 @@ class RowStats:
             self.num_undrafted_steps[cause] += 1
 
     def count_unverified(self, draft: DraftTree, tree: DraftTree) -> None:
-        """Count what the governor left out of a draft; ``tree`` is the part that is verified."""
+        """Count the tokens that the governor left out of a draft; ``tree`` is the part that will be verified."""
         num_left, num_drafted = len(tree.tokens), len(draft.tokens)
         if num_left < num_drafted:
             self.num_cut_tokens["governor"] += num_drafted - num_left
@@ -193,14 +193,14 @@ class RowStats:
 
     @classmethod
     def pooled(cls, several: Iterable[RowStats]) -> RowStats:
-        """The counters of several rows together."""
+        """Sum the counters of several rows."""
         total = cls()
         for one in several:
             total.add(one)
         return total
 
     def add(self, other: RowStats) -> None:
-        """Pool another row's counters into this one."""
+        """Add another row's counters to these."""
         self.num_steps += other.num_steps
         self.num_spec_steps += other.num_spec_steps
         self.num_emitted_tokens += other.num_emitted_tokens
@@ -216,17 +216,17 @@ class RowStats:
 
     @property
     def num_proposed_tokens(self) -> int:
-        """Tokens that were drafted, whether they were verified or cut."""
+        """Number of tokens that were drafted, verified or cut."""
         return self.num_draft_tokens + self.num_cut_tokens.total()
 
     @property
     def accepted_prediction_tokens(self) -> int:
-        """Tokens of the output that the request had predicted, and that were drafted for that."""
+        """Number of accepted tokens that were drafted from the request's prediction."""
         return self.accepted_by[PREDICTION]
 
     @property
     def rejected_prediction_tokens(self) -> int:
-        """Tokens of the prediction that were drafted and verified in vain."""
+        """Number of rejected tokens that were drafted from the request's prediction."""
         return self.drafted_by[PREDICTION] - self.accepted_by[PREDICTION]
 
     @property
@@ -246,10 +246,10 @@ class RowStats:
 
 @dataclass
 class StepProfile:
-    """Times of an engine, in seconds, by the verbs of the loop.
+    """Time spent by an engine, in seconds, per part of the loop.
 
     Args:
-      ended: counters of the rows that have come to an end of their own.
+      ended: counters of rows that ended normally.
     """
 
     num_prefill_tokens: int = 0
@@ -268,7 +268,7 @@ class StepProfile:
 
     @property
     def decode_seconds(self) -> float:
-        """All of a decode step."""
+        """Seconds of all parts of decode steps."""
         return (
             self.govern_seconds
             + self.propose_seconds
@@ -284,9 +284,9 @@ class StepSeconds(NamedTuple):
     """Seconds of a step.
 
     Args:
-      drafting: of the drafter.
-      verifying: of all the rest.
-      governing: of deciding.
+      drafting: time of the drafter.
+      verifying: time of all other parts.
+      governing: time of the governor's decisions.
     """
 
     drafting: float
@@ -304,7 +304,7 @@ STAGES = (
     "commit_seconds",
     "observe_seconds",
 )
-"""Fields of a profile by the stages of a step: plan, propose, select, verify, accept, append, commit, observe."""
+"""Fields of a profile for the stages of a step: plan, propose, select, verify, accept, append, commit, observe."""
 
 
 class StepClock(list[float]):
@@ -314,7 +314,7 @@ class StepClock(list[float]):
         super().__init__((perf_counter(),))
 
     def enter(self, profile: StepProfile) -> StepSeconds:
-        """Add the time of every stage to a profile; returns who has taken how much."""
+        """Add the time of every stage to a profile, and return the seconds of the step."""
         fields, start = profile.__dict__, self[0]
         for name, end in zip(STAGES, self[1:], strict=True):
             fields[name] += end - start

@@ -1,4 +1,4 @@
-"""Ends of rows: budget, context, EOS, stop tokens and stop strings, token by token."""
+"""Ends of rows: budget, context, EOS, stop tokens and stop strings, checked token by token."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from transformers import PreTrainedTokenizerBase
 
 from foredraft.config.sampling import SamplingParams
 
-REPLACEMENT = "\ufffd"  # what an unfinished UTF-8 sequence decodes to
+REPLACEMENT = "\ufffd"  # character to which an unfinished UTF-8 sequence decodes
 
 
 class Detokenizer:
-    """The text of one output, which grows as tokens arrive; characters appear once they are complete.
+    """The text of one output, which grows as tokens arrive. A character appears once it is complete.
 
-    It is the only text of an output, streamed or whole. It equals ``tokenizer.decode(output_ids)``, but complete
-    characters stay, also with a decoder that takes them back when bytes that form none follow. Only a few trailing
-    tokens are decoded at a time, each of them once: whoever needs the text first takes the tokens in, a search for stop
-    strings or the stream that shows it.
+    It is the only text of an output, streamed or whole. It equals ``tokenizer.decode(output_ids)`` with one exception:
+    complete characters stay, even if the decoder would take them back when incomplete bytes follow. Only a few trailing
+    tokens are decoded at a time, each of them once, by the first user of the text: the search for stop strings or a
+    stream.
 
     Attributes:
-      text: up to the last complete character, a stop string included.
-      ends: where in the text each token ends.
-      stop: where the stop string that ended the output begins and ends; None unless one did.
+      text: text up to the last complete character, a stop string included.
+      ends: index in the text at which each token ends.
+      stop: start and end of the stop string that ended the output; None if none did.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> None:
@@ -36,7 +36,7 @@ class Detokenizer:
         self._rest: list[int] = []  # and those after them
 
     def append(self, token: int) -> str:
-        """The text that this token completes, possibly empty. What the tokenizer raises leaves all as it was."""
+        """Add a token; return the text that it completes, possibly empty. If the tokenizer raises, nothing changes."""
         self._rest.append(token)
         try:
             rest = self.rest()
@@ -51,7 +51,7 @@ class Detokenizer:
         return piece
 
     def read(self, token_ids: Sequence[int], start: int = 0) -> None:
-        """Append what is new of the whole output, which begins at ``start``."""
+        """Append the new tokens of a row whose output begins at index ``start``."""
         for token in token_ids[start + len(self.ends) :]:
             self.append(token)
 
@@ -63,10 +63,11 @@ class Detokenizer:
         return rest
 
     def rest(self) -> str:
-        """Text of the tokens since the last complete character: replacement characters at its end may change.
+        """Text of the tokens since the last complete character. Replacement characters at its end may still change.
 
-        A decoder that joins single bytes (byte fallback) reads a run of them as a whole. Where the end of the run is no
-        character, it gives up those before, too: the end is then decoded alone.
+        A decoder that joins single bytes (byte fallback) decodes a run of bytes as a whole. If the run ends with an
+        incomplete character, it replaces the complete ones before it, too. The tokens since then are therefore decoded
+        alone.
         """
         if not self._rest:
             return ""
@@ -87,17 +88,17 @@ class Finish:
 
 
 class StopChecker:
-    """Decides after every single token whether a row ends with it.
+    """Decides after every single token whether a row ends.
 
     Args:
-      params: budget, stop tokens and stop strings.
-      eos_token_ids: of the model; any of them ends the row unless ``ignore_eos``.
+      params: sampling parameters with budget, stop tokens and stop strings.
+      eos_token_ids: EOS tokens of the model; any of them ends the row unless ``ignore_eos``.
       num_prompt_tokens, max_length: prompt length, and the limit for prompt and output together.
-      tokenizer: needed for stop strings only.
+      tokenizer: tokenizer, needed only for stop strings.
 
     Attributes:
-      text: in which stop strings are looked for, and which the user gets. It takes tokens in here where there are stop
-        strings, and costs nothing where there are none; None without a tokenizer, or where no text is wanted.
+      text: text of the output, in which stop strings are searched. With stop strings, `check` decodes every token;
+        without them, `check` decodes nothing. None without a tokenizer, or if no text is requested.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class StopChecker:
         self._stops = params.stop_strings
 
     def check(self, token: int) -> Finish | None:
-        """Take in the next token; the reason to end with it, or None."""
+        """Process the next token; return the reason to end the row with it, or None."""
         self._length += 1
         found = self._find_stop(self.text, token) if self._stops and self.text is not None else None
         if self._length - self._first >= self._min_tokens:
@@ -135,16 +136,16 @@ class StopChecker:
         return Finish("length") if self._length >= self._max_length else None
 
     def _find_stop(self, text: Detokenizer, token: int) -> tuple[int, str] | None:
-        """Place where the text that this token completes is to be cut, and the stop string that cuts it."""
+        """Decode a token; return the index at which the text must be cut and the stop string, or None."""
         known = len(text.text)
         return find_stop(text.text, self._stops, known) if text.append(token) else None
 
 
 def find_stop(text: str, stops: Iterable[str], known: int = 0) -> tuple[int, str] | None:
-    """Place where the text is to be cut and the stop string that cuts it, as if it had arrived character by character.
+    """Return the index at which to cut a text and the stop string, as if it had arrived character by character.
 
-    The match that ends first wins; among those that end together, the longest. ``known`` characters are known to
-    hold no match: only matches that end after them count.
+    The match that ends first wins; among matches that end together, the longest. The first ``known`` characters contain
+    no match, so only matches that end after them count.
     """
     best: tuple[int, int, str] | None = None
     for stop in stops:

@@ -1,8 +1,8 @@
-"""The best tokens of rows of scores: by score, or by score plus keyed noise. Rows share one set of parameters.
+"""The best tokens of rows of scores: by score, or by score plus keyed noise. All rows share one set of parameters.
 
-On the CPU rows get noise only for the tokens that they may choose, all rows in the same operations; elsewhere for the
-whole vocabulary at once. Both take the same token. Bad rows (NaN, +inf, or nothing possible) get -1 and -inf, and never
-touch the others.
+On the CPU, noise is computed only for tokens that may be chosen, for all rows at once. On other devices it is computed
+for the whole vocabulary. Both choose the same token. Bad rows (NaN, +inf, or no possible token) get -1 and -inf, and
+never affect other rows.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from foredraft.sampling.filters import LogitsFilter, Support, candidates, thresh
 from foredraft.sampling.precision import for_double
 
 FEW = 1024
-"""Supports up to this size get their noise directly; larger ones are searched for the tokens that can win."""
+"""Size up to which all tokens of a support get noise directly. Larger supports are first narrowed to tokens that can
+win.
+"""
 
 HEAVY = 256
-"""About how many of the largest scores get noise first in such a search."""
+"""Approximate number of largest scores that get noise first when a support is narrowed."""
 
 LOWEST = float(np.finfo(np.float32).min)
-"""Below every score of a token that is possible at all."""
+"""Lower bound of the scores of all possible tokens."""
 
 
 def healthy_rows(scores: Tensor, temperature: float = 1.0) -> Iterator[tuple[int, np.ndarray, float]]:
-    """The rows of (M, V) that have a finite maximum: number, float32 (V,) over temperature, maximum.
+    """Yield the rows of (M, V) that have a finite maximum: index, float32 (V,) divided by the temperature, maximum.
 
-    The array is good until the next row comes: one that stays in the processor's cache is written again and again.
+    The array is valid only until the next row. It is reused so that it stays in the processor's cache.
     """
     buffer = torch.empty(scores.shape[1], dtype=torch.float32)
     row = buffer.numpy()
@@ -53,7 +55,7 @@ class GumbelTopK:
     Args:
       scores: (M, V) of any float dtype, before the temperature.
       keys: M keys of the match stream.
-      columns: int64 (V,), the tokens that columns stand for; their own numbers by default.
+      columns: int64 (V,), token ids of the columns; by default the column numbers.
     """
 
     def __init__(
@@ -74,11 +76,11 @@ class GumbelTopK:
         return np.empty((2, len(self._steps)), dtype=np.uint64)
 
     def _noise(self, keys: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Match noise of the tokens in these columns."""
+        """Return the match noise of the tokens in these columns."""
         return noise.token_gumbel(keys, columns if self._columns is None else self._columns[columns])
 
     def run(self) -> tuple[np.ndarray, np.ndarray]:
-        """Columns int64 (M, k), best first, and their scores with noise, float64; -1 and -inf where there is none."""
+        """Return columns int64 (M, k), best first, and their perturbed scores float64; -1 and -inf for missing ones."""
         tokens = np.full((len(self._keys), self._k), -1, dtype=np.int64)
         values = np.full((len(self._keys), self._k), -np.inf)
         supports = {}
@@ -98,7 +100,7 @@ class GumbelTopK:
         return tokens, values
 
     def _support(self, index: int, row: np.ndarray, peak: float) -> Support:
-        """The tokens of a row that are to get noise: those that it may choose, or the part that can win."""
+        """Return the tokens of a row that get noise: all that may be chosen, or the part that can win."""
         if self._warper.truncates:
             return self._narrowed(self._warper.support(row, peak), index)
         everything = Support(self._all_ids, row, row, peak)
@@ -110,13 +112,13 @@ class GumbelTopK:
         return np.arange(self._scores.shape[1])
 
     def _settled(self, index: int) -> tuple[Support, np.ndarray]:
-        """The support of a row, its unsure tokens decided by transformers' own classes, and the scores with noise."""
+        """Return the support of a row, with unsure tokens decided by transformers, and its perturbed scores."""
         ((_, row, peak),) = healthy_rows(self._scores[index : index + 1], self._warper.temperature)
         support = self._narrowed(self._warper.support(row, peak).among(self._warper.kept(row)), index)
         return support, self._perturbed({index: support})[1]
 
     def _perturbed(self, supports: dict[int, Support]) -> tuple[list[int], np.ndarray]:
-        """Starts of the rows among the tokens of all, and the scores with noise of those, float64 (S,)."""
+        """Return the start of each row in the concatenated supports, and their perturbed scores, float64 (S,)."""
         keys = np.array([self._keys[index] for index in supports], dtype=np.uint64)
         parts = list(supports.values())
         if len(parts) == 1:
@@ -127,10 +129,10 @@ class GumbelTopK:
         return [sum(sizes[:i]) for i in range(len(sizes))], drawn
 
     def _narrowed(self, support: Support, index: int) -> Support:
-        """The part of a large support in which the k best are certain to be.
+        """Return the part of a large support that certainly contains the k best tokens.
 
-        Heavy tokens get their noise first. The k-th best of them leads by so much over the largest score of the others
-        that few of those have the noise to overtake it; and how much noise they have is seen from the hash alone.
+        Heavy tokens get their noise first. The k-th best of them leads the largest score of the others by a margin, and
+        few tokens have enough noise to overcome it. A lower bound of their noise is visible in the hash alone.
         """
         few = max(FEW, self._k)
         if len(support.ids) <= few:
@@ -138,7 +140,7 @@ class GumbelTopK:
         key = self._keys[index]
         bound = max(threshold(support.scores, max(self._k, HEAVY)), LOWEST)
         heavy = (support.scores >= bound).nonzero()[0]
-        if len(heavy) > few:  # many equal scores: some of them will do, and none of the others is larger
+        if len(heavy) > few:  # many equal scores: any of them will do, and no other score is larger
             heavy, bound = heavy[:few], support.peak
         perturbed = support.scores[heavy] + self._noise(np.array(key, dtype=np.uint64), support.ids[heavy])
         best = perturbed[ranked(perturbed, self._k)]
@@ -154,18 +156,18 @@ class GumbelTopK:
 
 
 def ranked(values: np.ndarray, k: int) -> np.ndarray:
-    """Indices of the k largest of float64 (S,), best first, of equal ones the first; -inf never counts."""
+    """Return the indices of the k largest of float64 (S,), best first, equal ones in order; -inf is excluded."""
     best = np.array([values.argmax()]) if k == 1 else np.argsort(-values, kind="stable")[:k]
     ranked: np.ndarray = best[values[best] > -np.inf]
     return ranked
 
 
 NOISE_NUMBERS = 1 << 23
-"""Numbers of noise that are made at once on an accelerator: each of the few tensors that it takes has 64 MB of them."""
+"""Number of noise values computed at once on an accelerator. Each of the few tensors involved then takes 64 MB."""
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Lowest index of the largest logit, as greedy ``generate`` takes it in float32; -1 in bad rows.
+    """Return the lowest index of the largest logit, as greedy ``generate`` does in float32; -1 in bad rows.
 
     (M, V) or (B, N, V) of any float dtype -> int64 (M,) or (B, N). It is the choice of every sampler with
     ``is_argmax``.
@@ -176,7 +178,7 @@ def argmax(logits: Tensor) -> Tensor:
         return best.where(scores.gather(-1, best).isfinite(), -1)[..., 0]
     if logits.ndim == 3:
         if not logits.is_contiguous():
-            return torch.stack([argmax(row) for row in logits])  # numpy would copy a part of a wider table
+            return torch.stack([argmax(row) for row in logits])  # numpy would copy a slice of a wider table
         return argmax(logits.view(-1, logits.shape[-1])).view(logits.shape[:2])
     if (found := sample_kernels.argmax(logits)) is not None:
         return found
@@ -187,7 +189,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest entries, the argmax first, equal ones by id: tokens and differences to the largest."""
+    """Return the k largest entries, the argmax first, equal ones by id: tokens, and differences to the largest."""
     scores = for_double(scores)
     if k == 1:
         best = argmax(scores)
@@ -205,9 +207,10 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def likeliest(scores: Tensor, k: int, power: float) -> tuple[Tensor, Tensor]:
-    """The same tokens, and the logarithms of their shares of the softmax raised to a power and normalised: (M, k).
+    """Return the same tokens as `largest`, and their log-probabilities under the softmax raised to a power: (M, k).
 
-    On the CPU every row is read into the processor's cache once for both.
+    The distribution is normalised again after the power. On the CPU every row is read into the processor's cache only
+    once.
     """
     scores = for_double(scores)
     if scores.device.type != "cpu":
@@ -232,12 +235,12 @@ def likeliest(scores: Tensor, k: int, power: float) -> tuple[Tensor, Tensor]:
 def perturbed_best(
     warper: LogitsFilter, scores: Tensor, keys: Sequence[int], k: int, columns: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The k largest of log p + noise per row, and their distance to the largest: columns int64 and float64 (M, k).
+    """Return the k largest of log p + noise per row and their distances to the largest: int64, float64 (M, k).
 
     Args:
       scores: (M, V) of any float dtype, before the temperature.
       keys: M keys of the match stream.
-      columns: int64 (V,), the tokens that columns stand for, whose noise they get; their own numbers by default.
+      columns: int64 (V,), token ids of the columns, which select their noise; by default the column numbers.
     """
     scores = for_double(scores)
     if scores.device.type != "cpu" or not warper.has_shortcut:
@@ -254,9 +257,9 @@ def perturbed_best(
 def perturbed_best_dense(
     warper: LogitsFilter, scores: Tensor, keys: Sequence[int], k: int, columns: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The same on any device, with noise for the whole vocabulary, of as many rows at a time as `NOISE_NUMBERS` allows.
+    """Like `perturbed_best`, on any device, with noise for the whole vocabulary, at most `NOISE_NUMBERS` at once.
 
-    Rows are apart from each other, so that what is found does not depend on it.
+    Rows are independent, so the result does not depend on the block size.
     """
     size = max(1, NOISE_NUMBERS // scores.shape[1])
     if len(scores) > size:
@@ -278,7 +281,7 @@ def perturbed_best_dense(
 
 
 def _padded(tokens: Tensor, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """k columns, -1 and -inf where there is no token."""
+    """Pad to k columns, with -1 and -inf for missing tokens."""
     missing = k - tokens.shape[1]
     tokens = torch.nn.functional.pad(tokens, (0, missing), value=-1)
     values = torch.nn.functional.pad(values, (0, missing), value=-torch.inf)
@@ -298,7 +301,7 @@ def _largest_of_rows(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _distances(values: np.ndarray) -> np.ndarray:
-    """To the largest of each row, which stands first; -inf where there is none."""
+    """Return the distances to the first value of each row, its largest; -inf for missing values."""
     peaks = values[:, :1]
     distances: np.ndarray = values - np.where(peaks > -np.inf, peaks, 0.0)
     return distances

@@ -4,8 +4,9 @@ Order and meaning follow transformers 5.23 ``generate`` in float32. First come t
 `foredraft.sampling.processors`, then, unless greedy, temperature, top-k, top-p, min-p and typical-p
 (`foredraft.sampling.filters`).
 
-One bad row never harms another: where a row holds NaN or +inf, or where nothing is possible, its choice is -1 and its
-log-probabilities are NaN. `failure` turns such a row into the error to report. Nothing here raises for a row's values.
+One bad row never affects another. If a row contains NaN or +inf, or no token is possible, its choice is -1 and its
+log-probabilities are NaN. `failure` returns the error to report for such a row. No function here raises because of the
+values of a row.
 """
 
 from __future__ import annotations
@@ -43,23 +44,23 @@ __all__ = [
 
 
 def log_probs(logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path]) -> Tensor:
-    """The processed distribution at each node, as log-probabilities.
+    """Return the processed distribution at each node, as log-probabilities.
 
     Args:
-      logits: (M, V), any float dtype; never changed.
-      samplers: M samplers, one per node; nodes of one row share theirs.
-      paths: M paths, the draft tokens between the row's committed tokens and the node, its own included.
+      logits: (M, V), any float dtype; never modified.
+      samplers: M samplers, one per node; nodes of one row share a sampler.
+      paths: M paths: the draft tokens between the row's committed tokens and the node, including the node's own.
 
-    Returns: float32 (M, V); NaN in rows without a distribution. A greedy row has no temperature and no truncation: its
-      entries are the log-softmax of the processed logits, what users expect to be told; the point mass from which it
-      is decoded is what `probs` returns.
+    Returns: float32 (M, V); NaN in rows without a distribution. A greedy row has no temperature and no truncation. Its
+      entries are the log-softmax of the processed logits, as users expect; `probs` returns the point mass from which it
+      is decoded.
     Exactness: transformers' own values up to the rounding of the normaliser, and exactly its support.
     """
     return _warped(logits, samplers, paths, _log_probs)
 
 
 def scores(logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path]) -> Tensor:
-    """The processed scores at each node before any softmax, as ``generate`` returns them; -inf where a token is out.
+    """Return the processed scores at each node before any softmax, as ``generate`` does; -inf for removed tokens.
 
     Arguments as for `log_probs`. Returns: float32 (M, V), never the logits themselves.
     Exactness: transformers' own values.
@@ -68,7 +69,7 @@ def scores(logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path]) -
 
 
 def probs(logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path]) -> Tensor:
-    """The distribution from which each node's token is decoded, float64 (M, V) and summing to one; NaN in bad rows.
+    """Return the distribution from which each node's token is decoded, float64 (M, V), summing to one; NaN in bad rows.
 
     Arguments as for `log_probs`. A greedy row is a point mass on its argmax.
     """
@@ -88,19 +89,19 @@ def probs(logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path]) ->
 
 
 def choose(logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path], positions: Sequence[int]) -> Tensor:
-    """The target's own token at each node: argmax of log p + Gumbel noise keyed by (seed, position, token).
+    """Return the target's own token at each node: argmax of log p + Gumbel noise keyed by (seed, position, token).
 
     Source: the Gumbel-max trick (Gumbel 1954); keyed as in `foredraft.sampling.noise`.
 
     Args:
       logits, samplers, paths: as for `log_probs`.
-      positions: M absolute indices in the sequence of the token being chosen.
+      positions: M absolute indices, in the sequence, of the token to choose.
 
-    Returns: int64 (M,) on the device of the logits; -1 where `failure` has something to say.
+    Returns: int64 (M,) on the device of the logits; -1 for a bad row, see `failure`.
     Exactness: for one node and seed, the same token in any batch, order and draft; over seeds, exactly the distribution
       p.
-    Randomness: a pure function of (seed of the sampler, position, token id); none when greedy, where the lowest index
-      of the largest logit wins.
+    Randomness: a pure function of (seed of the sampler, position, token id). None when greedy: the lowest index of the
+      largest logit wins.
     """
     if all(sampler.is_argmax for sampler in samplers):
         check_shapes(logits, samplers, paths)
@@ -109,7 +110,7 @@ def choose(logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path], p
 
 
 def choose_at(logits: Tensor, node: int, sampler: Sampler, path: Path, position: int) -> int:
-    """`choose` at one of the nodes whose logits are (N, V): its token, or -1."""
+    """Return the result of `choose` at one node of logits (N, V): its token, or -1."""
     if not sampler.is_processed:
         found = None
         if sampler.is_greedy:
@@ -131,28 +132,31 @@ def choose_siblings(
     k: int,
     columns: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The k best tokens at each node under the noise of `choose`: the natural children of a drafted node.
+    """Return the k best tokens at each node under the noise of `choose`: the natural children of a drafted node.
 
     Source: Gumbel-top-k sampling without replacement (Kool et al. 2019, arXiv:1903.06059).
 
-    Args: as for `choose`; k: 1 or more; columns: int64 (V,), ascending, the tokens that the columns of the logits stand
-      for, where a drafter knows only some. None of the samplers may have processors then, for these name tokens.
+    Args:
+      logits, samplers, paths, positions: as for `choose`.
+      k: number of tokens, 1 or more.
+      columns: int64 (V,), ascending, token ids of the columns of the logits, for drafters with a reduced vocabulary. No
+        sampler may have processors then, since these refer to token ids.
 
     Returns: tokens int64 (M, k), best first, the first column equal to `choose`; scores float64 (M, k), perturbed log-
-      probability minus the row's best (log-probability when greedy). Where fewer than k tokens are possible, and in bad
-      rows, tokens are -1 and scores -inf.
+      probability minus the row's best (log-probability when greedy). If fewer than k tokens are possible, and in bad
+      rows, missing tokens are -1 and their scores -inf.
     Exactness: over seeds, k draws without replacement from the distribution.
     Randomness: as for `choose`.
     """
     scores = for_double(processed(logits, samplers, paths))
-    groups = _grouped(samplers, lambda sampler: sampler.kind)  # temperature and truncation, greedy ones apart
+    groups = _grouped(samplers, lambda sampler: sampler.kind)  # by temperature and truncation; greedy ones apart
     if columns is not None:
         if any(sampler.is_processed for sampler in samplers):
-            raise ShapeError("processors name tokens, and these logits are of some tokens only; spread them first")
+            raise ShapeError("samplers with processors need logits of the whole vocabulary; expand these logits first")
         names = torch.cat([columns.to(scores.device), columns.new_full((1,), -1, device=scores.device)])
     if len(groups) == 1:
         found, values = _best(scores, samplers, positions, k, columns)
-        return (found if columns is None else names[found]), values  # the last name is that of no column, -1
+        return (found if columns is None else names[found]), values  # the last entry of names is for missing tokens, -1
     tokens = torch.empty(len(samplers), k, dtype=torch.int64, device=scores.device)
     values = torch.empty(len(samplers), k, dtype=torch.float64, device=scores.device)
     for rows in groups.values():
@@ -162,7 +166,7 @@ def choose_siblings(
 
 
 def failure(logits: Tensor, sampler: Sampler) -> Exception:
-    """The error for a row (V,) of logits whose choice was -1: that of the model, or of what has processed them."""
+    """Return the error for a row (V,) of logits whose choice was -1: from the model, or from a processor."""
     if bool(torch.isnan(logits).any()):
         return NumericsError("the model returned NaN logits; try a wider dtype, or check the weights")
     if not bool((logits > -torch.inf).any()):
@@ -179,7 +183,7 @@ def failure(logits: Tensor, sampler: Sampler) -> Exception:
 
 
 def _grouped(samplers: Sequence[Sampler], key: Callable[[Sampler], Key]) -> dict[Key, list[int]]:
-    """Numbers of the samplers with the same key."""
+    """Group the indices of samplers by key."""
     groups: dict[Key, list[int]] = {}
     for row, sampler in enumerate(samplers):
         groups.setdefault(key(sampler), []).append(row)
@@ -189,7 +193,7 @@ def _grouped(samplers: Sequence[Sampler], key: Callable[[Sampler], Key]) -> dict
 def _warped(
     logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path], warp: Callable[[Tensor, LogitsFilter], Tensor]
 ) -> Tensor:
-    """Processed logits, and of these what a function makes of rows with equal temperature and truncation."""
+    """Process logits, then apply a function to each group of rows with equal temperature and truncation."""
     scores = process(logits, samplers, paths)
     groups = _grouped(samplers, lambda sampler: sampler.warper)
     if len(groups) == 1:
@@ -204,7 +208,7 @@ def _warped(
 def _best(
     scores: Tensor, samplers: Sequence[Sampler], positions: Sequence[int], k: int, columns: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The k best columns of rows of one kind, and their distance to the best: (M, k) int64 and float64."""
+    """Return the k best columns of rows of one kind, and their distance to the best: (M, k) int64 and float64."""
     if samplers[0].is_greedy:
         return largest(scores, k)
     warper = samplers[0].warper
@@ -213,7 +217,7 @@ def _best(
 
 
 def _log_probs(scores: Tensor, warper: LogitsFilter) -> Tensor:
-    """Log-probabilities of rows with equal parameters, NaN in bad ones: float32 (M, V) -> float32 (M, V)."""
+    """Return log-probabilities of rows with equal parameters, NaN in bad ones: float32 (M, V) -> float32 (M, V)."""
     if not warper.truncates or scores.device.type != "cpu" or not warper.has_shortcut:
         scaled = warper.scaled(scores)
         result = torch.log_softmax(warper.truncated(scaled), dim=-1)

@@ -1,10 +1,10 @@
-"""Tokens that remain possible after temperature, top-k, top-p, min-p and typical-p.
+"""Filters that leave tokens possible: temperature, top-k, top-p, min-p and typical-p.
 
-The meaning is transformers', token by token. Its own classes sort the whole vocabulary for every row; on the CPU the
-kept set is found here from the few tokens that can be in it. Where the outcome hangs on the rounding of transformers'
-cumulative sum, or on the order in which its (unstable) sort leaves equal values, the tokens in question are kept as
-*unsure* and transformers' own classes decide, but only when one of them matters: seldom for a choice, which needs the
-winner alone.
+The result equals that of transformers, token by token. Its own classes sort the whole vocabulary for every row. On the
+CPU the kept set is found here from the few tokens that can be in it. Sometimes the result depends on the rounding of
+transformers' cumulative sum, or on the order in which its unstable sort leaves equal values. The tokens in question are
+then kept as *unsure*, and transformers' own classes decide, but only if one of them matters. This is rare, because a
+choice needs only the winner.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ SMALLEST_WEIGHT = float(np.finfo(np.float32).tiny)
 MIN_P_BAND = 1e-5
 """Relative distance from the min-p threshold within which rounding could decide."""
 COLUMN = 64
-"""Scores per column when the k largest are looked for by the columns' maxima."""
+"""Number of scores per column when the k largest are searched by the maxima of columns."""
 FLOORS = (1 / 200, 1 / 1600, 1 / 12_800)
-"""Times 1 - top_p: tokens down to such a weight are tried as a nucleus, the largest weight being 1; then all are."""
+"""Factors of 1 - top_p. Tokens down to each such weight are tried as a nucleus, relative to the largest weight; then
+all are.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,11 @@ class Support:
     """The tokens of one row that keep some probability.
 
     Args:
-      ids: int64 (S,), ascending. Without truncation all V of them, those of probability zero included.
+      ids: int64 (S,), ascending. Without truncation all V of them, including those of probability zero.
       scores: float32 (S,), logits after the temperature.
       weights: float32 (S,), exp(scores - peak).
       peak: the row's largest score.
-      unsure_weight: tokens of at most this weight may turn out to be removed; negative when all are sure.
+      unsure_weight: weight up to which tokens may still be removed; negative if all are sure.
     """
 
     ids: np.ndarray
@@ -58,7 +60,7 @@ class Support:
         return self.unsure_weight < 0.0 or not bool((self.weights <= self.unsure_weight).any())
 
     def among(self, kept: np.ndarray) -> Support:
-        """The part of it that bool (V,) ``kept`` names; all of that is sure."""
+        """Return the part of the support that bool (V,) ``kept`` selects; all of its tokens are sure."""
         keep = kept[self.ids]
         return Support(self.ids[keep], self.scores[keep], self.weights[keep], self.peak)
 
@@ -87,11 +89,11 @@ class LogitsFilter:
 
     @cached_property
     def has_shortcut(self) -> bool:
-        """Whether `support` can be used: not with typical-p, which reorders all tokens."""
+        """True if `support` can be used. It cannot with typical-p, which reorders all tokens."""
         return self.typical_p == 1.0
 
     def scaled(self, scores: Tensor) -> Tensor:
-        """Scores over temperature, as transformers divides them."""
+        """Return scores divided by the temperature, as transformers does."""
         return scores if self.temperature == 1.0 else scores / self.temperature
 
     @cached_property
@@ -108,16 +110,16 @@ class LogitsFilter:
         return tuple(classes)
 
     def truncated(self, scaled: Tensor) -> Tensor:
-        """transformers' own classes in its order: float32 (M, V) -> the same, -inf where a token is removed."""
+        """Apply transformers' own classes in its order: float32 (M, V) -> the same, with -inf for removed tokens."""
         for warper in self._classes:
             scaled = warper(None, scaled)  # type: ignore[operator]
         return scaled
 
     def kept(self, row: np.ndarray) -> np.ndarray:
-        """bool (V,): what transformers' own classes leave of a row of scaled scores.
+        """Return bool (V,): the tokens that transformers' own classes keep in a row of scaled scores.
 
-        Sorting the values is enough, and several times cheaper than sorting the tokens, unless the boundary of top-p
-        falls between equal values.
+        If the boundary of top-p does not fall between equal values, sorting the values is enough, which is several
+        times cheaper than sorting the tokens.
         """
         if self.top_k == 0 and self.min_p == 0.0 and self.typical_p == 1.0 and self.top_p < 1.0:
             lowest = smallest_in_nucleus(row, self.top_p)
@@ -127,11 +129,11 @@ class LogitsFilter:
         return result
 
     def support(self, row: np.ndarray, peak: float) -> Support:
-        """The kept tokens of one row without sorting it, for parameters that truncate.
+        """Return the kept tokens of one row without sorting it, for parameters that truncate.
 
         Args:
           row: float32 (V,), scaled scores with a finite maximum.
-          peak: that maximum.
+          peak: maximum of ``row``.
         """
         lowest, unsure = SMALLEST_WEIGHT, -1.0
         if 0 < self.top_k < len(row):
@@ -149,7 +151,7 @@ class LogitsFilter:
         return self._kept_of(Support(ids, scores, weights, peak, unsure), lowest)
 
     def _nucleus(self, row: np.ndarray, peak: float) -> Support:
-        """The support under top-p, and min-p, from the heaviest tokens that have enough mass together."""
+        """Return the support under top-p and min-p, found among the heaviest tokens that have enough mass together."""
         all_weights = row - np.float32(peak)
         total = float(torch.from_numpy(all_weights).exp_().sum())
         goal, slack = self.top_p * total, slack_of(total, self.top_p, len(row))
@@ -160,12 +162,12 @@ class LogitsFilter:
         return self._kept_of(Support(ids, scores, weights, peak, unsure), lowest)
 
     def _lowest_score(self, peak: float) -> float:
-        """A bound of the scores that min-p may keep, or that have any weight."""
+        """Return a lower bound of the scores that min-p may keep, or that have any weight."""
         floor = max(self.min_p * (1.0 - MIN_P_BAND), SMALLEST_WEIGHT)
         return peak + math.log(floor) - 1e-3 - 1e-6 * abs(peak)
 
     def _kept_of(self, found: Support, lowest: float) -> Support:
-        """Tokens that min-p leaves, down to the weight ``lowest``."""
+        """Return the tokens that min-p keeps, down to the weight ``lowest``."""
         unsure = found.unsure_weight
         lowest = max(lowest, SMALLEST_WEIGHT)
         if self.min_p > 0.0:
@@ -175,17 +177,17 @@ class LogitsFilter:
 
 
 def exp_weights(scores: np.ndarray, peak: float) -> np.ndarray:
-    """exp(scores - peak), float32."""
+    """Return exp(scores - peak), float32."""
     weights: np.ndarray = scores - np.float32(peak)
     np.exp(weights, out=weights)
     return weights
 
 
 def threshold(values: np.ndarray, k: int) -> float:
-    """A bound that the k largest of V >= k values reach, and usually few others, in one pass.
+    """Return a bound that the k largest of V >= k values reach, and usually few others, in one pass.
 
-    The values are cut into columns. The k-th largest of the columns' maxima is no larger than the k-th largest value,
-    and seldom much smaller where there are many more columns than k.
+    The values are arranged in columns. The k-th largest of the columns' maxima is at most the k-th largest value, and
+    rarely much smaller if there are many more columns than k.
     """
     height = max(1, min(COLUMN, len(values) // (4 * k)))
     num_columns = len(values) // height
@@ -195,13 +197,13 @@ def threshold(values: np.ndarray, k: int) -> float:
 
 
 def candidates(values: np.ndarray, k: int) -> np.ndarray:
-    """Ids of the k largest values and of some others: all that reach a threshold; int64, ascending."""
+    """Return ids of the k largest values and of some others: all that reach `threshold`; int64, ascending."""
     found: np.ndarray = (values >= threshold(values, k)).nonzero()[0]
     return found
 
 
 def top_ids(row: np.ndarray, k: int) -> np.ndarray:
-    """The k largest scores and all that equal the k-th, as transformers' TopKLogitsWarper: int64 ids, ascending."""
+    """Return the k largest scores and all equal to the k-th, as in transformers' top-k filter: int64 ids, ascending."""
     ids = candidates(row, k)
     scores = row[ids]
     ordered = np.sort(scores)
@@ -210,7 +212,7 @@ def top_ids(row: np.ndarray, k: int) -> np.ndarray:
 
 
 def heaviest(weights: np.ndarray, top_p: float, mass: float) -> np.ndarray:
-    """Ids of the largest weights (V,): all down to some weight, and together at least ``mass`` if that exists."""
+    """Return ids of the largest weights (V,), all down to some weight, whose total is ``mass`` or more if possible."""
     for factor in FLOORS:
         ids: np.ndarray = (weights >= (1.0 - top_p) * factor).nonzero()[0]
         if float(np.add.reduce(weights[ids], dtype=np.float64)) >= mass:
@@ -219,18 +221,18 @@ def heaviest(weights: np.ndarray, top_p: float, mass: float) -> np.ndarray:
 
 
 def nucleus_bounds(weights: np.ndarray, goal: float, slack: float) -> tuple[float, float]:
-    """Bounds of the smallest set whose mass reaches a goal, in the manner of transformers' TopPLogitsWarper.
+    """Return bounds of the smallest set whose mass reaches a goal, as in transformers' TopPLogitsWarper.
 
-    A token is removed when the mass of itself and all lighter ones is at most 1 - top_p; so it is kept when the heavier
-    ones hold less than top_p.
+    A token is removed if the mass of it and all lighter tokens is at most 1 - top_p. So it is kept if the heavier
+    tokens have less than top_p.
 
     Args:
       weights: float32 (S,), unnormalised probabilities of the heaviest tokens.
       goal: top_p times the sum of the weights of all tokens.
-      slack: by how much transformers' sums may differ from ours.
+      slack: largest possible difference between transformers' sums and ours.
 
-    Returns: the smallest weight that may be kept, and the largest whose fate hangs on rounding or on the order of equal
-    weights; negative when there is none.
+    Returns: the smallest weight that may be kept, and the largest weight that depends on rounding or on the order of
+    equal weights; negative if there is none.
     """
     ascending = weights.copy()
     ascending.sort()
@@ -247,9 +249,9 @@ def nucleus_bounds(weights: np.ndarray, goal: float, slack: float) -> tuple[floa
 
 
 def smallest_in_nucleus(row: np.ndarray, top_p: float) -> float | None:
-    """The smallest score that transformers' TopPLogitsWarper keeps; None when it removes an equal one.
+    """Return the smallest score that transformers' TopPLogitsWarper keeps; None if it removes an equal one.
 
-    Its steps on the sorted scores: softmax, cumulative sum, comparison, all in float32.
+    The steps on the sorted scores are the same: softmax, cumulative sum, comparison, all in float32.
     """
     ordered = torch.from_numpy(np.sort(row))
     removed = ordered.softmax(dim=-1).cumsum(dim=-1) <= (1 - top_p)
@@ -259,5 +261,5 @@ def smallest_in_nucleus(row: np.ndarray, top_p: float) -> float | None:
 
 
 def slack_of(total: float, top_p: float, num_tokens: int) -> float:
-    """Largest distance of transformers' float32 sums over tokens, taken in four lanes or more, from ours."""
+    """Return a bound of the difference between transformers' float32 sums, taken in four lanes or more, and ours."""
     return total * ((1.0 - top_p) * (1e-5 + num_tokens / 4 * 2.0**-24) + 4e-6)

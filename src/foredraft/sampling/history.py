@@ -1,4 +1,4 @@
-"""Facts about the tokens before a node that processors need, kept per row and extended token by token."""
+"""Token history of a row for logits processors, extended token by token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class TokenCounts:
-    """Counts of tokens, as arrays; O(1) per added token, nothing per vocabulary entry."""
+    """Counts of tokens, as arrays. Adding a token is O(1), and memory does not depend on the vocabulary size."""
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self._slot_of: dict[int, int] = {}
@@ -33,7 +33,7 @@ class TokenCounts:
         return len(self._slot_of)
 
     def with_path(self, path: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Different tokens and their counts, those of the path added: int64 (S,), float32 (S,)."""
+        """Return distinct tokens and their counts, including those of the path: int64 (S,), float32 (S,)."""
         size = len(self)
         ids, counts = self._ids[:size], self._counts[:size]
         if not path:
@@ -52,7 +52,7 @@ class TokenCounts:
 
 
 class Followers:
-    """Tokens by the run of tokens before them: the last tokens of n-grams or of bad words.
+    """Tokens indexed by the run of tokens before them: the last tokens of n-grams or of bad words.
 
     Example: once 3 is added after [1, 2] and 4 after [2], both may follow [9, 1, 2].
     """
@@ -72,12 +72,12 @@ class Followers:
         self._lengths.add(len(run))
 
     def add_ngrams(self, size: int, tokens: Sequence[int], start: int) -> None:
-        """Add every token from ``start`` on after the ``size - 1`` tokens before it, where there are so many."""
+        """Add every token from index ``start`` on that has ``size - 1`` tokens before it, together with these."""
         for last in range(max(start, size - 1), len(tokens)):
             self.add(tokens[last + 1 - size : last], tokens[last])
 
     def after(self, tokens: Sequence[int]) -> set[int]:
-        """Tokens that follow a run with which ``tokens`` end."""
+        """Return the tokens that follow any run with which ``tokens`` ends."""
         found: set[int] = set()
         for length in self._lengths:
             if length <= len(tokens):

@@ -1,12 +1,12 @@
 """Randomness as a pure function of its key: a counter-based generator of the splitmix64 type.
 
-Two families that never meet. The *match* stream, keyed by (seed, absolute position, token id), makes the choice of a
-token independent of batch, draft, tree and device; target and drafter may share it. The *rule* streams, keyed by
-(seed, step, position, purpose, index), feed draft draws, acceptance tests and residual draws of the rejection rules:
-position alone is not enough there, since drafts are redrawn after a rejection.
+There are two separate families of streams. The *match* stream, keyed by (seed, absolute position, token id), makes the
+choice of a token independent of batch, draft, tree and device; target and drafter may share it. The *rule* streams,
+keyed by (seed, step, position, purpose, index), are used for draft draws, acceptance tests and residual draws of the
+rejection rules. Position alone is not enough for these rules, because drafts are redrawn after a rejection.
 
-Source: the finaliser of splitmix64 (Steele, Lea and Flood 2014, doi 10.1145/2660193.2660195) over a Weyl sequence;
-the choice by perturbed maximum is the Gumbel-max trick.
+Source: the finaliser of splitmix64 (Steele, Lea and Flood 2014, doi 10.1145/2660193.2660195) over a Weyl sequence; the
+choice by perturbed maximum is the Gumbel-max trick.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Purpose(IntEnum):
 
 
 def finalise(state: int) -> int:
-    """The splitmix64 finaliser: a bijection of 64-bit words in which every bit of the input reaches every bit."""
+    """Apply the splitmix64 finaliser: a bijection of 64-bit words in which every input bit affects every output bit."""
     state &= MASK
     state = ((state ^ (state >> 30)) * MULTIPLIER_1) & MASK
     state = ((state ^ (state >> 27)) * MULTIPLIER_2) & MASK
@@ -54,10 +54,10 @@ def finalise(state: int) -> int:
 
 
 def mix(seed: int, *numbers: int) -> int:
-    """A seed, 0..2**64-1, for each combination of numbers; ``mix(seed, 0) == seed``.
+    """Return a seed, 0..2**64-1, for each combination of numbers; ``mix(seed, 0) == seed``.
 
     For one seed, different numbers below 2**64 give different results, except that a result may equal the seed itself
-    with a chance of 2**-64. ``mix(seed, i, j) == mix(mix(seed, i), j)``.
+    with a probability of 2**-64. ``mix(seed, i, j) == mix(mix(seed, i), j)``.
     """
     for number in numbers:
         if number:
@@ -66,22 +66,22 @@ def mix(seed: int, *numbers: int) -> int:
 
 
 def row_key(seed: int, position: int) -> int:
-    """Key of the match stream at one position: where the Weyl sequence over token ids starts."""
+    """Return the key of the match stream at one position: the start of the Weyl sequence over token ids."""
     return finalise(finalise(seed ^ MATCH_SALT) + (position + 1) * GOLDEN)
 
 
 def token_bits(key: int, token: int) -> int:
-    """64 bits of the match stream for one token."""
+    """Return 64 bits of the match stream for one token."""
     return finalise(key + (token + 1) * GOLDEN)
 
 
 def unit(bits: int) -> float:
-    """53 bits as a float64 strictly inside (0, 1): 2**-53 to 1 - 2**-53."""
+    """Convert 53 bits to a float64 strictly inside (0, 1): 2**-53 to 1 - 2**-53."""
     return max(bits >> 11, 1) * UNIT
 
 
 def stream_key(seed: int, step: int, position: int, purpose: Purpose) -> int:
-    """Key of a rule stream; never one of the match stream, whose salt differs."""
+    """Return the key of a rule stream. It never equals a key of the match stream, which has another salt."""
     key = finalise(seed ^ RULE_SALT)
     for number in (step, position, int(purpose)):
         key = finalise(key + (number + 1) * GOLDEN)
@@ -89,12 +89,12 @@ def stream_key(seed: int, step: int, position: int, purpose: Purpose) -> int:
 
 
 def uniform(key: int, index: int = 0) -> float:
-    """The ``index``-th uniform, strictly inside (0, 1), of the stream with that key."""
+    """Return the ``index``-th uniform, strictly inside (0, 1), of the stream with this key."""
     return unit(token_bits(key, index))
 
 
 def fresh_seed() -> int:
-    """A seed from the operating system, for requests without one; 0..2**53-1, so that JSON carries it exactly."""
+    """Return a seed from the operating system, for requests without one; 0..2**53-1, which is exact in JSON."""
     return secrets.randbits(53)
 
 
@@ -102,32 +102,32 @@ def fresh_seed() -> int:
 
 
 def as_int64(words: Iterable[int]) -> list[int]:
-    """64-bit words as the signed integers that torch holds."""
+    """Convert 64-bit words to the signed integers that torch uses."""
     return [((word & MASK) ^ (1 << 63)) - (1 << 63) for word in words]
 
 
 def row_keys(seed_keys: Tensor, positions: Tensor) -> Tensor:
-    """`row_key` of M rows: int64 (M,) seeds and positions -> int64 (M,)."""
+    """Compute `row_key` for M rows: int64 (M,) seeds and positions -> int64 (M,)."""
     start = _finalise(seed_keys ^ _signed(MATCH_SALT))
     return _finalise(start + (positions + 1) * _signed(GOLDEN))
 
 
 def bits(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """`token_bits` elementwise: int64 keys (M, 1) or (S,), int64 token ids (M, S) or (S,) -> int64 of their shape."""
+    """Compute `token_bits` elementwise: int64 keys (M, 1) or (S,), int64 ids (M, S) or (S,) -> int64, same shape."""
     return _finalise(keys + (token_ids + 1) * _signed(GOLDEN))
 
 
 def gumbel_of_bits(words: Tensor) -> Tensor:
-    """Standard Gumbel noise from 64-bit words, float64: between -3.61 and 36.74."""
+    """Convert 64-bit words to standard Gumbel noise, float64: between -3.61 and 36.74."""
     mantissa = ((words >> 11) & ((1 << 53) - 1)).clamp_(min=1)
     return mantissa.double().mul_(UNIT).log_().neg_().log_().neg_()
 
 
 def gumbel(seed_keys: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise of the match stream.
+    """Return standard Gumbel noise of the match stream.
 
     Args:
-      seed_keys: int64 (M,), seeds as `as_int64` writes them.
+      seed_keys: int64 (M,), seeds converted by `as_int64`.
       positions: int64 (M,), absolute index in the sequence of the token that is chosen.
       token_ids: int64 (M, S), or (S,) for the same tokens in every row.
 
@@ -143,7 +143,7 @@ def _signed(word: int) -> int:
 
 
 def _finalise(state: Tensor) -> Tensor:
-    """`finalise` on wrapping int64; a shift of a signed word drags its sign along, which the mask removes."""
+    """Compute `finalise` on wrapping int64. A shift of a signed word repeats its sign bit, which a mask removes."""
     state = (state ^ _shifted(state, 30)) * _signed(MULTIPLIER_1)
     state = (state ^ _shifted(state, 27)) * _signed(MULTIPLIER_2)
     return state ^ _shifted(state, 31)
@@ -160,13 +160,13 @@ _GOLDEN, _MULTIPLIER_1, _MULTIPLIER_2 = (np.uint64(number) for number in (GOLDEN
 
 
 def weyl_steps(tokens: int | np.ndarray) -> np.ndarray:
-    """(token + 1) * GOLDEN for int64 (V,) tokens, or for all ids below a number: uint64 (V,)."""
+    """Return (token + 1) * GOLDEN for int64 (V,) tokens, or for all ids below a number: uint64 (V,)."""
     return _weyl_steps(tokens) if isinstance(tokens, int) else (tokens.astype(np.uint64) + _ONE) * _GOLDEN
 
 
 @lru_cache(maxsize=4)
 def _weyl_steps(vocab_size: int) -> np.ndarray:
-    """Steps of all ids below a number, kept for the next call; they cannot be written."""
+    """Return the steps of all ids below a number, cached and read-only."""
     steps = np.arange(1, vocab_size + 1, dtype=np.uint64)
     steps *= np.uint64(GOLDEN)
     steps.flags.writeable = False
@@ -174,7 +174,7 @@ def _weyl_steps(vocab_size: int) -> np.ndarray:
 
 
 def token_gumbel(keys: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-    """Match noise of single tokens on the CPU: uint64 keys (S,), int64 token ids (S,) -> float64 (S,)."""
+    """Return the match noise of single tokens on the CPU: uint64 keys (S,), int64 token ids (S,) -> float64 (S,)."""
     state = token_ids.astype(np.uint64)
     state += _ONE
     state *= _GOLDEN
@@ -195,14 +195,15 @@ def token_gumbel(keys: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
 
 
 def noisiest(key: int, least: float, steps: np.ndarray, scratch: np.ndarray) -> np.ndarray:
-    """Mask of the tokens that may have match noise of ``least`` or more.
+    """Return a mask of the tokens that may have match noise of ``least`` or more.
 
-    All that have it are among them, and few others: it compares the top 31 bits, which the last step of the hash leaves
-    alone. Used to find the few tokens that can win; the winner among them is decided by `token_gumbel`.
+    It includes all tokens with that much noise, and few others, because it compares only the top 31 bits, which the
+    last step of the hash does not change. It finds the few tokens that can win; `token_gumbel` then decides which of
+    them wins.
 
     Args:
       key: key of the row.
-      least: the noise.
+      least: lower bound of the noise.
       steps: `weyl_steps` of the tokens, uint64 (V,).
       scratch: uint64 (2, V), overwritten, so that a pass over rows allocates it once.
 
@@ -221,9 +222,9 @@ def noisiest(key: int, least: float, steps: np.ndarray, scratch: np.ndarray) -> 
 
 
 def least_bits(least: float) -> int:
-    """A bound of the 64 bits from which noise of ``least`` or more comes, with 33 zeros at its end.
+    """Return a lower bound of the 64 bits that give noise of ``least`` or more; its last 33 bits are zero.
 
-    From u > exp(-exp(-least)) =: 1 - c follow bits of at least (1 - c) 2**64; c is taken a little larger, and of that
+    From u > exp(-exp(-least)) =: 1 - c follow bits of at least (1 - c) 2**64. To be safe, c is increased slightly, and
     the 31 bits are rounded down. So noise of 0 gives 0x5e2d58 << 40 or less, and noise below -4 gives 0.
     """
     rest = -math.expm1(-math.exp(-least)) * (1.0 + 1e-6) if least > -4.0 else 1.0
@@ -235,10 +236,10 @@ def least_bits(least: float) -> int:
 
 @dataclass(frozen=True)
 class KeyedNoise:
-    """Draft draws for one row in one step, from a stream that the acceptance rule never touches.
+    """Draft draws for one row in one step, from a stream that the acceptance rule never uses.
 
     Args:
-      seed: of the row.
+      seed: seed of the row.
       step: number of the verify step, so that a position that is drafted again gets new numbers.
       position: absolute index of the token that would follow the root of the draft.
     """
@@ -248,17 +249,16 @@ class KeyedNoise:
     position: int
 
     def draft(self, depth: int, probs: Tensor, num_tokens: int = 1, branch: int = 0) -> list[int]:
-        """Tokens of the drafter's distribution ``probs`` (V,), without replacement, in draw order: the children of a
-        node.
+        """Draw the children of a node from the drafter's distribution ``probs`` (V,), without replacement, in order.
 
-        ``branch`` tells nodes of equal depth apart. Fewer tokens come back where fewer have mass.
+        ``branch`` distinguishes nodes of equal depth. The result is shorter if fewer tokens have mass.
         """
         key = mix(stream_key(self.seed, self.step, self.position + depth, Purpose.DRAFT), branch)
         scores, tokens = self._race(key, probs).topk(min(num_tokens, probs.shape[-1]))
         return [int(t) for s, t in zip(scores.tolist(), tokens.tolist(), strict=True) if s > -math.inf]
 
     def _race(self, key: int, probs: Tensor) -> Tensor:
-        """log probs + Gumbel noise of the stream, float64 (V,)."""
+        """Return log probs + Gumbel noise of the stream, float64 (V,)."""
         probs = for_double(probs)
         if probs.device.type == "cpu":
             drawn = torch.from_numpy(token_gumbel(np.array(key, dtype=np.uint64), np.arange(probs.shape[-1])))

@@ -1,9 +1,9 @@
-"""The processors of one row, and the history they look at: raw logits to scores, before any temperature.
+"""The logits processors of one row and their history: they turn raw logits into scores, before any temperature.
 
 Order and meaning follow transformers 5.23 ``generate`` in float32: logit bias, repetition penalty, presence and
-frequency penalty (vLLM's, output tokens only), no-repeat n-grams, bad words, minimum length, custom processors, and the
-masks of allowed tokens and of a grammar last. Every node sees its own path as prefix, through the row's incremental
-history plus the path's difference.
+frequency penalty (vLLM's, output tokens only), no-repeat n-grams, bad words, minimum length, custom processors, and
+finally the masks of allowed tokens and of a grammar. Every node sees its own path as prefix: the row's incremental
+history, followed by the tokens of the path.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from foredraft.structured.matching import Matching
 
 Path = Sequence[int]
 Entries = tuple[np.ndarray, ...]
-"""Token ids int64 (S,) of one node, and values that belong to them."""
+"""Token ids int64 (S,) of one node, and arrays of values for them."""
 
 
 class Sampler:
-    """The processed distribution of one row: its parameters and the history they look at.
+    """The processed distribution of one row: its parameters and the history that they depend on.
 
     Args:
       params: parameters of the request, with ``bad_words`` already resolved to ``bad_words_ids``.
       vocab_size: V of the target.
-      eos_token_ids: tokens that end a text. They are impossible before ``min_tokens``, and no bad words.
-      prompt_ids: the prompt; penalties on repetition count it.
+      eos_token_ids: tokens that end a row. They are impossible before ``min_tokens``, and never count as bad words.
+      prompt_ids: the prompt, which counts for penalties on repetition.
       history_ids: the prompt that n-grams, bad words and custom processors see, with its padding; by default
         ``prompt_ids``.
       device: device of the logits.
@@ -48,7 +48,7 @@ class Sampler:
       seed: seed of the row. The engine sets it; until then it is the seed of ``params``, or a fresh one.
       eos_token_ids: the argument.
       custom_processor_seconds: time spent in ``params.logits_processors``.
-      contains_faults: whether nodes merely lack a distribution after an exception of a custom processor.
+      contains_faults: True if an exception of a custom processor only leaves its nodes without a distribution.
       fault: exception of the last call of the custom processors, or of the grammar; None without one.
 
     Raises: ConfigError when a bias, bad word or stop token lies outside the vocabulary, or bad words are not resolved.
@@ -96,7 +96,7 @@ class Sampler:
         check_named_tokens(self.params, self.vocab_size)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Carry committed output tokens into the history; O(1) per token."""
+        """Add committed output tokens to the history; O(1) per token."""
         tokens = list(tokens)
         self.num_output_tokens += len(tokens)
         num_known = len(self._tokens)
@@ -110,18 +110,18 @@ class Sampler:
             self.matching.extend(tokens)
 
     def _index_ngrams(self, start: int) -> None:
-        """Index the n-grams that end with a token from ``start`` on."""
+        """Index the n-grams that end with a token at index ``start`` or later."""
         if self._ngrams is not None:
             self._ngrams.add_ngrams(self.params.no_repeat_ngram_size, self._tokens, start)
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the choice is the argmax of the raw logits."""
+        """True if the chosen token is the argmax of the raw logits."""
         return self.is_greedy and not self.is_processed
 
     @property
     def is_processed(self) -> bool:
-        """Whether any processor may still change the logits. The minimum length stops mattering once it is reached."""
+        """True if any processor may still change the logits. A minimum length no longer counts once it is reached."""
         return self._has_processors or (bool(self._stop_ids) and self.num_output_tokens < self.params.min_tokens)
 
     @cached_property
@@ -131,7 +131,7 @@ class Sampler:
         named = params.logit_bias or params.logits_processors or params.allowed_token_ids
         return bool(named) or any(part is not None for part in history)
 
-    # -- what one node changes; ids and values, in HF's order of processors --------------------------------------
+    # -- changes of one node: ids and values, in HF's order of processors ----------------------------------------
 
     @cached_property
     def _bias(self) -> Entries:
@@ -139,7 +139,7 @@ class Sampler:
         return np.array([*bias.keys()], dtype=np.int64), np.array([*bias.values()], dtype=np.float32)
 
     def biases(self, path: Path) -> Entries | None:
-        """Tokens and what is added to their logits."""
+        """Tokens and the values to add to their logits."""
         return self._bias if self.params.logit_bias else None
 
     def repetitions(self, path: Path) -> Entries | None:
@@ -150,7 +150,7 @@ class Sampler:
         return ids, np.full(len(ids), self.params.repetition_penalty, dtype=np.float32)
 
     def occurrences(self, path: Path) -> Entries | None:
-        """Tokens of output and path, what their counts cost, and what their presence costs."""
+        """Tokens of output and path, with their frequency penalties and their presence penalties."""
         if self._output is None:
             return None
         ids, counts = self._output.with_path(path)
@@ -158,7 +158,7 @@ class Sampler:
         return ids, counts * np.float32(self.params.frequency_penalty), presence
 
     def bans(self, path: Path) -> Entries | None:
-        """Tokens that are impossible: they would repeat an n-gram, complete a bad word, or end the output too early."""
+        """Impossible tokens, which would repeat an n-gram, complete a bad word, or end the output too early."""
         banned: set[int] = set()
         if self._ngrams is not None:
             size = self.params.no_repeat_ngram_size
@@ -173,14 +173,14 @@ class Sampler:
         return (np.fromiter(banned, dtype=np.int64, count=len(banned)),) if banned else None
 
     def _tail(self, width: int, path: Path) -> list[int]:
-        """The last ``width`` tokens of the row, or fewer where it is shorter, and the path."""
+        """Return the last ``width`` tokens of the row, or fewer if it is shorter, followed by the path."""
         return [*self._tokens[max(0, len(self._tokens) - width) :], *path]
 
     def run_custom(self, scores: Tensor, paths: Sequence[Path]) -> Tensor:
-        """The user's processors on nodes of one depth d: float32 (b, V) and b paths -> float32 (b, V).
+        """Run the user's processors on nodes of one depth d: float32 (b, V) and b paths -> float32 (b, V).
 
-        They get the whole prefixes, (b, T + d). Where faults are contained, what they raise is kept in ``fault``, and
-        the nodes have no distribution: NaN.
+        They receive whole prefixes, (b, T + d). If faults are contained, an exception is stored in ``fault``, and the
+        scores of the nodes become NaN.
         """
         length = len(self._tokens)
         ids = np.empty((len(paths), length + len(paths[0])), dtype=np.int64)
@@ -206,9 +206,9 @@ class Sampler:
         return None if allowed is None else torch.tensor(allowed, device=self.device)
 
     def mask(self, scores: Tensor, path: Path) -> None:
-        """Make tokens of one node (V,) impossible, in place, that are not among the allowed ones or not in the grammar.
+        """Set scores of one node (V,) to -inf, in place, for tokens that are not allowed or do not match the grammar.
 
-        After a fault all are.
+        After a fault of the grammar all scores become NaN.
         """
         if self._allowed is not None:
             ids = self._allowed[self._allowed < len(scores)].to(scores.device)
@@ -233,15 +233,15 @@ class Sampler:
 
 
 def process(logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path]) -> Tensor:
-    """Everything before the temperature: (M, V) of any float dtype -> float32 (M, V).
+    """Apply all processors: (M, V) of any float dtype -> float32 (M, V), before the temperature.
 
-    The input itself comes back when it is float32 and no processor is active; it is never changed.
+    The input itself is returned if it is float32 and no processor is active. It is never modified.
     """
     return processed(logits, samplers, paths).float()
 
 
 def processed(logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path]) -> Tensor:
-    """`process`, but where no processor is active the input comes back as it is, in its own dtype."""
+    """Like `process`, but if no processor is active, return the input unchanged, in its own dtype."""
     check_shapes(logits, samplers, paths)
     active = [row for row, sampler in enumerate(samplers) if sampler.is_processed]
     if not active:
@@ -256,9 +256,9 @@ def processed(logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path]
 
 
 def apply_entries(scores: Tensor, nodes: Sequence[tuple[int, Sampler, Path]], as_arrays: bool) -> None:
-    """Apply what single tokens cost, and bans, to rows of ``scores`` (M, V) in place; one gather and scatter each.
+    """Apply penalties, biases and bans of single tokens to ``scores`` (M, V) in place, one gather and scatter each.
 
-    ``as_arrays`` works on numpy's view of CPU memory, whose indexing is several times faster than torch's.
+    ``as_arrays`` uses numpy's view of CPU memory, whose indexing is several times faster than torch's.
     """
     flat: Any = scores.view(-1).numpy() if as_arrays else scores.view(-1)
     where_of: Any = np.where if as_arrays else torch.where
@@ -284,14 +284,14 @@ def apply_entries(scores: Tensor, nodes: Sequence[tuple[int, Sampler, Path]], as
 def check_shapes(logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path]) -> None:
     if logits.ndim != 2 or not logits.shape[0] == len(samplers) == len(paths):
         raise ShapeError(
-            f"logits {tuple(logits.shape)}, {len(samplers)} samplers, {len(paths)} paths; want (M, V), M and M"
+            f"logits {tuple(logits.shape)}, {len(samplers)} samplers, {len(paths)} paths; they must be (M, V), M and M"
         )
 
 
 def _gathered(parts: Sequence[tuple[int, Entries | None]], vocab_size: int) -> list[np.ndarray]:
-    """Entries of several rows as flat indices into (M, V), and their values; empty when no row has any.
+    """Return the entries of several rows as flat indices into (M, V), and their values; empty if no row has any.
 
-    Token 3 of row 2 at V = 10 becomes 23. Tokens outside of the logits' vocabulary are left out.
+    Token 3 of row 2 at V = 10 becomes 23. Tokens outside the vocabulary of the logits are left out.
     """
     columns: list[list[np.ndarray]] = []
     for row, entries in parts:
@@ -308,7 +308,7 @@ def _gathered(parts: Sequence[tuple[int, Entries | None]], vocab_size: int) -> l
 def _by_prefix_length(
     rows: Sequence[int], samplers: Sequence[Sampler], paths: Sequence[Path]
 ) -> list[tuple[Sampler, list[int]]]:
-    """Nodes with custom processors, those of one sequence and depth together."""
+    """Group nodes with custom processors by row and depth."""
     groups: dict[tuple[int, int], list[int]] = {}
     for row in rows:
         if samplers[row].params.logits_processors:
@@ -317,11 +317,11 @@ def _by_prefix_length(
 
 
 def checked_scores(processor: object, scores: Any, shape: tuple[int, ...]) -> Tensor:
-    """The scores that a processor of a user has returned.
+    """Check and return the scores that a user's processor has returned.
 
-    Raises: ShapeError for anything but a tensor of this shape, naming the processor.
+    Raises: ShapeError, with the name of the processor, for anything but a tensor of this shape.
     """
     if isinstance(scores, Tensor) and tuple(scores.shape) == tuple(shape):
         return scores
     found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-    raise ShapeError(f"logits processor {shown(processor)} returned {found}, not scores {tuple(shape)}")
+    raise ShapeError(f"logits processor {shown(processor)} returned {found}; it must return scores {tuple(shape)}")

@@ -1,4 +1,4 @@
-"""Text that a grammar forces: found byte by byte, no further than a draft may need it, and written in tokens."""
+"""Text that a grammar forces: found byte by byte, only as far as a draft may need it, and converted to tokens."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 LEAST_WINDOW = 16
-"""Forced bytes that are looked at, beside two of the longest tokens that may come next."""
+"""Number of forced bytes that are computed, in addition to twice the length of the longest possible next token."""
 NUM_CHOPPED = 4
-"""Tokens at the end of forced text that may be written otherwise, once it is known what follows (as in llguidance)."""
+"""Number of tokens at the end of forced text whose tokenization may change with the following text (as in llguidance).
+"""
 MOST_TEXTS = 4096
-"""Forced texts whose tokens are kept."""
+"""Number of forced texts whose tokens are cached."""
 _NO_BYTE = 256
 
 
@@ -26,7 +27,7 @@ class Vocabulary:
     """The tokens of a model as bytes.
 
     Args:
-      tokenizer: llguidance's, for the model's vocabulary.
+      tokenizer: llguidance's tokenizer for the model's vocabulary.
       eos_token_ids: tokens that end an output; they are never part of forced text.
     """
 
@@ -47,16 +48,16 @@ class Vocabulary:
         self.tokens = lru_cache(MOST_TEXTS)(self._tokens)
 
     def text(self, tokens: Sequence[int]) -> bytes | None:
-        """Tokens as bytes; None where one of them is no text."""
+        """Return tokens as bytes; None if one of them has no text."""
         texts = [self._bytes[token] for token in tokens]
         return b"".join(texts) if all(texts) else None
 
     def lengths(self, tokens: Sequence[int]) -> list[int]:
-        """Bytes of each token."""
+        """Return the number of bytes of each token."""
         return [len(self._bytes[token]) for token in tokens]
 
     def forced_byte(self, mask: bytes) -> tuple[int, int] | None:
-        """The byte that all tokens of a mask begin with, and the length of the longest; None where they differ."""
+        """Return the first byte common to all tokens of a mask and the length of the longest; None if they differ."""
         words = np.frombuffer(mask, dtype=np.uint32)
         held = np.flatnonzero(words)
         if not len(held):
@@ -71,12 +72,12 @@ class Vocabulary:
         return byte, int(self._length[held][is_set].max())
 
     def _tokens(self, last: int | None, text: bytes) -> tuple[int, ...]:
-        """Tokens of a text after a token, as the tokenizer writes both together where it keeps that token."""
+        """Tokenize a text after a token. Both are tokenized together if the result keeps that token."""
         before = b"" if last is None else self._bytes[last]
         tokens = self.tokenizer.tokenize_bytes(before + text)
         if before:
             tokens = tokens[1:] if tokens[0] == last else self.tokenizer.tokenize_bytes(text)
-        return tuple(tokens) if self.text(tokens) == text else ()  # some tokenizers change what they read
+        return tuple(tokens) if self.text(tokens) == text else ()  # some tokenizers change their input
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -84,11 +85,11 @@ class Run:
     """Forced text after a place.
 
     Attributes:
-      text: its bytes, as far as they were looked at.
-      longest: bytes of the longest token that may come at each of them.
-      matcher: at their end.
-      mask: at their end, where it is known.
-      is_closed: whether no more can be found out.
+      text: bytes of the forced text computed so far.
+      longest: at each of these bytes, the length of the longest token that may come, in bytes.
+      matcher: matcher at the end of ``text``.
+      mask: mask at the end of ``text``, if it was computed.
+      is_closed: True if no more forced bytes can be found.
     """
 
     text: bytes
@@ -98,13 +99,13 @@ class Run:
     is_closed: bool = False
 
     def after(self, text: bytes) -> Run | None:
-        """The rest after its first bytes; None where there are others, or nothing is known."""
+        """Return the run after its first bytes ``text``; None if it begins differently or is not known so far."""
         if not self.text.startswith(text):
             return None
         return Run(self.text[len(text) :], self.longest[len(text) :], self.matcher, self.mask, self.is_closed)
 
     def lengthened(self, vocabulary: Vocabulary) -> Run:
-        """The run with all bytes of its window, computed by one mask for each new byte."""
+        """Return the run extended to its whole window, with one mask computed for each new byte."""
         if self.is_closed or (self.longest and len(self.text) >= _window(self.longest)):
             return self
         text, longest = bytearray(self.text), [*self.longest]
@@ -123,7 +124,7 @@ class Run:
         return Run(bytes(text), tuple(longest), matcher)
 
     def tokens(self, vocabulary: Vocabulary, last: int | None) -> tuple[int, ...]:
-        """Tokens of the run, without those at its end that depend on what follows."""
+        """Return the tokens of the run, without those at its end that depend on the following text."""
         tokens = vocabulary.tokens(last, self.text)
         lengths = vocabulary.lengths(tokens)
         start = len(self.text) - sum(lengths[-NUM_CHOPPED:])
@@ -135,22 +136,22 @@ class Run:
 
 
 def _window(longest: Sequence[int]) -> int:
-    """Forced bytes that are looked at, by the longest token that may come first."""
+    """Number of forced bytes to compute, given the longest token that may come first."""
     return LEAST_WINDOW + 2 * longest[0]
 
 
 class Place:
-    """An output, or a path of a draft after it: its matcher, and what is known of what may follow.
+    """The state after an output, or after a path of a draft behind it: its matcher, and the forced text known so far.
 
-    Every place has a matcher of its own, a copy of an earlier one with tokens more. No matcher ever goes back: those of
-    llguidance 1.9 answer then with masks of the path that they left (`ParserState::rollback` keeps its
+    Every place has its own matcher, a copy of an earlier one advanced by some tokens. A matcher is never rolled back,
+    because after a rollback llguidance 1.9 returns masks of the abandoned path (`ParserState::rollback` keeps its
     ``bias_cache``).
 
     Args:
-      vocabulary: tokens of the model; None where no text is forced in tokens.
-      matcher: here.
-      last: the token before; None where there is none.
-      run: forced text from here, as far as it is known.
+      vocabulary: tokens of the model; None if no forced tokens are computed.
+      matcher: matcher at this place.
+      last: the token before; None at the start.
+      run: forced text from this place on, as far as it is known.
     """
 
     __slots__ = ("_forced", "_mask", "_run", "_vocabulary", "last", "matcher")
@@ -164,11 +165,11 @@ class Place:
         self._forced: tuple[int, ...] | None = None
 
     def copy(self) -> Place:
-        """The same place, with a matcher of its own."""
+        """Return the same place with its own matcher."""
         return Place(self._vocabulary, self.matcher.deep_copy(), self.last, self._run)
 
     def after(self, tokens: Sequence[int]) -> Place | None:
-        """The place after tokens; None where they do not match."""
+        """Return the place after tokens; None if they do not match."""
         matcher = self.matcher.deep_copy()
         if matcher.try_consume_tokens([*tokens]) < len(tokens) or matcher.is_error():
             return None
@@ -177,15 +178,18 @@ class Place:
         return Place(self._vocabulary, matcher, tokens[-1] if tokens else self.last, run)
 
     def mask(self) -> bytes:
-        """Bits of the tokens that may follow, however forced text is written. The matcher may give up meanwhile."""
+        """Return the bits of the tokens that may follow, regardless of forced text.
+
+        Computing it may put the matcher into error.
+        """
         if self._mask is None:
             self._mask = self.matcher.compute_bitmask()
         return self._mask
 
     def forced(self) -> tuple[int, ...]:
-        """Tokens of the forced text from here, as far as it was looked at; the first of them is the only one allowed.
+        """Return the tokens of the forced text computed so far. The first of them is the only allowed token.
 
-        It depends on the text so far and its last token alone, whether they were drafted or not.
+        They depend only on the text so far and its last token, drafted or not.
         """
         if self._forced is None:
             self._forced = self._new_forced()

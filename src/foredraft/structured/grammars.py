@@ -1,4 +1,4 @@
-"""Grammars for one tokenizer: compiled once, kept for later requests, and limited in size and time."""
+"""Grammars for one tokenizer: compiled once, cached for later requests, and limited in size and time."""
 
 from __future__ import annotations
 
@@ -26,36 +26,45 @@ if TYPE_CHECKING:
 logger = logging.getLogger("foredraft")
 
 MOST_KEPT, MOST_KEPT_CHARACTERS = 64, 1 << 20
-"""Compiled grammars that are kept, those used last, and characters of all of them: some 40 bytes each, compiled."""
+"""Maximum number of compiled grammars in the cache, and of their characters; the least recently used are dropped. A
+compiled grammar takes some 40 bytes per character."""
 MOST_MASKS = 1 << 13
-"""Made by matchers of one compiled grammar, after which the next request compiles it anew: masks add states to what
-these share, some 20 MB by then where the grammar is bad, and 64 MB at `MAX_STATES`."""
+"""Number of masks made by matchers of one compiled grammar after which the next request compiles it again. Masks add
+states to the shared automaton, some 20 MB by then for a bad grammar, and 64 MB at `MAX_STATES`.
+"""
 WHITE_SPACE = r" |\n[ \t]{0,16}"
-"""White space between the parts of JSON by default. Without a limit, small models write it until their budget ends."""
+"""Default white space between the parts of JSON. Without a limit, small models write white space until their budget
+ends.
+"""
 STACK_BYTES = 1 << 29
-"""Stack of the thread that compiles. llguidance goes one call deeper for every rule that names the next, some 2 kB
-each, of which `MAX_CHARACTERS` hold 15,000; a stack of 8 MB ended the process at 5,000. Only used pages take memory."""
+"""Stack size of the compiling thread. llguidance recurses once for every rule that refers to the next, at some 2 kB
+each, and `MAX_CHARACTERS` allow 15,000 such rules. A stack of 8 MB crashed at 5,000. Only used pages take memory.
+"""
 UNFORCED = '%llguidance {"no_forcing": true}'
-"""Keeps llguidance from computing forced text to its end in every mask. `Place.forced` computes what a draft needs."""
+"""Option that keeps llguidance from computing forced text to its end in every mask. `Place.forced` computes the part
+that a draft needs.
+"""
 MAX_TOKENS = "max_tokens"
-"""Word of grammars that count tokens. Forced text is found by the byte there is next, which they would miscount."""
+"""Keyword of grammars that count tokens. Forced text is found byte by byte, which such grammars would miscount."""
 MAX_GBNF_CHARACTERS = 1 << 14
-"""Longest grammar in llama.cpp's form. One of 700 rules takes a second to turn into Lark's, and one of 5,000 37."""
+"""Length of the longest grammar in llama.cpp's format. Converting 700 rules to Lark takes a second, and 5,000 rules
+take 37.
+"""
 ONE_OF = "oneOf constraints are not supported"
 OF_SCHEMA = "failed to compile JSON schema: "
-_sizing = threading.Lock()  # the size of the next stack is the process's
+_sizing = threading.Lock()  # the stack size of new threads is a setting of the whole process
 _ENDLESS = re.compile(r"-\d{19}(?![\d.eE])")
-"""Integers among which those that round to -2**63 send llguidance 1.9 into a recursion without end."""
+"""Integers that may round to -2**63, which send llguidance 1.9 into an endless recursion."""
 
 
 class Grammars:
-    """Makes matchers for rows of one model.
+    """Compiles grammars and makes matchers for the rows of one model.
 
-    Source: llguidance (github.com/guidance-ai/llguidance), whose limits bound the work of compiling and of every mask,
+    Source: llguidance (github.com/guidance-ai/llguidance). Its limits bound the work of compiling and of every mask,
     whatever the grammar.
 
     Args:
-      tokenizer: tokenizer of the model; None where it has none.
+      tokenizer: tokenizer of the model; None if it has none.
       vocab_size: V of the model.
       eos_token_ids: EOS tokens of the model.
     """
@@ -72,20 +81,20 @@ class Grammars:
         self._compiling = threading.Lock()
 
     def compile(self, wanted: StructuredOutputs) -> None:
-        """Compile a grammar, so that rows that ask for it do not wait; call it wherever waiting harms nobody.
+        """Compile a grammar in advance, so that rows that use it need not wait.
 
-        Raises: GrammarError for what is no grammar, or costs too much; ConfigError without llguidance.
+        Raises: GrammarError for an invalid grammar, or one that costs too much; ConfigError without llguidance.
         """
         self._found(wanted)
 
     def matching(self, wanted: StructuredOutputs) -> Matching:
-        """Matcher of a new row. Raises: as `compile`."""
+        """Return the matcher of a new row. Raises: as `compile`."""
         return Matching(self._found(wanted), self._eos, self._vocab_size)
 
     def _found(self, wanted: StructuredOutputs) -> Compiled:
         if (found := self._known(wanted)) is not None:
             return found
-        with self._compiling:  # others may take what is known meanwhile
+        with self._compiling:  # other threads can still use cached grammars
             found = self._known(wanted) or self._newly_compiled(wanted)
             with self._lock:
                 self._compiled[wanted] = found
@@ -99,7 +108,7 @@ class Grammars:
         return len(self._compiled) > max(1, MOST_KEPT if num_characters <= MOST_KEPT_CHARACTERS else 0)
 
     def _known(self, wanted: StructuredOutputs) -> Compiled | None:
-        """A compiled grammar that may be used further."""
+        """Return a compiled grammar from the cache if it may still be used."""
         with self._lock:
             found = self._compiled.get(wanted)
             if found is None or found.is_full or found.num_masks > MOST_MASKS:
@@ -109,7 +118,7 @@ class Grammars:
 
     def _newly_compiled(self, wanted: StructuredOutputs) -> Compiled:
         if told := unheld_keywords(wanted):
-            logger.warning("the JSON schema's %s cannot be held by a mask: outputs may break it", ", ".join(told))
+            logger.warning("no mask can enforce %s of the JSON schema, so outputs may violate it", ", ".join(told))
         compiled = Compiled(lambda: _on_large_stack(lambda: self._new(wanted)))
         counts_tokens = wanted.grammar is not None and MAX_TOKENS in wanted.grammar
         compiled.vocabulary = None if counts_tokens else self._vocabulary
@@ -134,7 +143,7 @@ class Grammars:
             if wanted.json is None or ONE_OF not in matcher.get_error():
                 break
         if not matcher.is_error():
-            matcher.compute_bitmask()  # fails where no output matches
+            matcher.compute_bitmask()  # fails if no output matches
         if matcher.is_error():
             raise refused(wanted, matcher.get_error())
         return matcher
@@ -143,20 +152,20 @@ class Grammars:
         from llguidance.hf import from_tokenizer
 
         if self._tokenizer is None:
-            raise GrammarError("structured_outputs needs to know tokens as text; pass tokenizer=... to LLM")
+            raise GrammarError("structured_outputs needs a tokenizer; pass tokenizer=... to LLM")
         if not self._eos:
-            raise GrammarError("structured_outputs needs an EOS token to end with, and this model names none")
+            raise GrammarError("structured_outputs needs an EOS token to end the output, but this model has none")
         try:
             return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=list(self._eos))
         except Exception as error:
             raise GrammarError(
-                f"structured_outputs cannot read the tokenizer {type(self._tokenizer).__name__} ({error}); it takes "
-                "fast ones, which hold a tokenizer of the tokenizers library"
+                f"structured_outputs cannot read the tokenizer {type(self._tokenizer).__name__} ({error}); use a fast "
+                "tokenizer, which is based on the tokenizers library"
             ) from None
 
 
 def _on_large_stack(compile: Callable[[], LLMatcher]) -> LLMatcher:
-    """Result of a function, computed in a thread of its own."""
+    """Run a function in a thread with a large stack and return its result."""
     result: Future[LLMatcher] = Future()
 
     def run() -> None:
@@ -171,8 +180,8 @@ def _on_large_stack(compile: Callable[[], LLMatcher]) -> LLMatcher:
             threading.Thread(target=run, name="foredraft-grammar", daemon=True).start()
         except RuntimeError:
             raise GrammarError(
-                f"no stack of {STACK_BYTES >> 20} MiB can be had for compiling structured_outputs; raise the limit of "
-                "the process's address space"
+                f"no stack of {STACK_BYTES >> 20} MiB can be allocated for compiling structured_outputs; raise the "
+                "limit of the process's address space"
             ) from None
         finally:
             threading.stack_size(before)
@@ -180,21 +189,24 @@ def _on_large_stack(compile: Callable[[], LLMatcher]) -> LLMatcher:
 
 
 def check_integers(text: str) -> None:
-    """Raises: ValueError for one at which llguidance would end the process."""
+    """Check that a text has no integer at which llguidance would crash the process.
+
+    Raises: ValueError if it has one.
+    """
     for found in _ENDLESS.finditer(text):
         if float(found[0]) == -(2.0**63):
             raise ValueError(f"the integer {found[0]} cannot be compiled; write it as {found[0]}.0")
 
 
 def refused(wanted: StructuredOutputs, reason: str) -> GrammarError:
-    """The error for a grammar, with llguidance's reason."""
+    """Return the error for a grammar, with llguidance's reason."""
     reason = reason.rpartition(OF_SCHEMA)[2] if wanted.json is not None else reason
     said = "no text matches it" if reason.startswith("NoExtension") else first_line(reason)
     return GrammarError(f"StructuredOutputs.{wanted.kind} is refused: {said}")
 
 
 def written(wanted: StructuredOutputs, *, splits_one_of: bool = False) -> str:
-    """The grammar in llguidance's variant of Lark. Raises: ValueError for a schema that is none."""
+    """Return the grammar in llguidance's variant of Lark. Raises: ValueError for an invalid schema."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import is_lark_syntax
 
@@ -203,9 +215,9 @@ def written(wanted: StructuredOutputs, *, splits_one_of: bool = False) -> str:
         return regex
     if wanted.choice is not None:
         texts = [json.dumps(text, ensure_ascii=False) for text in wanted.choice]
-        return f"start: TEXT\nTEXT: {' | '.join(texts)}"  # one word: else 2,000 at most
+        return f"start: TEXT\nTEXT: {' | '.join(texts)}"  # one terminal, since rules allow only 2,000 alternatives
     if wanted.grammar is not None:
-        check_integers(wanted.grammar)  # JSON schemas may stand in it
+        check_integers(wanted.grammar)  # it may contain JSON schemas
         return wanted.grammar if is_lark_syntax(wanted.grammar) else _from_gbnf(wanted.grammar)
     options: dict[str, Any] = {"whitespace_flexible": not wanted.disable_any_whitespace}
     if wanted.whitespace_pattern is not None:
@@ -229,12 +241,12 @@ def written(wanted: StructuredOutputs, *, splits_one_of: bool = False) -> str:
 
 
 def _from_gbnf(text: str) -> str:
-    """A grammar in the form of llama.cpp in llguidance's variant of Lark."""
+    """Convert a grammar from llama.cpp's format to llguidance's variant of Lark."""
     from llguidance import grammar_from
 
     if len(text) > MAX_GBNF_CHARACTERS:
         raise ValueError(
-            f"in GBNF it may have {MAX_GBNF_CHARACTERS} characters, and has {len(text)}; make it smaller, or write it "
-            "in Lark's form, with a rule 'start'"
+            f"a GBNF grammar may have at most {MAX_GBNF_CHARACTERS} characters, but this one has {len(text)}; make it "
+            "smaller, or write it in Lark's format, with a rule 'start'"
         )
     return grammar_from("gbnf", text)

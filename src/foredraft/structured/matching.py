@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 
 class Compiled:
-    """A grammar that is compiled. Its matchers share an automaton, which every mask may add states to.
+    """A compiled grammar. Its matchers share an automaton, and every mask may add states to it.
 
-    At the limit of states none of its matchers works any more (``is_full``), however few of them are one's own.
+    When the automaton reaches its limit of states (``is_full``), none of its matchers works any more, whichever row
+    added the states.
 
     Args:
-      make: compiles it: a matcher to which no token was given yet.
-      vocabulary: tokens of the model; None where the grammar forces no tokens.
+      make: function that compiles the grammar and returns a matcher at its start.
+      vocabulary: tokens of the model; None if the grammar forces no tokens.
     """
 
     def __init__(self, make: Callable[[], LLMatcher], vocabulary: Vocabulary | None = None) -> None:
@@ -30,40 +31,41 @@ class Compiled:
         self._make, self._matcher, self.vocabulary = make, make(), vocabulary
 
     def place(self) -> Place:
-        """Place at which an output begins."""
+        """Return the place at the start of an output."""
         return Place(self.vocabulary, self._matcher.deep_copy())
 
     def anew(self) -> Compiled:
-        """The same grammar with an automaton of its own. Raises: GrammarError."""
+        """Compile the same grammar again, with its own automaton. Raises: GrammarError."""
         return Compiled(self._make, self.vocabulary)
 
 
 MOST_GUESSES = 4
-"""Choices of one draft whose outcome is guessed."""
+"""Maximum number of choices in one draft whose outcome is guessed."""
 NUM_BEFORE = 2
-"""Tokens before a choice that make it the same as an earlier one, with what may follow."""
+"""Number of tokens before a choice that, together with the allowed tokens, identify it."""
 FULL = "too many states"
-"""Words of llguidance's error where an automaton has reached its limit."""
+"""Text in llguidance's error when an automaton has reached its limit."""
 MAX_STATES = 100_000
-"""States of one automaton, some 64 MB."""
+"""Maximum number of states of one automaton, some 64 MB."""
 
 
 class Matching:
     """Allowed and forced tokens after the committed output of a row, and after paths of its drafts.
 
-    Every path has a place of its own, and that of the accepted path becomes the output's. EOS is no token of the
-    grammar: it may come where the grammar may end, and nothing but EOS comes after it.
+    Every path has its own place, and the place of the accepted path becomes the place of the output. EOS is not a token
+    of the grammar. It may come where the grammar may end, and only EOS may follow it.
 
-    A row that meets the limit of an automaton which it shares goes on with one of its own, so that what others have
-    asked for ends no text.
+    If a shared automaton reaches its limit, the row continues with its own automaton, so that requests of others do not
+    end an output.
 
     Args:
       compiled: the grammar.
-      eos_token_ids: of the model.
+      eos_token_ids: EOS tokens of the model.
       vocab_size: V of the model.
 
     Attributes:
-      fault: what ended it: a limit of the grammar's cost, or an output that does not match. Nothing is allowed then.
+      fault: the error that ended matching: a limit of the grammar's cost, or an output that does not match. No token is
+        allowed after it.
     """
 
     def __init__(self, compiled: Compiled, eos_token_ids: Sequence[int], vocab_size: int) -> None:
@@ -71,14 +73,14 @@ class Matching:
         self._compiled, self._is_alone = compiled, False
         self._eos = frozenset(eos_token_ids)
         self._vocab_size = vocab_size
-        self._places: dict[tuple[int, ...], Place | None] = {(): compiled.place()}  # None: no match
-        self._has_ended = False  # what is committed ends with EOS
-        self._bits: dict[tuple[int, ...], np.ndarray | None] = {}  # masks after paths; None: the matcher gave up
-        self._text: list[int] = []  # committed, without EOS
-        self._chosen: dict[int, int] = {}  # by choice, what came of it the last time
+        self._places: dict[tuple[int, ...], Place | None] = {(): compiled.place()}  # by path; None: it does not match
+        self._has_ended = False  # whether the committed output ends with EOS
+        self._bits: dict[tuple[int, ...], np.ndarray | None] = {}  # masks by path; None: the matcher is in error
+        self._text: list[int] = []  # committed tokens, without EOS
+        self._chosen: dict[int, int] = {}  # by choice, its last outcome
 
     def copy(self) -> Matching:
-        """Another row after the same output."""
+        """Return the matcher of another row with the same output."""
         other = Matching(self._compiled, tuple(self._eos), self._vocab_size)
         other._places = {(): self._committed.copy()}
         other._has_ended, other.fault, other._text = self._has_ended, self.fault, self._text.copy()
@@ -91,13 +93,13 @@ class Matching:
         return place
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take in tokens of the output."""
+        """Advance by tokens of the output."""
         if self._has_ended or self.fault is not None:
             return
         text = self._before_eos(tokens)
         self._learn(text)
         place = self._after(text)
-        if place is None and self._goes_on_alone():  # a full automaton alone does not take what may follow
+        if place is None and self._goes_on_alone():  # a full automaton may reject tokens that match
             place = self._after(text)
         if place is not None:
             self._places = {(): place}
@@ -108,7 +110,7 @@ class Matching:
         self._bits.clear()
 
     def only(self, path: Sequence[int]) -> int | None:
-        """The one token that may follow the output and a path, where the grammar forces it."""
+        """Return the only token that may follow the output and a path, if the grammar forces one."""
         if self._has_ended or self.fault is not None or self._eos.intersection(path):
             return None
         place = self._after(path)
@@ -116,15 +118,15 @@ class Matching:
         return forced[0] if forced else None
 
     def allowed(self, path: Sequence[int]) -> np.ndarray | None:
-        """Bool (V,): the tokens that may follow the output and a path; None where the matcher gives up.
+        """Return bool (V,): the tokens that may follow the output and a path; None if the matcher is in error.
 
-        Nothing may follow a path that does not match.
+        No token may follow a path that does not match.
         """
         bits = self._mask(tuple(path))
         return None if bits is None else np.unpackbits(bits, bitorder="little", count=self._vocab_size).view(bool)
 
     def _mask(self, path: tuple[int, ...]) -> np.ndarray | None:
-        """`allowed` in bits."""
+        """Return `allowed` as packed bits."""
         if self.fault is not None:
             return None
         if path not in self._bits:
@@ -150,7 +152,7 @@ class Matching:
         return bits
 
     def legal(self, tree: DraftTree) -> DraftTree:
-        """A draft without the nodes that do not match, and without what follows EOS."""
+        """Return a draft without the nodes that do not match, and without the descendants of EOS."""
         if len(tree) == 1 or self.fault is not None:
             return tree
         kept, open_nodes = [0], [0]
@@ -165,28 +167,28 @@ class Matching:
         return tree if len(kept) == len(tree) else tree.restricted(sorted(kept))
 
     def _may_follow(self, place: Place, token: int) -> bool:
-        """Whether a token may come at a place: one that is forced, or any that it would take."""
+        """Return whether a token may come at a place: the forced token, or any token that matches."""
         if token in self._eos:
             return bool(place.matcher.is_accepting())
         forced = place.forced()
         return token == forced[0] if forced else place.matcher.validate_tokens([token]) == 1
 
     def forced(self, most: int) -> tuple[int, ...]:
-        """The tokens that follow the output for certain, EOS included; none where there is a choice.
+        """Return the tokens that certainly follow the output, EOS included, up to the first choice.
 
         Args:
-          most: tokens that are wanted. The work is limited by them, however long the text is that a grammar forces.
+          most: maximum number of tokens. It also limits the work, however long the forced text is.
         """
         return () if self.fault is not None else self._forced_after((), most)
 
     def guessed(self, most: int, forced: tuple[int, ...] = ()) -> Iterator[tuple[int, bool]]:
-        """Tokens that may follow those that are forced: what came of a choice the last time, and what that forces.
+        """Yield tokens after the forced ones: the last outcome of each choice, and the tokens that it forces.
 
-        A choice is the same where the same tokens may follow the same two.
+        Two choices are the same if the same tokens are allowed after the same two tokens.
 
         Args:
-          most: tokens, those that are forced included.
-          forced: these.
+          most: maximum number of tokens, including the forced ones.
+          forced: forced tokens after the output.
 
         Returns: tokens, and whether each is a guess.
         """
@@ -201,13 +203,13 @@ class Matching:
             path = (*path, token, *following)
 
     def _guess(self, path: tuple[int, ...]) -> int | None:
-        """Token that followed the same choice the last time; None for a new choice."""
+        """Return the last outcome of the same choice; None for a new choice."""
         if self._has_ended or self._eos.intersection(path) or (bits := self._mask(path)) is None:
             return None
         return self._chosen.get(self._choice(bits, path))
 
     def _learn(self, text: Sequence[int]) -> None:
-        """Take in what came of choices."""
+        """Record the outcomes of choices."""
         for length, token in enumerate(text):
             path = tuple(text[:length])
             if (bits := self._bits.get(path)) is not None:
@@ -231,16 +233,16 @@ class Matching:
         return found[:most]
 
     def _choice(self, bits: np.ndarray, path: tuple[int, ...]) -> int:
-        """Key of a choice: the mask after a path, and the tokens before it."""
+        """Return the key of a choice: the mask after a path, and the tokens before it."""
         return hash((bits.tobytes(), (*self._text[-NUM_BEFORE:], *path)[-NUM_BEFORE:]))
 
     def _before_eos(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Tokens up to the first EOS, that left out."""
+        """Return the tokens before the first EOS."""
         end = next((place for place, token in enumerate(tokens) if token in self._eos), len(tokens))
         return tokens[:end]
 
     def _after(self, path: Sequence[int]) -> Place | None:
-        """The place after a path; None where that does not match."""
+        """Return the place after a path; None if the path does not match."""
         key = tuple(path)
         if key not in self._places:
             known = next(length for length in range(len(key) - 1, -1, -1) if key[:length] in self._places)
@@ -249,10 +251,10 @@ class Matching:
         return self._places[key]
 
     def _has_failed(self, place: Place, path: Sequence[int]) -> bool:
-        """Whether nothing works in place of the matcher after a path, which has given up.
+        """Return whether the error of the matcher after a path is final.
 
-        After the output itself, that is a fault. A draft has none: it may never be chosen. Its logits tell nothing, and
-        it is asked anew once it is committed.
+        After the output itself, it is a fault of the row. In a draft it is not, because the path may never be chosen.
+        Its logits are ignored then, and the mask is computed again once the path is committed.
         """
         if not path:
             error = _gave_up(place.matcher)
@@ -262,7 +264,7 @@ class Matching:
         return True
 
     def _goes_on_alone(self) -> bool:
-        """Whether the output has a matcher again, of an automaton that others have added no states to."""
+        """Switch to a newly compiled automaton, unless the row has one already; return whether this works."""
         if self._is_alone:
             return False
         try:
@@ -279,7 +281,7 @@ class Matching:
         return True
 
     def _why_not(self, text: Sequence[int]) -> GrammarError:
-        """Why the committed output cannot go on with these tokens."""
+        """Return the error for tokens that cannot follow the committed output."""
         matcher = self._committed.matcher.deep_copy()
         for token in text:
             if not matcher.try_consume_tokens([token]) or matcher.is_error():
@@ -291,14 +293,14 @@ def _gave_up(matcher: LLMatcher) -> GrammarError:
     reason = first_line(matcher.get_error())
     if FULL in reason:
         reason = (
-            f"{FULL}: its automaton may have {MAX_STATES:,}, some 64 MB, and the output needs more; make the grammar "
+            f"{FULL}: an automaton may have {MAX_STATES:,}, some 64 MB, and this output needs more; make the grammar "
             "smaller, or its repetitions shorter"
         )
-    return GrammarError(f"the grammar gave up: {reason}")
+    return GrammarError(f"matching the grammar failed: {reason}")
 
 
 def first_line(message: str) -> str:
-    """Message of a matcher without its state: the first line, and the error that a parser names further down."""
+    """Return the message of a matcher without its state: the first line, and the parser's error below it."""
     lines = message.split("\n<state>")[0].strip().splitlines() or ["no reason is known"]
     named = [line for line in lines[1:] if line.startswith("error: ")]
     return " ".join([lines[0], *named])[:300]

@@ -1,4 +1,4 @@
-"""JSON schemas as llguidance takes them: keywords that it lacks, written with those that it has."""
+"""JSON schemas for llguidance: keywords that it does not support are rewritten with keywords that it does."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from foredraft.config.structured import StructuredOutputs
 Schema = dict[str, Any] | bool
 
 FORMATS = frozenset(
-    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]  # those of llguidance
+    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]  # as in llguidance
 )
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 MOST_SCHEMAS = 20_000
-"""Schemas within one, after rewriting."""
+"""Maximum number of subschemas of a schema, after rewriting."""
 MOST_OPTIONAL = 500
-"""Optional properties of one object, of which llguidance takes no more in one place of a text."""
+"""Maximum number of consecutive optional properties of one object, a limit of llguidance."""
 MOST_LETTERS = 2_000
-"""Letters of constants whose complement is written as one pattern."""
+"""Maximum number of characters of string constants whose complement is written as one pattern."""
 MOST_ONE_OF = 8
-"""Schemas of a `oneOf` that are written so that each excludes the others."""
+"""Maximum number of schemas of a `oneOf` that are rewritten so that each excludes the others."""
 NUM_PLACES, MOST_CONTAINED = 4, 2
-"""First items of an array among which those that it `contains` are, and most of these."""
+"""Number of first items of an array among which items that match `contains` must be, and the maximum number of them."""
 _COUNTS = (
     "maxItems",
     "minItems",
@@ -50,25 +50,25 @@ _IN_PLACE = ("allOf", "anyOf", "oneOf", "if", "$ref", "$dynamicRef", "$recursive
 
 
 class Rewriter:
-    """Rewrites one schema. What cannot be written stays as it is, and llguidance refuses it by name.
+    """Rewrites one schema. Keywords that cannot be rewritten stay, and llguidance refuses them by name.
 
     Attributes:
-      annotations: what is not held by the mask, each with its keyword, in the order of the schema.
+      annotations: keywords that the mask does not enforce, in the order of the schema.
     """
 
     def __init__(self, root: Schema, *, splits_one_of: bool) -> None:
         self.annotations: dict[str, None] = {}
         self._num_schemas = 0
         self._root, self._splits_one_of = root, splits_one_of
-        self._is_one = not _has_inner_id(root)  # so that a dynamic reference has one meaning
+        self._is_one = not _has_inner_id(root)  # then every dynamic reference has a single meaning
 
     def rewritten(self, schema: Schema) -> Schema:
-        """An equal schema, but for annotations. Raises: ValueError where it grows too large."""
+        """Return an equivalent schema, except for annotations. Raises: ValueError if it grows too large."""
         if not isinstance(schema, dict):
             return schema
         self._num_schemas += 1
         if self._num_schemas > MOST_SCHEMAS:
-            raise ValueError(f"it has more than {MOST_SCHEMAS} schemas inside; make it smaller")
+            raise ValueError(f"it has more than {MOST_SCHEMAS} subschemas; make it smaller")
         found = dict(schema)
         for key in _COUNTS:
             if isinstance(found.get(key), float) and found[key].is_integer():
@@ -84,7 +84,7 @@ class Rewriter:
         for key in _SINGLE:
             if isinstance(found.get(key), dict):
                 found[key] = self.rewritten(found[key])
-            elif isinstance(found.get(key), list):  # items, in older drafts
+            elif isinstance(found.get(key), list):  # items, in older drafts of JSON Schema
                 found[key] = [self.rewritten(one) for one in found[key]]
         self._check_optional(found)
         self._annotate(found)
@@ -99,7 +99,7 @@ class Rewriter:
         return found
 
     def _make_static(self, schema: dict[str, Any]) -> None:
-        """Write dynamic references as plain ones, and take out limits of `contains` that limit nothing."""
+        """Replace dynamic references by plain ones, and remove limits of `contains` that have no effect."""
         if self._is_one:
             for dynamic, plain in (("$dynamicRef", "$ref"), ("$dynamicAnchor", "$anchor")):
                 if dynamic in schema and plain not in schema:
@@ -117,13 +117,13 @@ class Rewriter:
             run = 0 if name in required else run + 1
             if run > MOST_OPTIONAL:
                 raise ValueError(
-                    f"more than {MOST_OPTIONAL} optional properties follow each other in an object; require some"
+                    f"more than {MOST_OPTIONAL} optional properties follow each other in an object; make some required"
                 )
 
     # -- annotations -----------------------------------------------------------------------------------------------
 
     def _annotate(self, schema: dict[str, Any]) -> None:
-        """Take out what no mask holds, and remember what that says."""
+        """Remove keywords that a mask cannot enforce, and record them."""
         unique, longest = schema.pop("uniqueItems", None), schema.get("maxItems")
         if unique is True and "array" in _types(schema) and not (isinstance(longest, int) and longest <= 1):
             self.annotations["uniqueItems"] = None
@@ -133,7 +133,7 @@ class Rewriter:
             self.annotations[f"format {form!r}"] = None
 
     def _name(self, schema: dict[str, Any]) -> None:
-        """Write `propertyNames` as a pattern of all names, or as an annotation."""
+        """Rewrite `propertyNames` as a pattern of all names, or record it as an annotation."""
         if "propertyNames" not in schema:
             return
         names = schema.pop("propertyNames")
@@ -151,10 +151,10 @@ class Rewriter:
         schema["patternProperties"] = {pattern: schema.get("additionalProperties", True)}
         schema["additionalProperties"] = False
 
-    # -- what stands for keywords that llguidance lacks ------------------------------------------------------------
+    # -- replacements for keywords that llguidance does not support ------------------------------------------------
 
     def _dependent(self, schema: dict[str, Any]) -> Iterable[Schema]:
-        """`dependentRequired` and `dependentSchemas`: a property is absent, or what depends on it holds."""
+        """Rewrite `dependentRequired` and `dependentSchemas`: a property is absent, or its condition holds."""
         required = schema.pop("dependentRequired", None) or {}
         for name, others in required.items():
             if others:
@@ -165,7 +165,7 @@ class Rewriter:
                 yield {"anyOf": [_absent(name), {"allOf": [{"required": [name]}, one]}]}
 
     def _conditional(self, schema: dict[str, Any]) -> Iterable[Schema]:
-        """`if`, `then` and `else`: it holds and the one, or does not and the other."""
+        """Rewrite `if`, `then` and `else`: the condition and `then` hold, or its negation and `else` hold."""
         condition = schema.get("if")
         if condition is None or not ("then" in schema or "else" in schema):
             for key in ("if", "then", "else"):
@@ -188,7 +188,7 @@ class Rewriter:
             yield {"anyOf": [{"allOf": [condition, then]}, {"allOf": [otherwise, other]}]}
 
     def _excluded(self, schema: dict[str, Any]) -> Iterable[Schema]:
-        """`not`, and `oneOf` whose schemas exclude each other by it."""
+        """Rewrite `not`, and `oneOf` by the negations of its schemas."""
         if "not" in schema and (opposite := negated(schema["not"])) is not None:
             del schema["not"]
             if opposite is not True:
@@ -206,7 +206,10 @@ class Rewriter:
                 }
 
     def _containing(self, schema: dict[str, Any]) -> Iterable[Schema]:
-        """`contains`: one of the first items is it. That is narrower, since a mask sees no end of an array coming."""
+        """Rewrite `contains` so that one of the first items matches.
+
+        This is stricter, since a mask cannot foresee the end of an array.
+        """
         least, most = schema.get("minContains", 1), schema.get("maxContains")
         if "contains" not in schema or "unevaluatedItems" in schema or least not in range(MOST_CONTAINED + 1):
             return
@@ -225,7 +228,7 @@ class Rewriter:
         yield {"anyOf": options}
 
     def _close(self, schema: dict[str, Any]) -> None:
-        """Write `unevaluatedProperties` and `unevaluatedItems` as what comes in addition, where that is the same."""
+        """Rewrite `unevaluatedProperties` as `additionalProperties`, and `unevaluatedItems` as `items`, if equal."""
         for key, own, named in (
             ("unevaluatedProperties", "additionalProperties", ("properties", "patternProperties")),
             ("unevaluatedItems", "items", ("prefixItems",)),
@@ -244,9 +247,9 @@ class Rewriter:
                     schema[own] = unevaluated
 
     def _evaluated(self, schema: dict[str, Any], own: str, named: tuple[str, ...]) -> Any:
-        """Names in the schema and in those that always apply beside it, everything else left open; `ALL` for all.
+        """Return the names in a schema and in those that always apply with it, unconstrained; `ALL` for all names.
 
-        None where that depends on the text.
+        None if the names depend on the text.
         """
         if any(part in schema for part in ("anyOf", "oneOf", "if", "dependentSchemas", "$dynamicRef", "contains")):
             return None
@@ -280,7 +283,7 @@ class Rewriter:
         return found
 
     def _resolved(self, reference: Any) -> Schema | None:
-        """The schema within the root that a reference means."""
+        """Return the schema within the root to which a reference points; None if there is none."""
         if not self._is_one or not isinstance(reference, str) or not reference.startswith("#/"):
             return None
         at: Any = self._root
@@ -292,11 +295,11 @@ class Rewriter:
 
 
 ALL = object()
-"""Everything is named."""
+"""Marker for schemas that name all properties or items."""
 
 
 def _has_inner_id(root: Schema) -> bool:
-    """Whether a part of a schema is a resource of its own."""
+    """Return whether a part of a schema has its own `$id`."""
     waiting: list[Any] = [*root.values()] if isinstance(root, dict) else []
     while waiting:
         part = waiting.pop()
@@ -319,7 +322,7 @@ def _types(schema: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def negated(schema: Schema) -> Schema | None:
-    """The schema of everything else; None where there is no writing it."""
+    """Return the schema of all other values; None if it cannot be written."""
     if isinstance(schema, bool):
         return not schema
     parts: list[Schema] = []
@@ -337,7 +340,7 @@ def negated(schema: Schema) -> Schema | None:
 
 
 def _negated_keyword(key: str, value: Any, schema: Mapping[str, Any]) -> Schema | None:
-    """Schema of the values that break one keyword."""
+    """Return the schema of the values that violate one keyword; None if it cannot be written."""
     bounds = {
         "minimum": ("number", "exclusiveMaximum", 0),
         "maximum": ("number", "exclusiveMinimum", 0),
@@ -390,7 +393,7 @@ def _negated_keyword(key: str, value: Any, schema: Mapping[str, Any]) -> Schema 
 
 
 def _complement(values: list[Any]) -> Schema | None:
-    """Everything but some constants."""
+    """Return the schema of all values except for some constants; None if it cannot be written."""
     types = [*TYPES]
     parts: list[Schema] = []
     numbers = sorted(value for value in values if isinstance(value, int | float) and not isinstance(value, bool))
@@ -422,7 +425,7 @@ def _complement(values: list[Any]) -> Schema | None:
 
 
 def _other_strings(strings: list[str]) -> str:
-    """A regular expression of all strings but some."""
+    """Return a regular expression of all strings except for some."""
     prefixes: dict[str, set[str]] = {"": set()}
     for text in strings:
         for length in range(len(text)):
@@ -442,7 +445,7 @@ ANY_CHARACTER = r"[\s\S]"
 
 
 def _pattern_of(names: Schema) -> str | None:
-    """A regular expression of the strings that a schema of names allows; None where there is none that is exact."""
+    """Return a regular expression of the names that a schema allows; None if no exact one exists."""
     if names is False:
         return "^[^\\s\\S]$"
     if not isinstance(names, dict):
@@ -461,13 +464,13 @@ def _pattern_of(names: Schema) -> str | None:
 
 
 def prepared(schema: Schema, *, splits_one_of: bool = False) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """A schema as llguidance takes it, and keywords of it that no mask holds.
+    """Return a schema that llguidance accepts, and the keywords that no mask enforces.
 
     Args:
-      splits_one_of: whether schemas of a `oneOf` are written so that each excludes the others. llguidance knows some
-        that do by themselves.
+      splits_one_of: True to rewrite the schemas of a `oneOf` so that each excludes the others. llguidance recognises
+        some exclusive schemas without it.
 
-    Raises: ValueError for one that is too large, or that nothing fulfils.
+    Raises: ValueError for a schema that is too large, or that no value fulfils.
     """
     if schema is False:
         raise ValueError("no text matches it")
@@ -475,18 +478,18 @@ def prepared(schema: Schema, *, splits_one_of: bool = False) -> tuple[dict[str, 
     rewriter = Rewriter(plain, splits_one_of=splits_one_of)
     try:
         found = rewriter.rewritten(plain)
-    except (AttributeError, IndexError, KeyError, TypeError):  # not a schema, and llguidance says why
+    except (AttributeError, IndexError, KeyError, TypeError):  # not a valid schema; llguidance explains why
         return dict(plain), ()
     assert isinstance(found, dict)
     return found, tuple(rewriter.annotations)
 
 
 def unheld_keywords(wanted: StructuredOutputs) -> tuple[str, ...]:
-    """Keywords of its JSON schema that its output need not fulfil, since no mask holds them."""
+    """Return the keywords of the JSON schema that no mask enforces, so that the output may violate them."""
     if wanted.json is None:
         return ()
     try:
         schema = json.loads(str(wanted.json))
         return prepared(schema)[1] if isinstance(schema, dict) else ()
-    except (ValueError, RecursionError):  # refused where it is compiled
+    except (ValueError, RecursionError):  # an invalid schema is refused when it is compiled
         return ()

@@ -136,7 +136,7 @@ def test_the_way_whose_tokens_take_the_least_time_runs() -> None:
     assert ways[200:].count(0) > 0.75 * len(ways[200:])
     said = governor.describe()
     assert said is not None
-    assert "speeds of late by plain decoding: a " in said
+    assert "recent speed relative to plain decoding: a " in said
 
 
 def test_a_drafter_too_slow_to_pay_is_left_alone_though_it_is_right() -> None:

@@ -70,7 +70,7 @@ def test_no_child_where_there_is_no_distribution() -> None:
 
 
 def test_processors_are_not_run_over_columns_that_are_no_tokens() -> None:
-    with pytest.raises(ShapeError, match="spread them first"):
+    with pytest.raises(ShapeError, match="expand these logits first"):
         choose_siblings(torch.zeros(1, 3), places(["biased"], 40)[0], [()], [0], 1, torch.tensor([1, 2, 3]))
 
 
